@@ -115,13 +115,13 @@ class Layout:
         """Empty the folder and write lists and arrays, and an empty file for each that a pattern finds."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        found = [self._found_by(pattern, case) for pattern in self.patterns for case in range(self.cases)]
+        pattern_paths = [self._found_by(pattern, case) for pattern in self.patterns for case in range(self.cases)]
         classes = [folder / _as_folder(name) / "-" for folder in self.listed for name in self.classes]
-        for path in (*found, *self.tables, *self.arrays, *classes):
+        for path in (*pattern_paths, *self.tables, *self.arrays, *classes):
             if not Path(os.path.abspath(path)).is_relative_to(self.folder):
                 raise InputError(f"the bundle looks for {path}", f"its data lie below {self.folder}", "have it changed")
             path.parent.mkdir(parents=True, exist_ok=True)
-        for path in found:
+        for path in pattern_paths:
             path.touch()
         for path, table in self.tables.items():
             (self._write_json if path.suffix == ".json" else self._write_csv)(path, table)

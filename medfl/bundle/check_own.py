@@ -36,26 +36,26 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         given = "no --data" if folder is None else f"--data {folder}"
         raise InputError(given, f"the folder of the images of {bundle.name}", "give it with --data DIR")
     place = Path(folder).expanduser().resolve()
-    problems, found, divided = [], own.Found([], [], {}), list[tuple[Record, str]]()
+    problems, dataset, divided = [], own.Found([], [], {}), list[tuple[Record, str]]()
     try:
-        found = own.found_by(place, ids)
-        divided = own.sections_of(place, found, ids["group_by"], ids["split"])
+        dataset = own.found_by(place, ids)
+        divided = own.sections_of(place, dataset, ids["group_by"], ids["split"])
     except InputError as error:
         problems.append(str(error))
     classes = tuple(ids["classes"])
     columns = ("cases",) if ids.get("masks") else classes
     records, assigned = [record for record, _ in divided], [section for _, section in divided]
     counts = counted(columns, records, assigned)
-    for record in bar(found.records, desc="reading images", unit="image", shown=progress):
+    for record in bar(dataset.records, desc="reading images", unit="image", shown=progress):
         try:
             _read(place, ids)(record)
         except InputError as error:
             problems.append(str(error))
     return CheckReport(
         name=bundle.name, folder=place, layout=_layout(ids), split=str(ids["split"] or "own"),
-        phantom=own.cohort_of([place, *(record.image for record in found.records)]) is not None, classes=columns,
+        phantom=own.cohort_of([place, *(record.image for record in dataset.records)]) is not None, classes=columns,
         counts=counts, problems=tuple(problems), warnings=tuple(warnings_of(columns, records, assigned, counts)),
-        notes=_notes(place, ids, found, records),
+        notes=_notes(place, ids, dataset, records),
     )  # fmt: skip
 
 
@@ -89,12 +89,12 @@ def _read(place: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
     return lambda record: pairs.read_pair(record.image, record.mask, classes=classes)
 
 
-def _notes(place: Path, ids: Mapping[str, Any], found: own.Found, records: Sequence[Record]) -> tuple[str, ...]:
+def _notes(place: Path, ids: Mapping[str, Any], dataset: own.Found, records: Sequence[Record]) -> tuple[str, ...]:
     """Return what is left out, and what is known of patients."""
     unknown = bool(records) and all(record.group == record.id for record in records)
     groups = len({record.group for record in records})
     patients = (own.UNKNOWN_PATIENTS,) if unknown else (f"{groups} patients, each in one section",) if records else ()
     patients = (*own_folder.odd(place), *patients)
     if ids.get("masks") or ids.get("labels"):
-        return (*found.notes, *patients)
-    return (*found.notes, *own.beside_classes(place, found.records), *patients)
+        return (*dataset.notes, *patients)
+    return (*dataset.notes, *own.beside_classes(place, dataset.records), *patients)

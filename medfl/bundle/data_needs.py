@@ -97,9 +97,9 @@ class Reading:
     def kinds(self, size: int | None) -> list[tuple[Need, int]]:
         """Return what images may be like and in how many files each is, the likeliest first; `size` is their side."""
         ends = [end.get("spatial_shape") or [] for end in (self._image, self._pred)]
-        told = [[int(n) if str(n).isdecimal() else n for n in shape] for shape in ends if len(shape) in (2, 3)]
-        dims = len(told[0]) if told else self._of_network("spatial_dims") or 3
-        sides = self._of_network("in_shape", list)[1:] or (told[0] if told and dims == 2 else [])
+        extents = [[int(n) if str(n).isdecimal() else n for n in shape] for shape in ends if len(shape) in (2, 3)]
+        dims = len(extents[0]) if extents else self._of_network("spatial_dims") or 3
+        sides = self._of_network("in_shape", list)[1:] or (extents[0] if extents and dims == 2 else [])
         is_fixed = len(sides) == dims and all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides)
         small = [size] * dims if size else sides if is_fixed else [64 if dims == 2 else 32] * dims
         firsts = self._of(r"EnsureChannelFirst(d|D|Dict)")
@@ -130,8 +130,8 @@ class Reading:
         return int(self._pred["spatial_shape"][-1]) if "points" in str(self._pred.get("format")) else 0
 
     def _looks(self, dims: int) -> dict[str, Any]:
-        told = f"{self._pred.get('type', '')} {self._pred.get('format', '')}".lower()
-        is_class = "class" in told or "probabilit" in told
+        output_format = f"{self._pred.get('type', '')} {self._pred.get('format', '')}".lower()
+        is_class = "class" in output_format or "probabilit" in output_format
         values: Sequence[int] = range((max(2, self._outputs) if self._outputs > 1 else 2) + is_class)
         if self._of(r"ConvertToMultiChannelBasedOnBratsClasses(d|D|Dict)"):
             values = (0, 1, 2, 4)

@@ -283,7 +283,7 @@ class _Drawing:
                 yield path, ("label" if mask else "image", label if isinstance(label, int) else None)
 
     def _write(self, path: Path, name: str, label: int | None = None) -> None:
-        case = int(found[-1]) if (found := CASE.findall(path.name)) else 0
+        case = int(case_numbers[-1]) if (case_numbers := CASE.findall(path.name)) else 0
         shapes.write(path, self.need, name, self.seed, case, label)
 
     def _draw_all(self) -> None:

@@ -72,8 +72,8 @@ def _reader(key: str, content: Any) -> str:
 def _missing_file(cause: BaseException) -> str:
     if isinstance(cause, FileNotFoundError) and cause.filename:
         return str(cause.filename)
-    found = re.search(r"[Ff]ile (\S+) does not exist", str(cause))  # MONAI of data lists
-    return found[1] if found else ""
+    match = re.search(r"[Ff]ile (\S+) does not exist", str(cause))  # MONAI of data lists
+    return match[1] if match else ""
 
 
 def _without_file(where: str, path: str, file: Path, resolved: Mapping[str, Any]) -> InputError:
@@ -125,8 +125,8 @@ def missing_names(why: BaseException) -> list[str]:
     text = str(why)
     if isinstance(why, AttributeError) and type(getattr(why, "obj", None)).__name__ == "DataFrame":
         return [str(why.name)]
-    if found := _NAME.search(text):
-        return [name for name in found.groups() if name]
+    if match := _NAME.search(text):
+        return [name for name in match.groups() if name]
     if not isinstance(why, KeyError) or not why.args or not isinstance(why.args[0], str):
         return []
     several = "[columns]" in text or "in index" in text

@@ -97,8 +97,8 @@ def protocol_of(name_or_path: str) -> Mapping[str, Any]:
         return read(path) if path else {}
     try:
         text = decode_text(read_bytes(path, _BYTES))
-        found = read_plain(text, is_json=path.suffix == ".json", nodes=20_000, depth=40)
-        return dict(found or {})
+        content = read_plain(text, is_json=path.suffix == ".json", nodes=20_000, depth=40)
+        return dict(content or {})
     except (Refused, TypeError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {error}", "plain JSON or YAML, by names", "repair it") from error
 

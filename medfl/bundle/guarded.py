@@ -80,8 +80,8 @@ class _Component(ConfigComponent):
             return None
         target, config = str(self._target), self.config
         own = target.partition(".")[0] in self._evaluator.own_modules
-        found = self._evaluator.member(target) if own else component(target)
-        name = found.__name__
+        factory = self._evaluator.member(target) if own else component(target)
+        name = factory.__name__
         if without_ending(name) in WRITERS:
             raise Refused(f"{name} writes files, and is never made here")
         if config.get("_mode_", "default") != "default":
@@ -92,8 +92,8 @@ class _Component(ConfigComponent):
             arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
         for word in () if own else ("compile", "compile_kwargs"):  # of an engine: they would start a compiler
             arguments.pop(word, None)
-        self._evaluator.check_places(check_arguments(found, (), arguments), found)
+        self._evaluator.check_places(check_arguments(factory, (), arguments), factory)
         try:
-            return found(**arguments)
+            return factory(**arguments)
         except Exception as error:
             raise RuntimeError(f"{name} cannot be made with {', '.join(arguments) or 'nothing'}") from error

@@ -27,14 +27,14 @@ def data_lists(content: Mapping[str, Any], root: Path, folder: str) -> dict[str,
 
     A list is looked for at the same place below the data folder, then in it by its name alone.
     """
-    found: dict[str, str] = {}
+    list_files: dict[str, str] = {}
     for key, text in content.items():
         match = _LIST.fullmatch(text) if isinstance(text, str) else None
         if match and not (root / match[1]).is_file():
             places = Path(folder, match[1]), Path(folder, Path(match[1]).name)
             if there := next((path for path in places if path.is_file()), None):
-                found[key] = str(there)
-    return found
+                list_files[key] = str(there)
+    return list_files
 
 
 def without_fetching(node: Any) -> Any:

@@ -50,24 +50,24 @@ def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
 
 def names() -> tuple[str, ...]:
     """Return the networks of MONAI that may be named, without MONAI's other spellings of the same."""
-    found = ((name, _found(name)) for name in sorted(vars(monai.networks.nets)))
-    return tuple(name for name, made in found if made is not None and made.__name__ == name)
+    candidates = ((name, _found(name)) for name in sorted(vars(monai.networks.nets)))
+    return tuple(name for name, factory in candidates if factory is not None and factory.__name__ == name)
 
 
 def _found(name: str) -> Callable[..., Any] | None:
     """Return what MONAI calls so if it makes a network and inspection lists it."""
     try:
-        found = component(f"monai.networks.nets.{name}")
+        factory = component(f"monai.networks.nets.{name}")
     except Refused:
         return None
-    is_network = inspect.isclass(found) and issubclass(found, nn.Module)
-    return found if (is_network or name.startswith("resnet")) and name not in _ADAPTERS else None
+    is_network = inspect.isclass(factory) and issubclass(factory, nn.Module)
+    return factory if (is_network or name.startswith("resnet")) and name not in _ADAPTERS else None
 
 
 def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     name = asked.removeprefix(PREFIX)
-    found = _found(name)
-    if found is None:
+    factory = _found(name)
+    if factory is None:
         known = names()
         raise InputError(
             f"--config network={asked}",
@@ -76,14 +76,14 @@ def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
         )
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         raise InputError(f"--config {ARGUMENTS}={arguments}", "arguments by name", f"give {ARGUMENTS}={{name: value}}")
-    parameters = _parameters(found)
+    parameters = _parameters(factory)
     if odd := [key for key in arguments if key not in parameters]:
         advice = did_you_mean(odd[0], parameters, "leave it out")
         raise InputError(f"{odd[0]!r} in {ARGUMENTS}", f"{name} takes {', '.join(parameters)}", advice)
     given = {**_carried_over(own, parameters), **arguments}
     if "pretrained" in parameters:
         given.setdefault("pretrained", False)
-    own_parameters = inspect.signature(found).parameters.values()
+    own_parameters = inspect.signature(factory).parameters.values()
     missing = [one.name for one in own_parameters if one.name in parameters and one.default is one.empty]
     missing = [key for key in missing if key not in given]
     if missing:
@@ -95,7 +95,7 @@ def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     try:
         texts = {key: value for key, value in given.items() if isinstance(value, str)}
         references = {key: ... for key, text in texts.items() if text.startswith(("$", "@", "%"))}
-        check_arguments(found, (), {**given, **references})
+        check_arguments(factory, (), {**given, **references})
     except Refused as refused:
         raise InputError(f"--config network={asked}: {refused}", "what inspection lists", "leave it out") from refused
     return {"_target_": f"monai.networks.nets.{name}", **given}
@@ -113,9 +113,9 @@ def _carried_over(own: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict
     return carried
 
 
-def _parameters(found: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return what a network takes, also where it hands arguments on to the class that it is made of."""
-    makers = inspect.getmro(found) if inspect.isclass(found) else (found, monai.networks.nets.ResNet)
+    makers = inspect.getmro(factory) if inspect.isclass(factory) else (factory, monai.networks.nets.ResNet)
     known: dict[str, inspect.Parameter] = {}
     for maker in makers:
         own = inspect.signature(maker).parameters

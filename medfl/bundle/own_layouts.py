@@ -71,9 +71,9 @@ def _beside(place: Path, other: Path, flag: str, what: str) -> Layout:
     elif path.parent == place.parent and path != place:
         folder, images = place.parent, place.name
     else:
-        told = f"--images {place} and {flag} {other}"
+        problem = f"--images {place} and {flag} {other}"
         raise InputError(
-            told, f"the {what} and the images beside each other, or it among them", "put both into one folder"
+            problem, f"the {what} and the images beside each other, or it among them", "put both into one folder"
         )
     where = path.relative_to(folder).as_posix()
     return Layout(folder, images, labels=where) if flag == "--labels" else Layout(folder, images, where)

@@ -138,10 +138,10 @@ class Parts:
 
     def new_network(self) -> nn.Module:
         """Return a network of its own: a copy of the given one, or one that is made."""
-        made = copy.deepcopy(self.network) if isinstance(self.network, nn.Module) else self.network()
-        if not isinstance(made, nn.Module):
-            raise InputError(f"network makes a {type(made).__name__}", "it makes a torch.nn.Module", "return one")
-        return made
+        model = copy.deepcopy(self.network) if isinstance(self.network, nn.Module) else self.network()
+        if not isinstance(model, nn.Module):
+            raise InputError(f"network makes a {type(model).__name__}", "it makes a torch.nn.Module", "return one")
+        return model
 
 
 def _told(value: Any) -> str:

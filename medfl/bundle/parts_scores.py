@@ -70,14 +70,14 @@ def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) ->
     """Return cases with the values of further metrics; RunError that names metric and item if one fails."""
     if not metrics or not len(cases):
         return cases
-    found: dict[str, list[float]] = {name: [] for name in metrics}
+    scores: dict[str, list[float]] = {name: [] for name in metrics}
     for ident, (output, target) in zip(cases.ids, outputs, strict=True):
         for name, metric in metrics.items():
             try:
-                found[name].append(_number(metric(output, target)))
+                scores[name].append(_number(metric(output, target)))
             except Exception as error:  # whatever a function of the user's raises
                 raise RunError(f"metric {name!r} fails on item {ident!r}: {type(error).__name__}: {error}") from error
-    values = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in found.items()}
+    values = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in scores.items()}
     return Cases(cases.ids, {**cases.values, **values})
 
 

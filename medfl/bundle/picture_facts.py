@@ -78,8 +78,8 @@ def depths(seen: Sequence[Picture]) -> tuple[str, ...]:
 
 def _depths(seen: Sequence[Picture]) -> str:
     most = max((one.brightest for one in seen if one.dtype == np.uint16), default=0)
-    found = Counter(most if one.dtype == np.uint16 else one.brightest for one in seen)
-    return ", ".join(f"{count} of at most {value}" for value, count in sorted(found.items()))
+    counts = Counter(most if one.dtype == np.uint16 else one.brightest for one in seen)
+    return ", ".join(f"{count} of at most {value}" for value, count in sorted(counts.items()))
 
 
 def sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:

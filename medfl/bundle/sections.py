@@ -134,14 +134,14 @@ class Sections:
         else:
             evaluator = find_evaluator(config)
             if evaluator is None:
-                found = [key for key in _VALIDATION_SETS if key in config]
-                if not found:
+                dataset_ids = [key for key in _VALIDATION_SETS if key in config]
+                if not dataset_ids:
                     raise InputError(
                         f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')",
                         "a bundle to be federated has validation data",
                         "add a validate section",
                     )
-                return "", found[0]
+                return "", dataset_ids[0]
             loader = f"{evaluator}#val_data_loader"
         loader, _ = config.raw(loader)
         return loader, config.within(loader, "dataset")

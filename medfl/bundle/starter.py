@@ -189,31 +189,31 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
 
 def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
     place = layout.folder
-    found = own.in_table(place, layout.images, layout.labels) if layout.labels else _class_folders(place)
-    if len(found.classes) < _LEAST:
-        told = f"{place / layout.labels} names {len(found.classes)} classes: {', '.join(found.classes)}"
-        raise InputError(told, f"at least {_LEAST}", "check which column has the classes")
-    reserved = next((name for name in found.classes if re.search(r"[#@$%]|::", name) or not is_plain_text(name)), None)
+    index = own.in_table(place, layout.images, layout.labels) if layout.labels else _class_folders(place)
+    if len(index.classes) < _LEAST:
+        problem = f"{place / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}"
+        raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
+    reserved = next((name for name in index.classes if re.search(r"[#@$%]|::", name) or not is_plain_text(name)), None)
     if reserved is not None:
         raise InputError(
             f"class {'' if layout.labels else 'folder '}{reserved!r}",
             "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula",
             "rename it",
         )
-    seen = _each(found.records, lambda record: Picture.of(read_pixels(record.image)), progress)
-    counts = tuple(sum(record.label == label for record in found.records) for label in range(len(found.classes)))
-    divided = own.sections_of(place, found, group_by)
+    seen = _each(index.records, lambda record: Picture.of(read_pixels(record.image)), progress)
+    counts = tuple(sum(record.label == label for record in index.records) for label in range(len(index.classes)))
+    divided = own.sections_of(place, index, group_by)
     tested = {record.label for record, section in divided if section == "test"}
-    untested = [f"{name} ({counts[k]})" for k, name in enumerate(found.classes) if k not in tested]
-    notes = [*found.notes, *own_folder.odd(place), *depths(seen), *repeats(seen, found.records)]
+    untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
+    notes = [*index.notes, *own_folder.odd(place), *depths(seen), *repeats(seen, index.records)]
     if not layout.labels:
-        notes[:0] = own.beside_classes(place, found.records)
+        notes[:0] = own.beside_classes(place, index.records)
     notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
     return Survey(
-        "labelled", str(place), found.classes, counts, *pixels(seen), images=layout.images, labels=layout.labels,
-        phantom=str(own.cohort_of(record.image for record in found.records) or ""), notes=tuple(notes),
-        own_depth=own_depth(seen), said=(found.columns,) if found.columns else (),
-        **_patients(found, divided, group_by),
+        "labelled", str(place), index.classes, counts, *pixels(seen), images=layout.images, labels=layout.labels,
+        phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
+        own_depth=own_depth(seen), said=(index.columns,) if index.columns else (),
+        **_patients(index, divided, group_by),
     )  # fmt: skip
 
 
@@ -236,18 +236,18 @@ def _class_folders(place: Path) -> own.Found:
     return own.in_folders(place, classes)
 
 
-def _patients(found: own.Found, divided: Sequence[tuple[Record, str]], group_by: str | None) -> dict[str, Any]:
+def _patients(dataset: own.Found, divided: Sequence[tuple[Record, str]], group_by: str | None) -> dict[str, Any]:
     """Return what a survey says of patients, and of folds."""
     about: dict[str, Any] = {"group_by": group_by, "tested": sum(section == "test" for _, section in divided)}
     groups = {record.group for record, _ in divided}
     about["sites"] = min(3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1))  # trained on, in folds too
     fewest = min(Counter(label for _, label in {(r.group, r.label) for r, _ in divided}).values())
-    if about["tested"] < _FEW and fewest > 1 and not any("section" in row for row in found.rows.values()):
+    if about["tested"] < _FEW and fewest > 1 and not any("section" in row for row in dataset.rows.values()):
         about["folds"] = min(_FOLDS, len(groups))
     if any(record.group != record.id for record, _ in divided):
         return {**about, "patients": len(groups)}
     names = defaultdict[str, list[str]](list)
-    for (record, _), name in zip(divided, found.names, strict=True):
+    for (record, _), name in zip(divided, dataset.names, strict=True):
         names[str(record.label)].append(name)
     return {**about, "offer": grouping.offered(names)}
 
@@ -255,8 +255,8 @@ def _patients(found: own.Found, divided: Sequence[tuple[Record, str]], group_by:
 def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progress: bool) -> Survey:
     place, other = (own.below(layout.folder, name) for name in (layout.images, layout.masks))
     check_structures(named := named or layout.classes[1:])
-    found = own.with_masks(layout.folder, layout.images, layout.masks)
-    records, solid = found.records, own.is_volumes(place)
+    dataset = own.with_masks(layout.folder, layout.images, layout.masks)
+    records, solid = dataset.records, own.is_volumes(place)
     try:
         seen = _each(records, _volume if solid else partial(_picture, several=len(named) > 1), progress)
         present = [values for values, _ in seen]
@@ -270,7 +270,7 @@ def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progr
                 "swap the two",
             ) from error
         raise
-    divided = own.sections_of(layout.folder, found, group_by)
+    divided = own.sections_of(layout.folder, dataset, group_by)
     names = _structures(layout, named, max(values))
     counts = tuple(sum(k in one for one in present) for k in range(len(names)))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
@@ -282,14 +282,14 @@ def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progr
     about: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
         "phantom": str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or ""),
-        **_patients(found, divided, group_by),
+        **_patients(dataset, divided, group_by),
     }  # fmt: skip
     where = str(layout.folder)
     if solid:
         shapes, channels = [one.shape[1:] for one in shown], {one.shape[0] for one in shown}
         if len(channels) > 1:
-            told = f"images of {' and '.join(map(str, sorted(channels)))} channels in {place}"
-            raise InputError(told, "as many of each image", "move the others away")
+            problem = f"images of {' and '.join(map(str, sorted(channels)))} channels in {place}"
+            raise InputError(problem, "as many of each image", "move the others away")
         about |= {"patch": _patch(shapes), "notes": notes}
         return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **about)
     notes += depths(shown)
@@ -312,31 +312,34 @@ def _structures(layout: Layout, named: Sequence[str], most: int) -> tuple[str, .
 
 def _each(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) -> list[Any]:
     """Read each of them; those that cannot be read are told together."""
-    found, errors = [], []
+    results, errors = [], []
     for entry in bar(entries, desc="reading images", unit="image", shown=progress):
         try:
-            found.append(read(entry))
+            results.append(read(entry))
         except InputError as error:
             errors.append(error)
     if len(errors) > 1:
-        told = tables.several([error._parts[0] for error in errors], "files")
+        details = tables.several([error._parts[0] for error in errors], "files")
         allowed = errors[0]._parts[1]
-        raise InputError(f"{len(errors)} of {len(entries)} images: {told}", allowed, "restore or remove these")
+        raise InputError(f"{len(errors)} of {len(entries)} images: {details}", allowed, "restore or remove these")
     if errors:
         raise errors[0]
-    return found
+    return results
 
 
-def _check_values(masks: Path, found: set[int]) -> None:
-    if found == {0}:
-        told, advice = f"the masks in {masks} have no value but 0", "check that these are the masks"
-    elif len(found) < _LEAST or max(found) >= _MOST_CLASSES:
-        some = ", ".join(map(str, sorted(found)[:5])) + (", ..." if len(found) > 5 else "")
-        told, advice = f"the masks in {masks} have the values {some}, the largest {max(found)}", "save class indices"
+def _check_values(masks: Path, values: set[int]) -> None:
+    if values == {0}:
+        problem, advice = f"the masks in {masks} have no value but 0", "check that these are the masks"
+    elif len(values) < _LEAST or max(values) >= _MOST_CLASSES:
+        some = ", ".join(map(str, sorted(values)[:5])) + (", ..." if len(values) > 5 else "")
+        problem, advice = (
+            f"the masks in {masks} have the values {some}, the largest {max(values)}",
+            "save class indices",
+        )
     else:
         return
     raise InputError(
-        told,
+        problem,
         f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure (or 0 and 255)",
         advice,
     )

@@ -54,12 +54,12 @@ def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> Unlabelled:
     place = place if place.is_dir() else root
     group_by, held = ids.get("group_by"), set[str]()
     if whole := _alone(root, place, ids, channels):
-        found = own.Found([], [], cases.read(root, (), whole), unlabelled=whole)
+        dataset = own.Found([], [], cases.read(root, (), whole), unlabelled=whole)
     else:
-        found = own.found_by(root, ids, lacking=True)
-        divided = own.sections_of(root, found, group_by, ids.get("split"))
+        dataset = own.found_by(root, ids, lacking=True)
+        divided = own.sections_of(root, dataset, group_by, ids.get("split"))
         held = {record.group for record, section in divided if section != SECTIONS[0]}
-    records = cases.described(root, _grouped(found.unlabelled, place, group_by), found.rows)
+    records = cases.described(root, _grouped(dataset.unlabelled, place, group_by), dataset.rows)
     taken = [r for r in records if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held]
     return Unlabelled([{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(whole))
 

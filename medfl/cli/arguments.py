@@ -148,10 +148,10 @@ def bundle_folder(text: str) -> Path:
     """Return a bundle's folder, which need not say how to train; an InputError where there is none."""
     from medfl.bundle.files import shipped_folders
 
-    found = shipped_folders().get(text) or Path(text)
-    if not found.expanduser().is_dir():
+    folder = shipped_folders().get(text) or Path(text)
+    if not folder.expanduser().is_dir():
         raise InputError(f"bundle {text}", "the folder of a MONAI bundle, or a shipped bundle's name", "check the path")
-    return found
+    return folder
 
 
 def existing(text: str) -> Path:

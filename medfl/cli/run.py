@@ -134,8 +134,8 @@ def _was_portable(options: Any) -> bool:
     again = [options.out / "run.json", options.out / FOLDS] if options.resume and options.out else []
     for path in [*again, *([record_of(options.source)] if options.source else [])]:
         with suppress(Refused):
-            found = json_values(path)
-            settings = found.get("requested", found) if isinstance(found, dict) else {}
+            document = json_values(path)
+            settings = document.get("requested", document) if isinstance(document, dict) else {}
             return isinstance(settings, dict) and settings.get("portable") is True
     return False
 

@@ -144,10 +144,10 @@ def _inspect(options: Any) -> int:
 
 def _run_file(job: Path) -> Path:
     """Return the record in a job's folder, or the one given."""
-    found = sorted(job.rglob("run.json")) if job.is_dir() else [job]
-    if not found:
+    run_files = sorted(job.rglob("run.json")) if job.is_dir() else [job]
+    if not run_files:
         raise InputError(f"--job {job}", "the folder of a job with its run.json", "give what medfl flare export wrote")
-    return found[0]
+    return run_files[0]
 
 
 def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:

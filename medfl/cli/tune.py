@@ -72,8 +72,8 @@ def _tune(options: Any) -> int:
 
 
 def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
-    found = [f"{name}={value}" for part in document["settings"].values() for name, value in part.items()]
-    lines = [f"trials: {document['trials']}", f"best: {' '.join([document['method'], *found])}"]
+    settings = [f"{name}={value}" for part in document["settings"].values() for name, value in part.items()]
+    lines = [f"trials: {document['trials']}", f"best: {' '.join([document['method'], *settings])}"]
     lines += [f"validation {document['metric']}: {document['validation']:.4f}"]
     if comparison is not None:
         lines += ["", Path(document["tables"]).read_text()]

@@ -82,8 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MedflError, MemoryError, OSError, ImportError) as error:
         if "--debug" in given:
             traceback.print_exc()
-        told = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
-        warn(f"error: {' '.join(told.split())}")
+        message = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+        warn(f"error: {' '.join(message.split())}")
         terminal.flush(sys.stdout)
         return error.exit_code if isinstance(error, MedflError) else 1
 

@@ -212,12 +212,12 @@ class Comparison:
 
     def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
         """Compare rows with that of the method `against` whose only common seed is one: over its test cases."""
-        found = []
+        tests = []
         for row, base in self._pairs(against):
             seeds = sorted(row.runs.keys() & base.runs.keys())
             if len(seeds) == 1 and (one := between_models(row.runs[seeds[0]], base.runs[seeds[0]])) is not None:
-                found.append((row, base, one))
-        return found
+                tests.append((row, base, one))
+        return tests
 
     def _pairs(self, against: str) -> Iterator[tuple[Row, Row]]:
         """Yield each row with that of the method `against` on the same partition."""

@@ -170,8 +170,8 @@ def _said(gained: Sequence[float], run: RunFiles, other: RunFiles, site: str) ->
     """Return what may be said of a site's gains, one for each seed, the last of which is that of these runs."""
     if len(gained) > 1:
         return word(t_interval(gained), higher_is_better=True)
-    found = between_models(run, other, site)
-    return UNCLEAR if found is None else found.word
+    difference = between_models(run, other, site)
+    return UNCLEAR if difference is None else difference.word
 
 
 def _check(runs: Sequence[RunFiles]) -> None:

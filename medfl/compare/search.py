@@ -31,16 +31,16 @@ def values_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     Raises:
         InputError: a text of another form, a name twice, or a value twice.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    candidates: dict[str, tuple[str, ...]] = {}
     for text in texts:
         name, _, listed = text.partition("=")
         values = tuple(value.strip() for value in listed.split(","))
-        if not name or not all(values) or name in found or len(set(values)) < len(values):
+        if not name or not all(values) or name in candidates or len(set(values)) < len(values):
             raise InputError(f"--grid {text}", "OPTION=A,B,C, each option and value once", "write it so")
-        found[name] = values
-    if not found:
+        candidates[name] = values
+    if not candidates:
         raise InputError("no --grid", "--grid OPTION=A,B,C, an option of the method or lr, rounds, ...", "add one")
-    return found
+    return candidates
 
 
 def trials(method: str, values: Mapping[str, Sequence[str]], count: int | None, seed: int) -> tuple[Entry, ...]:
@@ -86,17 +86,17 @@ def chosen(folder: Path) -> dict[str, Entry]:
         InputError: there is none, one is damaged, or two are of the same method.
     """
     files = [folder / BEST] if (folder / BEST).is_file() else sorted(folder.glob(f"*/{BEST}"))
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for file in files:
         one = _read(file)
-        if one.method in found:
+        if one.method in entries:
             raise InputError(f"--tuned {folder} with two searches of {one.method}", "one a method", "move one away")
-        found[one.method] = one
-    if not found:
+        entries[one.method] = one
+    if not entries:
         raise InputError(
             f"--tuned {folder}, in which no {BEST} is", "the folder of medfl tune, or of several", "name it"
         )
-    return found
+    return entries
 
 
 def _read(file: Path) -> Entry:
@@ -105,8 +105,8 @@ def _read(file: Path) -> Entry:
         document = json_values(file)
     except Refused as error:
         raise InputError(f"{file}: {error}", allowed, "tune anew") from error
-    if told := _wrong(document):
-        raise InputError(f"{file} {told}", allowed, "tune anew")
+    if problem := _wrong(document):
+        raise InputError(f"{file} {problem}", allowed, "tune anew")
     refuse_unnamed(document["method"], "method", file)
     point = {**document["settings"]["options"], **document["settings"]["requested"]}
     return replace(entry(document["method"], point), trials=document["trials"])

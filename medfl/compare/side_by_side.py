@@ -71,9 +71,9 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
         "phantom": runs[0].phantom,
         "rows": rows,
         "differences": [
-            (row, found)
+            (row, difference)
             for row, run in zip(rows[1:], runs[1:], strict=True)
-            if len(checksums) == 1 and (found := between_models(run, runs[0])) is not None
+            if len(checksums) == 1 and (difference := between_models(run, runs[0])) is not None
         ],
         "differing": _differing(runs),
         "same_images": len(checksums) == 1,

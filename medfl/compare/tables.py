@@ -65,10 +65,10 @@ def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> st
     heads = ["method", "against", "partition", "test cases", "difference", "95 % interval", ""]
     lines = [
         [
-            row.method, against.method, row.partition, str(found.cases), f"{100 * found.value:+.1f}",
-            "–" if found.ends is None else f"{100 * found.ends[0]:+.1f} to {100 * found.ends[1]:+.1f}", found.word,
+            row.method, against.method, row.partition, str(test.cases), f"{100 * test.value:+.1f}",
+            "–" if test.ends is None else f"{100 * test.ends[0]:+.1f} to {100 * test.ends[1]:+.1f}", test.word,
         ]
-        for row, against, found in tests
+        for row, against, test in tests
     ]  # fmt: skip
     return rendered(heads, lines, format_)
 

@@ -64,8 +64,8 @@ def told(error: BaseException) -> str:
 def missing_package(error: BaseException | None) -> str:
     """Return the Python package whose absence an error comes from, "" if it comes from something else."""
     while error is not None:
-        if found := re.search(r"(?:No module named '|required package `)(\w+)", str(error)):
-            return found[1]
+        if match := re.search(r"(?:No module named '|required package `)(\w+)", str(error)):
+            return match[1]
         error = error.__cause__
     return ""
 

@@ -71,7 +71,7 @@ def readable_file_name(name: str) -> str:
 
     What cannot stand in a file name is replaced by its percent code, and the end of a very long name by a hash.
     """
-    plain = _UNFIT.sub(lambda found: f"%{ord(found[0]):02X}", name) or "%"
+    plain = _UNFIT.sub(lambda match: f"%{ord(match[0]):02X}", name) or "%"
     kept = plain.encode(errors="surrogateescape")
     if len(kept) <= _LONGEST:
         return plain

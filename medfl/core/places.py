@@ -145,8 +145,8 @@ def weights_file(text: str) -> Path:
             raise InputError(f"--init {text}", allowed, "name one that is there")
         return path
     what, names = _WEIGHTS[kind]
-    found = (path for name in names if (path := Path(folder).expanduser() / name).is_file())
-    if (first := next(found, None)) is None:
+    weight_files = (path for name in names if (path := Path(folder).expanduser() / name).is_file())
+    if (first := next(weight_files, None)) is None:
         raise InputError(f"--init {text}", f"{what}: {' or '.join(names)} in this folder", "name another folder")
     return first
 

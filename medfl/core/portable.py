@@ -30,8 +30,8 @@ _begun = False
 
 def active(environment: Mapping[str, str] | None = None) -> bool:
     """Return whether the variables of an environment, default this process's, are those of a portable process."""
-    found = os.environ if environment is None else environment
-    return all(found.get(name) == value for name, value in CAPS.items())
+    variables = os.environ if environment is None else environment
+    return all(variables.get(name) == value for name, value in CAPS.items())
 
 
 def begin() -> None:

@@ -149,8 +149,8 @@ def read_summary(path: Path) -> dict[str, Any]:
     document = read_document(path, {}, ("rounds", "seconds"))
     flat, classes = _apart(document)
     checked(path, flat, SUMMARY)
-    for found in classes:
-        checked(path, {"classes": found}, {"classes": _CLASSES})
+    for class_scores in classes:
+        checked(path, {"classes": class_scores}, {"classes": _CLASSES})
     return document
 
 

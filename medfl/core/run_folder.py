@@ -263,9 +263,9 @@ class RunFolder:
         """Write summary.json."""
         self._json("summary.json", summary)
 
-    def write_trial(self, found: Mapping[str, Any]) -> None:
+    def write_trial(self, trial: Mapping[str, Any]) -> None:
         """Write trial.json, of a run that is not tested."""
-        self._json(TRIAL, found)
+        self._json(TRIAL, trial)
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a CSV file with the columns of all rows in order of appearance; no cell is a formula (`as_cell`)."""

@@ -71,8 +71,8 @@ class Setting:
     def allowed(self) -> str:
         """Its kind and limits in words."""
         limits = {"of at least": self.least, "above": self.above, "at most": self.most}
-        told = " and ".join(f"{what} {limit:g}" for what, limit in limits.items() if limit is not None)
-        return f"{'a whole number' if self.kind is int else 'a number'} {told}".strip()
+        bounds = " and ".join(f"{what} {limit:g}" for what, limit in limits.items() if limit is not None)
+        return f"{'a whole number' if self.kind is int else 'a number'} {bounds}".strip()
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -205,12 +205,12 @@ def load_pickled(path: Path) -> Any:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         if content.find(b"bytearray") >= 0:  # of any length, which a pickle may ask for beside tensors
             raise ValueError("it holds other things than tensors by name")
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    dense = [one for one in tree_leaves(found) if isinstance(one, Tensor) and one.layout == torch.strided]
+    loaded = torch.load(path, map_location="cpu", weights_only=True)
+    dense = [one for one in tree_leaves(loaded) if isinstance(one, Tensor) and one.layout == torch.strided]
     held = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in dense)}
     if sum(held.values()) > size:
         raise ValueError(f"its tensors take {sum(held.values())} bytes, which its {size} do not hold")
-    return found
+    return loaded
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

@@ -96,9 +96,9 @@ def folders_below(
     """Yield each folder below `root`, itself first, with its folders and files, as `os.walk`, however deep they lie."""
     todo = [os.fspath(root)]
     while todo:
-        for found in islice(os.walk(todo.pop(), onerror=unreadable), 1):
-            yield found
-            paths = [os.path.join(found[0], name) for name in reversed(found[1])]
+        for entry in islice(os.walk(todo.pop(), onerror=unreadable), 1):
+            yield entry
+            paths = [os.path.join(entry[0], name) for name in reversed(entry[1])]
             todo += [path for path in paths if not os.path.islink(path)]
 
 

@@ -127,8 +127,8 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
     dtype = coded[0].values.dtype
     tables = [part.values[0].view(_BITS[dtype.itemsize]).numpy(force=True) for part in coded]
     channels = range(len(tables[0]) if share else 0)  # each channel's values in any of the tables, sorted
-    found = [np.unique(np.concatenate([table[c] for table in tables])) for c in channels]
-    common = found if found and max(map(len, found)) <= _VALUES else None
+    channel_values = [np.unique(np.concatenate([table[c] for table in tables])) for c in channels]
+    common = channel_values if channel_values and max(map(len, channel_values)) <= _VALUES else None
     codes = torch.empty(len(coded), *shape_of(coded[0]), dtype=torch.uint8)
     for row, table, part in zip(codes, tables, coded, strict=True):
         row.copy_(part.codes[0])

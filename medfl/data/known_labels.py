@@ -69,10 +69,10 @@ class Known:
         if self._in_channels(target):
             known = [target[:, c] for c in self.classes]
             return torch.stack([self._rest(target), *known] if self.exclusive else known, 1)
-        found = torch.zeros_like(target)
+        masks = torch.zeros_like(target)
         for number, value in enumerate(self.classes, 1):
-            found = torch.where(target == value, number, found)
-        return found.to(target.dtype)
+            masks = torch.where(target == value, number, masks)
+        return masks.to(target.dtype)
 
     def hidden(self, target: Tensor) -> Tensor:
         """Return masks with their own numbers, in which whatever they show of other structures is background."""
@@ -81,10 +81,10 @@ class Known:
             if self.exclusive:
                 known[0] = self._rest(target)
             return torch.stack(known, 1)
-        found = torch.zeros_like(target)
+        masks = torch.zeros_like(target)
         for value in self.classes:
-            found = torch.where(target == value, target, found)
-        return found
+            masks = torch.where(target == value, target, masks)
+        return masks
 
     def _rest(self, target: Tensor) -> Tensor:
         return torch.stack([target[:, c] for c in self.others], 1).amax(1)

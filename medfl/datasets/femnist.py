@@ -28,11 +28,11 @@ _SPLIT = re.compile(r"all_data_\d+(_[a-z]+_\d+)*(_(train|test)_\d+)?\.json")
 
 def _files(folder: Path) -> list[Path]:
     for place in (folder, folder / "all_data", folder / "data" / "all_data"):
-        if found := _numbered(place):
-            return found
+        if files := _numbered(place):
+            return files
     for place in (folder, folder / "data"):
-        if found := [*_numbered(place / "train"), *_numbered(place / "test")]:
-            return found
+        if files := [*_numbered(place / "train"), *_numbered(place / "test")]:
+            return files
     return []
 
 
@@ -93,10 +93,10 @@ def _read(folder: Path) -> Table:
     return table
 
 
-def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, found: Any) -> None:
+def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: Any) -> None:
     """Enter the images of one file; a writer who has some already goes on from there."""
-    users, data = found["users"], found["user_data"]
-    sizes = json.loads(text[found["num_samples"]])
+    users, data = content["users"], content["user_data"]
+    sizes = json.loads(text[content["num_samples"]])
     if not len(users) == len(sizes) == len(data):
         table.problems.append(
             f"{path} has {len(users)} users, {len(sizes)} num_samples and {len(data)} entries in user_data"

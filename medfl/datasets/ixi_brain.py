@@ -74,19 +74,19 @@ def _read_flamby(folder: Path) -> Table:
         files[subject][kind] = uri
     path = first(folder, *TABLES)
     folds = _folds(path, table) if path else {}
-    for subject, found in sorted(files.items()):
+    for subject, volumes in sorted(files.items()):
         number, centre = numbers[subject]
         known, fold = folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
         if centre not in CENTRES:
             table.problems.append(f"subject {subject} is of hospital {centre}, the hospitals are {', '.join(CENTRES)}")
-        elif len(found) < 2:
-            table.problems.append(f"subject {subject} has no volume in {'label' if 'T1' in found else 'T1'}")
+        elif len(volumes) < 2:
+            table.problems.append(f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}")
         elif known != centre:
             table.problems.append(
                 f"subject {subject} " + (f"is of hospital {known} in {path}" if known else f"is not in {path}")
             )
         else:
-            image, mask = found["T1"], found["label"]
+            image, mask = volumes["T1"], volumes["label"]
             size = count_voxels(image)
             table.records.append(Record(image, 0, subject, centre, subject, {"flamby": fold}, mask=mask, size=size))
     return table

@@ -138,16 +138,16 @@ def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None
     table, files = below(root, labels), tables.image_files(below(root, images))
     if not table.is_file():
         raise InputError(f"{table} is not there", "the table of the images' classes", f"restore it{_ALONE}")
-    found = label_table.read(table, [path for path, _ in files])
-    names = sorted(set(found.classes.values())) if classes is None else classes
-    if other := sorted(set(found.classes.values()) - set(names)):
-        told = f"{table} has the class {tables.several([repr(name) for name in other], 'classes')}"
-        raise InputError(told, f"the classes {', '.join(names)}", "change these rows")
-    used = [(path, uri) for path, uri in files if path in found.classes]
-    records = [_record(uri, names.index(found.classes[path]), path) for path, uri in used]
-    rest = unlabelled((path, uri) for path, uri in files if path not in found.classes)
-    rows = cases.read(root, records, rest) or {path: row for path, row in found.rows.items() if row}
-    return Found(records, [path for path, _ in used], rows, found.notes, found.columns, tuple(names), rest)
+    labelling = label_table.read(table, [path for path, _ in files])
+    names = sorted(set(labelling.classes.values())) if classes is None else classes
+    if other := sorted(set(labelling.classes.values()) - set(names)):
+        problem = f"{table} has the class {tables.several([repr(name) for name in other], 'classes')}"
+        raise InputError(problem, f"the classes {', '.join(names)}", "change these rows")
+    used = [(path, uri) for path, uri in files if path in labelling.classes]
+    records = [_record(uri, names.index(labelling.classes[path]), path) for path, uri in used]
+    rest = unlabelled((path, uri) for path, uri in files if path not in labelling.classes)
+    rows = cases.read(root, records, rest) or {path: row for path, row in labelling.rows.items() if row}
+    return Found(records, [path for path, _ in used], rows, labelling.notes, labelling.columns, tuple(names), rest)
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> Found:
@@ -183,14 +183,14 @@ def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[s
     """
     root, used = Path(folder), {str(item.get("image")) for item in items}
     try:
-        found = found_by(root, ids)
+        dataset = found_by(root, ids)
     except InputError:
         return ()
-    known = {record.image for record in found.records}
+    known = {record.image for record in dataset.records}
     if not {str(item.get("image")) for item in items if "label" in item} <= known <= used:
         return ()
     unknown = grouping.are_unknown(items)
-    left_out = found.notes if used == known else ()
+    left_out = dataset.notes if used == known else ()
     return (*left_out, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if unknown else ()))
 
 
@@ -276,7 +276,7 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
     """Return the images and the masks of two folders, or of one, by paths that agree; no masks without their folder."""
     if (images / conventions.BIDS).is_file():
         raw = [(name, uri) for name, uri in volume_files(images) if name.partition("/")[0] not in conventions.DERIVED]
-        return conventions.bids(*([(bare(name), uri) for name, uri in found] for found in (raw, volume_files(masks))))
+        return conventions.bids(*([(bare(name), uri) for name, uri in files] for files in (raw, volume_files(masks))))
     index = volume_paths if is_volumes(images) else pairs.picture_paths
     if images == masks:
         return conventions.apart(index(images))
@@ -314,25 +314,25 @@ def below(root: Path, name: str) -> Path:
     return root if name in ("", ".") else root / name
 
 
-def _items(root: Path, found: Found, section: str, group_by: str | None, split: str | None) -> list[Item]:
-    chosen = [record for record, own in sections_of(root, found, group_by, split) if own == section]
+def _items(root: Path, dataset: Found, section: str, group_by: str | None, split: str | None) -> list[Item]:
+    chosen = [record for record, own in sections_of(root, dataset, group_by, split) if own == section]
     return [item_of(record) for record in sorted(chosen, key=lambda record: record.id)]
 
 
 def sections_of(
-    root: Path, found: Found, group_by: str | None = None, split: str | None = None
+    root: Path, dataset: Found, group_by: str | None = None, split: str | None = None
 ) -> list[tuple[Record, str]]:
     """Return each image with its section; its group is its patient, or itself where that is not known.
 
     Raises:
         InputError: a wrong table, expression or split, or a section without images.
     """
-    records = found.records
+    records = dataset.records
     if group_by:
-        patients = grouping.by_names(group_by, found.names)
+        patients = grouping.by_names(group_by, dataset.names)
         records = [replace(r, group=patient or r.group) for r, patient in zip(records, patients, strict=True)]
-    records = cases.described(root, records, found.rows)
-    named = any("section" in row for row in found.rows.values())
+    records = cases.described(root, records, dataset.rows)
+    named = any("section" in row for row in dataset.rows.values())
     rule = _fold(split, named) if split else published(cases.SPLIT) if named else filled(_BY_GROUP)
     sections = rule(records)
     if empty := next((section for section in SECTIONS if section not in sections), None):

@@ -83,11 +83,11 @@ def classification(
 def classified(label: Integers, predicted: Integers, classes: int, times: Times) -> dict[str, Floats]:
     """Return accuracy, balanced accuracy and macro F1 (draws,) in each draw, as `medfl.evaluation.metrics` has them."""
     counts = _confusions(label, predicted, classes, times)
-    hits, reference, found = np.diagonal(counts, 0, 1, 2), counts.sum(2), counts.sum(1)
+    hits, reference, predictions = np.diagonal(counts, 0, 1, 2), counts.sum(2), counts.sum(1)
     return {
         "accuracy": hits.sum(1) / reference.sum(1),
         "balanced_accuracy": _mean_share(hits, reference),
-        "f1_macro": _mean_share(2 * hits, reference + found),
+        "f1_macro": _mean_share(2 * hits, reference + predictions),
     }
 
 
@@ -111,8 +111,8 @@ def mean(values: Floats, times: Times) -> Floats:
     """Return the mean (draws,) of the values (N,) that are not NaN in each draw, NaN where it takes none of them."""
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        found: Floats = times[:, known] @ values[known] / times[:, known].sum(1)
-    return found
+        averages: Floats = times[:, known] @ values[known] / times[:, known].sum(1)
+    return averages
 
 
 def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:

@@ -50,8 +50,8 @@ def asked(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
                 f"this bundle's test items are scored by {', '.join(allowed[:10])}{', …' if allowed[10:] else ''}",
                 did_you_mean(name, allowed, "leave it out"),
             )
-    found = [one for name in names for one in (DISTANCES if name == ALL else (name,)) if one != "dice"]
-    return tuple(dict.fromkeys(found))
+    surface_metrics = [one for name in names for one in (DISTANCES if name == ALL else (name,)) if one != "dice"]
+    return tuple(dict.fromkeys(surface_metrics))
 
 
 def scores(
@@ -156,13 +156,13 @@ def by_structure(
     """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
     numbered = [f"class {index}" for index in range(1, len(measured))]
     named, others = ([name for name in some if f"dice_{slug(name)}" in measured] for some in (names, numbered))
-    found: dict[str, dict[str, float | None]] = {}
+    results: dict[str, dict[str, float | None]] = {}
     for name in named or others:
         of = {kind: f"{kind}_{slug(name)}" for kind in KINDS}
-        found[name] = {kind: summary.get(own) for kind, own in of.items() if own in measured}
+        results[name] = {kind: summary.get(own) for kind, own in of.items() if own in measured}
         known = summary.get(f"{of['dice']}_cases", cases) if of["dice"] in summary else 0
-        found[name]["cases"] = int(known)
-    return found
+        results[name]["cases"] = int(known)
+    return results
 
 
 def slug(name: str) -> str:
@@ -210,9 +210,9 @@ def _of_surfaces(
     asked_for = [any(f"{kind}_{slug(name)}" in wanted for kind in DISTANCES) for name in names]
     values = {c: measured(c) for c, one in enumerate(asked_for) if one}
     seen = {c: pair for c, pair in values.items() if present[c]}
-    found = {f"{kind}_{slug(names[c])}": pair[i] for c, pair in seen.items() for i, kind in enumerate(DISTANCES)}
-    found |= zip(DISTANCES, mean([*values.values()]), strict=True) if whole else {}
-    return {name: float(found.get(name, math.nan)) for name in wanted}
+    results = {f"{kind}_{slug(names[c])}": pair[i] for c, pair in seen.items() for i, kind in enumerate(DISTANCES)}
+    results |= zip(DISTANCES, mean([*values.values()]), strict=True) if whole else {}
+    return {name: float(results.get(name, math.nan)) for name in wanted}
 
 
 def _surface_points(labels: NDArray[Any], count: int) -> list[NDArray[np.int64]]:

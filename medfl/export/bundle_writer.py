@@ -247,8 +247,8 @@ class _BundleWriter:
     @torch.no_grad()
     def _equal(self, network: nn.Module, other: nn.Module) -> bool:
         other.eval()
-        found = measure_agreement(network, other, self.images.inputs, self.inferer, self.activation, _SAME_NETWORK, "")
-        return found.outputs <= _SAME_NETWORK
+        result = measure_agreement(network, other, self.images.inputs, self.inferer, self.activation, _SAME_NETWORK, "")
+        return result.outputs <= _SAME_NETWORK
 
     # Files
 

@@ -72,10 +72,10 @@ def scores(result: RunNetworks, model: Model) -> dict[str, float]:
 def structures(result: RunNetworks, model: Model) -> dict[str, dict[str, Any]]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
     flat, summary = scores(result, model), result.summary or {}
-    found = ((summary.get("personal" if model.site else "global") or {}).get(result.which) or {}).get("classes") or {}
+    metrics = ((summary.get("personal" if model.site else "global") or {}).get(result.which) or {}).get("classes") or {}
     if not model.site or not flat:
-        return {name: dict(values) for name, values in found.items()}
-    own = {name: {kind: flat.get(f"{kind}_{slug(name)}") for kind in values} for name, values in found.items()}
+        return {name: dict(values) for name, values in metrics.items()}
+    own = {name: {kind: flat.get(f"{kind}_{slug(name)}") for kind in values} for name, values in metrics.items()}
     return {name: {**values, "cases": int(flat.get(f"cases_{slug(name)}", 0))} for name, values in own.items()}
 
 
@@ -181,7 +181,7 @@ def bundle_metadata(
         "method": run.method, "options": options(run), "round": model.round, "which": result.which,
         "site": model.site, "sites": len(run.partition.sites), "partition": _without_paths(run.partition.spec),
         "data_source": run.data.source, "finished": result.finished, "run_hash": result.run_hash, "network": kind,
-        "agreement": {name: asdict(found) for name, found in agreements.items()},
+        "agreement": {name: asdict(agreement) for name, agreement in agreements.items()},
     }  # fmt: skip
     order = [key for key in ("schema", "version", "changelog") if key in meta]
     return {key: meta[key] for key in [*order, *(key for key in meta if key not in order)]}
@@ -199,8 +199,8 @@ def _version(package: str) -> str:
 
 def _next(version: str) -> str:
     """Return the next minor version."""
-    found = re.match(r"(\d+)\.(\d+)\.\d+", version)
-    return f"{found[1]}.{int(found[2]) + 1}.0" if found else "0.1.0"
+    numbers = re.match(r"(\d+)\.(\d+)\.\d+", version)
+    return f"{numbers[1]}.{int(numbers[2]) + 1}.0" if numbers else "0.1.0"
 
 
 def title(result: RunNetworks, model: Model) -> str:

@@ -138,13 +138,13 @@ def write(
         raise RunError(
             f"the network cannot be written as {kind} ({type(error).__name__}: {reason}); {instead}"
         ) from error
-    found = measure_agreement(network, other, images, inferer, activation, LIMITS[kind], how)
-    if not found.probabilities <= found.limit:
+    result = measure_agreement(network, other, images, inferer, activation, LIMITS[kind], how)
+    if not result.probabilities <= result.limit:
         raise RunError(
-            f"{path.name} differs from the network by {found.probabilities:.1e}, more than {found.limit:.0e}, on "
-            f"{found.images} images; {instead}"
+            f"{path.name} differs from the network by {result.probabilities:.1e}, more than {result.limit:.0e}, on "
+            f"{result.images} images; {instead}"
         )
-    return found
+    return result
 
 
 @torch.no_grad()

@@ -46,11 +46,11 @@ def error_document(error: Exception) -> dict[str, Any]:
 
 def raise_error(document: Any) -> None:
     """Raise the error that `failed` was given."""
-    told = document if isinstance(document, dict) else {}
-    parts: Any = told.get("parts")
+    failure = document if isinstance(document, dict) else {}
+    parts: Any = failure.get("parts")
     if matches_type(parts, list[str]) and len(parts) == 3:
         raise InputError(*parts)
-    raise RunError(str(told.get("text")))
+    raise RunError(str(failure.get("text")))
 
 
 def read_kit_file(path: Path) -> dict[str, Any]:

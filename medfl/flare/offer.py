@@ -50,8 +50,8 @@ def offer(
         )
     data = PHANTOM if bundle in shipped() else None
     whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **of_sites.NOTHING}
-    made = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
-    run, method = made.run, made.method
+    plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
+    run, method = plan.run, plan.method
     if run.method not in methods.names():
         raise InputError(f"--method {run.method}", "a shipped method: sites take no other code", "see medfl methods")
     check_name(run.bundle, "bundle")
@@ -69,7 +69,7 @@ def offer(
         partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
         **said,
     )
-    federation_of_names(made.bundle, method, offered, held_out=False)  # what the server would refuse is refused here
+    federation_of_names(plan.bundle, method, offered, held_out=False)  # what the server would refuse is refused here
     return offered
 
 

@@ -121,10 +121,10 @@ class _Controller(ModelController):  # type: ignore[misc]
         self._flare_names = wire.wire_names(federation.participants)
 
         def workers(whole: Federation, _: int) -> FlareWorkers:
-            found = FlareWorkers(whole, self, shown, roster, say)
+            flare_workers = FlareWorkers(whole, self, shown, roster, say)
             if isinstance(folder, ReportedRunFolder):
-                folder.workers = found
-            return found
+                folder.workers = flare_workers
+            return flare_workers
 
         tolerance = Tolerance(self.min_replies or None, self.deadline or None, None if shown else _SHARE)
         execution = Execution(federation, folder, resume=True, say=say, tolerance=tolerance, **settings)

@@ -297,8 +297,8 @@ class FlareWorkers(Workers):
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.words(facts)}")
         if facts != (before := self.facts.setdefault(name, facts)):
-            told, first = (site_facts.words(one) or "nothing" for one in (facts, before))
-            raise RunError(f"it tells of its data: {told}; at first it told: {first}")
+            statement, first = (site_facts.words(one) or "nothing" for one in (facts, before))
+            raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
     def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the sites told of their data as a run's summary has it."""
@@ -366,13 +366,15 @@ def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, flo
     Raises:
         RunError: a number of cases is no whole one.
     """
-    found = {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
+    site_metrics = {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
     odd = [
-        name for name, value in found.items() if name.endswith("/cases") and not (0 <= value < 2**53 and value % 1 == 0)
+        name
+        for name, value in site_metrics.items()
+        if name.endswith("/cases") and not (0 <= value < 2**53 and value % 1 == 0)
     ]
     if odd:
-        raise RunError(f"{odd[0]!r} is {found[odd[0]]:g}; expected a whole number of at least 0")
-    return found
+        raise RunError(f"{odd[0]!r} is {site_metrics[odd[0]]:g}; expected a whole number of at least 0")
+    return site_metrics
 
 
 def _grouped(questions: Sequence[_Question]) -> list[list[_Question]]:

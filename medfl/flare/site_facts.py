@@ -43,10 +43,10 @@ def _named(kind: str, tensor: Tensor, bundle: Bundle) -> list[str]:
         raise RunError(f"it tells of its {printable(kind, 40)!r}; of its data a site tells {', '.join(_WORDS)}")
     known = _known(kind, bundle)
     small = tensor.dtype == torch.int64 and tensor.ndim == 1 and len(tensor) <= len(known)
-    found = tensor.tolist() if small else []
-    if not found or found != sorted({*found} & known.keys()):
+    positions = tensor.tolist() if small else []
+    if not positions or positions != sorted({*positions} & known.keys()):
         raise RunError(f"its {kind} are not ascending positions among the {len(known)} of the bundle")
-    return [known[position] for position in found]
+    return [known[position] for position in positions]
 
 
 def _known(kind: str, bundle: Bundle) -> dict[int, str]:
@@ -62,10 +62,10 @@ def words(facts: Facts) -> str:
 
 def by_kind(facts: Mapping[str, Facts], summary: Mapping[str, Any], bundle: Bundle) -> dict[str, dict[str, list[str]]]:
     """Return kind -> site -> names, of the sites that lack some; of one that has not told what the job says."""
-    found: dict[str, dict[str, list[str]]] = {}
+    names_by_kind: dict[str, dict[str, list[str]]] = {}
     for kind in _WORDS:
-        told = {site: one[kind] for site, one in sorted(facts.items()) if kind in one}
-        if each := {**(summary.get(kind) or {}), **told}:
+        reports = {site: one[kind] for site, one in sorted(facts.items()) if kind in one}
+        if each := {**(summary.get(kind) or {}), **reports}:
             every = len(_known(kind, bundle))
-            found[kind] = {site: names for site, names in each.items() if len(names) < every}
-    return found
+            names_by_kind[kind] = {site: names for site, names in each.items() if len(names) < every}
+    return names_by_kind

@@ -146,8 +146,8 @@ def from_model(model: Any, sender: str) -> Payload:
         _require(dense, sender, f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor")
         _require(not value.is_complex(), sender, f"{printable(name)!r} has the type {value.dtype}")
         tensors[name] = value.detach()
-    told = [name for name in metrics if not (isinstance(name, str) and name.isprintable() and len(name) <= _NAME)]
-    _require(not told, sender, f"a metric is called {printable(told[:1], 60)}")
+    unreadable = [name for name in metrics if not (isinstance(name, str) and name.isprintable() and len(name) <= _NAME)]
+    _require(not unreadable, sender, f"a metric is called {printable(unreadable[:1], 60)}")
     _require(len(metrics) <= _METRICS, sender, f"it tells {len(metrics)} metrics; at most {_METRICS}")
     numbers = {name: value for name, value in meta.items() if name in NUMBERS}
     for name, value in {**numbers, **metrics}.items():

@@ -61,18 +61,18 @@ def method_class(name: str) -> type[Method]:
         raise InputError(
             f"the class of method {name!r} is a dataclass that is not frozen", "a method is frozen", _DECORATE
         ) from error
-    found = getattr(module, "METHOD", None)
-    if not (isinstance(found, type) and issubclass(found, Method)):
+    method_type = getattr(module, "METHOD", None)
+    if not (isinstance(method_type, type) and issubclass(method_type, Method)):
         raise InputError(f"module {path!r}", "a method module has METHOD = <subclass of medfl.Method>", "add that line")
-    _refuse_odd_hooks(name, found)
-    loose = [key for key, value in vars(found).items() if isinstance(value, dataclasses.Field)]
-    if loose and "__dataclass_fields__" not in vars(found):
+    _refuse_odd_hooks(name, method_type)
+    loose = [key for key, value in vars(method_type).items() if isinstance(value, dataclasses.Field)]
+    if loose and "__dataclass_fields__" not in vars(method_type):
         raise InputError(
-            f"class {found.__name__} of method {name!r} has the option {loose[0]!r} but is no dataclass",
+            f"class {method_type.__name__} of method {name!r} has the option {loose[0]!r} but is no dataclass",
             "a method with options is a frozen dataclass",
             _DECORATE,
         )
-    return found
+    return method_type
 
 
 def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) -> Method:

@@ -58,11 +58,11 @@ class FedLoRA(Adapters):
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from A as drawn and B = 0, or from D = 0."""
-        server, found = super().init_server(host, weights, introductions), self.matrices(host.model(weights))
-        made = {"base": _base_hash(weights, server["weights"])}
+        server, layers = super().init_server(host, weights, introductions), self.matrices(host.model(weights))
+        base_state = {"base": _base_hash(weights, server["weights"])}
         if self.share == "stack":
-            return {**server, **made, "delta": {delta(name): m.new_zeros(m.shape) for name, m in found.items()}}
-        return {**server, **made, "adapters": named(self.first(host, found), self.down)}
+            return {**server, **base_state, "delta": {delta(name): m.new_zeros(m.shape) for name, m in layers.items()}}
+        return {**server, **base_state, "adapters": named(self.first(host, layers), self.down)}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
@@ -72,10 +72,10 @@ class FedLoRA(Adapters):
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Make one bank of the sites' factors, by the rule of `share`."""
         after = super().aggregate(host, server, replies, num_sites)
-        found = self.matrices(host.model(host.networks.initial))
+        weight_matrices = self.matrices(host.model(host.networks.initial))
         if self.share != "stack":
-            return {**after, "adapters": self.bank_of(replies, found)}
-        old, means = server["delta"], self.mean_products(replies, found)
+            return {**after, "adapters": self.bank_of(replies, weight_matrices)}
+        old, means = server["delta"], self.mean_products(replies, weight_matrices)
         sums = {delta(name): old[delta(name)].double() + self.scale * mean for name, mean in means.items()}
         return {**after, "delta": {name: total.to(old[name]) for name, total in sums.items()}}
 

@@ -83,7 +83,7 @@ def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_na
     own = scalars[site_name]["effective_steps"]
     if own < _LEAST:
         raise RunError(f"site {site_name!r}: its reply says that its effective steps are {own:g}, below {_LEAST:g}")
-    reach = {name: told.get("steps", told["effective_steps"]) for name, told in scalars.items()}
+    reach = {name: site_scalars.get("steps", site_scalars["effective_steps"]) for name, site_scalars in scalars.items()}
     return sum(share * (reach[name] - own) for name, share in shares.items()) / own
 
 

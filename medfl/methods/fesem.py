@@ -101,9 +101,9 @@ class FeSEM(Method):
         centres, assignment, chosen = _centres(server), server["assignment"], server["chosen"]
         if self.assign == "distance":
             names = [name for name, p in host.model(centres[0]).named_parameters() if p.requires_grad]
-            found = _spread([replies[site]["weights"] for site in sorted(replies)], centres, chosen, names)
-            centres, chosen = [*found, *centres[len(found) :]], len(found)
-            assignment = {**assignment, **{site: nearest(m["weights"], found, names) for site, m in replies.items()}}
+            anchors = _spread([replies[site]["weights"] for site in sorted(replies)], centres, chosen, names)
+            centres, chosen = [*anchors, *centres[len(anchors) :]], len(anchors)
+            assignment = {**assignment, **{site: nearest(m["weights"], anchors, names) for site, m in replies.items()}}
         first, *others = self.means(centres, assignment, replies)
         return {"weights": first, "others": others, "assignment": assignment, "chosen": chosen}
 

@@ -98,12 +98,12 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     a squeeze-and-excitation block. The head and what holds it do not count, so that a network that keeps its size gives
     what enters the head.
     """
-    last, size, found = head_name(network), float("inf"), x
+    last, size, feature_map = head_name(network), float("inf"), x
 
     def look(_: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal size, found
+        nonlocal size, feature_map
         if isinstance(output, Tensor) and output.ndim == x.ndim and 1 < output[0, 0].numel() <= size:
-            size, found = output[0, 0].numel(), output
+            size, feature_map = output[0, 0].numel(), output
 
     inner = [m for name, m in network.named_modules() if name and not f"{last}.".startswith(f"{name}.")]
     handles = [module.register_forward_hook(look) for module in inner]
@@ -112,7 +112,7 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     finally:
         for handle in handles:
             handle.remove()
-    return found, output
+    return feature_map, output
 
 
 METHOD = MOON

@@ -134,17 +134,17 @@ def gradient(network: nn.Module, site: Site, batch: Batch) -> tuple[Tensor, ...]
     kept = [(buffer, buffer.clone()) for buffer in network.buffers()]
     with one_sample_safe(network, x), torch.autocast(site.device.type, enabled=False):
         loss = site.loss(network(x), y)
-        found = torch.autograd.grad(loss, _trainable(network), allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(loss, _trainable(network), allow_unused=True, materialize_grads=True)
     for buffer, value in kept:
         buffer.copy_(value)
-    return found
+    return gradients
 
 
 def inner_step(network: nn.Module, site: Site, batch: Batch, alpha: float) -> None:
     """Take a step of plain descent, w <- w - alpha g(w; D), in place."""
-    found = gradient(network, site, batch)
+    gradients = gradient(network, site, batch)
     with torch.no_grad():
-        torch._foreach_sub_(_trainable(network), found, alpha=alpha)
+        torch._foreach_sub_(_trainable(network), gradients, alpha=alpha)
 
 
 def hessian_product(
@@ -161,15 +161,15 @@ def hessian_product(
         beside: gives both gradients the same dropout.
     """
     parameters = _trainable(network)
-    start, found = [p.detach().clone() for p in parameters], []
+    start, gradients = [p.detach().clone() for p in parameters], []
     for sign in (delta, -delta):
         with torch.no_grad():
             torch._foreach_copy_(parameters, torch._foreach_add(start, list(v), alpha=sign))
         with beside():
-            found.append(gradient(network, site, batch))
+            gradients.append(gradient(network, site, batch))
     with torch.no_grad():
         torch._foreach_copy_(parameters, start)
-    return [(plus - minus) / (2 * delta) for plus, minus in zip(*found, strict=True)]
+    return [(plus - minus) / (2 * delta) for plus, minus in zip(*gradients, strict=True)]
 
 
 def _trainable(network: nn.Module) -> list[Tensor]:

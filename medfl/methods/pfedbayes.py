@@ -154,12 +154,12 @@ class PFedBayes(Method):
 
         def build(model: nn.Module) -> Optimizer:
             assert isinstance(model, Gaussian)
-            made = site.settings.optimizer(model.network)
+            solver = site.settings.optimizer(model.network)
             if self.optimizer == "adam":
                 chosen = [p for p in model.network.parameters() if p.requires_grad]
-                made = torch.optim.Adam(chosen, made.param_groups[0]["lr"])
-            made.add_param_group({**made.param_groups[0], "params": list(model.rho), "weight_decay": 0.0})
-            return made
+                solver = torch.optim.Adam(chosen, solver.param_groups[0]["lr"])
+            solver.add_param_group({**solver.param_groups[0], "params": list(model.rho), "weight_decay": 0.0})
+            return solver
 
         return build
 

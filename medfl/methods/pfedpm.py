@@ -126,11 +126,11 @@ class PFedPM(PrototypeExchange):
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
         """Return distances between class means and class features; by which head how many sites are judged."""
-        found = distances(server["prototypes"], replies)
+        observations = distances(server["prototypes"], replies)
         if "taught" in server:
             taught = len(server["taught"])
-            found |= {"sites judged by relation heads": taught, "by decision heads": server["sites"] - taught}
-        return found
+            observations |= {"sites judged by relation heads": taught, "by decision heads": server["sites"] - taught}
+        return observations
 
     # Site half
 

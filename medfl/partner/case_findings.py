@@ -122,8 +122,8 @@ class Findings:
             return
         classes = self._bundle.classes  # raises where a label is none of them
         counts = [self._labels[label] for label in range(len(classes))]
-        told = ", ".join(f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True))
-        yield Finding("labels", "ok", f"all within the {len(classes)} classes: {told}")
+        counts_text = ", ".join(f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True))
+        yield Finding("labels", "ok", f"all within the {len(classes)} classes: {counts_text}")
         if absent := [name for name, count in zip(classes, counts, strict=True) if not count]:
             yield Finding("labels", "warning", f"no image of {named(absent)}", "nothing, if this is so at your site")
 
@@ -132,8 +132,8 @@ class Findings:
             return
         declared, values = self._bundle.structures, sorted(self._masks)
         whole = all(value.is_integer() and value >= 0 for value in values)
-        told = ", ".join(f"{value:g} in {self._masks[value]}" for value in values[:10])
-        text = f"values of {self._masked} masks: {told}{', ...' if values[10:] else ''}"
+        counts_text = ", ".join(f"{value:g} in {self._masks[value]}" for value in values[:10])
+        text = f"values of {self._masked} masks: {counts_text}{', ...' if values[10:] else ''}"
         if not whole:
             yield Finding("masks", "warning", f"{text}: not whole numbers of at least 0", "see that these are masks")
         elif declared and values[-1] >= len(declared) and len(values) > 1:
@@ -206,16 +206,16 @@ class Findings:
             yield Finding("intensity", "warning", f"of one value all over: {named(self._flat)}", "look at them")
 
     def _duplicates(self) -> Iterator[Finding]:
-        twins = [found for found in self._hashes.values() if len(found) > 1]
-        across = [found for found in twins if len({section for section, _ in found}) > 1]
+        twins = [copies for copies in self._hashes.values() if len(copies) > 1]
+        across = [copies for copies in twins if len({section for section, _ in copies}) > 1]
         if not twins:
             yield Finding("duplicates", "ok", "no two images are the same")
         for groups, what, advice in (
             (across, "are in several sections", "scores on them are too good: remove one of each"),
-            ([found for found in twins if found not in across], "come more than once", "remove the copies"),
+            ([copies for copies in twins if copies not in across], "come more than once", "remove the copies"),
         ):
             if groups:
-                pairs = [" = ".join(f"{section} {name}" for section, name in found[:3]) for found in groups]
+                pairs = [" = ".join(f"{section} {name}" for section, name in copies[:3]) for copies in groups]
                 yield Finding("duplicates", "warning", f"{len(pairs)} images {what}: {named(pairs)}", advice)
 
     def _leakage(self) -> Iterator[Finding]:
@@ -227,7 +227,7 @@ class Findings:
                     seen[item["group"]].add(section)
         if not seen:
             return
-        leaking = sorted(group for group, found in seen.items() if len(found) > 1)
+        leaking = sorted(group for group, splits in seen.items() if len(splits) > 1)
         if leaking:
             text = f"{len(leaking)} patients or lesions have images in several sections"
             yield Finding("patients", "warning", text, "scores on them are too good: choose another split")

@@ -82,11 +82,11 @@ class FederationStatistics:
 
     def intensity_distances(self) -> list[float]:
         """Return the same of intensities, the mean over channels; bins that a site does not tell count as empty."""
-        told = [site.shares for site in self.sites if site.shares is not None]
-        if len(told) < len(self.sites):
+        histograms = [site.shares for site in self.sites if site.shares is not None]
+        if len(histograms) < len(self.sites):
             return [math.nan] * len(self.sites)
         weights = [site.images.get("train") or 0 for site in self.sites]
-        rows = [np.nan_to_num(shares) * n for shares, n in zip(told, weights, strict=True)]
+        rows = [np.nan_to_num(shares) * n for shares, n in zip(histograms, weights, strict=True)]
         each = [_distances(list(channel)) for channel in zip(*rows, strict=True)]
         return [float(np.mean(column)) for column in zip(*each, strict=True)]
 

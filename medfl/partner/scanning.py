@@ -106,8 +106,8 @@ def _file(image: Tensor, entry: Any) -> tuple[tuple[int, ...], tuple[float, ...]
         return shape, tuple(round(float(side), 4) for side in sides) if known else ()
     uri = entry.get("image") if isinstance(entry, Mapping) else None
     with suppress(*UNREADABLE, MedflError):
-        if isinstance(uri, str | Path) and (found := _picture(str(uri))):
-            return found, ()
+        if isinstance(uri, str | Path) and (picture_shape := _picture(str(uri))):
+            return picture_shape, ()
     return tuple(image.shape[1:]), ()
 
 

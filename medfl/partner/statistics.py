@@ -79,13 +79,13 @@ def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress:
     Raises:
         InputError: an item cannot be read; names it.
     """
-    told = {}
+    summaries = {}
     for section in sections(bundle):
         known = case_metadata.read(bundle, section, folder)
         counts = _Counts(bundle, options.bins)
         for item in scan(bundle, section, progress=progress):
             counts.add(item, known.get(item.id, {}))
-        told[section] = counts.told(options)
+        summaries[section] = counts.told(options)
     return {
         "form": FORM,
         "bundle": bundle.name,
@@ -93,8 +93,8 @@ def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress:
         "task": bundle.task,
         "min_count": options.least,
         "epsilon": options.epsilon,
-        "epsilon_of_one_image": None if options.epsilon is None else options.epsilon * _tables(told),
-        "sections": told,
+        "epsilon_of_one_image": None if options.epsilon is None else options.epsilon * _tables(summaries),
+        "sections": summaries,
     }
 
 
@@ -162,59 +162,59 @@ class _Counts:
 
     def _fixed(self) -> dict[str, Counter[str]]:
         """Return the tables whose cells are known before any image is seen, each with all images."""
-        found: dict[str, Counter[str]] = {}
+        tables: dict[str, Counter[str]] = {}
         if self._bundle.task == "classification":
-            found["class"] = self._closed["class"]
+            tables["class"] = self._closed["class"]
         for name in self._bundle.structures:
             if name != "background":
                 cells = self._closed.get(f"structure {name}", Counter())
-                found[f"structure {name}"] = _over(("present", "absent"), cells)
+                tables[f"structure {name}"] = _over(("present", "absent"), cells)
         for name, domain in _DOMAINS.items():
-            found[name] = _over(domain, self._open.get(name, Counter()), _SEXES if name == "sex" else {})
-        for cells in found.values():
+            tables[name] = _over(domain, self._open.get(name, Counter()), _SEXES if name == "sex" else {})
+        for cells in tables.values():
             if UNRECORDED in cells:
                 cells[UNRECORDED] += self._images - cells.total()
-        return found
+        return tables
 
     def _intensity(self, options: StatisticsOptions, images: int) -> dict[str, Any] | None:
         if self._sums is None:
             return None
-        found, channels = self._sums, []
-        for channel, thousandths in enumerate(found.shares):
-            mean, deviation = found.mean[channel], found.deviation[channel]
+        totals, channels = self._sums, []
+        for channel, thousandths in enumerate(totals.shares):
+            mean, deviation = totals.mean[channel], totals.deviation[channel]
             shares = thousandths / _UNIT / images
-            hidden = hidden_bins(found.images[channel].tolist(), options.least)
+            hidden = hidden_bins(totals.images[channel].tolist(), options.least)
             if options.epsilon is not None:
                 noise = geometric(len(shares), options.epsilon / _UNIT, options.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
                 mean, deviation = _moments(shares, options.bins)
                 hidden = [False] * len(shares)
-            told = [None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)]
-            channels.append({"mean": _rounded(mean), "sd": _rounded(deviation), "shares": told})
+            histogram = [None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)]
+            channels.append({"mean": _rounded(mean), "sd": _rounded(deviation), "shares": histogram})
         return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
 
 def _over(domain: Sequence[str], cells: Mapping[str, int], names: Mapping[str, str] | None = None) -> Counter[str]:
     """Return a table over cells that are known beforehand; what is in no other is in the last, `not recorded`."""
-    made = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
+    table = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
     for name, count in cells.items():
         known = (names or {}).get(name, name)
-        made[known if known in made else "other" if "other" in made else UNRECORDED] += count
-    return made
+        table[known if known in table else "other" if "other" in table else UNRECORDED] += count
+    return table
 
 
 def _told(counts: Mapping[str, int], options: StatisticsOptions) -> dict[str, int | None]:
     if options.epsilon is None:
         return suppress_counts(counts, options.least)[0]
-    found = add_noise(counts, options.epsilon, options.entropy)
-    return {name: int(count) if count >= options.least else None for name, count in found.items()}
+    noisy_counts = add_noise(counts, options.epsilon, options.entropy)
+    return {name: int(count) if count >= options.least else None for name, count in noisy_counts.items()}
 
 
-def _merged(told: Mapping[str, int | None]) -> dict[str, int | None]:
+def _merged(cells: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return a table without the names of cells that are not told."""
-    order = sorted(told, key=lambda name: (_ORDER.get(name, 0), name))
-    named: dict[str, int | None] = {name: told[name] for name in order if told[name] is not None}
-    return named if len(named) == len(told) else {**named, OTHERS: None}
+    order = sorted(cells, key=lambda name: (_ORDER.get(name, 0), name))
+    named: dict[str, int | None] = {name: cells[name] for name in order if cells[name] is not None}
+    return named if len(named) == len(cells) else {**named, OTHERS: None}
 
 
 def _moments(shares: Any, bins: Bins) -> tuple[float, float]:
@@ -252,12 +252,12 @@ _DOMAINS: Mapping[str, Sequence[str]] = {
 """Cells of what the data say of an image, with noise."""
 
 
-def _tables(told: Mapping[str, Any]) -> int:
+def _tables(statistics: Mapping[str, Any]) -> int:
     """Return how many tables and histograms an image is in: those of one section, the largest number of them."""
     return max(
         (
             1 + len(part["tables"]) + len((part["intensity"] or {"channels": ()})["channels"])
-            for part in told.values()
+            for part in statistics.values()
         ),
         default=1,
     )  # fmt: skip
@@ -282,9 +282,9 @@ def text(document: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _cells(cells: Mapping[str, int | None]) -> str:
-    told = [f"{printable(name)} {count}" for name, count in cells.items() if count is not None]
+    entries = [f"{printable(name)} {count}" for name, count in cells.items() if count is not None]
     hidden = [printable(name) for name, count in cells.items() if count is None]
-    return ", ".join(told + ([f"{HIDDEN}: {', '.join(hidden)}"] if hidden else []))
+    return ", ".join(entries + ([f"{HIDDEN}: {', '.join(hidden)}"] if hidden else []))
 
 
 def _block(share: float | None, shares: Sequence[float | None]) -> str:

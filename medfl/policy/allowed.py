@@ -165,12 +165,12 @@ _REMOVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def renewed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return a component that MONAI has removed as the one that does the same now; any other as it is."""
-    found = re.fullmatch(rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", str(node.get("_target_")), re.ASCII)
-    if found is None:
+    match = re.fullmatch(rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", str(node.get("_target_")), re.ASCII)
+    if match is None:
         return node
-    new, told = _REMOVED[found[1]]
+    new, arguments = _REMOVED[match[1]]
     given = {"dim" if (new, key) == ("SplitDim", "channel_dim") else key: value for key, value in node.items()}
-    return {**told, **given, "_target_": new + (found[2] or "")}
+    return {**arguments, **given, "_target_": new + (match[2] or "")}
 
 
 # Arguments with a meaning of their own, whoever takes them
@@ -264,8 +264,8 @@ def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     odd = {*map(str, arguments)} - _READING_ARGUMENTS - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
     if odd and without_ending(name) in _READING:
         return f"{name} with {printable(min(odd))!r}, which would say how a file is opened"
-    told = arguments.get("kwargs_read_csv") or {}
-    if others := {*map(str, told if isinstance(told, Mapping) else [told])} - set(TABLE_ARGUMENTS):
+    shown = arguments.get("kwargs_read_csv") or {}
+    if others := {*map(str, shown if isinstance(shown, Mapping) else [shown])} - set(TABLE_ARGUMENTS):
         return f"{name} with {printable(min(others))!r}, which reading a CSV file is not told here"
     return ""
 

@@ -78,12 +78,12 @@ def component(target: str) -> Callable[..., Any]:
             raise refused
         return short[target]
     module, _, name = target.rpartition(".")
-    found = listed.get(id(_in_module(module, name)))
-    if found is None:
+    member = listed.get(id(_in_module(module, name)))
+    if member is None:
         package = module.partition(".")[0]
         absent = package in _PACKAGES and importlib.util.find_spec(package) is None
         raise Refused(f"_target_ {printable(target)!r} of {package}, which is not installed") if absent else refused
-    return found
+    return member
 
 
 def for_expressions(path: str) -> Any:
@@ -95,11 +95,11 @@ def for_expressions(path: str) -> Any:
     if _is_plain_function(module, name):
         return _in_module(module, name)
     try:
-        found = component(path)
+        member = component(path)
     except Refused:
         return None
-    listed = found.__module__.startswith(_IN_EXPRESSIONS) and name not in WEIGHTS_OF_THEIR_OWN | _LOADERS
-    return found if listed and without_ending(name) not in WRITERS else None
+    listed = member.__module__.startswith(_IN_EXPRESSIONS) and name not in WEIGHTS_OF_THEIR_OWN | _LOADERS
+    return member if listed and without_ending(name) not in WRITERS else None
 
 
 def _is_plain_function(module: str, name: str) -> bool:
@@ -169,42 +169,42 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
     for home in _HOMES:
         module = importlib.import_module(home)
         for name in (*MONAI_COMPONENTS, *TRANSFORMS, *(f"{name}d" for name in TRANSFORMS)):
-            found = getattr(module, name, None)
-            if _of_package(found, "monai"):
-                short.setdefault(name, found)
-                identities[id(found)] = found
-        for name, found in vars(module).items():  # MONAI's other names of the same: `Unet`, `LoadImageD`
-            if id(found) in identities:
-                short.setdefault(name, found)
+            entry = getattr(module, name, None)
+            if _of_package(entry, "monai"):
+                short.setdefault(name, entry)
+                identities[id(entry)] = entry
+        for name, entry in vars(module).items():  # MONAI's other names of the same: `Unet`, `LoadImageD`
+            if id(entry) in identities:
+                short.setdefault(name, entry)
     for path in COMPONENTS:
         module_name, _, name = path.rpartition(".")
         if importlib.util.find_spec(module_name.partition(".")[0]) is None:
             continue  # torchvision is optional
-        found = getattr(importlib.import_module(module_name), name, None)
-        if _of_package(found, path.partition(".")[0]):
-            identities[id(found)] = found
+        entry = getattr(importlib.import_module(module_name), name, None)
+        if _of_package(entry, path.partition(".")[0]):
+            identities[id(entry)] = entry
     bases = (Transform, nn.Module, PrepareBatch, Inferer)
     for module_name in [name for name in sys.modules if name.startswith(_APPS)]:
-        for name, found in vars(sys.modules[module_name]).items():
-            of_apps = inspect.isclass(found) and issubclass(found, bases) and found.__module__.startswith(_APPS)
-            if of_apps and not _fetches(found):
-                short.setdefault(name, found)
-                identities[id(found)] = found
+        for name, entry in vars(sys.modules[module_name]).items():
+            of_apps = inspect.isclass(entry) and issubclass(entry, bases) and entry.__module__.startswith(_APPS)
+            if of_apps and not _fetches(entry):
+                short.setdefault(name, entry)
+                identities[id(entry)] = entry
     for module_name, base in _BASES.items():
         module = importlib.import_module(module_name)
-        for found in vars(module).values():
-            listed = inspect.isclass(found) and issubclass(found, getattr(module, base)) and _of_package(found, "torch")
-            if listed and not issubclass(found, nn.ParameterDict):  # whose keys are set as attributes
-                identities[id(found)] = found
+        for entry in vars(module).values():
+            listed = inspect.isclass(entry) and issubclass(entry, getattr(module, base)) and _of_package(entry, "torch")
+            if listed and not issubclass(entry, nn.ParameterDict):  # whose keys are set as attributes
+                identities[id(entry)] = entry
     return short, identities
 
 
-def _fetches(found: Callable[..., Any]) -> bool:
+def _fetches(factory: Callable[..., Any]) -> bool:
     """Tell whether a network fetches weights unless told otherwise."""
-    pretrained = inspect.signature(found).parameters.get("pretrained")
+    pretrained = inspect.signature(factory).parameters.get("pretrained")
     return pretrained is not None and pretrained.default is not False
 
 
-def _of_package(found: object, package: str) -> TypeGuard[Callable[..., Any]]:
-    kind = inspect.isclass(found) or inspect.isfunction(found)
-    return kind and str(getattr(found, "__module__", "")).partition(".")[0] == package
+def _of_package(value: object, package: str) -> TypeGuard[Callable[..., Any]]:
+    kind = inspect.isclass(value) or inspect.isfunction(value)
+    return kind and str(getattr(value, "__module__", "")).partition(".")[0] == package

@@ -20,7 +20,7 @@ def differences(before: Inspection, now: Inspection) -> Iterator[str]:
         before: the version that was accepted.
         now: the one that is looked at.
     """
-    old, new = ({file.path: file for file in found.files} for found in (before, now))
+    old, new = ({file.path: file for file in version.files} for version in (before, now))
     for path in sorted(old.keys() | new.keys()):
         a, b = old.get(path), new.get(path)
         if a is None or b is None:

@@ -132,21 +132,21 @@ class Evaluator:
         if path not in self._members:
             own = path.partition(".")[0] in self.own_modules
             listed = path in MEMBERS or WORDED.get(path) in self.words or (own and "scripts" in self.words)
-            found = _located(path) if listed else for_expressions(path)
-            if found is None:
+            target = _located(path) if listed else for_expressions(path)
+            if target is None:
                 raise Refused(f"{printable(path)}, which is not on the list")
             allowed = _PATH_FUNCTIONS.get(path)
-            self._members[path] = found if allowed is None else self._looks_inside(found, allowed)
+            self._members[path] = target if allowed is None else self._looks_inside(target, allowed)
         return self._members[path]
 
     # Guards
 
     def _value_of(self, path: str) -> Any:
         """Return what a path of names stands for; of a component its checked call, whoever is handed it."""
-        found = self.member(path)
-        home = str(getattr(found, "__module__", None)).startswith(_CHECKED)
-        made = inspect.isclass(found) or (path not in MEMBERS and inspect.isfunction(found))
-        return _CheckedCall(found, self) if made and home else found
+        target = self.member(path)
+        home = str(getattr(target, "__module__", None)).startswith(_CHECKED)
+        is_factory = inspect.isclass(target) or (path not in MEMBERS and inspect.isfunction(target))
+        return _CheckedCall(target, self) if is_factory and home else target
 
     def _attribute(self, value: Any, name: str) -> Any:
         if not self._allows(value, name):
@@ -340,10 +340,10 @@ def _located(path: str) -> Any:
     parts = path.split(".")
     for end in range(len(parts) - 1, 0, -1):
         try:
-            found = importlib.import_module(".".join(parts[:end]))
+            target = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             continue
         for name in parts[end:]:
-            found = getattr(found, name)
-        return found
+            target = getattr(target, name)
+        return target
     raise Refused(f"{printable(path)}, which is not installed")

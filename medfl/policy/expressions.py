@@ -230,9 +230,9 @@ class _Checker:
                 raise Refused("a replace() with one argument, which would move a file")
         else:
             raise Refused(f"a call of a {type(called).__name__}")
-        made = for_expressions(module_path(called, self.names))
-        if made is not None:
-            check_arguments(made, [_literal(argument) for argument in node.args], {})
+        component = for_expressions(module_path(called, self.names))
+        if component is not None:
+            check_arguments(component, [_literal(argument) for argument in node.args], {})
         for argument in node.args:
             if isinstance(argument, ast.Starred) and not (isinstance(called, ast.Name) and called.id in BUILTINS):
                 raise Refused("arguments handed on with a star")

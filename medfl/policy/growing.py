@@ -48,10 +48,10 @@ def operate(operator: str, left: Any, right: Any) -> Any:
 
 def bounded_range(*bounds: Any) -> range:
     """Return a range whose bounds are not too large."""
-    found = range(*bounds)
-    if max(abs(found.start), abs(found.stop)) > _LARGEST:
+    span = range(*bounds)
+    if max(abs(span.start), abs(span.stop)) > _LARGEST:
         raise Refused(f"a range beyond {_LARGEST}")
-    return found
+    return span
 
 
 def formatted(value: Any, spec: str = "") -> str:

@@ -291,10 +291,10 @@ class _Inspector:
             if not (isinstance(node, str) and _REFERENCE.fullmatch(node)):
                 break
             place = tuple(re.split("#|::", node[1:]))
-            found = self.distinct(place) if len(place) <= self.policy.limits.depth else []
-            if len(found) != 1 or not all(self.is_branch(place[:end]) for end in range(1, len(place))):
+            values = self.distinct(place) if len(place) <= self.policy.limits.depth else []
+            if len(values) != 1 or not all(self.is_branch(place[:end]) for end in range(1, len(place))):
                 break
-            node = found[0]
+            node = values[0]
         return _LITERALS.get(node, node) if isinstance(node, str) else node
 
     def _text(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
@@ -349,8 +349,8 @@ class _Inspector:
         if place[0] in _ENTRIES:
             return len(place) == 1 or isinstance(held, list)
         if id(held) not in self.texts:
-            told = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
-            self.texts[id(held)] = told
+            is_texts = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
+            self.texts[id(held)] = is_texts
         return self.texts[id(held)] and stem != "federated" and not place[0].startswith("_")
 
 

@@ -101,11 +101,11 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
     if not known.any() or not np.array_equal(first, second):
         return None
     times = _times(ours, *both[0], "models")
-    found = [_key_metric(ours, predictions, rows, times) for predictions, rows in both]
-    if found[0] is None or found[1] is None:
+    metric_draws = [_key_metric(ours, predictions, rows, times) for predictions, rows in both]
+    if metric_draws[0] is None or metric_draws[1] is None:
         return None
     enough = _are_enough(ours, *both[0])
-    return Difference.of(found[0], found[1], int(known.sum()), metrics.higher_is_better(ours.key), enough)
+    return Difference.of(metric_draws[0], metric_draws[1], int(known.sum()), metrics.higher_is_better(ours.key), enough)
 
 
 def from_other_sites(run: RunFiles, site: str) -> Difference | None:
@@ -114,7 +114,7 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
     if predictions is None:
         return None
     own = np.array(predictions.sites) == site
-    found, cases, enough = list[Floats](), list[int](), True
+    metric_draws, cases, enough = list[Floats](), list[int](), True
     for name, members in (("site", own), ("others", ~own)):
         rows = np.flatnonzero(members)
         if run.key in predictions.scores:
@@ -122,10 +122,10 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
         values = _key_metric(run, predictions, rows, _times(run, predictions, rows, name)) if len(rows) else None
         if values is None:
             return None
-        found.append(values)
+        metric_draws.append(values)
         cases.append(len(rows))
         enough &= _are_enough(run, predictions, rows)
-    return Difference.of(found[0], found[1], min(cases), metrics.higher_is_better(run.key), enough)
+    return Difference.of(metric_draws[0], metric_draws[1], min(cases), metrics.higher_is_better(run.key), enough)
 
 
 class Differences:
@@ -145,8 +145,8 @@ class Differences:
     @cached_property
     def against_local(self) -> dict[str, Difference]:
         """Site -> how much higher the key metric is than that of its own Local model."""
-        found = {site: between_models(self.run, self.local, site) for site in self._sites if self.local}
-        return {site: one for site, one in found.items() if one is not None}
+        comparisons = {site: between_models(self.run, self.local, site) for site in self._sites if self.local}
+        return {site: one for site, one in comparisons.items() if one is not None}
 
     @cached_property
     def pooled(self) -> Difference | None:
@@ -157,8 +157,8 @@ class Differences:
     def against_others(self) -> dict[str, Difference]:
         """Site -> how much higher the key metric is there than at the other sites together."""
         sites = self._sites if 1 < len(self._sites) <= _COMPARED else ()
-        found = {site: from_other_sites(self.run, site) for site in sites}
-        return {site: one for site, one in found.items() if one is not None}
+        comparisons = {site: from_other_sites(self.run, site) for site in sites}
+        return {site: one for site, one in comparisons.items() if one is not None}
 
     def everybody(self) -> str:
         """Return what the model reaches on everybody's test images, beside Local models; "" where this is not known."""
@@ -185,8 +185,8 @@ def counted(words: Sequence[str], of: str) -> str:
     """Return how often each word is said, as "better at 1 of 4 sites, no clear difference at 3"."""
     total = f" of {len(words)} {of}{'s' if len(words) != 1 else ''}"
     parts = [(one, words.count(one)) for one in (BETTER, WORSE, UNCLEAR, FEW)]
-    told = [f"{one} at {count}" for one, count in parts if count or one == BETTER]
-    return ", ".join([told[0] + total, *told[1:]])
+    phrases = [f"{one} at {count}" for one, count in parts if count or one == BETTER]
+    return ", ".join([phrases[0] + total, *phrases[1:]])
 
 
 def _pairs(ours: Predictions, theirs: Predictions, site: str | None) -> tuple[Rows, Rows]:

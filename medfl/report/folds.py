@@ -89,15 +89,15 @@ class Folds:
             )
         if len({_form(run) for run in runs.values() if _predictions(run).ids}) > 1:
             raise InputError(f"the folds in {path} have other classes or metrics", "folds of one run", "run them anew")
-        found = cls(path, count, runs)
-        twice = [ident for ident, times in Counter(found.ids).items() if times > 1]
+        folds = cls(path, count, runs)
+        twice = [ident for ident, times in Counter(folds.ids).items() if times > 1]
         if twice:
             raise InputError(
                 f"{twice[0]} is a test case of several folds in {path}",
                 "folds that test each case once",
                 "run them anew",
             )
-        return found
+        return folds
 
     @property
     def first(self) -> RunFiles:
@@ -165,9 +165,9 @@ class Folds:
         if len(set(rounds.values())) == 1:
             return (NOTE,)
         counts = {count: [f"fold-{n}" for n, of in rounds.items() if of == count] for count in rounds.values()}
-        told = "; ".join(f"{count} in {', '.join(names)}" for count, names in counts.items())
+        rounds_text = "; ".join(f"{count} in {', '.join(names)}" for count, names in counts.items())
         again = f"medfl run --resume --out {self.path} --rounds {max(counts)}"
-        return NOTE, f"the folds have different numbers of rounds: {told}; {again} makes them the same"
+        return NOTE, f"the folds have different numbers of rounds: {rounds_text}; {again} makes them the same"
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of the table of the folds: folds, mean, sd and worst, pooled."""
@@ -211,31 +211,31 @@ def write(folder: Path) -> Folds:
     """
     from medfl.report.page import environment
 
-    found = Folds.read(folder)
-    summary = found.summary()
+    cross_validation = Folds.read(folder)
+    summary = cross_validation.summary()
     write_atomic(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
-    _write_predictions(found)
-    head, rows = found.cells()
-    notes = list(found.first.record["data"].get("notes") or ())
+    _write_predictions(cross_validation)
+    head, rows = cross_validation.cells()
+    notes = list(cross_validation.first.record["data"].get("notes") or ())
     page = (
         environment()
         .get_template("folds.html.j2")
         .render(
-            folds=found,
+            folds=cross_validation,
             head=head,
             rows=rows,
-            notes=[*found.notes, *notes],
-            links=[f"fold-{number}" for number in found.runs],
+            notes=[*cross_validation.notes, *notes],
+            links=[f"fold-{number}" for number in cross_validation.runs],
         )
     )
     write_atomic(folder / "report.html", page.encode())
-    return found
+    return cross_validation
 
 
-def _write_predictions(found: Folds) -> None:
+def _write_predictions(folds: Folds) -> None:
     """Write the predictions of all folds as one table, with a column that says the fold."""
     text, writer = io.StringIO(), None
-    for number, run in found.runs.items():
+    for number, run in folds.runs.items():
         with (run.path / "predictions.csv").open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             if writer is None:
@@ -244,7 +244,7 @@ def _write_predictions(found: Folds) -> None:
             if set(reader.fieldnames or ()) - set(writer.fieldnames):
                 raise damaged(run.path / "predictions.csv", "has other columns than those of the other folds")
             writer.writerows({**row, "fold": number} for row in reader)
-    write_atomic(found.path / "predictions.csv", text.getvalue().encode())
+    write_atomic(folds.path / "predictions.csv", text.getvalue().encode())
 
 
 def _predictions(run: RunFiles) -> Predictions:

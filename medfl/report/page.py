@@ -162,8 +162,8 @@ def _structures(run: RunFiles) -> dict[str, Any]:
     return {
         "structure_titles": [run.title(kind) for kind in kinds],
         "structures": [
-            (name, found.get("cases"), [(found.get(kind), f"{kind}_{slug(name)}") for kind in kinds])
-            for name, found in run.structures.items()
+            (name, scores.get("cases"), [(scores.get(kind), f"{kind}_{slug(name)}") for kind in kinds])
+            for name, scores in run.structures.items()
         ],
         "structure_sites": [
             (site, [(dice.get(site), int(cases.get(site, 0))) for dice, cases in columns])
@@ -196,10 +196,10 @@ def _traffic(run: RunFiles) -> dict[str, Any] | None:
 
 def _changes(run: RunFiles) -> list[tuple[str, float, float, int, int]]:
     """Return site, median norm of its changes, mean share of the mean, rounds shortened and rounds, of `clip` only."""
-    told = [entry["observed"] for entry in run.rounds if "clip" in (entry.get("observed") or {})]
+    records = [entry["observed"] for entry in run.rounds if "clip" in (entry.get("observed") or {})]
     rows = []
     for site in run.site_names:
-        norms = [(one[f"norm/{site}"], one[f"share/{site}"], one["clip"]) for one in told if f"norm/{site}" in one]
+        norms = [(one[f"norm/{site}"], one[f"share/{site}"], one["clip"]) for one in records if f"norm/{site}" in one]
         if norms:
             lengths, shares, _ = zip(*norms, strict=True)
             shortened = sum(norm > bound for norm, _, bound in norms)

@@ -66,21 +66,21 @@ class PredictionAnalysis:
 
     def cases(self) -> dict[str, Any] | None:
         """Return a table of the test cases where they are too few for an interval, None where they are enough."""
-        found, rows = self.predictions, range(len(self.predictions.ids))
+        preds, rows = self.predictions, range(len(self.predictions.ids))
         if self._enough:
             return None
         heads = (
-            ["Reference", "Predicted", "Confidence"] if self.is_classification else [*map(self.run.title, found.scores)]
+            ["Reference", "Predicted", "Confidence"] if self.is_classification else [*map(self.run.title, preds.scores)]
         )
         if not self.is_classification:
-            cells = [[formatting.number(float(values[i])) for values in found.scores.values()] for i in rows]
+            cells = [[formatting.number(float(values[i])) for values in preds.scores.values()] for i in rows]
         else:
-            pairs = [(self.classes[found.label[i]], self.classes[found.predicted[i]]) for i in rows]
+            pairs = [(self.classes[preds.label[i]], self.classes[preds.predicted[i]]) for i in rows]
             sure = (
-                ["–"] * len(rows) if found.probabilities is None else map(formatting.number, found.probabilities.max(1))
+                ["–"] * len(rows) if preds.probabilities is None else map(formatting.number, preds.probabilities.max(1))
             )
             cells = [[*pair, one] for pair, one in zip(pairs, sure, strict=True)]
-        return {"heads": heads, "rows": [*zip(found.ids, found.sites, cells, strict=True)]}
+        return {"heads": heads, "rows": [*zip(preds.ids, preds.sites, cells, strict=True)]}
 
     def describe_intervals(self) -> str:
         """Return how the intervals are made."""
@@ -176,11 +176,11 @@ class PredictionAnalysis:
         confidence, right = self._confidence
         curve = calibration.reliability(confidence, right)
         eces, accuracy = calibration.redrawn(curve, confidence, right, self._times)
-        found = [
+        intervals = [
             bootstrap.interval(column) if n >= bootstrap.LEAST else None
             for column, n in zip(accuracy.T, curve.count, strict=True)
         ]
-        ends = [one or (value, value) for one, value in zip(found, curve.accuracy, strict=True)]
+        ends = [one or (value, value) for one, value in zip(intervals, curve.accuracy, strict=True)]
         title = "Reliability of the predicted class"
         svg = charts.reliability(title, curve.confidence, curve.accuracy, curve.count.tolist(), np.array(ends).T)
         return {

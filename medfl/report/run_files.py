@@ -128,8 +128,8 @@ class RunFiles:
     @property
     def finished(self) -> bool:
         """Whether all requested rounds and the summary are there, or those up to where a callback ended the run."""
-        told = self.summary or {}
-        wanted = told["rounds"] if told.get("status") == "stopped" else self.record["rounds"]
+        outcome = self.summary or {}
+        wanted = outcome["rounds"] if outcome.get("status") == "stopped" else self.record["rounds"]
         return self.summary is not None and len(self.rounds) >= int(wanted)
 
     @property
@@ -217,7 +217,7 @@ class RunFiles:
     @property
     def structure_metrics(self) -> list[str]:
         """The metrics that any structure has."""
-        return [kind for kind in OF_STRUCTURES if any(kind in found for found in self.structures.values())]
+        return [kind for kind in OF_STRUCTURES if any(kind in scores for scores in self.structures.values())]
 
     def metric_names(self) -> list[str]:
         """Return the names of all pooled metrics, the key metric first, then in the order of `metrics.METRICS`.

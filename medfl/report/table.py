@@ -34,11 +34,11 @@ def result_table(run_folder: Path) -> str:
         columns = [column for column in columns if column[0] == run.key]
     model = "global last" if run.judged == "received" else f"{run.judged} last"
     lines = [*_site_lines(run, columns), *_pooled_lines(run), *structure_lines(run, run.structures, model)]
-    found = Differences(run)
-    told = {
-        "personal": run.personal_model, "everybody's test images": found.everybody(), "against Local": found.sentence()
+    diffs = Differences(run)
+    sentences = {
+        "personal": run.personal_model, "everybody's test images": diffs.everybody(), "against Local": diffs.sentence()
     }  # fmt: skip
-    for name, text in told.items():
+    for name, text in sentences.items():
         lines += [*textwrap.wrap(f"{name}: {text}", terminal.width()), ""] if text else []
     summary = run.summary or {}
     if not run.finished:
@@ -113,10 +113,10 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Mapping[str, Any]], 
         by_dice = sorted(shown, key=lambda name: math.inf if (dice := shown[name].get("dice")) is None else dice)
         shown = {name: shown[name] for name in by_dice[:_TABLE_STRUCTURES]}
     lines = [f"{f'structure, {model}':<24} {'cases':>7}" + "".join(f"{run.title(kind):>{_WIDE}}" for kind in kinds)]
-    for name, found in shown.items():
-        cells = "".join(f"{formatting.number(found.get(kind)):>{_WIDE}}" for kind in kinds)
-        none = "" if found.get("cases") else "  no test case has it"
-        lines.append(f"{formatting.plain(name):<24} {found.get('cases', '–'):>7}{none or cells}")
+    for name, scores in shown.items():
+        cells = "".join(f"{formatting.number(scores.get(kind)):>{_WIDE}}" for kind in kinds)
+        none = "" if scores.get("cases") else "  no test case has it"
+        lines.append(f"{formatting.plain(name):<24} {scores.get('cases', '–'):>7}{none or cells}")
     if len(shown) < len(structures):
         lines.append(f"… {len(structures) - len(shown)} more structures are in summary.json")
     return [*lines, ""] if shown else []

@@ -163,8 +163,8 @@ def _run(
                 record["bundle"], options=record["options"], config=_config(record, number),
                 requested={**record["requested"], **asked}, **record["settings"], **shared,
             )  # fmt: skip
-    found = report.write(folder)
-    return {**found.summary(), "folder": str(folder)}
+    folds = report.write(folder)
+    return {**folds.summary(), "folder": str(folder)}
 
 
 def _begun(folder: Path, number: int) -> bool:

@@ -59,9 +59,9 @@ def read(text: str) -> dict[str, Tensor]:
     try:
         return tensors(path)
     except Exception as error:  # torch and safetensors raise several types for damaged files
-        told = " ".join(str(error).split())[:160]
+        reason = " ".join(str(error).split())[:160]
         raise InputError(
-            f"--init {text}: {path.name} is not read as weights ({told})",
+            f"--init {text}: {path.name} is not read as weights ({reason})",
             "names and tensors, as safetensors or torch.save(network.state_dict(), FILE) write them",
             "write it so",
         ) from error
@@ -73,8 +73,8 @@ def tensors(path: Path) -> dict[str, Tensor]:
         return _finite(safetensors.torch.load_file(path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found: Any = load_pickled(path)
-    inner = next((found[key] for key in _WITHIN if isinstance(found.get(key), Mapping)), found)
+        checkpoint: Any = load_pickled(path)
+    inner = next((checkpoint[key] for key in _WITHIN if isinstance(checkpoint.get(key), Mapping)), checkpoint)
     if not inner or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inner.items()):
         raise ValueError("it holds other things than tensors by name")
     return _finite({name: tensor.detach() for name, tensor in inner.items()})

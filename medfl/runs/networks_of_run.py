@@ -84,8 +84,8 @@ class RunNetworks:
         file = self.path / "summary.json"
         if not file.is_file():
             return None
-        found = read_summary(file)
-        return found if self.manifest is None or self.manifest["round"] == found["rounds"] else None
+        document = read_summary(file)
+        return document if self.manifest is None or self.manifest["round"] == document["rounds"] else None
 
     @property
     def finished(self) -> bool:
@@ -172,11 +172,11 @@ class RunNetworks:
         """
         if self.which == "last" and not self.finished:
             return None
-        file, told = self.path / f"{WHICH[self.which]}.safetensors", self.summary or {}
+        file, document = self.path / f"{WHICH[self.which]}.safetensors", self.summary or {}
         if not file.is_file():
             raise InputError(f"{file} is missing", "the weights that the run wrote", "restore it, or repeat the run")
         weights = load_weights(file)
-        wanted = told.get("weights_sha256" if self.which == "last" else "best_sha256")
+        wanted = document.get("weights_sha256" if self.which == "last" else "best_sha256")
         if wanted and wanted != (weights_sha256(weights) if self.which == "last" else file_sha256(file)):
             raise InputError(
                 f"{file} is not as the run wrote it",
@@ -229,9 +229,9 @@ class _States:
                 "this model is made from state/, as the run left it",
                 f"let it train: medfl run --resume --out {result.path}",
             )
-        made = repeat(result.run, data, say, result.path)
-        public = made.public.prepare(say=say) if made.public else None
-        self.federation = Federation(made.bundle, made.method, made.run, public=public)
+        plan = repeat(result.run, data, say, result.path)
+        public = plan.public.prepare(say=say) if plan.public else None
+        self.federation = Federation(plan.bundle, plan.method, plan.run, public=public)
 
     def server_network(self, round_: int) -> nn.Module | None:
         """Return a copy of the server's network, None where it has none."""

@@ -50,8 +50,8 @@ def why(chosen: Mapping[str, Any], run: Run) -> tuple[str, ...]:
         return ()
     least = min(len(ids["train"]) for ids in run.partition.sites.values())
     count = run.rounds * run.local_epochs * math.ceil(least / run.batch_size)
-    told = f"fitted to the smallest site, whose {least} training images then make {count} steps in all"
-    return (f"{run.rounds} rounds, {told}; --rounds N for another number",)
+    reason = f"fitted to the smallest site, whose {least} training images then make {count} steps in all"
+    return (f"{run.rounds} rounds, {reason}; --rounds N for another number",)
 
 
 def steps(run: Run) -> str:

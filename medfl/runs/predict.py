@@ -111,10 +111,10 @@ def predict(
     with new_images.as_files(images, predictor.metadata) as files:
         known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
-            found = _Writer(predictor, files, known, folder).write(progress)
-    if not found.rows:
-        raise _nothing(len(files), next(iter(found.failed.values())))
-    return _document(predictor, files, found, folder, known)
+            predictions = _Writer(predictor, files, known, folder).write(progress)
+    if not predictions.rows:
+        raise _nothing(len(files), next(iter(predictions.failed.values())))
+    return _document(predictor, files, predictions, folder, known)
 
 
 def _references(place: Path, predictor: Predictor, files: Mapping[str, str]) -> Mapping[str, int | str]:
@@ -303,38 +303,42 @@ def _told(error: Exception) -> str:
 
 
 def _document(
-    predictor: Predictor, files: Mapping[str, str], found: Predictions, folder: Path, known: Mapping[str, int | str]
+    predictor: Predictor,
+    files: Mapping[str, str],
+    predictions: Predictions,
+    folder: Path,
+    known: Mapping[str, int | str],
 ) -> dict[str, Any]:
     """Write the tables, the predictions last, and return everything for JSON."""
     table, written = RunFolder(folder), {"predictions": str(folder / PREDICTIONS)}
     folder.mkdir(parents=True, exist_ok=True)
-    cases = Cases.concat(found.cases) if found.cases else None
+    cases = Cases.concat(predictions.cases) if predictions.cases else None
     scores = summarise(cases) if cases is not None else None
     structures = None
     if cases is not None and scores is not None:
         if predictor.task == "segmentation":
             structures = by_structure(scores, cases.values, predictor.classes, len(cases))
         table.write_table(SCORES, [{"metric": name, "value": value} for name, value in scores.items()])
-        table.write_table(BY_CASE, _by_case(cases, found, predictor.classes))
+        table.write_table(BY_CASE, _by_case(cases, predictions, predictor.classes))
         written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
-    table.write_table(PREDICTIONS, [*found.rows.values()])
+    table.write_table(PREDICTIONS, [*predictions.rows.values()])
     return {
         "model": predictor.title, "task": predictor.task, "classes": [*predictor.classes],
         "data_source": predictor.data_source, "out": str(folder), "images": len(files), "files": written,
-        "predictions": [*found.rows.values()],
-        "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in found.failed.items()],
+        "predictions": [*predictions.rows.values()],
+        "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in predictions.failed.items()],
         "scores": scores, "structures": structures, "scored": 0 if cases is None else len(cases),
         "with_reference": len(known),
-        "units": {x: " or ".join(sorted(found.units)) for x in scores or () if is_distance(x)},
+        "units": {x: " or ".join(sorted(predictions.units)) for x in scores or () if is_distance(x)},
     }  # fmt: skip
 
 
-def _by_case(cases: Cases, found: Predictions, classes: tuple[str, ...]) -> list[dict[str, Any]]:
+def _by_case(cases: Cases, predictions: Predictions, classes: tuple[str, ...]) -> list[dict[str, Any]]:
     rows = []
     for index, ident in enumerate(cases.ids):
         if cases.is_classification:
             label = int(cases.values["label"][index])
-            rows.append({"id": ident, "label": classes[label], "prediction": found.rows[ident]["prediction"]})
+            rows.append({"id": ident, "label": classes[label], "prediction": predictions.rows[ident]["prediction"]})
         else:
             values = {name: float(numbers[index]) for name, numbers in cases.values.items()}
             rows.append({"id": ident, **{name: value for name, value in values.items() if not math.isnan(value)}})

@@ -82,18 +82,18 @@ def open_predictor(where: str | Path, which: str, site: str | None, device: str,
     return _checked(_of_bundle(path, placed))
 
 
-def _checked(found: Predictor) -> Predictor:
+def _checked(predictor: Predictor) -> Predictor:
     """Return a predictor whose classes can be columns of predictions.csv, and whose weights say something."""
-    for name in found.classes:
-        if not is_plain_text(name) or name in ("id", "prediction") or found.classes.count(name) > 1:
+    for name in predictor.classes:
+        if not is_plain_text(name) or name in ("id", "prediction") or predictor.classes.count(name) > 1:
             raise InputError(
-                f"{found.title}: the class {printable(name)!r}",
+                f"{predictor.title}: the class {printable(name)!r}",
                 "names that differ, in one line, no formula of a spreadsheet, and not id or prediction",
                 "rename it",
             )
-    if odd := next((name for name, tensor in found.network.state_dict().items() if not _is_finite(tensor)), None):
-        raise InputError(f"{found.title}: its weights {odd!r} are not finite", "numbers", "train it again")
-    return found
+    if odd := next((name for name, tensor in predictor.network.state_dict().items() if not _is_finite(tensor)), None):
+        raise InputError(f"{predictor.title}: its weights {odd!r} are not finite", "numbers", "train it again")
+    return predictor
 
 
 def _is_finite(tensor: object) -> bool:
@@ -101,14 +101,14 @@ def _is_finite(tensor: object) -> bool:
 
 
 def _of_run(path: Path, which: str, site: str | None, device: torch.device, say: Print) -> Predictor:
-    found = RunNetworks(path, which, say)
-    run, bundle, task = found.run, found.bundle, found.task
-    if site == "all" and site not in found.sites:
-        raise InputError("--site all", "the model of one site predicts", f"name one of {', '.join(found.sites)}")
+    networks = RunNetworks(path, which, say)
+    run, bundle, task = networks.run, networks.bundle, networks.task
+    if site == "all" and site not in networks.sites:
+        raise InputError("--site all", "the model of one site predicts", f"name one of {', '.join(networks.sites)}")
     _check_task(task.kind, str(path))
-    (model,) = found.models(site, None, say)
-    if not found.finished:
-        say(f"note: the run in {path} was interrupted: this is round {found.round} of {run.rounds}")
+    (model,) = networks.models(site, None, say)
+    if not networks.finished:
+        say(f"note: the run in {path} was interrupted: this is round {networks.round} of {run.rounds}")
     evaluator = bundle.evaluator
     assert isinstance(evaluator, ClassEvaluator | MaskEvaluator | CaseEvaluator)
     if isinstance(evaluator, MaskEvaluator):
@@ -144,8 +144,8 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
     evaluator: ClassEvaluator | MaskEvaluator = ClassEvaluator()
     if opened.task == "segmentation":
         evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
-    told = meta.get("medfl")
-    source = str(told.get("data_source", "")) if isinstance(told, Mapping) else ""
+    medfl_entry = meta.get("medfl")
+    source = str(medfl_entry.get("data_source", "")) if isinstance(medfl_entry, Mapping) else ""
     chain = without_labels((opened.config.content("preprocessing"),))
     title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
     return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, meta, source)

@@ -29,10 +29,10 @@ def masks_of(place: Path, files: Mapping[str, str]) -> dict[str, str]:
     images = conventions.channels([(without_ending(ident), uri) for ident, uri in files.items()], masks)
     names, matched = matching.match(images, masks)
     of_uri = {uri: matched[name] for name, uri in names.items() if name in matched}
-    found = {ident: of_uri[uri] for ident, uri in files.items() if uri in of_uri}
-    if not found:
+    mask_uris = {ident: of_uri[uri] for ident, uri in files.items() if uri in of_uri}
+    if not mask_uris:
         raise _none(place, f"{len(masks)} masks", "the name of its image, with or without _mask, _seg or _label")
-    return found
+    return mask_uris
 
 
 def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> dict[str, int]:
@@ -54,7 +54,7 @@ def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> 
     for name, label in _in_folders(place, classes):
         for form in _forms(name):
             known[form].add(label)
-    found, bare = {}, Counter(_forms(ident)[-1] for ident in files)
+    class_indices, bare = {}, Counter(_forms(ident)[-1] for ident in files)
     for ident in files:
         forms = _forms(ident)
         forms = forms if bare[forms[-1]] == 1 else forms[:2]
@@ -63,10 +63,10 @@ def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> 
             named = ", ".join(sorted(classes[label] for label in labels))
             raise InputError(f"--reference {place} has image {ident} as {named}", "one class an image", "give its path")
         if labels:
-            found[ident] = labels.pop()
-    if not found:
+            class_indices[ident] = labels.pop()
+    if not class_indices:
         raise _none(place, "labels", "the path or the name of its image")
-    return found
+    return class_indices
 
 
 def _in_folders(root: Path, classes: Sequence[str]) -> list[tuple[str, int]]:
@@ -85,15 +85,15 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
     if not file.is_file():
         raise InputError(f"--reference {file} is not there", "a folder of classes or a table", "check the path")
     labels = {str(index): index for index in range(len(classes))} | {name: at for at, name in enumerate(classes)}
-    told = label_table.read(file, [*files]).classes
-    for ident, label in told.items():
+    given_labels = label_table.read(file, [*files]).classes
+    for ident, label in given_labels.items():
         if label not in labels:
             raise InputError(
                 f"{file}: label {label!r} of {ident}",
                 f"one of {', '.join(classes)}, or their index from 0",
                 "correct it, or remove the row",
             )
-    return {ident: labels[label] for ident, label in told.items()}
+    return {ident: labels[label] for ident, label in given_labels.items()}
 
 
 def _forms(name: str) -> tuple[str, ...]:

@@ -125,9 +125,9 @@ class Result(ResultTables):
         """One record a round and site: its training loss, and metrics as `received_<name>` and `personal_<name>`."""
         rows = []
         for entry in self._files.rounds:
-            for site, told in (entry.get("sites") or {}).items():
+            for site, site_entry in (entry.get("sites") or {}).items():
                 row: Record = {"round": entry["round"], "site": site}
-                for kind, value in told.items():
+                for kind, value in site_entry.items():
                     row |= {f"{kind}_{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {kind: value}
                 rows.append(row)
         return even(rows)

@@ -97,11 +97,11 @@ class ResultTables(ABC):
     def _column(self, name: str) -> str:
         known = [key for key, value in self.rounds[-1].items() if isinstance(value, int | float) and key != "round"]
         known += [key for row in self.rounds for key in row if key.startswith("val_") and key not in known]
-        found = next((key for key in (f"val_{name}", name) if key in known), None)
-        if found is None:
+        column = next((key for key in (f"val_{name}", name) if key in known), None)
+        if column is None:
             advice = did_you_mean(name, [key.removeprefix("val_") for key in known], "choose one")
             raise InputError(f"metric {name!r}", f"the rounds have {', '.join(known)}", advice)
-        return found
+        return column
 
     def _site_curves(self, column: str) -> list[list[tuple[int, float]]]:
         """Return a list of (round, value) for each site that has the metric."""

@@ -82,8 +82,8 @@ class Subgroups:
         for group in (*self.groups, self.told):
             row: dict[str, Any] = {self.by: group.name, "cases": group.count}
             for name in names:
-                found = group.metrics.get(name)
-                ends = (found.value, found.low, found.high) if found else (None, None, None)
+                estimate = group.metrics.get(name)
+                ends = (estimate.value, estimate.low, estimate.high) if estimate else (None, None, None)
                 row |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
             rows.append({**row, "silent": ", ".join(group.silent)})
         return rows
@@ -95,9 +95,9 @@ class Subgroups:
         said = [f"not told, {why}: {', '.join(few)}"] if few else []
         thin = {group.name: group.silent for group in self.groups if group.silent}
         if thin:
-            told = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in thin.items())
+            listing = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in thin.items())
             few_of = f"a class, or all others, have fewer than {self.min_count} cases"
-            said.append(f"no balanced accuracy and AUROC where {few_of}: {told}")
+            said.append(f"no balanced accuracy and AUROC where {few_of}: {listing}")
         return [*said, "intervals of 95 %; images of one patient count as independent, so the true ones are wider"]
 
 
@@ -125,14 +125,14 @@ def of(
         raise InputError(f"min_count {min_count}", "a whole number of at least 1", "give for example 10")
     values = _values(rows, by)
     members = {name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)}
-    told, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
-    kept = [index for name, index in members.items() if told[name] is not None]
+    counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
+    kept = [index for name, index in members.items() if counts[name] is not None]
 
     together = np.sort(np.concatenate(kept)) if kept else np.empty(0, np.int64)
 
     def group(name: str, index: NDArray[np.int64]) -> Subgroup:
         own = [rows[i] for i in index]
-        if not own or (index is not together and told[name] is None):
+        if not own or (index is not together and counts[name] is None):
             return Subgroup(name, None, {}, {})
         if classes:
             return _classified(name, own, classes, min_count, seed)
@@ -169,22 +169,22 @@ def _classified(
     probabilities = np.array([[float(row[f"p_{title}"]) for title in classes] for row in rows])
     cases = np.bincount(label, minlength=len(classes))
     enough = np.minimum(cases, len(rows) - cases) >= min_count
-    silent = tuple(title for title, n, told in zip(classes, cases, enough, strict=True) if n and not told)
+    silent = tuple(title for title, n, reported in zip(classes, cases, enough, strict=True) if n and not reported)
     times = bootstrap.draw(label, seed)
     share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
-    found = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
-    told = [int(k) for k in np.flatnonzero(enough)]
-    areas = {k: delong.area(label == k, probabilities[:, k]) for k in told}
-    if len(told) > 1 and not silent:
-        own = [label == k for k in told]
+    estimates = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
+    reported = [int(k) for k in np.flatnonzero(enough)]
+    areas = {k: delong.area(label == k, probabilities[:, k]) for k in reported}
+    if len(reported) > 1 and not silent:
+        own = [label == k for k in reported]
         recall = np.stack([times @ (hit & k) / k.sum() for k in own])
-        found["balanced_accuracy"] = _estimate(float(np.mean([hit[k].mean() for k in own])), recall.mean(0))
+        estimates["balanced_accuracy"] = _estimate(float(np.mean([hit[k].mean() for k in own])), recall.mean(0))
     if len(classes) == 2 and 1 in areas:
-        found["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
+        estimates["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
     elif areas and not silent:
-        drawn = bootstrap.areas(label, probabilities, times)[:, told].mean(1)
-        found["auroc"] = _estimate(float(np.mean([one.value for one in areas.values()])), drawn)
-    return Subgroup(name, len(rows), found, {classes[k]: one for k, one in areas.items()}, silent)
+        drawn = bootstrap.areas(label, probabilities, times)[:, reported].mean(1)
+        estimates["auroc"] = _estimate(float(np.mean([one.value for one in areas.values()])), drawn)
+    return Subgroup(name, len(rows), estimates, {classes[k]: one for k, one in areas.items()}, silent)
 
 
 def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> Subgroup:
@@ -195,8 +195,8 @@ def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> Subgro
         for key in names
     }
     ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed))
-    found = {key: Estimate(float(np.nanmean(values[key])), *ends[key]) for key in names if key in ends}
-    return Subgroup(name, len(rows), found, {})
+    estimates = {key: Estimate(float(np.nanmean(values[key])), *ends[key]) for key in names if key in ends}
+    return Subgroup(name, len(rows), estimates, {})
 
 
 def _estimate(value: float, drawn: NDArray[Any]) -> Estimate:

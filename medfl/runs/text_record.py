@@ -124,8 +124,8 @@ def _read(path: Path) -> Tensor:
 
 def _kept(path: Path) -> Tensor:
     with safetensors.safe_open(path, framework="pt") as file:
-        found: Tensor = file.get_tensor("embeddings")
-    return found
+        embeddings: Tensor = file.get_tensor("embeddings")
+    return embeddings
 
 
 def _carried(path: Path) -> Tensor:

@@ -37,12 +37,12 @@ def begun(bundle: Bundle, method: Method, task: Task, run: Run) -> dict[str, Ten
         own = not _differences(plain, bundle.start)
         if own:
             plain.load_state_dict(bundle.start)
-        made = method.adapt(plain, task)
+        adapted = method.adapt(plain, task)
     if not own:
-        if _differences(made, bundle.start):
-            _refuse(run, plain if len(made.state_dict()) != len(bundle.start) else made, bundle)
-        made.load_state_dict(bundle.start)
-    return {name: tensor.detach().clone() for name, tensor in made.state_dict().items()}
+        if _differences(adapted, bundle.start):
+            _refuse(run, plain if len(adapted.state_dict()) != len(bundle.start) else adapted, bundle)
+        adapted.load_state_dict(bundle.start)
+    return {name: tensor.detach().clone() for name, tensor in adapted.state_dict().items()}
 
 
 def _differences(network: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
@@ -64,10 +64,10 @@ def _form(tensor: Tensor) -> str:
 
 
 def _refuse(run: Run, network: nn.Module, bundle: Bundle) -> None:
-    found = _differences(network, bundle.start or {})
-    more = f" ({len(found) - _NAMED} more)" if len(found) > _NAMED else ""
+    mismatches = _differences(network, bundle.start or {})
+    more = f" ({len(mismatches) - _NAMED} more)" if len(mismatches) > _NAMED else ""
     raise InputError(
-        f"--init of another network than that of bundle {bundle.name!r}: {'; '.join(found[:_NAMED])}{more}",
+        f"--init of another network than that of bundle {bundle.name!r}: {'; '.join(mismatches[:_NAMED])}{more}",
         f"all {len(network.state_dict())} tensors of the network, by name and shape",
         "give weights of this network, or choose it with --config network=NAME",
     )

@@ -49,8 +49,8 @@ class RoundEnd:
     @cached_property
     def weights(self) -> dict[str, Tensor]:
         """The server's weights as a state dict, copies on the CPU; empty where a method has none."""
-        found = self._weights().items()
-        return {name: tensor.detach().cpu().clone() for name, tensor in found if isinstance(tensor, Tensor)}
+        entries = self._weights().items()
+        return {name: tensor.detach().cpu().clone() for name, tensor in entries if isinstance(tensor, Tensor)}
 
     def best(self, metric: str = "", min_delta: float = 0.0) -> tuple[int, float]:
         """Return number and value of the best round so far, the first of equals.
@@ -68,11 +68,11 @@ class RoundEnd:
             others = ", ".join(sorted({key for _, values in self.history for key in values})) or "none: eval_every is 0"
             raise InputError(f"metric {name!r}", f"the rounds have {others}", "name one of these")
         sign = 1.0 if higher_is_better(name) else -1.0
-        found = known[0]
+        best_entry = known[0]
         for number, value in known[1:]:
-            if sign * (value - found[1]) > min_delta:
-                found = number, value
-        return found
+            if sign * (value - best_entry[1]) > min_delta:
+                best_entry = number, value
+        return best_entry
 
 
 Callback = Callable[[RoundEnd], Any]
@@ -162,8 +162,8 @@ def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
         except InputError:
             raise
         except Exception as error:  # whatever a function of the user's raises
-            told = f"{type(error).__name__}: {error}"
-            raise RunError(f"callback {name} fails after round {ended.round}: {told}; the round is kept") from error
+            failure = f"{type(error).__name__}: {error}"
+            raise RunError(f"callback {name} fails after round {ended.round}: {failure}; the round is kept") from error
         if answer is True or (isinstance(answer, str) and answer):
             reasons.append(answer if isinstance(answer, str) else f"{name} asked for it")
     return "; ".join(reasons)

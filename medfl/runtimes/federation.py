@@ -122,8 +122,8 @@ class Federation:
 
     def _pool(self, bundle: Bundle) -> Networks:
         def network() -> nn.Module:
-            made = use_fast_max_pool(self.method.adapt(bundle.network(), self.task))
-            return with_channels_last(made) if self.run.channels_last else made
+            model = use_fast_max_pool(self.method.adapt(bundle.network(), self.task))
+            return with_channels_last(model) if self.run.channels_last else model
 
         pool = Networks(network, self.run.seed, torch.device(self.run.device))
         if self.run.init and bundle is self.bundle:

@@ -29,18 +29,18 @@ def said_of(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, A
     settings = said(bundle, requested)
     without = site in site_names(settings.pop("unlabelled"))
     each = {name: _read(name, text) for name, text in settings.items()}
-    own = {name: {site: told[site]} if site in told else {} for name, told in each.items()}
+    own = {name: {site: site_values[site]} if site in site_values else {} for name, site_values in each.items()}
     return {**texts(own), "unlabelled": site if without else ""}
 
 
 def with_own_word(run: Run, site: str, own: Mapping[str, Sequence[str]], say: Print) -> Run:
     """Return a run that says of a site what this says of itself; `say` is told where the two disagree."""
     each = {name: _read(name, getattr(run, name)) for name, names in own.items() if names}
-    for name, told in each.items():
-        if site in told and {*told[site]} != {*own[name]}:
-            job, mine = (",".join(names) for names in (told[site], own[name]))
+    for name, site_values in each.items():
+        if site in site_values and {*site_values[site]} != {*own[name]}:
+            job, mine = (",".join(names) for names in (site_values[site], own[name]))
             say(f"note: the job says {_flag(name)} {site}={job}; the site itself says {mine}, which counts")
-    return replace(run, **texts({name: {**told, site: own[name]} for name, told in each.items()}))
+    return replace(run, **texts({name: {**site_values, site: own[name]} for name, site_values in each.items()}))
 
 
 def _flag(setting: str) -> str:

@@ -142,14 +142,14 @@ class Recorder:
 
     def rows(self) -> dict[str, dict[str, float]]:
         """Return process -> part -> seconds in the rounds, idle among them; those of a process are the wall clock."""
-        wall, found = sum(self.walls.values()), {}
+        wall, durations = sum(self.walls.values()), {}
         for name, laps in self._processes().items():
             seconds = dict.fromkeys(PARTS, 0.0)
             for (round_, _, part), value in _items(laps):
                 if round_:
                     seconds[part] += value
-            found[name] = {**seconds, IDLE: wall - sum(seconds.values())}
-        return found
+            durations[name] = {**seconds, IDLE: wall - sum(seconds.values())}
+        return durations
 
     def table(self) -> str:
         """Return the table that is shown at the end of a run: each column adds up to the rounds' wall clock."""
@@ -188,12 +188,12 @@ class Recorder:
                 if round_ and site:
                     own = sites.setdefault(site, {})
                     own[part] = own.get(part, 0.0) + value
-        told = {
+        timings = {
             "seconds": self.rows(),
             "rounds": [{"round": r, "seconds": self.walls[r], **parts} for r, parts in rounds.items()],
             "sites": sites,
         }
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": told}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": timings}
 
     def _processes(self) -> dict[str, list[Lap]]:
         """Return the server and the workers, each with what it recorded."""
@@ -209,9 +209,9 @@ def _items(laps: list[Lap]) -> Iterator[tuple[tuple[int, str, str], float]]:
 def _event(span: Span, begin: float, place: Mapping[str, int]) -> dict[str, Any]:
     """Return a complete event; times are in microseconds."""
     start, length = round((span.start - begin) * 1e6, 1), round((span.end - span.start) * 1e6, 1)
-    told = {"round": span.round, **({"site": span.site} if span.site else {})}
+    details = {"round": span.round, **({"site": span.site} if span.site else {})}
     kind = "visit" if span.name == span.site else "part"
-    return {"name": span.name, "cat": kind, "ph": "X", "ts": start, "dur": length, **place, "args": told}
+    return {"name": span.name, "cat": kind, "ph": "X", "ts": start, "dur": length, **place, "args": details}
 
 
 # The recorder that is running
@@ -292,13 +292,13 @@ def _watched(batches: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[
     """Count making a batch as data, and what follows, but for the optimiser, as forward and backward."""
 
     def watched(shard: Shard, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
-        made = batches(shard, size, generator)
+        iterator = batches(shard, size, generator)
         while True:
             recorder = _RUNNING.get()
             local = recorder is not None and recorder.local
             if recorder is not None and local:
                 recorder.switch(DATA)
-            batch = next(made, None)
+            batch = next(iterator, None)
             if recorder is not None and local:
                 recorder.switch(STEP if batch is None else PASSES)
             if batch is None:

@@ -20,8 +20,8 @@ _FLAG = "--site-channels"
 def names(bundle: Bundle) -> tuple[str, ...]:
     """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
     image = ((bundle.metadata.get("network_data_format") or {}).get("inputs") or {}).get("image") or {}
-    told = image.get("channel_def") or {}
-    return tuple(str(told.get(str(i), i)) for i in range(int(image.get("num_channels") or 0) or bundle.channels))
+    definition = image.get("channel_def") or {}
+    return tuple(str(definition.get(str(i), i)) for i in range(int(image.get("num_channels") or 0) or bundle.channels))
 
 
 def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[str, tuple[int, ...]]:
@@ -32,11 +32,11 @@ def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[s
     """
     places = {**{str(i): i for i in range(len(channels))}, **{name.lower(): i for i, name in enumerate(channels)}}
     allowed = f"the channels of the bundle's images are {', '.join(channels) or 'not known'}"
-    advice, told = "choose among them, by name or number from 0", by_site(_FLAG)(text)
-    require_sites(_FLAG, told, sites, "=...")
+    advice, site_channels = "choose among them, by name or number from 0", by_site(_FLAG)(text)
+    require_sites(_FLAG, site_channels, sites, "=...")
     return {
         site: positions("channel", site, {one: one.lower() for one in named}, places, allowed, advice)
-        for site, named in told.items()
+        for site, named in site_channels.items()
     }
 
 
@@ -67,15 +67,15 @@ def filled(sections: Mapping[str, Prepared], bundle: Bundle, run: Run) -> dict[s
     check(run.site_channels, run.channel_drop, bundle, sites)
     count = len(channels := names(bundle))
     has = read(run.site_channels, channels, sites)
-    made: dict[str, Prepared] = {}
+    filled_sections: dict[str, Prepared] = {}
     for section, prepared in bare.items():
         present = torch.ones(len(prepared), count, dtype=torch.bool)
         held = {ident: site for site in has for ident in sites[site].get(section, ())}
         for index, ident in enumerate(prepared.ids(range(len(prepared))) if held else ()):
             if ident in held:
                 present[index] = torch.tensor([channel in has[held[ident]] for channel in range(count)])
-        made[section] = Channels(prepared, present, run.channel_drop if section == "train" else 0.0)
-    return made
+        filled_sections[section] = Channels(prepared, present, run.channel_drop if section == "train" else 0.0)
+    return filled_sections
 
 
 def notes(bundle: Bundle, run: Run) -> tuple[str, ...]:

@@ -31,13 +31,13 @@ def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[s
     """
     named = {slug(name): index for index, name in enumerate(structures) if slug(name) != "background"}
     allowed = f"the structures of the bundle are {', '.join(named) or 'not named'}"
-    advice, told = "choose among them, or auto: those that its masks show", by_site(_FLAG)(text)
-    require_sites(_FLAG, told, sites, "=...")
+    advice, site_labels = "choose among them, or auto: those that its masks show", by_site(_FLAG)(text)
+    require_sites(_FLAG, site_labels, sites, "=...")
     chosen: dict[str, tuple[int, ...] | None] = {}
-    for site, names in told.items():
+    for site, names in site_labels.items():
         plain = {name: slug(name) for name in names}
-        found = names == (FOUND,)
-        chosen[site] = None if found else positions("label", site, plain, named, allowed, advice)
+        automatic = names == (FOUND,)
+        chosen[site] = None if automatic else positions("label", site, plain, named, allowed, advice)
     return chosen
 
 
@@ -70,7 +70,7 @@ def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, 
     check(run.site_labels, bundle, method, shards)
     if not run.site_labels:
         return {}
-    structures, found = bundle.structures, dict[str, Known]()
+    structures, label_sets = bundle.structures, dict[str, Known]()
     everything = annotated(structures)
     for site, classes in read(run.site_labels, structures, shards).items():
         if classes is None:
@@ -84,9 +84,9 @@ def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, 
                     "give the site masks that it annotated, or leave it out",
                 )
         if {*classes} != everything:
-            found[site] = _known(classes, bundle)
-            _try(bundle, site, found[site], shards[site], run.partial_loss == "naive")
-    return found
+            label_sets[site] = _known(classes, bundle)
+            _try(bundle, site, label_sets[site], shards[site], run.partial_loss == "naive")
+    return label_sets
 
 
 def marked(shards: Mapping[str, Shard], known: Mapping[str, Known]) -> dict[str, Shard]:

@@ -75,9 +75,9 @@ def check_sites(method: Method, sites: Iterable[Site], bundle: Bundle) -> None:
 
 def _check_method(method: Method, name: str, site: str) -> None:
     if methods.extra(method, methods.WithoutLabels) is None:
-        made = [one for one in methods.names() if issubclass(methods.method_class(one), methods.WithoutLabels)]
+        alternatives = [one for one in methods.names() if issubclass(methods.method_class(one), methods.WithoutLabels)]
         raise InputError(
             f"method {name!r} with site {site!r}, which is without labels",
-            f"methods that learn without: {', '.join(made)}",
+            f"methods that learn without: {', '.join(alternatives)}",
             "take one, or leave the site out of the run",
         )

@@ -18,8 +18,8 @@ def departures(methods: Iterable[str], protocols: Mapping[str, str], notes: Iter
     lines += [f"- {whose}: {text}" for whose, text in protocols.items() if text]
     for name in dict.fromkeys(methods):
         paragraphs = (inspect.getdoc(importlib.import_module(method_class(name).__module__)) or "").split("\n\n")
-        told = [" ".join(part[part.index("Departures") :].split()) for part in paragraphs if "Departures" in part]
-        lines += [f"- {name}: {text}" for text in told]
+        passages = [" ".join(part[part.index("Departures") :].split()) for part in paragraphs if "Departures" in part]
+        lines += [f"- {name}: {text}" for text in passages]
         chosen = [one for one in options_of(method_class(name)) if _OURS.search(one["help"])]
         lines += [f"- {name}: {one['name']}={one['default']}: {one['help']}" for one in chosen]
     return lines or ["- nothing that is known"]

@@ -82,15 +82,15 @@ def run(
         heading = f"{grid.bundle}, {rounds}" + (f", changed: {', '.join(changed)}" if changed else "")
         say(f"{table.key}: {heading}")
         folder = out / (grid.bundle if len(table.grids) == 1 else f"{number}-{grid.bundle}")
-        found, failed = compare(grid, folder, at_once=at_once, progress=progress, say=say)
+        comparison, failed = compare(grid, folder, at_once=at_once, progress=progress, say=say)
         document["failed"] |= failed
-        phantom = "PHANTOM images, not the paper's: " if found is not None and found.phantom else ""
+        phantom = "PHANTOM images, not the paper's: " if comparison is not None and comparison.phantom else ""
         lines += ["", f"## {phantom}{heading}"]
-        if found is None:
+        if comparison is None:
             lines.append("no run finished")
         else:
-            write_tables(found, folder)
-            collected.append((found, _labels(grid, found)))
+            write_tables(comparison, folder)
+            collected.append((comparison, _labels(grid, comparison)))
             rows = paper_tables.beside(table, *collected[-1])
             document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in rows]
             lines += [rendered(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}"]
@@ -100,7 +100,7 @@ def run(
         lines += ["", "## Averages over the partitions", rendered(_HEADS, averaged, "md")]
         document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in averaged]
     lines += ["", "## What is ours and not the paper's", *_ours(table, [grid for _, grid in grids]), ""]
-    lines += dict.fromkeys(found.describe() for found, _ in collected)
+    lines += dict.fromkeys(comparison.describe() for comparison, _ in collected)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "published.md", ("\n".join(lines) + "\n").encode())
     return lines, code, document
@@ -108,9 +108,9 @@ def run(
 
 def presets_of(grid: Grid, more: Sequence[str] = ()) -> list[str]:
     """Return the presets of a grid's runs: `paper` of the bundle unless the grid has one of its own, and `more`."""
-    found = list(dict.fromkeys([*grid.requested.get("presets", ()), *more]))
-    named = any(name.partition("-")[0] == PAPER for name in found)
-    return found if named or PAPER not in Bundle(grid.bundle).protocol.get("presets", {}) else [PAPER, *found]
+    presets = list(dict.fromkeys([*grid.requested.get("presets", ()), *more]))
+    named = any(name.partition("-")[0] == PAPER for name in presets)
+    return presets if named or PAPER not in Bundle(grid.bundle).protocol.get("presets", {}) else [PAPER, *presets]
 
 
 def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:
@@ -119,21 +119,21 @@ def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:
         protocol, laid = Bundle(grid.bundle).protocol, presets_of(grid)
         if not any(name.startswith(f"{PAPER}-") for name in laid):  # which stand in place of the protocol
             protocols[f"bundle {grid.bundle}"] = str(protocol.get("protocol", ""))
-        told = {name: values.get("about", "") for name, values in protocol.get("presets", {}).items() if name in laid}
-        protocols |= {f"bundle {grid.bundle}, preset {name}": about for name, about in told.items()}
+        texts = {name: values.get("about", "") for name, values in protocol.get("presets", {}).items() if name in laid}
+        protocols |= {f"bundle {grid.bundle}, preset {name}": about for name, about in texts.items()}
     return departures((entry.method for grid in grids for entry in grid.entries), protocols, table.notes)
 
 
-def published(found: Comparison) -> list[str]:
+def published(comparison: Comparison) -> list[str]:
     """Return lines with our runs beside the papers' figures for these methods, partitions and numbers of sites.
 
     The runs may have other settings than the papers'; `--paper` runs a table's own protocol.
     """
-    bundle, rows, notes = next(iter(found.rows[0].runs.values())).record["bundle"], list[list[str]](), list[str]()
+    bundle, rows, notes = next(iter(comparison.rows[0].runs.values())).record["bundle"], list[list[str]](), list[str]()
     for key in papers.names():
         table = paper_tables.load(key)
         for grid in (grid for grid in table.grids if grid.bundle == bundle):
-            candidates = [[key, *row] for row in paper_tables.beside(table, found, _labels(grid, found))]
+            candidates = [[key, *row] for row in paper_tables.beside(table, comparison, _labels(grid, comparison))]
             rows += [row for row in candidates if row not in rows]
         if any(row[0] == key for row in rows):
             notes += [f"{key}: {table.paper}, {table.title}; its own protocol: medfl compare {bundle} --paper {key}"]
@@ -163,10 +163,10 @@ def _spec(grid: Grid, partition: str | None) -> str:
     return partition or str(protocol["partition"])
 
 
-def _labels(grid: Grid, found: Comparison) -> dict[str, str]:
+def _labels(grid: Grid, comparison: Comparison) -> dict[str, str]:
     """Return the label of each of our rows -> the label of its entry in the grid."""
     labels = {}
-    for row in found.rows:
+    for row in comparison.rows:
         run = next(iter(row.runs.values())).record
         for entry in grid.entries:
             if entry.method != run["method"]:

@@ -182,24 +182,24 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
     return replace(grid, requested=requested), text
 
 
-def beside(table: PaperTable, found: Comparison, labels: Mapping[str, str]) -> list[list[str]]:
+def beside(table: PaperTable, comparison: Comparison, labels: Mapping[str, str]) -> list[list[str]]:
     """Return rows (partition, method, metric, ours, published, difference) for the published figures, in percent.
 
-    `found` has our runs of one bundle; `labels` leads from the label of a row of it to that of the grid's entry.
+    `comparison` has our runs of one bundle; `labels` leads from the label of a row of it to that of the grid's entry.
     """
     rows = []
-    for row in found.rows:
+    for row in comparison.rows:
         run = next(iter(row.runs.values()))
         name, count = _name(table, labels, row), len(run.record["partition"]["sites"])
         for figure in table.published(run.record["bundle"], row.partition, name, count).values():
-            rows.append([row.partition, *_cells(figure, _spread(table, found, row, figure.metric))])
+            rows.append([row.partition, *_cells(figure, _spread(table, comparison, row, figure.metric))])
     return rows
 
 
-def averages(table: PaperTable, found: Sequence[tuple[Comparison, Mapping[str, str]]]) -> list[list[str]]:
+def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[str, str]]]) -> list[list[str]]:
     """Return rows as `beside` for figures published as the mean over all grids and partitions of a bundle.
 
-    Ours is the mean over the seeds that have all of them. `found` has our runs by grid, with labels as in `beside`.
+    Ours is the mean over the seeds that have all of them. `comparisons` has our runs by grid, labels as in `beside`.
     """
     rows = []
     for figure in (figure for figure in table.figures if figure.partition == AVERAGE):
@@ -209,7 +209,7 @@ def averages(table: PaperTable, found: Sequence[tuple[Comparison, Mapping[str, s
             if grid.bundle == figure.bundle and figure.name in {table.names[entry.label] for entry in grid.entries}
         )
         by_seed: dict[int, list[float]] = {}
-        for comparison, labels in found:
+        for comparison, labels in comparisons:
             for row in comparison.rows:
                 for seed, run in row.runs.items():
                     value = _ours(run, figure.metric, table.round)
@@ -237,11 +237,11 @@ def _cells(figure: Figure, ours: MeanSd | None) -> list[str]:
     return [figure.name, figure.metric, our_text, published, difference]
 
 
-def _spread(table: PaperTable, found: Comparison, row: Row, metric: str) -> MeanSd | None:
+def _spread(table: PaperTable, comparison: Comparison, row: Row, metric: str) -> MeanSd | None:
     """Return our mean over the seeds; its sd is over the seeds, or the mean of the runs' sds over their sites."""
     if metric == "rounds_to_fedavg":
         with suppress(InputError):  # FedAvg is not among the runs
-            return found.to_reach(row, found.target_value("fedavg", row.partition)).rounds
+            return comparison.to_reach(row, comparison.target_value("fedavg", row.partition)).rounds
         return None
     values = [value for run in row.runs.values() if (value := _ours(run, metric, table.round)) is not None]
     ours = MeanSd.of(values)

@@ -149,7 +149,7 @@ def warnings_of(
     seen: dict[str, set[str]] = defaultdict(set)
     for record, section in zip(records, assigned, strict=False):
         seen[record.group].add(section)
-    if leaking := {group for group, found in seen.items() if len(found) > 1}:
+    if leaking := {group for group, sections in seen.items() if len(sections) > 1}:
         pairs = zip(records, assigned, strict=False)
         test = sum(section == "test" and record.group in leaking for record, section in pairs)
         warnings.append(

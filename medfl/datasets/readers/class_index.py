@@ -10,9 +10,9 @@ class ClassIndex(int):
 
     def __new__(cls, index: int, image: str = "") -> ClassIndex:
         """Take the index, and the URI of the image whose size the label image has."""
-        made = super().__new__(cls, index)
-        made.image = image
-        return made
+        instance = super().__new__(cls, index)
+        instance.image = image
+        return instance
 
     image: str
 

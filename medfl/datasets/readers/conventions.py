@@ -126,9 +126,9 @@ def bids_masks(root: Path) -> str:
     having = [folder for folder in folders if any(_is_mask(name) for name, _ in volumes.volume_files(folder))]
     if len(having) == 1:
         return f"derivatives/{having[0].name}"
-    told = f"the derivatives {', '.join(folder.name for folder in having)} of {root} all have masks"
+    problem = f"the derivatives {', '.join(folder.name for folder in having)} of {root} all have masks"
     raise InputError(
-        told if having else f"no folder in {root / 'derivatives'} has files ..._dseg.nii.gz or ..._mask.nii.gz",
+        problem if having else f"no folder in {root / 'derivatives'} has files ..._dseg.nii.gz or ..._mask.nii.gz",
         "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/",
         f"name it: --masks {having[0] if having else root / 'derivatives' / 'NAME'}",
     )

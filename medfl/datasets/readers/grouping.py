@@ -54,10 +54,10 @@ def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
     count = sum(map(len, names_of.values()))
     for pattern in _OFFERED:
         try:
-            found = {label: by_names(pattern, names) for label, names in names_of.items() if len(names) > 1}
+            groupings = {label: by_names(pattern, names) for label, names in names_of.items() if len(names) > 1}
         except InputError:
             continue
-        patients = {patient for of_class in found.values() for patient in of_class}
+        patients = {patient for of_class in groupings.values() for patient in of_class}
         if None not in patients and 3 <= len(patients) <= 0.8 * count:
             return pattern, len(patients)
     return None

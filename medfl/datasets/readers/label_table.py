@@ -52,16 +52,16 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     rows = tables.read_csv(path, ())
     heads = {str(name).strip().lower(): name for row in rows[:1] for name in row if name}
     named = {column: _matched(path, rows, heads[column], images) for column in FILES if column in heads}
-    column = next((column for column, found in named.items() if found), None)
+    column = next((column for column, index in named.items() if index), None)
     if column is None:
         raise InputError(
             f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, named)) or 'of files'}",
             f"a column {', '.join(FILES)} of file names, with or without their endings",
             "name the column so, or check the folder",
         )
-    found = named[column]
+    index = named[column]
     label, class_of = _classes(path, rows, heads, heads[column])
-    given = {image: class_of[number] for image, number in found.items()}
+    given = {image: class_of[number] for image, number in index.items()}
     known = {name: next((heads[other] for other in others if other in heads), None) for name, others in _CASES.items()}
     taken = {name: head for name, head in known.items() if head is not None}
     parts = [
@@ -69,9 +69,9 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         f"classes by {label}",
         *(f"{n}s by {h!r}" for n, h in taken.items()),
     ]
-    matched = set(found.values())
+    matched = set(index.values())
     groups = (
-        ("images of the folder are not in the table", [image for image in images if image not in found]),
+        ("images of the folder are not in the table", [image for image in images if image not in index]),
         ("images have no class in the table", [image for image, name in given.items() if not name]),
         (
             "rows of the table have no image",
@@ -83,7 +83,7 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     twice = "; ".join(" and ".join(map(repr, several)) for several in alike if len(several) > 1)
     return Labels(
         {image: name for image, name in given.items() if name},
-        {image: {name: str(rows[n][head] or "").strip() for name, head in taken.items()} for image, n in found.items()},
+        {image: {name: str(rows[n][head] or "").strip() for name, head in taken.items()} for image, n in index.items()},
         ", ".join(parts),
         (
             *(f"{len(names)} {what}: left out, {tables.several(names, 'such')}" for what, names in groups if names),
@@ -97,12 +97,12 @@ def _matched(path: Path, rows: Sequence[Mapping[str, str]], column: str, images:
     forms = [(_forms(image), image) for image in images]
     times = Counter(form for own, _ in forms for form in own)
     image_of = {form: image for own, image in forms for form in own if times[form] == 1}
-    found: dict[str, int] = {}
+    row_numbers: dict[str, int] = {}
     for number, row in enumerate(rows):
         image = next((image_of[form] for form in _forms(str(row[column] or "")) if form in image_of), None)
-        if image is not None and found.setdefault(image, number) != number and rows[found[image]] != row:
+        if image is not None and row_numbers.setdefault(image, number) != number and rows[row_numbers[image]] != row:
             raise InputError(f"{path} has two rows for {image}", "a row for each image", "remove one of them")
-    return found
+    return row_numbers
 
 
 def _forms(name: str) -> list[str]:

@@ -79,13 +79,13 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
 
 def odd(place: Path) -> tuple[str, ...]:
     """Return a line about what no reader takes of a folder, where it holds such: pipes, and names that are no text."""
-    found = []
+    paths = []
     for base, folders, files in folders_below(place):
-        found += [os.path.join(base, name) for name in folders if not is_text(name)]
+        paths += [os.path.join(base, name) for name in folders if not is_text(name)]
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
-        found += [path for path in (os.path.join(base, name) for name in files if not is_hidden(name)) if is_odd(path)]
-    told = f"{len(found)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
-    return (told + printable(os.path.relpath(min(found), place)),) if found else ()
+        paths += [path for path in (os.path.join(base, name) for name in files if not is_hidden(name)) if is_odd(path)]
+    note = f"{len(paths)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
+    return (note + printable(os.path.relpath(min(paths), place)),) if paths else ()
 
 
 def of_pairs(images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]) -> tuple[str, ...]:

@@ -54,9 +54,9 @@ def check_unpacked(size: int, packed: int) -> None:
 def unpacked(content: bytes) -> bytes:
     """Return what gzip packed; a ValueError if it would fill the memory."""
     with gzip.open(io.BytesIO(content)) as packed:
-        found = packed.read(most_unpacked(len(content)) + 1)
-    check_unpacked(len(found), len(content))
-    return found
+        data = packed.read(most_unpacked(len(content)) + 1)
+    check_unpacked(len(data), len(content))
+    return data
 
 
 def load(path: str | Path, name: str) -> Array:

@@ -89,16 +89,16 @@ def images_at(place: Path, series: bool) -> list[tuple[str, str]]:
     """
     require_there(place)
     if place.is_dir():
-        found = _below(place, series)
+        images = _below(place, series)
     elif place.suffix in _ARCHIVES:
-        found = _inside(place)
+        images = _inside(place)
     elif series and _is_dicom(place):
-        found = [(place.absolute().parent.name, str(place.parent))]
+        images = [(place.absolute().parent.name, str(place.parent))]
     else:
-        found = [(place.name, str(place))]
-    if not found:
+        images = [(place.name, str(place))]
+    if not images:
         raise InputError(f"{place} holds no image", _READ, "check the path")
-    return found
+    return images
 
 
 def without_ending(name: str) -> str:
@@ -119,8 +119,8 @@ def other_kinds(place: Path, used: Path | None = None) -> tuple[str, ...]:
         and path not in (used, path.with_name("DICOMDIR"))
         and not _is_dicom(path)
     )
-    told = f"{len(names)} file{'s' if len(names) > 1 else ''} of another kind: left out, first "
-    return (told + printable(names[0]),) if names else ()
+    note = f"{len(names)} file{'s' if len(names) > 1 else ''} of another kind: left out, first "
+    return (note + printable(names[0]),) if names else ()
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -133,18 +133,18 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 def _below(root: Path, series: bool) -> list[tuple[str, str]]:
-    found = []
+    images = []
     for path in _files(root):
         name = path.relative_to(root).as_posix()
         if name.lower().endswith(ENDINGS):
-            found.append((name, str(path)))
+            images.append((name, str(path)))
         elif path.suffix in _ARCHIVES:
-            found += _packed(name, path)
+            images += _packed(name, path)
         elif _is_dicom(path) and not series:
-            found.append((name, str(path)))
+            images.append((name, str(path)))
         elif _is_dicom(path):
-            found.append((name.rpartition("/")[0] or root.absolute().name, str(path.parent)))
-    return sorted(set(found))
+            images.append((name.rpartition("/")[0] or root.absolute().name, str(path.parent)))
+    return sorted(set(images))
 
 
 def _packed(name: str, file: Path) -> list[tuple[str, str]]:

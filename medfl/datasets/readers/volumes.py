@@ -76,11 +76,11 @@ def _require_one_place(first: str, one: _Raw, second: str, other: _Raw) -> None:
     allowed = "an image, its channels and its mask have one shape"
     advice = "resample the mask to the image, or remove the case"
     if one.voxels.shape != other.voxels.shape:
-        told = f"{first} is {times(one.voxels.shape)} voxels, {second} {times(other.voxels.shape)}"
-        raise InputError(told, allowed, advice)
+        problem = f"{first} is {times(one.voxels.shape)} voxels, {second} {times(other.voxels.shape)}"
+        raise InputError(problem, allowed, advice)
     if not np.allclose(one.affine, other.affine, rtol=0, atol=TOLERANCE):
-        told = f"{first} has the affine {_rows(one.affine)}, {second} {_rows(other.affine)}"
-        raise InputError(told, f"they lie in one place, to {TOLERANCE} mm", advice)
+        problem = f"{first} has the affine {_rows(one.affine)}, {second} {_rows(other.affine)}"
+        raise InputError(problem, f"they lie in one place, to {TOLERANCE} mm", advice)
 
 
 def count_voxels(uri: str) -> int | None:

@@ -90,15 +90,15 @@ class Adapters(SiteNetworks, Method):
             InputError: a layer is not there or smaller than the rank, nothing is to be trained, or the bundle's
                 trainer takes the steps.
         """
-        found, whole = self.matrices(network), self.whole(network)
-        for name, matrix in found.items():
+        weight_matrices, whole = self.matrices(network), self.whole(network)
+        for name, matrix in weight_matrices.items():
             if min(matrix.shape) < self.bank:
                 raise InputError(
                     f"rank={self.bank} for {name}, which is {matrix.shape[0]} x {matrix.shape[1]}",
                     f"a rank is at most the smaller side, {min(matrix.shape)}",
                     "take a smaller rank, or choose larger layers=...",
                 )
-        if not found and not any(p.requires_grad for name, p in network.named_parameters() if name in whole):
+        if not weight_matrices and not any(p.requires_grad for name, p in network.named_parameters() if name in whole):
             raise InputError(f"layers={self.layers} with full={self.full}", "something is trained", "name a layer")
         if "own_iteration" in vars(network):
             raise InputError(
@@ -129,13 +129,13 @@ class Adapters(SiteNetworks, Method):
         """The factors that the server sends."""
         return "" if self.share == "stack" else self.up
 
-    def first(self, where: Host | Site, found: Weights, rank: int = 0) -> Pairs:
+    def first(self, where: Host | Site, matrices: Weights, rank: int = 0) -> Pairs:
         """Return A as drawn from the run's seed, with `stack` in each round anew, and B = 0."""
         seed, round_ = where.networks.seed, where.round if self.share == "stack" else 0
-        bank = {n: drawn(matrix, self.bank, derive(seed, "adapters", round_, n)) for n, matrix in found.items()}
+        bank = {n: drawn(matrix, self.bank, derive(seed, "adapters", round_, n)) for n, matrix in matrices.items()}
         return {name: (a[: rank or None], b[:, : rank or None]) for name, (a, b) in bank.items()}
 
-    def pairs(self, site: Host | Site, state: State, down: Message, found: Weights, rank: int) -> Pairs:
+    def pairs(self, site: Host | Site, state: State, down: Message, matrices: Weights, rank: int) -> Pairs:
         """Return the factors that a site goes on from: its own, those that it received, else the first ones.
 
         Where the trained network is scored its own reply stands for what it received.
@@ -143,46 +143,49 @@ class Adapters(SiteNetworks, Method):
         Raises:
             RunError: the server's message lacks a factor, or one has another form.
         """
-        held, first = {**down.tensors.get("adapters", {}), **state.get("adapters", {})}, self.first(site, found, rank)
+        held, first = (
+            {**down.tensors.get("adapters", {}), **state.get("adapters", {})},
+            self.first(site, matrices, rank),
+        )
 
         def factor(name: str, which: str) -> Tensor:
             if key(name, which, rank) not in held and which not in self.down:
                 return first[name][which == "B"]
             sent = rank if key(name, which, rank) in held else self.bank
-            return cut(read(held, name, which, found[name], sent), which, rank)
+            return cut(read(held, name, which, matrices[name], sent), which, rank)
 
-        return {name: (factor(name, "A"), factor(name, "B")) for name in found}
+        return {name: (factor(name, "A"), factor(name, "B")) for name in matrices}
 
-    def bank_of(self, replies: Mapping[str, Message], found: Weights) -> dict[str, Tensor]:
+    def bank_of(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
         """Return the sites' factors as the server's: their mean by samples, or of `svd` those of the mean product.
 
         Raises:
             RunError: a reply lacks a factor, has others, or one of another form.
         """
         if self.share == "svd":
-            means = self.mean_products(replies, found)
-            made = named({name: low_rank.refactored(mean, self.bank) for name, mean in means.items()}, "AB")
-            return {name: tensor.to(next(iter(found.values()))) for name, tensor in made.items()}
+            means = self.mean_products(replies, matrices)
+            factors = named({name: low_rank.refactored(mean, self.bank) for name, mean in means.items()}, "AB")
+            return {name: tensor.to(next(iter(matrices.values()))) for name, tensor in factors.items()}
         banks = {
             site: {key(n, f, self.bank): padded(t, f, self.bank) for n, part in taken.items() for f, t in part.items()}
-            for site, taken in self._taken(replies, found).items()
+            for site, taken in self._taken(replies, matrices).items()
         }
         same = {site: Message({"adapters": bank}) for site, bank in banks.items()}
         return weighted_mean(same, "adapters", sample_shares(replies))
 
-    def mean_products(self, replies: Mapping[str, Message], found: Weights) -> dict[str, Tensor]:
+    def mean_products(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
         """Return sum_k p_k B_k A_k of each matrix, float64.
 
         Raises:
             RunError: as above.
         """
-        taken, shares = self._taken(replies, found), sample_shares(replies)
-        pairs = {name: {site: (part[name]["A"], part[name]["B"]) for site, part in taken.items()} for name in found}
+        taken, shares = self._taken(replies, matrices), sample_shares(replies)
+        pairs = {name: {site: (part[name]["A"], part[name]["B"]) for site, part in taken.items()} for name in matrices}
         return {name: low_rank.mean_product(each, shares) for name, each in pairs.items()}
 
-    def _taken(self, replies: Mapping[str, Message], found: Weights) -> dict[str, dict[str, dict[str, Tensor]]]:
+    def _taken(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, dict[str, dict[str, Tensor]]]:
         return {
-            site: read_all(reply.tensors.get("adapters", {}), found, self.up, self.rank_of(site))
+            site: read_all(reply.tensors.get("adapters", {}), matrices, self.up, self.rank_of(site))
             for site, reply in replies.items()
         }
 

@@ -42,12 +42,12 @@ def adapting(
             if isinstance(layer, _NormBase) and f"{name}.running_mean" not in whole and layer.track_running_stats:
                 stack.callback(layer.train, layer.training)
                 layer.eval()
-        made = {
+        adapters = {
             name: stack.enter_context(_adapted(model, name, _Adapter(a, b, scale, trains_a)))
             for name, (a, b) in pairs.items()
         }
         yield trained
-        trained |= {name: (each.a.detach().clone(), each.b.detach().clone()) for name, each in made.items()}
+        trained |= {name: (each.a.detach().clone(), each.b.detach().clone()) for name, each in adapters.items()}
 
 
 @contextmanager
@@ -61,6 +61,6 @@ def _adapted(model: nn.Module, name: str, adapter: _Adapter) -> Iterator[_Adapte
         yield adapter
     finally:
         parametrize.remove_parametrizations(layer, own, leave_parametrized=False)
-        found = dict(layer._parameters)
+        parameters = dict(layer._parameters)
         layer._parameters.clear()
-        layer._parameters.update({one: found[one] for one in order})
+        layer._parameters.update({one: parameters[one] for one in order})

@@ -34,9 +34,9 @@ def whole_layers(network: nn.Module, text: str) -> frozenset[str]:
     """
     layers = {name: layer for name, layer in network.named_modules() if name and layer.state_dict()}
     head = {"head": head_name(network)} if "head" in text.split(",") and "head" not in layers else {}
-    found = {head.get(name, name) for name in _chosen({**layers, **dict.fromkeys(head)}, text.strip() or NONE, "full")}
+    names = {head.get(name, name) for name in _chosen({**layers, **dict.fromkeys(head)}, text.strip() or NONE, "full")}
     tensors = network.state_dict(keep_vars=True)
-    same = {id(tensor) for name, tensor in tensors.items() if any(name.startswith(f"{layer}.") for layer in found)}
+    same = {id(tensor) for name, tensor in tensors.items() if any(name.startswith(f"{layer}.") for layer in names)}
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in same)
 
 
@@ -56,8 +56,8 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[s
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)}
     for name, layer in layers.items():
         own = {f"{name}.{key}".lstrip("."): layer._parameters.get(key) for key in _WEIGHTS}
-        found = {key: w.detach().flatten(1) for key, w in own.items() if w is not None and ids.count(id(w)) == 1}
-        if kept := {key: matrix for key, matrix in found.items() if key not in but}:
+        weights = {key: w.detach().flatten(1) for key, w in own.items() if w is not None and ids.count(id(w)) == 1}
+        if kept := {key: matrix for key, matrix in weights.items() if key not in but}:
             fitting[name] = kept
     chosen = _chosen({name: layers[name] for name in fitting}, text, "layers")
     return {key: matrix for name in chosen for key, matrix in fitting[name].items()}

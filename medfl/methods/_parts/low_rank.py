@@ -91,14 +91,14 @@ def read(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: int) ->
     Raises:
         RunError: it is missing, or of another form.
     """
-    found, wanted = tensors.get(key(name, factor, rank)), [rank, matrix.shape[1]]
+    tensor, wanted = tensors.get(key(name, factor, rank)), [rank, matrix.shape[1]]
     if factor == "B":
         wanted = [len(matrix), rank]
-    if found is None or list(found.shape) != wanted or found.dtype != matrix.dtype:
-        form = "missing" if found is None else f"{tuple(found.shape)} {found.dtype}"
+    if tensor is None or list(tensor.shape) != wanted or tensor.dtype != matrix.dtype:
+        form = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
         expected = f"{tuple(wanted)} {matrix.dtype}"
         raise RunError(f"'adapters/{key(name, factor, rank)}' is {form}; expected {expected}")
-    return found
+    return tensor
 
 
 def read_all(tensors: Weights, matrices: Weights, factors: str, rank: int) -> dict[str, dict[str, Tensor]]:

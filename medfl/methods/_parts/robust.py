@@ -128,8 +128,8 @@ class Aggregation:
         if self.kind != "clip":
             return {}
         norms, shares = change_norms(replies, group, before), sample_shares(replies)
-        told = {f"norm/{name}": norm for name, norm in norms.items()} | {f"share/{n}": p for n, p in shares.items()}
-        return {"clip": self._limit(norms), **told}
+        metrics = {f"norm/{name}": norm for name, norm in norms.items()} | {f"share/{n}": p for n, p in shares.items()}
+        return {"clip": self._limit(norms), **metrics}
 
     def _limit(self, norms: Mapping[str, float]) -> float:
         return statistics.median(norms.values()) if self.bound is None else self.bound
@@ -187,14 +187,14 @@ def _middle(parts: Sequence[Weights], name: str, cut: int) -> Tensor:
 
 def _distances(parts: Sequence[Weights]) -> Tensor:
     """Return the squared distances (n, n) float64 between the floating tensors of the replies."""
-    found = torch.zeros(len(parts), len(parts), dtype=torch.float64)
+    distances = torch.zeros(len(parts), len(parts), dtype=torch.float64)
     for name, like in parts[0].items():
         if not like.is_floating_point():
             continue
         for _, rows in _blocks(parts, name, like):
             for i in range(len(parts) - 1):
-                found[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1).cpu()
-    return found + found.T
+                distances[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1).cpu()
+    return distances + distances.T
 
 
 def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple[int, Tensor]]:

@@ -87,11 +87,11 @@ def common_shape(introductions: Mapping[str, Message]) -> list[int]:
     Raises:
         InputError: they differ, nobody has any, or the generator cannot make images of this size.
     """
-    told = {name: [int(m.scalars[axis]) for axis in AXES] for name, m in sorted(introductions.items()) if m.scalars}
-    if not told:
+    shapes = {name: [int(m.scalars[axis]) for axis in AXES] for name, m in sorted(introductions.items()) if m.scalars}
+    if not shapes:
         raise InputError("no site has a training image", "the generator needs their size", "give sites images")
-    first, shape = next(iter(told.items()))
-    for name, other in told.items():
+    first, shape = next(iter(shapes.items()))
+    for name, other in shapes.items():
         if other != shape:
             raise InputError(
                 f"site {name!r} has images of shape {other}, site {first!r} of {shape}",
@@ -110,14 +110,14 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
     Raises:
         RunError: it is for other images or conditions, or no generator.
     """
-    told = {name: down.scalars.get(name, -1.0) for name in ("version", *AXES)}
+    numbers = {name: down.scalars.get(name, -1.0) for name in ("version", *AXES)}
     wrong = [
-        f"{name} {number:g}" for name, number in told.items() if not (1 <= number < 2**31 and number == int(number))
+        f"{name} {number:g}" for name, number in numbers.items() if not (1 <= number < 2**31 and number == int(number))
     ]
-    wrong += [f"{axis} {told[axis]:g}, not {own:g}" for axis, own in shape.items() if told[axis] != own]
+    wrong += [f"{axis} {numbers[axis]:g}, not {own:g}" for axis, own in shape.items() if numbers[axis] != own]
     if not wrong:
         with torch.device("meta"):
-            expected = Generator(dimension, *(int(told[axis]) for axis in AXES)).state_dict()
+            expected = Generator(dimension, *(int(numbers[axis]) for axis in AXES)).state_dict()
         given = down["generator"]
         wrong = [f"{name!r}" for name in sorted(given.keys() ^ expected.keys())]
         wrong += [
@@ -128,4 +128,4 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
     if wrong:
         with errors_safe_to_send():
             raise RunError(f"the server's generator does not fit this site: {wrong[0]} ({len(wrong)} such)")
-    return {name: int(number) for name, number in told.items()}
+    return {name: int(number) for name, number in numbers.items()}

@@ -180,14 +180,14 @@ def install(layer: nn.Module, embeddings: Tensor) -> None:
         layer.register_buffer("embeddings", None, persistent=False)
     layer.embeddings = kept
     if isinstance(layer, TextHead):
-        made = Gaussians.of(kept, layer.tau, layer.covariance, layer.renormalise)
-        layer.mean, layer.spread = made.mean, made.spread
+        gaussians = Gaussians.of(kept, layer.tau, layer.covariance, layer.renormalise)
+        layer.mean, layer.spread = gaussians.mean, gaussians.spread
 
 
 def embeddings_of(network: nn.Module) -> Tensor:
     """Return the prompt embeddings (K, M, D) that a network's head holds."""
-    found: Any = head(network).embeddings
-    return torch.as_tensor(found)
+    buffer: Any = head(network).embeddings
+    return torch.as_tensor(buffer)
 
 
 def adapt(
@@ -220,11 +220,11 @@ def adapt(
             "a distribution needs two prompts or more",
             "add prompts, raise prompt_fraction, or set classifier=text_mean",
         )
-    made = TextHead(
+    text_head = TextHead(
         feature_size(network), embeddings, tau, covariance,
         renormalise=renormalise, unscaled_evaluation=unscaled_evaluation,
     ).to(layer.weight.device, layer.weight.dtype)  # fmt: skip
-    return replace_head(network, made)
+    return replace_head(network, text_head)
 
 
 def text_objective(finite: bool = False) -> Objective:

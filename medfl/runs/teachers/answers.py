@@ -181,9 +181,9 @@ class _Kept:
         if not self.manifest.is_file():
             return _State(), "they have no manifest" if self.path.exists() else ""
         try:
-            found = json_values(self.manifest)
-            state = _State(*(int(found["pass"][name]) for name in ("done", "queries", "crc32")))
-            unlike = [name for name, value in self.about.items() if found.get(name) != value]
+            document = json_values(self.manifest)
+            state = _State(*(int(document["pass"][name]) for name in ("done", "queries", "crc32")))
+            unlike = [name for name, value in self.about.items() if document.get(name) != value]
         except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             return _State(), f"their manifest is damaged ({error or type(error).__name__})"
         if unlike:

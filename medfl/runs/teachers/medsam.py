@@ -85,10 +85,10 @@ class MedSAM(nn.Module):
         side: int = self.sam.config.vision_config.image_size
         height, width = image.shape[-2:]
         scale = torch.tensor([side / width, side / height] * 2, device=image.device)
-        made = self.sam(
+        output = self.sam(
             pixel_values=prepared(image, side), input_boxes=boxes.float()[:, None] * scale, multimask_output=False
         )
-        low = made.pred_masks[:, 0].float().sigmoid()  # (B, 1, h, w)
+        low = output.pred_masks[:, 0].float().sigmoid()  # (B, 1, h, w)
         mask = nn.functional.interpolate(low, size=tuple(size or (height, width)), mode="bilinear", align_corners=False)
         return torch.cat([1 - mask, mask], 1)
 
@@ -184,8 +184,8 @@ def _from_folder(source: str) -> Any:
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     read: Any = transformers.SamModel.from_pretrained
-    sam, told = read(source, output_loading_info=True)
-    if missing := sorted(told["missing_keys"]):  # they would stay as they were drawn
+    sam, loading_info = read(source, output_loading_info=True)
+    if missing := sorted(loading_info["missing_keys"]):  # they would stay as they were drawn
         raise ValueError(f"it lacks {missing[0]} and {len(missing) - 1} more")
     return sam
 

@@ -58,14 +58,14 @@ class Questions:
             InputError: the data list says nothing of the kind.
         """
         data = self.bundle.data(self.section)
-        found = data[self.indices[position]] if isinstance(data, list | tuple) else None
-        if not isinstance(found, Mapping) or "image" not in found:
+        item = data[self.indices[position]] if isinstance(data, list | tuple) else None
+        if not isinstance(item, Mapping) or "image" not in item:
             raise InputError(
                 f"public item {self.ids[position]!r} of bundle {self.bundle.name!r} does not say where its image lies",
                 "teachers read the image files that a data list names under 'image'",
                 "name a bundle with such a list with --set public=BUNDLE",
             )
-        return found
+        return item
 
 
 class Teacher(Protocol):

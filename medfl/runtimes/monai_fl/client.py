@@ -344,9 +344,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         reply = self._guard.reply(reply, received, samples)
         wire, unsent = own.wire.reply(reply, received, seed, unsent)
         state = {key: value for key, value in result.state.items() if key != UNSENT}
-        told = self._guard.told({FlStatistics.NUM_EXECUTED_ITERATIONS: result.steps, LOSS: result.loss}, LOSS)
+        numbers = self._guard.told({FlStatistics.NUM_EXECUTED_ITERATIONS: result.steps, LOSS: result.loss}, LOSS)
         self._guard.spend(Activity("train", round_), reply, wire, samples)
-        exchanged = self._exchanged(own, wire, told, Activity("train", round_))
+        exchanged = self._exchanged(own, wire, numbers, Activity("train", round_))
         return exchanged, {**state, UNSENT: unsent} if unsent else state
 
     def _introduction(self, own: AtSite) -> Message:
@@ -372,7 +372,7 @@ def _added(reply: Message, unsent: Weights) -> Message:
     return Message({**reply.tensors, **({"weights": whole} if whole else {})}, reply.scalars)
 
 
-def exchange_object(named: Weights, told: Mapping[str, Any]) -> ExchangeObject:
+def exchange_object(named: Weights, numbers: Mapping[str, Any]) -> ExchangeObject:
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
-    return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(told))
+    return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))

@@ -127,10 +127,10 @@ class Guard:
             self._gate.spend(reply, samples)
             self._say(f"site {self._gate.site!r}, round {activity.round}: {self._gate.account.words()}")
 
-    def leave(self, activity: Activity, wire: Message, told: Mapping[str, Any], *, telling: bool) -> None:
+    def leave(self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, telling: bool) -> None:
         """Check an introduction that is about to leave; write down any message.
 
-        `telling` says whether an introduction depends on the site's images; `told` are the numbers beside the message.
+        `telling` says whether an introduction depends on the site's images; `numbers` are those beside the message.
 
         Raises:
             RunError: it may not leave; names what.
@@ -140,11 +140,11 @@ class Guard:
             self._gate.introduction(wire, telling=telling)
         if self._log is not None:
             about = describe_message(wire, norms=True)
-            beside = {str(name): value for name, value in told.items()}
+            beside = {str(name): value for name, value in numbers.items()}
             self._add(activity, "left", {**about, "numbers": {**about["numbers"], **beside}})
 
     def scored(
-        self, activity: Activity, function: str, found: Any, state: State | None, *, counted: bool = False
+        self, activity: Activity, function: str, metrics: Any, state: State | None, *, counted: bool = False
     ) -> None:
         """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
 
@@ -153,8 +153,8 @@ class Guard:
         Raises:
             RunError: it may not leave.
         """
-        trained = isinstance(found, StepResult)
-        cases = found.cases if trained else found
+        trained = isinstance(metrics, StepResult)
+        cases = metrics.cases if trained else metrics
         if not (isinstance(cases, Mapping) and all(isinstance(one, Cases) for one in cases.values())):
             if self._gate is not None:
                 raise RunError(f"site {self._gate.site!r}: its outbound policy refuses: {function}, which shows cases")
@@ -167,13 +167,13 @@ class Guard:
             own = set(state or {}) - {UNSENT}
             self._numbers(activity, "metrics", named, telling=trained or bool(own) or "train" in cases)
 
-    def statistics(self, activity: Activity, found: Mapping[str, Any]) -> None:
+    def statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
         """Check and write down statistics of the site's images.
 
         Raises:
             RunError: they may not leave.
         """
-        self._numbers(activity, "data_stats", found, telling=True)
+        self._numbers(activity, "data_stats", numbers, telling=True)
 
     def _numbers(self, activity: Activity, group: str, named: Mapping[str, Any], *, telling: bool) -> None:
         if self._gate is not None:

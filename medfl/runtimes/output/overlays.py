@@ -38,17 +38,17 @@ def drawn(
     if dice:
         yield from dice_strips({site: list(values.values()) for site, values in dice.items()})
     for site, ranks in chosen(cases).items():
-        found, outcomes = masks.get(site, {}), cases[site]
-        made = {ident: masks for ident, masks in found.items() if ident in ranks}
-        if not made:
+        site_masks, outcomes = masks.get(site, {}), cases[site]
+        ranked_masks = {ident: masks for ident, masks in site_masks.items() if ident in ranks}
+        if not ranked_masks:
             continue
         examples = [
-            _example(federation, site, ident, rank, outcomes, made[ident])
+            _example(federation, site, ident, rank, outcomes, ranked_masks[ident])
             for ident, rank in ranks.items()
-            if ident in made
+            if ident in ranked_masks
         ]
         median = float(np.nanmedian(list(dice[site].values())))
-        structures = _structures(federation, max(masks.classes for masks in made.values()))
+        structures = _structures(federation, max(masks.classes for masks in ranked_masks.values()))
         yield overlays.mask_overlays(f"masks-{safe_file_name(site)}", site, examples, structures, median)
 
 

@@ -51,17 +51,17 @@ class Pictures:
             return
         with federation.networks.scope():
             layer = _linear_head(federation.networks.lease(federation.networks.initial))
-            found = getattr(layer, "embeddings", None)
-            if isinstance(found, Tensor) and found.ndim == 3 and len(found) == len(classes):
-                self._keep(model_plots.text_similarities(found.double().mean(1).cpu().numpy(), classes), 0)
+            embeddings = getattr(layer, "embeddings", None)
+            if isinstance(embeddings, Tensor) and embeddings.ndim == 3 and len(embeddings) == len(classes):
+                self._keep(model_plots.text_similarities(embeddings.double().mean(1).cpu().numpy(), classes), 0)
 
     def after(self, round_: int, server: State) -> None:
         """Draw generated images of each class, if the method makes any and they are not those of the last picture."""
         classes = self.federation.task.classes
-        made = self._synthetic(round_, server, torch.arange(len(classes)).repeat_interleave(_COLUMNS), "grid")
-        if made is None:
+        generated = self._synthetic(round_, server, torch.arange(len(classes)).repeat_interleave(_COLUMNS), "grid")
+        if generated is None:
             return
-        images = made.images.float().cpu().numpy()
+        images = generated.images.float().cpu().numpy()
         mark = hashlib.sha256(images.tobytes()).hexdigest()
         if mark != self._mark:
             self._keep(model_plots.generated_grid(images, classes, round_, mark), round_)
@@ -82,15 +82,15 @@ class Pictures:
         if federation.task.kind != "classification" or not len(pooled):
             return
         asked = torch.arange(len(classes)).repeat(max(1, _GENERATED // len(classes)))
-        made = self._synthetic(round_, server, asked, "features")
+        generated = self._synthetic(round_, server, asked, "features")
         with stream(seed, "pictures", "items") as draws, federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
             if network is None or not _has_vectors(network, pooled, federation.networks.device):
                 return
             real, labels = self._read(network, _drawn(pooled, len(classes), draws))
             synthetic, made_labels = real[:0], labels[:0]
-            if made is not None:
-                images = Stacked([{}] * len(asked), made.inputs, asked)
+            if generated is not None:
+                images = Stacked([{}] * len(asked), generated.inputs, asked)
                 synthetic, made_labels = self._read(network, Shard.of(images, range(len(asked))))
         some, of = real[:_MAPPED], labels[:_MAPPED]
         for picture in model_plots.feature_maps(
@@ -107,12 +107,12 @@ class Pictures:
         Of a segmentation the Dice of all of them, and each site's best, median and worst one; of a classification
         the images with the highest loss.
         """
-        found: Iterable[Picture] = ()
+        pictures: Iterable[Picture] = ()
         if self.federation.task.kind == "segmentation":
-            found = overlays.drawn(self.federation, cases, masks)
+            pictures = overlays.drawn(self.federation, cases, masks)
         elif self.federation.task.kind == "classification":
-            found = worst.drawn(self.federation, cases)
-        for picture in found:
+            pictures = worst.drawn(self.federation, cases)
+        for picture in pictures:
             self._keep(picture, round_)
 
     def _synthetic(self, round_: int, server: State, labels: Tensor, purpose: str) -> Synthetic | None:
@@ -155,8 +155,8 @@ def _has_vectors(network: nn.Module, shard: Shard, device: torch.device) -> bool
 
 
 def _linear_head(network: nn.Module) -> nn.Module | None:
-    found = head(network)
-    return found if isinstance(found, nn.Linear) else None
+    layer = head(network)
+    return layer if isinstance(layer, nn.Linear) else None
 
 
 def _last_mark(folder: RunFolder, done: int) -> str:

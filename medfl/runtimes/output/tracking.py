@@ -91,8 +91,8 @@ class Tracking(Tracker):
         there = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if there is None else there.experiment_id
         tags = {"run_hash": run.run_hash, "data": run.data.source}
-        made = client.create_run(experiment, tags=tags, run_name=self.folder.path.resolve().name)
-        self.id = made.info.run_id
+        mlflow_run = client.create_run(experiment, tags=tags, run_name=self.folder.path.resolve().name)
+        self.id = mlflow_run.info.run_id
         self.note(uri=self.shown, run_id=self.id)
         sites = {"sites": len(run.partition.sites), "runtime": document.get("runtime", "")}
         params = [Param(key, str(value)[:_LONGEST]) for key, value in {**settings_of(run.to_dict()), **sites}.items()]
@@ -117,12 +117,12 @@ def parse(text: str) -> tuple[type[Tracker], str | None]:
     if kind not in _KINDS or (colon and not place):
         allowed = "mlflow or mlflow:URI, wandb or wandb:PROJECT"
         raise InputError(f"--track {text}", allowed, "for example mlflow:http://localhost:5000")
-    made, module, words = _KINDS[kind]
+    tracker, module, words = _KINDS[kind]
     try:
         importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"--track {text}", f"it needs {words}", pip_install(kind)) from error
-    return made, place or None
+    return tracker, place or None
 
 
 def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
@@ -134,9 +134,9 @@ def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
         InputError: as `parse`.
     """
     if track is not None:
-        made, place = parse(track)
-        return [made(folder, place, say)]
-    return [made(folder, None, say) for made, *_ in _KINDS.values() if (folder.path / made.file).is_file()]
+        tracker, place = parse(track)
+        return [tracker(folder, place, say)]
+    return [tracker(folder, None, say) for tracker, *_ in _KINDS.values() if (folder.path / tracker.file).is_file()]
 
 
 def _without_password(uri: str) -> str:

@@ -81,9 +81,9 @@ def next_state(
     attendance.refuse(odd_replies(replies, sent, {"weights"} | federation.like_weights))
     usable = {name: reply for name, reply in replies.items() if name not in left_out}
     attendance.refuse(far_replies(federation, usable, sent))
-    found = _from_usable(replies, attempt, BrokenRule, attendance)
-    check_shares(federation, attendance.what, found.replies, tolerance.share(federation.run))
-    return found
+    result = _from_usable(replies, attempt, BrokenRule, attendance)
+    check_shares(federation, attendance.what, result.replies, tolerance.share(federation.run))
+    return result
 
 
 def first_state(

@@ -176,15 +176,15 @@ class Scoring:
 
     def _scored(self, round_: int, cases: Cases) -> dict[str, Any]:
         """Return a round with the metrics of these cases, of a segmentation each structure's among them."""
-        found = summarise(cases)
-        return {"round": round_, **found, **self._classes(found, cases)}
+        metrics = summarise(cases)
+        return {"round": round_, **metrics, **self._classes(metrics, cases)}
 
     def _classes(self, scores: Metrics | None, cases: Cases | None) -> dict[str, Any]:
         """Return `classes`, {} where the task has no structures; `scores` are of as many cases as these."""
         if scores is None or cases is None or self.federation.task.kind != "segmentation":
             return {}
-        found = by_structure(scores, cases.values, self.federation.bundle.structures, len(cases))
-        return {"classes": found} if found else {}
+        class_metrics = by_structure(scores, cases.values, self.federation.bundle.structures, len(cases))
+        return {"classes": class_metrics} if class_metrics else {}
 
     def _units(self, scored: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
@@ -300,7 +300,7 @@ def _columns(where: str, scores: Metrics | None, classes: Mapping[str, Any]) -> 
     structures = classes.get("classes", {}).items()
     counted = {f"dice_{slug(name)}_cases" for name, _ in structures}
     row = {f"{where}_{metric}": value for metric, value in (scores or {}).items() if metric not in counted}
-    return row | {f"{where}_cases_{slug(name)}": found["cases"] for name, found in structures}
+    return row | {f"{where}_cases_{slug(name)}": class_metrics["cases"] for name, class_metrics in structures}
 
 
 def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]) -> list[dict[str, Any]]:

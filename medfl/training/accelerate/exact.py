@@ -75,7 +75,7 @@ def _kernels(function: Callable[..., Any]) -> tuple[Callable[..., Tensor], ...]:
             return torch.from_numpy(np.asarray(function(x.detach().to(wide).numpy()))).to(kept)
 
     def into(x: Tensor, *, out: Tensor) -> Tensor:
-        made = new(x)
-        return out.resize_(made.shape).copy_(made)
+        result = new(x)
+        return out.resize_(result.shape).copy_(result)
 
     return new, lambda x: x.copy_(new(x)), into

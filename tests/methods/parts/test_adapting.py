@@ -1,4 +1,4 @@
-"""What training in parts, with repeated batches and with adapters leaves as it is."""
+"""A network with adapters inside a block."""
 
 from __future__ import annotations
 
@@ -6,30 +6,7 @@ import torch
 from torch import nn
 
 from medfl.methods._parts.adapting import adapting
-from medfl.methods._parts.phases import fit_part
-from medfl.methods._parts.repeated_batches import repeating
-from tests.support.toy import Toy, blobs, classifier, cross_entropy, sgd
-
-
-def toy() -> Toy:
-    return Toy(blobs({"a": 6}), classifier(), cross_entropy, sgd(0.1, momentum=0.9), lr_decay=0.5)
-
-
-def test_a_part_with_a_rate_of_its_own_has_it_in_all_rounds() -> None:
-    federation = toy()
-    site = federation.site("a", round_=3)
-    model, by_hand = (federation.networks.fresh() for _ in range(2))
-    fit_part(model, site, ["4.bias"], "head", epochs=1, rate=0.2)
-    x, y = federation.data["a"]
-    (slope,) = torch.autograd.grad(cross_entropy(by_hand(x), y), [by_hand[4].bias])  # type: ignore[union-attr]
-    torch.testing.assert_close(model[4].bias, by_hand[4].bias - 0.2 * slope)  # type: ignore[index,union-attr,operator]
-
-
-def test_repeated_batches_are_of_the_same_items() -> None:
-    site = toy().site("a")
-    repeated = repeating(site, 3).train
-    assert repeated.ids == site.train.ids
-    assert len(repeated.prepared.items) == len(site.train.prepared.items)
+from tests.support.toy import classifier
 
 
 def test_norms_beside_adapters_go_by_their_running_statistics_and_are_put_back() -> None:
