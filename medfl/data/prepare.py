@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.data import MetaTensor, list_data_collate
+from monai.data import MetaTensor, PILReader, list_data_collate
 from monai.engines.utils import default_prepare_batch
+from monai.transforms import Compose, LoadImage
 from torch.utils.data import default_collate
 
 from medfl.core import terminal
@@ -26,6 +27,7 @@ from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_p
 from medfl.data.sampled import Sampled
 from medfl.data.samples import Samples, Tracked, is_pair
 from medfl.data.source import Source
+from medfl.datasets.readers.reading import IMAGE_SUFFIXES
 
 _PARALLEL_FROM = 512  # items from which starting worker processes pays
 _CHUNK = 64
@@ -59,7 +61,8 @@ def prepare(
         cached = samples.cached or []
         kept = [beside(sample) for sample in cached] if isinstance(cached, list) else cached
         prepared.others = lambda index: collate([beside(kept[index])])
-        geometries = [_geometry(sample) for sample in samples.cached or []]
+        rows_first = _reads_rows_first(source.transforms)
+        geometries = [_geometry(sample, rows_first) for sample in samples.cached or []]
         if all(geometries):
             prepared.geometry = [geometry for geometry in geometries if geometry is not None]
     return prepared
@@ -89,16 +92,30 @@ def _prepared(
     return Sampled(items, samples, reseed, collate, unpack_batch, samples.clone if in_threads else None, without_draws)
 
 
-def _geometry(sample: Any) -> Geometry | None:
-    """Return what MONAI's transforms wrote down of an image's place, None where they do not keep track."""
+def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
+    """Return what MONAI's transforms wrote down of an image's place, None where they do not keep track.
+
+    Of a picture MONAI's PILReader says the width and the height alone; its columns come first, unless `rows_first`.
+    """
     pixels: Any = sample.get("image") if isinstance(sample, Mapping) else None
     image = pixels.tracked if isinstance(pixels, Tracked) else pixels
-    if not isinstance(image, MetaTensor) or not {"original_affine", "spatial_shape"} <= set(image.meta):
+    if not isinstance(image, MetaTensor) or "spatial_shape" not in image.meta:
         return None
-    affines = [np.asarray(a, dtype=np.float64) for a in (image.affine, image.meta["original_affine"])]
     shape = tuple(int(side) for side in np.asarray(image.meta["spatial_shape"]).reshape(-1))
-    file = str(image.meta.get("filename_or_obj", ""))
+    file, original = str(image.meta.get("filename_or_obj", "")), image.meta.get("original_affine")
+    if original is None:
+        if len(shape) != 2 or not file.lower().endswith(IMAGE_SUFFIXES):
+            return None
+        shape, original = shape[::-1], np.eye(4)[[0, 1, 2, 3] if rows_first else [1, 0, 2, 3]]
+    affines = [np.asarray(a, dtype=np.float64) for a in (image.affine, original)]
     return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
+
+
+def _reads_rows_first(transforms: Any) -> bool:
+    """Tell whether a PILReader among the transforms leaves the rows of a picture in the first place."""
+    loaders = [getattr(step, "_loader", step) for step in Compose(transforms).flatten().transforms]  # type: ignore[no-untyped-call]
+    readers = [reader for loader in loaders if isinstance(loader, LoadImage) for reader in loader.readers]
+    return any(isinstance(reader, PILReader) and not reader.reverse_indexing for reader in readers)
 
 
 def _unpacking(prepare_batch: Callable[..., Any]) -> Callable[[Any], Batch]:

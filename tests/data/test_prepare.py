@@ -14,13 +14,17 @@ from monai.data import (
     Dataset,
     MetaTensor,
     NPZDictItemDataset,
+    PILReader,
     list_data_collate,
     pad_list_data_collate,
 )
 from monai.transforms import (
     BorderPadd,
     Compose,
+    EnsureChannelFirstd,
+    Flipd,
     Lambdad,
+    LoadImaged,
     NormalizeIntensityd,
     OneOf,
     RandAdjustContrastd,
@@ -33,8 +37,10 @@ from monai.transforms import (
     RandScaleIntensityd,
     RandSpatialCropd,
     RandSpatialCropSamplesd,
+    Resized,
     ScaleIntensityRanged,
 )
+from PIL import Image
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from medfl.core.errors import InputError
@@ -47,6 +53,7 @@ from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
 from medfl.data.sampled import Sampled
 from medfl.data.samples import Samples
 from medfl.data.source import Source, records, take_apart
+from medfl.evaluation.save_masks import is_picture, to_original
 
 ENTRIES = [{"image": torch.full((1, 4, 4), float(i)), "label": i % 2} for i in range(6)]
 DOUBLE = Lambdad("image", lambda image: image * 2)
@@ -441,3 +448,22 @@ def test_the_middle_of_a_random_crop(crop: Any, size: tuple[int, ...]) -> None:
     assert middle(sample)["image"].shape[1:] == size
     assert torch.equal(middle(sample)["image"], middle(sample)["image"])
     assert without_draws([crop], whole=True) == []
+
+
+@pytest.mark.parametrize("reader", ["PILReader", PILReader(reverse_indexing=False)])
+@pytest.mark.parametrize("side", [-1, 12])
+def test_masks_of_pictures_that_monai_reads_lie_as_their_files(tmp_path: Path, reader: Any, side: int) -> None:
+    """Wide ones, whose columns come first where MONAI's reader is left as it is; resized and flipped or not."""
+    picture = np.zeros((24, 36, 3), np.uint8)
+    picture[2:12, 20:34] = 250
+    Image.fromarray(picture).save(tmp_path / "a.png")
+    steps = [LoadImaged("image", reader=reader), EnsureChannelFirstd("image"), Flipd("image", 0)]
+    steps += [Resized("image", (side, side))] if side > 0 else []
+    whole = Compose([*steps, Lambdad("image", lambda x: x.float())])
+    prepared = made(Dataset([{"image": str(tmp_path / "a.png"), "label": torch.zeros(1)}], whole))
+    (geometry,) = prepared.geometry
+    assert geometry.original_shape == (24, 36)
+    assert is_picture(geometry)
+    x, _ = next(Shard.of(prepared, [0]).batches(1))
+    mask = to_original((x[0, 0] > 125).long(), geometry)
+    assert (mask.astype(bool) == (picture[..., 0] > 125)).mean() > (0.999 if side < 0 else 0.9)
