@@ -168,8 +168,10 @@ def _named_files(root: Path) -> list[Path]:
 
 
 def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what metadata.json calls the network's output channels, in their order."""
-    outputs = metadata.get("network_data_format", {}).get("outputs", {})
-    channels = outputs.get("pred", {}).get("channel_def", {})
-    order = sorted(channels, key=int)
+    """Return what metadata.json calls the network's output channels, or some call the labels, in their order."""
+    prediction = metadata.get("network_data_format", {}).get("outputs", {}).get("pred", {})
+    channels = prediction.get("channel_def") or prediction.get("label_def")
+    if channels is None or [*type_errors({"of": channels}, {"of": dict[str, str]})]:
+        return ()
+    order = sorted(channels, key=int) if all(map(_INDEX.fullmatch, channels)) else []
     return tuple(channels[key] for key in order)

@@ -176,10 +176,13 @@ class Samples:
                 raise without_package(item, package) from error
             entry = self._entries[index] if isinstance(self._entries, list) else None
             bare = ", or name its site with --unlabelled" * (is_unlabelled(entry) and "label" in str(cause))
+            advice = f"remove the item from the data, or repair its files{bare}"
+            if isinstance(cause, KeyError) and "_meta_dict" in str(cause):  # MONAI before 1.3
+                advice = "give its LoadImage `image_only: false`, which older MONAI had where nothing was said"
             raise InputError(
                 f"{item} cannot be prepared: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}",
                 "every item can be read and transformed",
-                f"remove the item from the data, or repair its files{bare}",
+                advice,
             ) from error
 
 

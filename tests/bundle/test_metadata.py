@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from medfl.bundle.files import read_metadata
+from medfl.bundle.files import channel_names, read_metadata
 from medfl.core.errors import InputError
 
 
@@ -26,3 +26,21 @@ def test_channels_beyond_reason_are_refused(image: dict[str, Any], said: str, tm
     (tmp_path / "configs" / "metadata.json").write_text(json.dumps(document))
     with pytest.raises(InputError, match=said):
         read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("prediction", "names"),
+    [
+        ({"channel_def": {"1": "liver", "0": "background"}}, ("background", "liver")),
+        ({"label_def": {"0": "background", "1": "liver"}}, ("background", "liver")),
+        ({"channel_def": {"0": "a"}, "label_def": {"0": "b"}}, ("a",)),
+        ({"label_def": {"background": 0}}, ()),
+        ({"label_def": {"none": "background"}}, ()),
+        ({"label_def": ["background"]}, ()),
+        ({}, ()),
+    ],
+)
+def test_structures_are_called_as_the_metadata_s_channels_or_labels(
+    prediction: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    assert channel_names({"network_data_format": {"outputs": {"pred": prediction}}}) == names

@@ -21,6 +21,7 @@ from monai.data import (
 from monai.transforms import (
     BorderPadd,
     Compose,
+    CopyItemsd,
     EnsureChannelFirstd,
     Flipd,
     Lambdad,
@@ -370,6 +371,12 @@ def boom(image: torch.Tensor) -> torch.Tensor:
 def test_failure_names_the_item(order: list[Any]) -> None:
     with pytest.raises(InputError, match="item 'train-4' cannot be prepared: OSError: image file is truncated"):
         images(made(Dataset(ENTRIES, Compose(order))))
+
+
+def test_metadata_beside_the_image_as_in_older_monai_are_asked_for_by_a_setting() -> None:
+    steps = [Lambdad("image", torch.as_tensor), CopyItemsd("image_meta_dict", names="other")]
+    with pytest.raises(InputError, match="KeyError: .*image_meta_dict.*give its LoadImage `image_only: false`"):
+        made(Dataset([{"image": 1.0}], Compose(steps)))
 
 
 @pytest.mark.parametrize("transforms", [[], [SCALE]])
