@@ -7,8 +7,10 @@ the kit (`local/medfl.yaml`, see `medfl.flare.site_config`). The server's operat
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from medfl.core.errors import InputError, RunError
 if TYPE_CHECKING:
     from medfl.flare.site_sandbox import SiteSandbox
 
+_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 _EXAMPLES = """\
 examples
   medfl site serve hippocampus --kit site-1 --data /data/hippocampus \\
@@ -130,8 +133,8 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # its python3 is this one
     folder, variables = (sandbox.workspace, sandbox.variables) if sandbox else (kit, {})
     command = [bash, str(folder / "startup" / "sub_start.sh"), "--once"]
-    enter = sandbox.enter if sandbox else None
-    process = subprocess.Popen(command, env={**os.environ, "PATH": path, **variables}, preexec_fn=enter)
+    begin = partial(_begin, sandbox.enter if sandbox else None)
+    process = subprocess.Popen(command, env={**os.environ, "PATH": path, **variables}, preexec_fn=begin)
     try:
         code = process.wait()
     except KeyboardInterrupt:
@@ -141,6 +144,14 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
     if code:
         raise RunError(f"NVIDIA FLARE's process ended with code {code}; see {folder / 'log.txt'}")
     return 0
+
+
+def _begin(enter: Callable[[], object] | None) -> None:
+    """Let the process, in which FLARE's program is about to start, end with medfl, also where that is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if enter is not None:
+        enter()
 
 
 def _kind(kit: Path) -> str:

@@ -20,6 +20,7 @@ from tests.support.sweeps import mostly_slow
 
 SECTIONS = ("train", "validate", "test")
 SEGMENTED = tuple(name for name in datasets.names() if datasets.get(name).task == "segmentation")
+FEW = ("ham10000", "mednist", "pneumonia")
 NAMES = tuple(name for name in datasets.names() if name not in SEGMENTED)
 
 
@@ -67,7 +68,7 @@ def test_every_data_set_is_found_and_described():
         assert set().union(*(layout.splits for layout in dataset.readers)) == set(dataset.splits)
 
 
-@pytest.mark.parametrize("name", mostly_slow(NAMES, ("ham10000", "mednist", "pneumonia")))
+@pytest.mark.parametrize("name", mostly_slow(NAMES, FEW))
 def test_items_of_every_split(phantoms, name):
     dataset, folder = datasets.get(name), phantoms[name]
     assert datasets.locate(name, folder) == folder
@@ -126,8 +127,9 @@ def test_centres_have_the_real_skew(phantoms):
     assert {label for centre, label in found if centre == "MSK"} == {0, 1, 4}
 
 
-def test_locate_looks_below_the_data_folder(phantoms, monkeypatch):
-    folders = {name: phantoms[name] for name in datasets.names()}
+@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(datasets.names()), marks=pytest.mark.slow)])
+def test_locate_looks_below_the_data_folder(phantoms, monkeypatch, names):
+    folders = {name: phantoms[name] for name in names}
     root = folders["ham10000"].parent
     monkeypatch.setenv("MEDFL_DATA", str(root))
     for name, folder in folders.items():

@@ -16,7 +16,7 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
-from medfl.methods._parts.public import Scored
+from medfl.methods._parts.public import Scored, on_public
 from medfl.methods._parts.score_exchange import batch_size, reduced
 from medfl.training import Networks, Site, evaluating
 from medfl.training.loop import fit
@@ -362,6 +362,13 @@ def test_each_public_item_comes_with_its_own_score() -> None:
     assert torch.equal(torch.cat([x for x, _ in batches]), public.at(positions[order])[0])
     labels = torch.cat([y for _, y in Scored(public, positions).batches(order, 3, None)])
     assert torch.equal(labels, public.at(positions[order])[1])
+
+
+def test_a_last_batch_of_one_item_is_a_batch() -> None:
+    toy = Toy(blobs({"a": 4}), classifier())
+    with toy.networks.scope():
+        made = on_public(toy.site("a"), public_blobs(10), torch.arange(5), None, 1, 2)
+    assert [len(x) for x, _ in made.train.batches(2)] == [2, 2, 1]
 
 
 def test_a_batch_that_would_be_too_small_joins_the_one_before() -> None:

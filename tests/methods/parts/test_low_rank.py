@@ -52,7 +52,7 @@ def test_adapted_and_merged_networks_are_the_same_and_gradients_are_the_chain_ru
     found = matrices(network, "", whole_layers(network, "head"))
     pairs = filled(found)
     assert found
-    with adapting(network, pairs, 0.5, ()):
+    with adapting(network, pairs, 0.5, (), trains_a=True):
         y = network(x)
         y.square().sum().backward()
         grads = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
@@ -74,11 +74,11 @@ def test_adapted_and_merged_networks_are_the_same_and_gradients_are_the_chain_ru
 def test_batch_norm_of_the_base_goes_by_its_statistics_and_they_stay() -> None:
     network = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     before = bits(network.state_dict())
-    with adapting(network, {}, 1.0, ()):
+    with adapting(network, {}, 1.0, (), trains_a=True):
         network(torch.randn(8, 3) + 5)
     assert bits(network.state_dict()) == before
     assert network[1].training
-    with adapting(network, {}, 1.0, whole_layers(network, "norm")):
+    with adapting(network, {}, 1.0, whole_layers(network, "norm"), trains_a=True):
         network(torch.randn(8, 3) + 5)
     assert bits(network.state_dict()) != before
 
@@ -100,7 +100,7 @@ def test_peft_computes_the_same_where_it_has_such_a_layer() -> None:
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
     network, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 3)), torch.randn(2, 2, 5, 5)
     pairs = filled(matrices(network, ""))
-    with adapting(network, pairs, 0.5, ()):
+    with adapting(network, pairs, 0.5, (), trains_a=True):
         ours = network(x)
     config = peft.LoraConfig(r=2, lora_alpha=1, target_modules=["0", "2"])
     theirs = peft.inject_adapter_in_model(config, network)
