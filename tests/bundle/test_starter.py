@@ -266,6 +266,7 @@ def test_no_images_are_said_to_lack_masks_where_none_do(pairs: Path) -> None:
     assert own.notes(pairs, items, {**ids, "masks": "nowhere"}) == ()
 
 
+@pytest.mark.slow
 def test_volumes_with_masks_become_a_bundle_that_runs(solid: Path, tmp_path: Path) -> None:
     seen = starter.survey(solid / "images", solid / "labels")
     assert (seen.kind, seen.patch, seen.counts) == ("volumes", (16, 16, 16), (12, 12, 12))
@@ -454,7 +455,8 @@ def test_a_bundle_beside_the_shipped_ones_is_none_of_them(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "images", "masks"), [("kvasir_v2", "kvasir-dataset-v2", None), ("lung_cxr", "images", "masks")]
+    ("name", "images", "masks"),
+    [("kvasir_v2", "kvasir-dataset-v2", None), pytest.param("lung_cxr", "images", "masks", marks=pytest.mark.slow)],
 )
 def test_drawn_images_stay_drawn_in_a_bundle_of_ones_own(
     name: str, images: str, masks: str | None, tmp_path: Path

@@ -186,6 +186,7 @@ def test_drawn_images_are_told_from_real_ones(tmp_path: Path) -> None:
         gains([*runs, real])
 
 
+@pytest.mark.slow
 def test_the_verb_writes_the_picture_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folders = [str(path) for path in three(tmp_path)]
     assert main(["report", *folders, "--gains", str(tmp_path / "out" / "g.png")]) == 0

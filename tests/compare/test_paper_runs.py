@@ -28,6 +28,7 @@ def table(lesions: Path, out: Path, *arguments: str) -> int:
     return cli.main(["compare", "--paper", "fedbm/table2", "--data", str(lesions), "--out", str(out), *arguments])
 
 
+@pytest.mark.slow
 def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
     lesions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

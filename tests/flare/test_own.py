@@ -41,6 +41,7 @@ from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from tests.flare.test_server import Near
+from tests.support.sweeps import mostly_slow
 from tests.support.toy import bits
 
 CONFIG = {"network": "small_cnn", "image_size": 16}
@@ -440,6 +441,7 @@ def test_methods_of_all_kinds_run_without_the_server_having_images(
         assert summary["told"]["test/cases"] > 0
 
 
+@pytest.mark.slow
 def test_a_server_with_images_of_its_own_scores_the_global_model_on_them(
     scans: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -487,7 +489,7 @@ def together(run: Run, scans: dict[str, Path], config: Callable[..., SiteConfig]
     )
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "ditto"])
+@pytest.mark.parametrize("method", mostly_slow(["fedavg", "scaffold", "ditto"], ["ditto"]))
 def test_law1_a_federation_of_own_folders_gives_the_simulator_s_bits(
     scans: dict[str, Path], tmp_path: Path, method: str
 ) -> None:

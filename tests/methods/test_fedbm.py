@@ -221,7 +221,10 @@ def test_sites_outside_the_cohort_have_no_influence() -> None:
 # States, wire and repetition, with the generator on (the contract tests run without images)
 
 
-@pytest.mark.parametrize("options", [{}, {"pool_per_round": True, "g_start": 0, "g_every": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"pool_per_round": True, "g_start": 0, "g_every": 2}, marks=pytest.mark.slow)],
+)
 def test_it_repeats_over_the_wire_and_continues_from_files(options: dict, tmp_path: Path) -> None:
     method = quick(**options)
     toy = federation(method, optimizer=adam(0.01), lr_decay=0.9, epochs=2)

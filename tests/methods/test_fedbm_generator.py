@@ -266,6 +266,7 @@ def test_a_resnet18_has_20_layers_in_the_distance() -> None:
     assert not any(m._forward_pre_hooks for m in teacher.modules())
 
 
+@pytest.mark.slow
 def test_generated_images_come_to_be_seen_as_their_class() -> None:
     """80 steps against a trained teacher: the generator learns what the teacher takes for each class."""
     method = quick(g_start=8, g_every=100, g_iterations=80, g_batch=16, g_lr=5e-3, lambda_div=0.0)

@@ -175,6 +175,7 @@ def test_the_command_shows_the_table_and_refuses_a_broken_log(
     assert cli.main(["site", "audit", str(tmp_path / "none")]) == 2
 
 
+@pytest.mark.slow
 def test_a_hostile_message_stays_a_line_that_can_be_read(tmp_path: Path) -> None:
     """Names of 500 characters with line ends in them, of tens of thousands of numbers, groups and tensors."""
     long = "\n" + "x" * 499

@@ -277,7 +277,7 @@ def images(chest: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[st
     return go
 
 
-@pytest.mark.parametrize("method", mostly_slow(sorted({*names()} - {*SEGMENTING} | {"fedhelp"}), ("fedbm", "fedhelp")))
+@pytest.mark.parametrize("method", mostly_slow(sorted({*names()} - {*SEGMENTING} | {"fedhelp"}), ("fedproto",)))
 def test_every_method_gives_the_cpus_bits_on_images(method: str, images: Any, tmp_path: Path) -> None:
     """Those that segment had images above; FedHelp has only here sites of different networks."""
     there = images(method, pretended.NAME, tmp_path / "there")

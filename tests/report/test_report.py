@@ -278,6 +278,7 @@ def test_segmentation_run_shows_the_stored_partition_picture(make: Make) -> None
     assert "95th percentile of surface distances" in page.text
 
 
+@pytest.mark.slow
 def test_pictures_are_embedded_with_their_words(make: Make) -> None:
     folder = make(rounds=2)
     assert "Pictures" not in render(folder)[1].text

@@ -141,7 +141,7 @@ def test_nothing_global_is_drawn_from(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("unmapped")
-@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("at", [2, *(pytest.param(at, marks=pytest.mark.slow) for at in (1, 3))])
 def test_a_resumed_run_draws_the_pictures_of_its_rounds(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
@@ -161,6 +161,7 @@ def test_a_resumed_run_draws_the_pictures_of_its_rounds(
     assert pngs(tmp_path / "out") == pngs(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmapped")
 def test_more_rounds_later_show_no_unchanged_images_again(whole: Path, tmp_path: Path) -> None:
     simulate(tmp_path / "out", rounds=1)

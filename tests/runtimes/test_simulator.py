@@ -23,6 +23,7 @@ from medfl.runtimes.registry import Execution
 from medfl.runtimes.server import scoring
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import RoundTask, ScoreSite, ScoreSiteOnAll, TrainToScore
+from tests.support.sweeps import mostly_slow
 from tests.support.toy import ToyBundle, bits, run_record
 
 
@@ -79,7 +80,7 @@ def left(out: Path) -> dict[str, Any]:
     return {"rounds": timeless, "weights": bits(load_weights(out / "weights.safetensors")), **tables}
 
 
-@pytest.mark.parametrize("method", ["scaffold", "ditto", "fedproto"])
+@pytest.mark.parametrize("method", mostly_slow(["scaffold", "ditto", "fedproto"], ["ditto"]))
 def test_neither_jobs_nor_the_budget_nor_the_profile_is_seen_in_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -321,6 +321,7 @@ def test_the_largest_logit_does_not_depend_on_the_scale(covariance: str) -> None
     assert not torch.allclose(logits.softmax(1), (logits / 12.5).softmax(1), atol=0.01)
 
 
+@pytest.mark.slow
 def test_the_law_of_the_sampler() -> None:
     """FedBM 8: 400,000 draws, D = 16, M = 10; without jitter the rank is at most M - 1.
 
