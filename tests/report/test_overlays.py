@@ -15,6 +15,7 @@ import torch
 from monai.inferers import SimpleInferer
 from monai.losses import DiceCELoss
 from monai.transforms import Compose, NormalizeIntensityd, ScaleIntensityRanged
+from PIL import Image
 from torch import nn
 
 from medfl.cli import main
@@ -296,7 +297,6 @@ def simulate(out: Path, method: str = "fedavg", jobs: int = 1, save: bool = True
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("local", marks=pytest.mark.slow)])
 def test_a_run_leaves_pictures_masks_and_cases(method: str, tmp_path: Path) -> None:
     """Of the global model, or of each site's own; the pictures say the Dice that predictions.csv has."""
-    from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     summary = simulate(tmp_path / "out", method)
@@ -376,7 +376,7 @@ def test_masks_of_a_foreign_bundle_lie_in_their_files_grid(tmp_path: Path) -> No
             "cls2d_glob_yaml",
             "--save-predictions with bundle 'cls2d_glob_yaml', a classification task; masks are predicted",
         ),
-        ("seg2d_csv_flat", "--save-predictions with bundle 'seg2d_csv_flat', whose test images do not say where"),
+        ("seg2d_npz_subset_yaml", "--save-predictions with bundle 'seg2d_npz_.*, whose test images do not say where"),
     ],
 )
 def test_masks_that_cannot_be_saved(name: str, told: str, tmp_path: Path) -> None:
@@ -387,6 +387,21 @@ def test_masks_that_cannot_be_saved(name: str, told: str, tmp_path: Path) -> Non
             str(bundle.path), config=bundle.overrides, requested=requested, out=tmp_path / "out", save_predictions=True
         )
     assert not (tmp_path / "out").exists()
+
+
+def test_masks_of_pictures_that_monai_reads_have_their_size(tmp_path: Path) -> None:
+    bundle = ZOO["seg2d_csv_flat"](tmp_path)
+    requested = {"sites": 2, "rounds": 1, "partition": "iid"}
+    out = tmp_path / "out"
+    federate(str(bundle.path), config=bundle.overrides, requested=requested, out=out, save_predictions=True, jobs=1)
+    written = sorted((out / "predictions").rglob("*.png"))
+    assert written
+
+    def size(path: Path) -> tuple[int, int]:
+        with Image.open(path) as picture:
+            return picture.size
+
+    assert {*map(size, written)} == {*map(size, (bundle.path / "data" / "images").glob("*.png"))}
 
 
 def test_the_command_line_has_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
