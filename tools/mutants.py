@@ -4,7 +4,7 @@
 
 A mutant changes one operator, comparison, constant, condition or statement of medfl/methods/NAME.py. It is killed where
 a test of tests/methods/test_NAME*.py that is not slow fails or takes too long. NAME may be a part, as _parts/robust:
-its tests are tests/methods/parts/test_robust*.py and those of the methods that import it, itself or through other
+its tests are those in tests/methods that import it, and those of the methods that do, themselves or through other
 parts. Each mutant runs in a fork of a process that has imported torch and MONAI. FILE gets a line of JSON a mutant;
 those that it has are not tried again.
 """
@@ -102,7 +102,7 @@ class _Mutant(importlib.abc.SourceLoader, importlib.abc.MetaPathFinder):
 
 
 def tests_of(path: Path) -> list[str]:
-    """Return the test files of a method; of a part its own and those of the methods that import it."""
+    """Return the test files of a method; of a part those that import it and those of the methods that do."""
     folder, tests = ROOT / "medfl" / "methods", ROOT / "tests" / "methods"
     if path.parent == folder:
         return sorted(map(str, tests.glob(f"test_{path.stem}*.py")))
@@ -114,7 +114,8 @@ def tests_of(path: Path) -> list[str]:
         users |= more
         more = {one for one, text in texts.items() if importing.search(text)} - users
     named = {file for one in users if one.parent == folder for file in tests.glob(f"test_{one.stem}*.py")}
-    return sorted(map(str, named | set((tests / "parts").glob(f"test_{path.stem}*.py"))))
+    direct = re.compile(rf"medfl\.methods\._parts\.{path.stem}\b")
+    return sorted(map(str, named | {file for file in tests.rglob("test_*.py") if direct.search(file.read_text())}))
 
 
 def outcome(path: Path, source: str, seconds: float) -> str:

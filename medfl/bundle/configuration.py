@@ -121,7 +121,7 @@ class Configuration:
         if isinstance(node, str) and node.startswith("%") and not self._policy.trusted:
             self._refuse_file(node)
         if not isinstance(node, Mapping):
-            return habits.meant(key, node, self._device) if isinstance(node, str) else node
+            return habits.rewritten(key, node, self._device) if isinstance(node, str) else node
         old, node = target_name(node), renewed(node)
         safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
         self.adapted |= set() if target == old else {f"{old}:{target}"}

@@ -174,8 +174,10 @@ class Reading:
 
     def values(self, name: str, of_item: bool = False) -> Sequence[Any] | None:
         """Return the values of a field, None where it is a file; one that transforms ask an item for is a number."""
-        if "box" in name.lower() or name == "fold":
-            return range(2) if name == "fold" else _BOXES
+        if name == "fold":
+            return range(2)
+        if "box" in name.lower():
+            return _BOXES
         if of_item and name not in {"label", *self.loaded}:
             return [[side // 2 for side in self._shape]] if re.search(_PLACE, name) else [1]
         compared = sorted({str(value) for text in self._expressions() for value in _compared(text, name)})

@@ -49,7 +49,7 @@ def without_fetching(node: Any) -> Any:
     }
 
 
-def meant(key: str, text: str, device: torch.device) -> str:
+def rewritten(key: str, text: str, device: torch.device) -> str:
     """Return a text with CUDA devices that it names replaced by the run's, and a reader's class by its name."""
     if key == "reader" and text.removeprefix("$monai.data.") in READERS:
         return text.removeprefix("$monai.data.")

@@ -332,10 +332,8 @@ def _check_values(masks: Path, values: set[int]) -> None:
         problem, advice = f"the masks in {masks} have no value but 0", "check that these are the masks"
     elif len(values) < _LEAST or max(values) >= _MOST_CLASSES:
         some = ", ".join(map(str, sorted(values)[:5])) + (", ..." if len(values) > 5 else "")
-        problem, advice = (
-            f"the masks in {masks} have the values {some}, the largest {max(values)}",
-            "save class indices",
-        )
+        problem = f"the masks in {masks} have the values {some}, the largest {max(values)}"
+        advice = "save class indices"
     else:
         return
     raise InputError(

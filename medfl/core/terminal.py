@@ -1,4 +1,4 @@
-"""Text for a terminal and for Markdown: tables, lists of facts, prose."""
+"""What a command says, as text for a terminal and Markdown, and what it hears: closed streams, SIGTERM."""
 
 from __future__ import annotations
 

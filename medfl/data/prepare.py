@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.data import MetaTensor, PILReader, list_data_collate
+from monai.data import MetaTensor, list_data_collate
 from monai.engines.utils import default_prepare_batch
-from monai.transforms import Compose, LoadImage
 from torch.utils.data import default_collate
 
 from medfl.core import terminal
@@ -61,8 +60,7 @@ def prepare(
         cached = samples.cached or []
         kept = [beside(sample) for sample in cached] if isinstance(cached, list) else cached
         prepared.others = lambda index: collate([beside(kept[index])])
-        rows_first = _reads_rows_first(source.transforms)
-        geometries = [_geometry(sample, rows_first) for sample in samples.cached or []]
+        geometries = [_geometry(sample, samples.reads_rows_first) for sample in samples.cached or []]
         if all(geometries):
             prepared.geometry = [geometry for geometry in geometries if geometry is not None]
     return prepared
@@ -109,13 +107,6 @@ def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
         shape, original = shape[::-1], np.eye(4)[[0, 1, 2, 3] if rows_first else [1, 0, 2, 3]]
     affines = [np.asarray(a, dtype=np.float64) for a in (image.affine, original)]
     return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
-
-
-def _reads_rows_first(transforms: Any) -> bool:
-    """Tell whether a PILReader among the transforms leaves the rows of a picture in the first place."""
-    loaders = [getattr(step, "_loader", step) for step in Compose(transforms).flatten().transforms]  # type: ignore[no-untyped-call]
-    readers = [reader for loader in loaders if isinstance(loader, LoadImage) for reader in loader.readers]
-    return any(isinstance(reader, PILReader) and not reader.reverse_indexing for reader in readers)
 
 
 def _unpacking(prepare_batch: Callable[..., Any]) -> Callable[[Any], Batch]:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
-from monai.data import MetaTensor
-from monai.transforms import Compose, Randomizable, RandomizableTrait, Transform
+from monai.data import MetaTensor, PILReader
+from monai.transforms import Compose, LoadImage, Randomizable, RandomizableTrait, Transform
 from torch import Tensor
 
 from medfl.core.errors import InputError, MedflError, missing_package, without_package
@@ -66,6 +67,13 @@ class Samples:
         self.random = not source.fixed or self._first < len(steps)
         self.cached: Sequence[Any] | None = None
         self._parts: list[Any] | None = None
+
+    @cached_property
+    def reads_rows_first(self) -> bool:
+        """Whether a PILReader of MONAI among the transforms leaves the rows of a picture in the first place."""
+        loaders = [getattr(step, "_loader", step) for step in self._compose.transforms]
+        readers = [reader for loader in loaders if isinstance(loader, LoadImage) for reader in loader.readers]
+        return any(isinstance(reader, PILReader) and not reader.reverse_indexing for reader in readers)
 
     def __len__(self) -> int:
         return len(self._items)

@@ -261,9 +261,9 @@ class _Inspector:
         self.inspection.targets[node] += 1
 
     def _component(self, node: dict[Any, Any], stem: str) -> None:
-        target = renewed(node).get("_target_")
-        if isinstance(target, str):
-            arguments = {key: self._resolved(value) for key, value in renewed(node).items()}
+        today = renewed(node)
+        if isinstance(target := today.get("_target_"), str):
+            arguments = {key: self._resolved(value) for key, value in today.items()}
             if stem == "inference" and node.get("pretrained") is True:
                 arguments["pretrained"] = False
             if why := component_refused(target.rpartition(".")[2], arguments):

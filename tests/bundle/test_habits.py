@@ -97,7 +97,7 @@ def test_the_bundles_own_list_comes_first_and_that_of_config_before_it(tmp_path:
     ],
 )
 def test_cuda_by_name_is_the_runs_device_and_a_readers_class_its_name(key: str, text: str, moved: str) -> None:
-    assert habits.meant(key, text, torch.device("cpu")) == moved
+    assert habits.rewritten(key, text, torch.device("cpu")) == moved
 
 
 def test_test_data_that_lie_elsewhere_are_not_needed(tmp_path: Path) -> None:

@@ -471,6 +471,8 @@ def test_masks_of_pictures_that_monai_reads_lie_as_their_files(tmp_path: Path, r
     (geometry,) = prepared.geometry
     assert geometry.original_shape == (24, 36)
     assert is_picture(geometry)
+    columns, rows = (1.0, 1.0) if side < 0 else (36 / 12, 24 / 12)  # in pixels of the file, from which distances are
+    assert sorted(geometry.spacing) == pytest.approx([rows, columns])
     x, _ = next(Shard.of(prepared, [0]).batches(1))
     mask = to_original((x[0, 0] > 125).long(), geometry)
     assert (mask.astype(bool) == (picture[..., 0] > 125)).mean() > (0.999 if side < 0 else 0.9)

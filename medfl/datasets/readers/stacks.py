@@ -28,8 +28,8 @@ _FILES: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 _LABELS = {CIFAR10: "labels", CIFAR100: "fine_labels"}
 ARCHIVES = {CIFAR10: "cifar-10-python.tar.gz", CIFAR100: "cifar-100-python.tar.gz"}
-# What the pickle of an array may ask for: nothing that runs code of the file's choosing.
 _UNPACKED, _RATIO = 2**31, 100  # bytes of one image or stack, and times its packed size: more is no image
+# What the pickle of an array may ask for: nothing that runs code of the file's choosing.
 _REBUILD = np.empty(0).__reduce__()[0]
 _ALLOWED: Mapping[tuple[str, str], Any] = {
     ("numpy", "ndarray"): np.ndarray,

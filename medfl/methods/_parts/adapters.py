@@ -143,10 +143,8 @@ class Adapters(SiteNetworks, Method):
         Raises:
             RunError: the server's message lacks a factor, or one has another form.
         """
-        held, first = (
-            {**down.tensors.get("adapters", {}), **state.get("adapters", {})},
-            self.first(site, matrices, rank),
-        )
+        held = {**down.tensors.get("adapters", {}), **state.get("adapters", {})}
+        first = self.first(site, matrices, rank)
 
         def factor(name: str, which: str) -> Tensor:
             if key(name, which, rank) not in held and which not in self.down:

@@ -81,6 +81,9 @@ def test_batch_norm_of_the_base_goes_by_its_statistics_and_they_stay() -> None:
     with adapting(network, {}, 1.0, whole_layers(network, "norm"), trains_a=True):
         network(torch.randn(8, 3) + 5)
     assert bits(network.state_dict()) != before
+    untracked = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    with adapting(untracked, {}, 1.0, (), trains_a=True):
+        assert untracked[1].training
 
 
 def test_a_tensor_of_two_layers_gets_no_adapter_and_is_whole_under_both_names() -> None:
