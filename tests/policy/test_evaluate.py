@@ -319,11 +319,17 @@ def test_a_trusted_bundle_is_monai_s_own_affair(tmp_path: Path) -> None:
 
 def test_the_word_scripts_lets_a_bundle_s_own_python_run(tmp_path: Path) -> None:
     root = tmp_path / "bundle"
-    (root / "mine").mkdir(parents=True)
-    (root / "mine" / "__init__.py").write_text("class Thing:\n    def __init__(self, a=1):\n        self.a = a\n")
-    content = {"imports": ["$import mine"], "x": {"_target_": "mine.Thing", "a": 2}, "y": "$@x.a + mine.Thing().a"}
+    (root / "things_of_this_test").mkdir(parents=True)
+    (root / "things_of_this_test" / "__init__.py").write_text(
+        "class Thing:\n    def __init__(self, a=1):\n        self.a = a\n"
+    )
+    content = {
+        "imports": ["$import things_of_this_test"],
+        "x": {"_target_": "things_of_this_test.Thing", "a": 2},
+        "y": "$@x.a + things_of_this_test.Thing().a",
+    }
     assert configuration(root, content, Policy(allow=frozenset({"scripts"}))).content("y") == 3
-    with pytest.raises(InputError, match=r"mine\.Thing, which is not on the list"):
+    with pytest.raises(InputError, match=r"things_of_this_test\.Thing, which is not on the list"):
         configuration(root, content).content("y")
 
 
