@@ -8,6 +8,8 @@ neither the largest nor the smallest decides. A liar
     labels  trains on labels in reversed order, honestly otherwise,
     count   says that it has 10^12 images, which the server refuses where numbers of images matter.
 
+The rules are those of `--aggregation`, and share:F, the mean with `--max-share F`.
+
     python benchmarks/lying_sites.py --bundles pneumonia [--json | --markdown] [--rules mean,clip:auto] [--seeds 0 1 2]
     python benchmarks/lying_sites.py --bundles ham10000 [--data FOLDER] [--out DIR]
 
@@ -41,7 +43,7 @@ from medfl.methods import option
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.fedavg import FedAvg
 
-RULES = ("mean", "clip:auto", "median", "trimmed:0.34", "krum:1", "multikrum:1")
+RULES = ("mean", "share:0.3", "clip:auto", "median", "trimmed:0.34", "krum:1", "multikrum:1")
 ATTACKS = ("sign", "scale", "labels", "count")
 SIZES = "counts:1241/250,395/80,336/68,225/45,82/17,44/9"
 """A tenth of the images of Fed-ISIC2019's six centres (Ogier du Terrail et al., 2022, FLamby)."""
@@ -112,12 +114,13 @@ def ran(
     if not (out / "summary.json").exists():
         method, of_method = ("benchmarks.lying_sites", dict(lies)) if lies else ("fedavg", {})
         asked = {"method": method, "data": options.data, "rounds": options.rounds, "eval_every": options.rounds}
-        asked |= {"aggregation": rule, "seed": seed, **FEDERATIONS[bundle]}
+        aggregation, most = ("mean", float(rule[6:])) if rule.startswith("share:") else (rule, None)
+        asked |= {"aggregation": aggregation, "max_share": most, "seed": seed, **FEDERATIONS[bundle]}
         asked |= six_hospitals(out.parent, options) if bundle == "ham10000" else {}
         given: dict[str, Any] = {"requested": asked, "config": CONFIG, "options": of_method}
         if (out / "run.json").exists():
             given = {"requested": {"method": method}, "resume": True}
-        least = Aggregation.parse(rule).least
+        least = Aggregation.parse(aggregation).least
         try:
             medfl.federate(
                 None if "resume" in given else bundle, **given, min_replies=least, out=out, jobs=options.jobs

@@ -35,13 +35,13 @@ Parts = Mapping[str, Callable[[], str]]
 
 def method_table() -> str:
     """Return the table of methods with links to their pages and without their options."""
-    rows = []
-    for line in method_pages.methods_markdown().splitlines():
-        cells = _cells(line)
-        name = cells[0].strip("`")
-        cells[0] = f"[`{name}`](methods/{name}.md)" if name in methods.names() else cells[0]
-        rows.append("| " + " | ".join([*cells[:5], cells[6]]) + " |")
-    return "\n".join(rows)
+    head = ["Method", "Tasks", "Judged", "What travels", "Plain averaging host", "Paper"]
+    rows = [
+        [f"[`{e['name']}`](methods/{e['name']}.md)", method_pages.tasks_text(e), e["judged"],
+         method_pages.travels_text(e), "yes" if e["plain_host"] else "no", e["paper"]]
+        for e in method_pages.methods()["methods"]
+    ]  # fmt: skip
+    return terminal.markdown_table(head, rows)
 
 
 def method_parts(name: str) -> Parts:
@@ -114,11 +114,13 @@ def _paragraph(text: str) -> str:
 
 def bundle_table() -> str:
     """Return the table of bundles with links to their sections."""
-    names, kept = "|".join(shipped()), (0, 1, 2, 3, 5, 7)  # pixels and protocols are in the sections
+    head = ["Bundle", "Images", "Classes", "Centres", "Network", "Licence of the images"]
     rows = [
-        "| " + " | ".join(_cells(line)[i] for i in kept) + " |" for line in bundle_pages.bundles_markdown().splitlines()
-    ]
-    return re.sub(rf"^\| `({names})`", r"| [`\1`](#\1)", "\n".join(rows), flags=re.MULTILINE)
+        [f"[`{e['name']}`](#{e['name']})", e["title"], bundle_pages.classes_text(e), str(e["centres"]),
+         f"`{e['network']}`", e["licence"]]
+        for e in bundle_pages.bundles()["bundles"]
+    ]  # fmt: skip
+    return terminal.markdown_table(head, rows)
 
 
 def bundle_sections() -> str:
@@ -264,11 +266,6 @@ def _escaped(text: str) -> str:
         piece if i % 2 else re.sub(r"([\\*_\[\]$~])", r"\\\1", html.escape(piece, quote=False))
         for i, piece in enumerate(pieces)
     )
-
-
-def _cells(row: str) -> list[str]:
-    """Return the cells of a row of a Markdown table."""
-    return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
 
 
 def _code(text: str) -> str:

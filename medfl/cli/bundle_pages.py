@@ -83,7 +83,7 @@ def _short(text: str) -> str:
     return re.sub(r" \([^()]*(\d{4})\)", r" \1", re.split(r"[,;:] | as ", text)[0])
 
 
-def _classes(entry: Document) -> str:
+def classes_text(entry: Document) -> str:
     """Return the number of classes; of masks with the background."""
     return f"{entry['classes']} (masks)" if entry["task"] == "segmentation" else str(entry["classes"])
 
@@ -100,7 +100,7 @@ def bundles_text(document: Document, width: int = terminal.WIDTH) -> str:
         return _bundle_page(document, width)
     head = ["bundle", "images", "classes", "centres", "pixels", "network", "protocol", "data", "licence"]
     rows = [
-        [e["name"], e["title"].rpartition(": ")[2], _classes(e), str(e["centres"]), _sides(e),
+        [e["name"], e["title"].rpartition(": ")[2], classes_text(e), str(e["centres"]), _sides(e),
          e["network"], _short(e["protocol"]), e["data"]["status"].replace("phantom only", "none"), _short(e["licence"])]
         for e in document["bundles"]
     ]  # fmt: skip
@@ -142,14 +142,3 @@ def _bundle_page(entry: Document, width: int) -> str:
     notes = [line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note, width)]
     lines = [*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.definitions(facts, width)]
     return "\n".join([*lines, *notes])
-
-
-def bundles_markdown() -> str:
-    """Return the table of bundles for docs; without the data status, which is this machine's."""
-    head = ["Bundle", "Images", "Classes", "Centres", "Pixels", "Network", "Protocol", "Licence of the images"]
-    rows = [
-        [f"`{e['name']}`", e["title"], _classes(e), str(e["centres"]), _sides(e), f"`{e['network']}`", e["protocol"],
-         e["licence"]]
-        for e in bundles()["bundles"]
-    ]  # fmt: skip
-    return terminal.markdown_table(head, rows)

@@ -64,7 +64,8 @@ def _entry(known: Mapping[str, Document], name: str) -> Document:
     return method_facts.method(name)
 
 
-def _travels_text(entry: Document) -> str:
+def travels_text(entry: Document) -> str:
+    """Return what a method's messages carry, in words."""
     facts = entry["travels"]
     if facts["pooled"]:
         return "all images, to one place"
@@ -74,7 +75,8 @@ def _travels_text(entry: Document) -> str:
     return text + (f"; once {' + '.join(facts['start'])}" if facts["start"] else "")
 
 
-def _tasks_text(entry: Document) -> str:
+def tasks_text(entry: Document) -> str:
+    """Return the tasks that a method is for."""
     return "any" if set(entry["tasks"]) >= set(TASKS) else ", ".join(entry["tasks"])
 
 
@@ -101,7 +103,7 @@ def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
         return _method_page(document, width)
     head = ["method", "tasks", "judged", "what travels", "plain host", "options and defaults", "paper"]
     rows = [
-        [e["name"], _tasks_text(e), e["judged"], _travels_text(e), "yes" if e["plain_host"] else "no",
+        [e["name"], tasks_text(e), e["judged"], travels_text(e), "yes" if e["plain_host"] else "no",
          " ".join(_defaults(e)) + _more(e) or "-", _authors(e["paper"])]
         for e in document["methods"]
     ]  # fmt: skip
@@ -123,7 +125,7 @@ def _method_page(entry: Document, width: int) -> str:
         "paper": entry["paper"] or "-",
         "tasks": ", ".join(entry["tasks"]),
         "judged": f"{entry['judged']}: {_JUDGED[entry['judged']]}",
-        "travels": _travels_text(entry),
+        "travels": travels_text(entry),
         "stays": f"{kept} (kept at a site from round to round)" if kept else "nothing",
         "plain host": f"{host} (a server that only averages, as of MONAI FL or NVIDIA FLARE)",
     }
@@ -144,14 +146,3 @@ def _type(option: Document) -> str:
         return " | ".join(typed(choice) for choice in option["choices"])
     least = f" >= {option['minimum']:g}" if option["minimum"] is not None else ""
     return str(option["type"]) + least + (f" and <= {option['maximum']:g}" if option["maximum"] is not None else "")
-
-
-def methods_markdown() -> str:
-    """Return the table of methods for docs."""
-    head = ["Method", "Tasks", "Judged", "What travels", "Plain averaging host", "Options (defaults)", "Paper"]
-    rows = [
-        [f"`{e['name']}`", _tasks_text(e), e["judged"], _travels_text(e), "yes" if e["plain_host"] else "no",
-         " ".join(f"`{text}`" for text in _defaults(e)) + _more(e) or "–", e["paper"]]
-        for e in methods()["methods"]
-    ]  # fmt: skip
-    return terminal.markdown_table(head, rows)

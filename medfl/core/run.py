@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ from medfl.core.settings import ADDED_LATER, SETTINGS, GeneralSettings, Protocol
 from medfl.core.type_checks import Count, read_record
 
 _OPTIONAL = ("public", "text", "adapted")
-_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "max_share", "metrics", "score_trained")
-"""Where things lie, what was said about them, what may end a run, and how it is scored beside Dice cannot change a
-weight."""
+_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "data.notes", "metrics", "score_trained")
+"""Where things lie, what was said about them, and how a run is scored beside Dice cannot change a weight."""
 
 
 @dataclass(frozen=True)
@@ -158,13 +157,7 @@ class Run(GeneralSettings, ProtocolSettings):
     def run_hash(self) -> str:
         """SHA-256 over everything that can change a weight, as 64 hexadecimal digits."""
         document = self.to_dict()
-        for path in _NOT_HASHED:
-            *parents, leaf = path.split(".")
-            node = document
-            for parent in parents:
-                node = node[parent]
-            node.pop(leaf, None)
-        document["data"].pop("notes")
+        _drop(document, _NOT_HASHED)
         _forget_places(document)
         if document["partition"]["spec"].startswith("file:"):
             document["partition"]["spec"] = "file"  # the ids say what the file said
@@ -173,14 +166,10 @@ class Run(GeneralSettings, ProtocolSettings):
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
         left, right = ({**ADDED_LATER, **run.to_dict()} for run in (self, other))
+        places = ("rounds", "bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes")
         for document in (left, right):
-            if self.text is None or other.text is None:  # a record that says nothing of text is compared without it
-                document.pop("text", None)
-            for name in ("rounds", "bundle_path", "max_share"):
-                document.pop(name)
-            for name in ("folder", "counts", "notes"):
-                document["data"].pop(name)
-            document["partition"].pop("notes")
+            # a record that says nothing of text is compared without it
+            _drop(document, places if self.text is not None and other.text is not None else (*places, "text"))
             _forget_places(document)
         lines = []
         for name in {**left, **right}:
@@ -193,6 +182,16 @@ class Run(GeneralSettings, ProtocolSettings):
             else:
                 lines.append(f"{name}: {_short(now)} was {_short(was)}")
         return lines
+
+
+def _drop(document: dict[str, Any], paths: Iterable[str]) -> None:
+    """Take entries, named by their keys from the top joined by dots, out of a record."""
+    for path in paths:
+        *parents, leaf = path.split(".")
+        node = document
+        for parent in parents:
+            node = node[parent]
+        node.pop(leaf, None)
 
 
 def _forget_places(document: dict[str, Any]) -> None:

@@ -162,8 +162,8 @@ class GeneralSettings:
         group=SITES, default="", later=True, form=forms.site_names,
     )  # fmt: skip
     max_share: float | None = setting(
-        "most of a round's weight that one of three or more sites may have by its number of images; more ends the run; "
-        "default: 0.5 across machines, no limit where one machine plays all sites", "F",
+        "most of a round's weight that one site may have by its number of images: a larger one counts for no more; "
+        "default: no cap, but across machines one of three or more sites with over half of it ends the run", "F",
         group=ROBUSTNESS, default=None, later=True, above=0, most=1,
     )  # fmt: skip
 

@@ -194,16 +194,20 @@ def _traffic(run: RunFiles) -> dict[str, Any] | None:
     }
 
 
-def _changes(run: RunFiles) -> list[tuple[str, float, float, int, int]]:
-    """Return site, median norm of its changes, mean share of the mean, rounds shortened and rounds, of `clip` only."""
-    records = [entry["observed"] for entry in run.rounds if "clip" in (entry.get("observed") or {})]
+def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, int]]:
+    """Return site, median norm of its changes, shares of the mean by its images and as counted, rounds cut, rounds.
+
+    Of rules that bound norms or shares; without a bound of norms there is no norm.
+    """
     rows = []
     for site in run.site_names:
-        norms = [(one[f"norm/{site}"], one[f"share/{site}"], one["clip"]) for one in records if f"norm/{site}" in one]
-        if norms:
-            lengths, shares, _ = zip(*norms, strict=True)
-            shortened = sum(norm > bound for norm, _, bound in norms)
-            rows.append((site, median(lengths), fmean(shares), shortened, len(norms)))
+        told = [seen for entry in run.rounds if f"share/{site}" in (seen := entry.get("observed") or {})]
+        if told:
+            norms = [one[f"norm/{site}"] for one in told if "clip" in one]
+            said = fmean(one.get(f"said/{site}", one[f"share/{site}"]) for one in told)
+            shortened = sum(one[f"norm/{site}"] > one["clip"] for one in told if "clip" in one)
+            counted = fmean(one[f"share/{site}"] for one in told)
+            rows.append((site, median(norms) if norms else None, said, counted, shortened, len(told)))
     return rows
 
 

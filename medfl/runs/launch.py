@@ -363,7 +363,7 @@ def _refuse_unplaced(federation: Federation) -> None:
 def _local(plan: Plan) -> Plan:
     """Return the plan of the Local reference: the same sites, networks and steps."""
     method = methods.load("local", {"bodies": _same_networks(plan)})
-    run = replace(plan.run, method="local", options=methods.values_of(method), public=None, text=None)
+    run = replace(plan.run, method="local", options=methods.values_of(method), public=None, text=None, max_share=None)
     return replace(plan, run=replace(run, messages=LOSSLESS, aggregation=MEAN), method=method, public=None)
 
 

@@ -71,8 +71,7 @@ def resumed_plan(
         ends = run.options["rounds"]
         say(f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more")
     plan = repeat(run, requested.get("data"), say, path, place)
-    share = requested.get("max_share", run.max_share)
-    return replace(plan, run=replace(plan.run, rounds=rounds, max_share=share))
+    return replace(plan, run=replace(plan.run, rounds=rounds))
 
 
 def with_notes(plan: Plan) -> Plan:

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.run import Run
 from medfl.core.terminal import Print
 from medfl.runtimes.federation import Federation
 
@@ -33,7 +32,7 @@ class Tolerance:
     Attributes:
         min_replies: sites of a cohort that have to reply; None: all of them.
         deadline: seconds that the sites have for their replies of a round; None: as long as they take.
-        max_share: of the weight that one of three or more sites may have where the run does not say; None: any.
+        max_share: of the weight that one of three or more sites may have where the run has no cap; None: any.
     """
 
     min_replies: int | None = None
@@ -81,10 +80,6 @@ class Tolerance:
                 f"--deadline {self.deadline:g}", "a runtime whose sites run by themselves", "use --runtime flare"
             )
         workers.deadline = self.deadline
-
-    def share(self, run: Run) -> float | None:
-        """Return the largest share of the weight that one of three or more sites may have, None for any."""
-        return self.max_share if run.max_share is None else run.max_share
 
     def record(self) -> dict[str, Any]:
         """Return what run.json tells of it."""

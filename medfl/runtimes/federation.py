@@ -180,7 +180,7 @@ class Federation:
         """Return how replies are made into one; all but the mean stand in for the mean of methods that keep FedAvg's.
 
         Raises:
-            InputError: the method has a server half of its own, or a cohort is too small.
+            InputError: the method has a server half of its own, a cohort is too small, or a cap has no use.
         """
         asked, size = Aggregation.parse(self.run.aggregation), len(self.cohort(1))
         if not asked.is_mean and not methods.has_fedavg_server(self.method):
@@ -195,6 +195,10 @@ class Federation:
                 f"{asked} needs at least {asked.least}",
                 "have more sites in the cohort, or allow for fewer bad ones",
             )
+        if self.run.max_share is not None and (not asked.counts_samples or self.run.site_weights == "uniform"):
+            other = "--site-weights uniform" if asked.counts_samples else f"--aggregation {asked}"
+            given = f"--max-share {self.run.max_share:g} with {other}"
+            raise InputError(given, "sites count the same there", "leave one of them out")
         return asked
 
     @cached_property
@@ -363,7 +367,7 @@ class Federation:
             RunError: there are too few replies.
         """
         with self.scope():
-            replies = counted(replies, self.run.site_weights)
+            replies = counted(replies, self.run)
             if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {**server, "weights": self.aggregation.combined(replies, "weights", server["weights"])}
             return self.method.aggregate(self.host(round_), server, replies, len(self.participants))

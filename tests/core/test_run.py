@@ -42,6 +42,7 @@ CHANGES = {
     "init": "sha256:" + "8" * 64,
     "decay_per": "epoch",
     "site_weights": "uniform",
+    "max_share": 0.4,
     "keep_optimizer": True,
     "patience": 5,
     "site_labels": "a=liver",
@@ -97,7 +98,7 @@ def with_partition(**changes) -> Run:
 
 
 def test_every_field_is_looked_at_here() -> None:
-    others = {"bundle_path", "data", "partition", "public", "text", "max_share", "metrics", "score_trained"}
+    others = {"bundle_path", "data", "partition", "public", "text", "metrics", "score_trained"}
     assert {f.name for f in dataclasses.fields(Run)} == {*CHANGES, *others}
     assert {f.name for f in dataclasses.fields(DataRecord)} == {*DATA, "folder", "counts", "notes"}
     assert {f.name for f in dataclasses.fields(PartitionRecord)} == {*PARTITION, "notes"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import queue
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,8 +122,6 @@ def test_across_machines_a_site_has_at_most_half_of_the_weight(
         tolerance, workers = seen[-1]
         assert (tolerance.max_share, tolerance.min_replies) == (share, 2)
         assert (workers._shown, workers._roster) == (roster is None, roster or {})
-    assert tolerance.share(run) == 0.5
-    assert tolerance.share(replace(run, max_share=0.9)) == 0.9
 
 
 def test_what_ends_a_run_is_written_and_told_to_flare(job: Path, tmp_path: Path) -> None:

@@ -117,6 +117,19 @@ def test_shortened_changes_stand_in_the_page(make: Make) -> None:
     assert "shortens" not in render(make("plain"))[1].text
 
 
+def test_shares_under_a_cap_stand_in_the_page(make: Make) -> None:
+    folder = make(max_share=0.5, sites=2, rounds=2)
+    entries = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    for entry, said in zip(entries, (0.8, 0.6), strict=True):
+        entry["observed"] = {"share/site-1": 0.5, "said/site-1": said, "share/site-2": 0.5, "said/site-2": 1 - said}
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    words = " ".join(render(folder)[1].text.split())
+    assert "counts for at most 50 %" in words
+    assert "site-170.0 %50.0 %" in words
+    assert "site-230.0 %50.0 %" in words
+    assert "shortens" not in words
+
+
 def test_names_of_users_are_text(make: Make) -> None:
     bad = "<script>alert('x')</script>"
     sites = [bad, 'a"b onload="x', "$\\frac{1}{0}$", "医院"]

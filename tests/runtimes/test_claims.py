@@ -147,40 +147,52 @@ def test_what_bears_bad_replies_goes_on_bearing_them(tmp_path: Path, rule: str) 
 
 
 @every_runtime
-def test_a_share_beyond_the_operators_word_ends_the_run_and_names_the_site(tmp_path: Path, workers: Any) -> None:
-    """Site y has 5 of 12 items."""
+def test_a_cap_bounds_a_site_s_weight(tmp_path: Path, workers: Any) -> None:
+    """Sites x, y and z have 3, 5 and 4 items; with at most 0.4 of the weight y counts as 0.4 / 0.6 * 7 of them."""
+    ran = run(tmp_path / "run", load("fedavg"), workers, rounds=1, max_share=0.4)
+    told = ran.rounds[0]["observed"]
+    assert {name: told[f"said/{name}"] for name in "xyz"} == {"x": 3 / 12, "y": 5 / 12, "z": 4 / 12}
+    assert {name: told[f"share/{name}"] for name in "xyz"} == pytest.approx({"x": 1.8 / 7, "y": 0.4, "z": 2.4 / 7})
+    plain = run(tmp_path / "plain", load("fedavg"), workers, rounds=1)
+    assert ran.summary["weights_sha256"] != plain.summary["weights_sha256"]
+    assert "observed" not in plain.rounds[0]
+    loose = run(tmp_path / "loose", load("fedavg"), workers, rounds=1, max_share=0.5)
+    assert loose.summary["weights_sha256"] == plain.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "other"),
+    [({"aggregation": "median"}, "--aggregation median"), ({"site_weights": "uniform"}, "--site-weights uniform")],
+)
+def test_a_cap_where_sites_count_the_same_is_refused(settings: dict[str, Any], other: str) -> None:
     with pytest.raises(InputError) as caught:
-        run(tmp_path / "bad", load("fedper"), workers, rounds=1, max_share=0.41)
+        Federation(ToyBundle(), load("fedavg"), run_record(max_share=0.4, **settings))
+    assert str(caught.value) == (f"--max-share 0.4 with {other}; sites count the same there; leave one of them out")
+
+
+@every_runtime
+def test_across_machines_a_share_of_more_than_half_ends_the_run_and_names_the_site(
+    tmp_path: Path, workers: Any
+) -> None:
+    """Site y has 5 of 12 items."""
+    limit = Tolerance(max_share=0.41)
+    with pytest.raises(InputError) as caught:
+        run(tmp_path / "bad", load("fedper"), workers, tolerance=limit, rounds=1)
     assert str(caught.value) == (
         "round 1: site 'y' has 41.7% of the weight, 5 of 12 items; one of three or more sites has at most 41%; "
-        "give --max-share 0.42 or more if it may have that"
+        "give --max-share 0.41 to count it for no more, or 1 if it may have that"
     )
-    good = run(tmp_path / "good", load("fedper"), workers, rounds=1, max_share=0.42)
+    run(tmp_path / "capped", load("fedper"), workers, tolerance=limit, rounds=1, max_share=0.4)
+    free = run(tmp_path / "free", load("fedper"), workers, tolerance=limit, rounds=1, max_share=1.0)
     plain = run(tmp_path / "plain", load("fedper"), workers, rounds=1)
-    one, other = (bits(load_weights(ran.out / "weights.safetensors")) for ran in (good, plain))
+    one, other = (bits(load_weights(ran.out / "weights.safetensors")) for ran in (free, plain))
     assert one == other
 
 
-def test_a_run_that_ended_by_a_share_goes_on_with_the_operators_word(tmp_path: Path) -> None:
-    """Which share is allowed changes no weight, so it is the same run."""
-    assert run_record(max_share=0.4).run_hash == run_record(max_share=0.9).run_hash == run_record().run_hash
-    assert not run_record(max_share=0.4).difference(run_record())
-    with pytest.raises(InputError, match="round 1: site 'y' has 41.7%"):
-        run(tmp_path / "run", load("fedper"), rounds=2, max_share=0.41)
-    gone_on = run(tmp_path / "run", load("fedper"), rounds=2, max_share=0.5)
-    whole = run(tmp_path / "whole", load("fedper"), rounds=2)
-    assert gone_on.summary["weights_sha256"] == whole.summary["weights_sha256"]
-
-
 def test_two_sites_and_equal_weights_have_no_limit(tmp_path: Path) -> None:
-    run(tmp_path / "uniform", load("fedbn", weights="uniform"), method="fedbn", rounds=1, max_share=0.41)
-    run(tmp_path / "median", load("fedper"), rounds=1, max_share=0.41, aggregation="median")
+    low = Tolerance(max_share=0.1)
+    run(tmp_path / "uniform", load("fedbn", weights="uniform"), method="fedbn", rounds=1, tolerance=low)
+    run(tmp_path / "median", load("fedper"), rounds=1, tolerance=low, aggregation="median")
     few = run_record().partition
     two = type(few)(few.spec, few.seed, (), {name: few.sites[name] for name in ("x", "y")})
-    run(tmp_path / "two", load("fedper"), rounds=1, max_share=0.1, partition=two)
-
-
-def test_where_the_run_does_not_say_the_tolerance_does(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="round 1: site 'y' has 41.7% of the weight"):
-        run(tmp_path / "bad", load("fedper"), tolerance=Tolerance(max_share=0.41), rounds=1)
-    run(tmp_path / "good", load("fedper"), tolerance=Tolerance(max_share=0.41), rounds=1, max_share=0.42)
+    run(tmp_path / "two", load("fedper"), rounds=1, tolerance=low, partition=two)

@@ -551,6 +551,13 @@ def test_a_host_that_counts_rounds_from_0_is_told(host: str) -> None:
             "method 'scaffold' with a plain averaging host; such a host does for methods that keep FedAvg's",
         ),
         ("fedavg", {"messages": "int8"}, "--messages int8 with a plain averaging host; it takes lossless ones"),
+        ("fedavg", {"aggregation": "median"}, "--aggregation median with a plain averaging host; it takes the mean"),
+        (
+            "fedavg",
+            {"site_weights": "uniform"},
+            "--site-weights uniform with a plain averaging host; it weighs by",
+        ),
+        ("fedavg", {"max_share": 0.5}, "--max-share 0.5 with a plain averaging host; it has no cap on shares"),
     ],
 )
 def test_what_averaging_does_not_do_is_refused_at_the_start(method: str, changes: dict[str, Any], text: str) -> None:

@@ -40,6 +40,7 @@ from torch import Tensor
 from medfl.core import forms
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
+from medfl.core.run import Run
 from medfl.methods.base import sample_shares, slices, uniform_shares, weighted_mean
 
 _BLOCK = 2**22  # numbers of all replies together that are looked at at a time
@@ -206,11 +207,37 @@ def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple
         yield start, torch.stack([read(start, stop).to(wide) for read in reads])
 
 
-def counted(replies: Mapping[str, Message], site_weights: str) -> Mapping[str, Message]:
-    """Return replies as they count: by their items, or if `site_weights` is uniform as if each were of one item."""
-    if site_weights != "uniform":
+def counted(replies: Mapping[str, Message], run: Run) -> Mapping[str, Message]:
+    """Return replies as a run counts them: by their items, each the same, or by items with a cap on a site's share."""
+    counts = {name: replies[name].scalars["samples"] for name in sorted(replies) if "samples" in replies[name].scalars}
+    if run.site_weights == "uniform":
+        counts = dict.fromkeys(counts, 1.0)
+    elif run.max_share is not None:
+        counts = capped(counts, run.max_share)
+    else:
         return replies
     return {
-        name: Message(reply.tensors, {**reply.scalars, "samples": 1.0}) if "samples" in reply.scalars else reply
+        name: Message(reply.tensors, {**reply.scalars, "samples": counts[name]}) if name in counts else reply
         for name, reply in replies.items()
     }
+
+
+def capped(counts: Mapping[str, float], most: float) -> dict[str, float]:
+    """Return numbers of items of which none is more than `most` of their sum; those that are below keep theirs.
+
+    They are all the same where there are too few of them to be below.
+    """
+    rising = sorted(counts.values())
+    for cut in range(min(len(rising), math.ceil(1 / most))):  # so many of the largest are shortened to one number
+        limit = most * math.fsum(rising[: len(rising) - cut]) / (1 - cut * most)
+        if rising[-cut - 1] <= limit:
+            return {name: min(count, limit) for name, count in counts.items()}
+    return dict.fromkeys(counts, 1.0)
+
+
+def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, float]:
+    """Return each site's share of the mean and what it would be by its own word, of runs with a cap on shares."""
+    if run.max_share is None or any("samples" not in reply.scalars for reply in replies.values()):
+        return {}
+    kinds = {"said": sample_shares(replies), "share": sample_shares(counted(replies, run))}
+    return {f"{kind}/{name}": share for kind, shares in kinds.items() for name, share in shares.items()}

@@ -16,15 +16,12 @@ def refuse_other_servers(federation: Federation) -> None:
             "such a host does for methods that keep FedAvg's server half (medfl methods)",
             "use one of these, or medfl's own server",
         )
-    if not federation.messages.lossless:
-        raise InputError(
-            f"--messages {run.messages} with a plain averaging host", "it takes lossless ones", "leave it out"
-        )
-    if run.site_weights != "samples":
-        raise InputError(
-            f"--site-weights {run.site_weights} with a plain averaging host", "it weighs by samples", "leave it out"
-        )
-    if not federation.aggregation.is_mean:
-        raise InputError(
-            f"--aggregation {run.aggregation} with a plain averaging host", "it takes the mean", "leave it out"
-        )
+    fitting = {
+        f"--messages {run.messages}": (federation.messages.lossless, "it takes lossless ones"),
+        f"--site-weights {run.site_weights}": (run.site_weights == "samples", "it weighs by samples"),
+        f"--max-share {run.max_share}": (run.max_share is None, "it has no cap on shares"),
+        f"--aggregation {run.aggregation}": (federation.aggregation.is_mean, "it takes the mean"),
+    }
+    for given, (fits, taken) in fitting.items():
+        if not fits:
+            raise InputError(f"{given} with a plain averaging host", taken, "leave it out")

@@ -5,7 +5,7 @@ Among three or more replies
 
     one whose change is more than `FARTHEST` times the middle one is refused, group by group of its tensors, and so is
         one with such a number beside them. More than half of the replies have to be honest for the middle one to be;
-    none may have more of the weight than the operator allows.
+    none may have more of the weight than the server allows, where the run has no cap of its own (`--max-share`).
 
 None of this holds where every reply counts the same, whatever its number and its distance (`--aggregation median` and
 the like), for those rules bear what is refused here.
@@ -99,9 +99,9 @@ def _change(members: Weights, before: Weights) -> float:
 
 
 def check_shares(federation: Federation, what: str, replies: Mapping[str, Message], most: float | None) -> None:
-    """See that no site has more of the weight of the replies, by numbers of items, than the operator allows.
+    """See that no site has more of the weight of the replies, by numbers of items, than the server allows.
 
-    `most` is the largest share of one among three or more; None: any.
+    `most` is the largest share of one among three or more; None: any. A run with a cap of its own has no such limit.
 
     Raises:
         InputError: one has more; names it.
@@ -109,7 +109,7 @@ def check_shares(federation: Federation, what: str, replies: Mapping[str, Messag
     counts = {name: reply.scalars["samples"] for name, reply in replies.items() if "samples" in reply.scalars}
     by = {getattr(federation.method, "weights", ""), federation.run.site_weights}
     uniform = "uniform" in by or not federation.aggregation.counts_samples
-    if most is None or uniform or len(counts) < _SEVERAL:
+    if most is None or federation.run.max_share is not None or uniform or len(counts) < _SEVERAL:
         return
     name, total = max(counts, key=lambda one: counts[one]), sum(counts.values())
     if counts[name] > most * total:
@@ -117,5 +117,5 @@ def check_shares(federation: Federation, what: str, replies: Mapping[str, Messag
             f"{what}: site {name!r} has {counts[name] / total:.1%} of the weight, {counts[name]:,.0f} of {total:,.0f} "
             "items",
             f"one of three or more sites has at most {most:.0%}",
-            f"give --max-share {min(1.0, counts[name] / total + 0.005):.2f} or more if it may have that",
+            f"give --max-share {most:g} to count it for no more, or 1 if it may have that",
         )

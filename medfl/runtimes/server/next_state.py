@@ -30,7 +30,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, to_device
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
-from medfl.methods._parts.robust import counted
+from medfl.methods._parts.robust import counted, shares_under_cap
 from medfl.runtimes.attendance import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
@@ -82,7 +82,7 @@ def next_state(
     usable = {name: reply for name, reply in replies.items() if name not in left_out}
     attendance.refuse(far_replies(federation, usable, sent))
     result = _from_usable(replies, attempt, BrokenRule, attendance)
-    check_shares(federation, attendance.what, result.replies, tolerance.share(federation.run))
+    check_shares(federation, attendance.what, result.replies, tolerance.max_share)
     return result
 
 
@@ -178,9 +178,10 @@ def _checked_state(federation: Federation, round_: int, server: State, replies: 
     with federation.networks.scope():
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
-        weighed, before = counted(replies, federation.run.site_weights), server.get("weights")
-        clipped = federation.aggregation.observed(weighed, "weights", before) if before else {}
-        return NextState(after, replies, {**clipped, **federation.method.observed(after, replies)})
+        weighed, before = counted(replies, federation.run), server.get("weights")
+        bounded = federation.aggregation.observed(weighed, "weights", before) if before else {}
+        bounded |= shares_under_cap(replies, federation.run)
+        return NextState(after, replies, {**bounded, **federation.method.observed(after, replies)})
 
 
 # Whose fault it is

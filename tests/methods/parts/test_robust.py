@@ -14,7 +14,7 @@ from torch import Tensor
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
 from medfl.methods._parts import robust
-from medfl.methods._parts.robust import Aggregation
+from medfl.methods._parts.robust import Aggregation, capped
 from medfl.methods.base import sample_shares, uniform_shares, weighted_mean
 from medfl.runtimes.spilled_replies import Replies
 from tests.support.toy import bits
@@ -141,6 +141,24 @@ def test_long_changes_are_shortened_and_weigh_as_before() -> None:
     told = Aggregation.parse("clip:auto").observed(given, "weights", BEFORE)
     assert told == {"clip": 3.5, "norm/a": 5.0, "norm/b": 2.0, "share/a": 0.25, "share/b": 0.75}
     assert not Aggregation.parse("median").observed(given, "weights", BEFORE)
+
+
+@pytest.mark.parametrize(
+    ("counts", "most", "expected"),
+    [
+        ((1.0, 2.0, 3.0), 0.5, (1.0, 2.0, 3.0)),  # nobody is above
+        ((1.0, 2.0, 7.0), 0.5, (1.0, 2.0, 3.0)),  # 3 of 6
+        ((1.0, 1.0, 1e12), 0.5, (1.0, 1.0, 2.0)),
+        ((1.0, 9.0, 9.0, 2.0), 0.4, (1.0, 6.0, 6.0, 2.0)),  # two of them: 6 of 15
+        ((1.0, 3.2, 9.0), 0.4, (1.0, 2.0, 2.0)),  # the second is above only once the first is shortened
+        ((4.0, 1.0), 0.5, (1.0, 1.0)),
+        ((1.0, 2.0, 4.0), 0.3, (1.0, 1.0, 1.0)),  # of three nobody can have less than a third
+        ((5.0,), 0.5, (1.0,)),
+    ],
+)
+def test_a_cap_on_shares(counts: tuple[float, ...], most: float, expected: tuple[float, ...]) -> None:
+    names = "abcd"[: len(counts)]
+    assert capped(dict(zip(names, counts, strict=True)), most) == pytest.approx(dict(zip(names, expected, strict=True)))
 
 
 def test_a_bound_that_nobody_reaches_is_fedavg_bit_for_bit() -> None:
