@@ -19,10 +19,12 @@ $(DEMO)/.installed: $(SOURCES)
 	$(call PIP,$(DEMO)) -e .
 	touch $@
 
+# By uv, in a third of pip's time; by pip where uv, which does not read pip's settings, cannot.
 $(TEST)/.installed: $(SOURCES)
 	$(PYTHON) -m venv --clear $(TEST)
 	$(call TORCH_CPU,$(TEST))
-	$(call PIP,$(TEST)) -e ".[test]"
+	$(call PIP,$(TEST)) uv
+	$(TEST)/bin/uv pip install --quiet --python $(TEST)/bin/python -e ".[test]" || $(call PIP,$(TEST)) -e ".[test]"
 	touch $@
 
 $(TOOLS)/.installed: Makefile
