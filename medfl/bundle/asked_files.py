@@ -1,4 +1,4 @@
-"""The files that a bundle's expressions ask for: heard while they are evaluated, then described and written."""
+"""The files that a bundle's expressions ask for: noted while they are evaluated, then described and written."""
 
 from __future__ import annotations
 
@@ -25,47 +25,47 @@ from medfl.datasets.phantoms.shapes import Need
 CASE = re.compile(r"case_(\d+)")
 _EVENTS = {"glob.glob", "pathlib.Path.glob", "pathlib.Path.rglob", "os.listdir", "os.scandir", "open"}
 
-Heard = list[tuple[str, str]]
+LookUps = list[tuple[str, str]]
 """What was looked for: ("pattern" | "folder" | "file", absolute path), in its order."""
-_hearing: Heard | None = None
+_noting: LookUps | None = None
 
 
 @functools.cache
-def _listen() -> None:
-    """Add the process's audit hook; it cannot be taken away, and is silent outside `hearing`.
+def _add_audit_hook() -> None:
+    """Add the process's audit hook; it cannot be taken away, and is silent outside `noting_lookups`.
 
     Python tells it of every look, whether an expression, a component or the bundle's own Python looks.
     """
 
     def hook(event: str, given: tuple[Any, ...]) -> None:
-        if _hearing is None or event not in _EVENTS or not isinstance(given[0], str | Path):
+        if _noting is None or event not in _EVENTS or not isinstance(given[0], str | Path):
             return
         if event.startswith("pathlib"):
             place = Path(given[0]) / ("**" if event.endswith("rglob") else "") / given[1]
-            _hearing.append(("pattern", os.path.abspath(place)))
+            _noting.append(("pattern", os.path.abspath(place)))
         else:
             kind = {"glob.glob": "pattern", "open": "file"}.get(event, "folder")
-            _hearing.append((kind, os.path.abspath(given[0])))
+            _noting.append((kind, os.path.abspath(given[0])))
 
     sys.addaudithook(hook)
 
 
 @contextmanager
-def hearing() -> Iterator[Heard]:
+def noting_lookups() -> Iterator[LookUps]:
     """Note in the block what is looked for."""
-    global _hearing
-    _listen()
-    heard: Heard = []
-    _hearing = heard
+    global _noting
+    _add_audit_hook()
+    lookups: LookUps = []
+    _noting = lookups
     try:
-        yield heard
+        yield lookups
     finally:
-        _hearing = None
+        _noting = None
 
 
-def unmatched(heard: Heard) -> list[str]:
+def unmatched(lookups: LookUps) -> list[str]:
     """Return the patterns that find nothing, but for Python files: these the loader looks for."""
-    patterns = dict.fromkeys(path for kind, path in heard if kind == "pattern" and not path.endswith(".py"))
+    patterns = dict.fromkeys(path for kind, path in lookups if kind == "pattern" and not path.endswith(".py"))
     return [pattern for pattern in patterns if not glob.glob(pattern, recursive=True)]
 
 

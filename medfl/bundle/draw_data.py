@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.bundle.asked_files import CASE, Heard, Layout, hearing, unmatched
+from medfl.bundle.asked_files import CASE, Layout, LookUps, noting_lookups, unmatched
 from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import find_trainer, own_steps
@@ -207,9 +207,9 @@ class _Drawing:
                 self.files: dict[Path, tuple[str, int | None]] = {}
                 return [self._attempt(section) for section in sections]
             except _Stopped as stopped:
-                error, heard = stopped.args
-                if not self._answer(error, heard):
-                    nothing = "".join(f"; nothing is found by {pattern}" for pattern in unmatched(heard or [])[:1])
+                error, lookups = stopped.args
+                if not self._answer(error, lookups):
+                    nothing = "".join(f"; nothing is found by {pattern}" for pattern in unmatched(lookups or [])[:1])
                     raise InputError(
                         f"{self.root.name}: what its data are to be could not be found out: {_first_part(error)}"
                         + nothing,
@@ -224,11 +224,11 @@ class _Drawing:
         if section == "test":  # what the same evaluator validates on, with evaluate.* merged in
             self.reading.config = config = self.evaluation()
             self.sections = Sections(self.root, self.trainer, config, lambda: config)
-        with hearing() as heard:
+        with noting_lookups() as lookups:
             try:
                 data, entries = self._read(section)
             except InputError as error:
-                raise _Stopped(error, heard) from error
+                raise _Stopped(error, lookups) from error
         try:
             files = [dict(self._images(entry)) for entry in entries]
         except (_Elsewhere, ValueError) as error:
@@ -312,17 +312,17 @@ class _Drawing:
 
     # Answers to what stopped an attempt; each changes the layout, or returns False
 
-    def _answer(self, error: Exception, heard: Heard | None) -> bool:
+    def _answer(self, error: Exception, lookups: LookUps | None) -> bool:
         why = deepest(error)
         if isinstance(why, ElsewhereRefused | _Elsewhere | FileNotFoundError) or missing_path(why):
             return self._provide(why)
-        if heard is not None and self._follow(heard):
+        if lookups is not None and self._follow(lookups):
             return True
         before = copy.deepcopy(self.layout)
-        read_last = [Path(path) for kind, path in reversed(heard or []) if kind == "file"]
+        read_last = [Path(path) for kind, path in reversed(lookups or []) if kind == "file"]
         table = next((self.layout.tables[path] for path in read_last if path in self.layout.tables), None)
         self.reading.correct(self.layout, why, table)
-        return self.layout != before or (self._try_other(why) if heard is None else self._add_cases(why))
+        return self.layout != before or (self._try_other(why) if lookups is None else self._add_cases(why))
 
     def _provide(self, why: BaseException) -> bool:
         """Put there what was not found, or lead the id that names it into the folder."""
@@ -354,10 +354,10 @@ class _Drawing:
         self.overrides[key] = str(self.folder / to.name)
         return True
 
-    def _follow(self, heard: Heard) -> bool:
+    def _follow(self, lookups: LookUps) -> bool:
         """Give each pattern that finds nothing a file of each case, a listed folder that is empty one of each class."""
-        changed, folders = False, {Path(path) for kind, path in heard if kind == "folder" and os.path.isdir(path)}
-        for pattern in unmatched(heard):
+        changed, folders = False, {Path(path) for kind, path in lookups if kind == "folder" and os.path.isdir(path)}
+        for pattern in unmatched(lookups):
             if not Path(pattern).is_relative_to(self.folder):
                 changed |= self._lead_here(Path(pattern))
             elif pattern not in self.layout.patterns and (shapes.ending(pattern) or not Path(pattern).suffix):

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from medfl.bundle import asked_files
-from medfl.bundle.asked_files import hearing
+from medfl.bundle.asked_files import noting_lookups
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.draw_data import Drawn, draw_data
 from medfl.cli import main
@@ -496,11 +496,11 @@ def test_overrides_are_read_as_a_run_reads_them(tmp_path: Path, capsys: pytest.C
     assert volume(tmp_path / "drawn0/data/image/case_000.nii.gz").shape == (32, 32, 32)
 
 
-def test_nothing_is_noted_outside_of_hearing(tmp_path: Path) -> None:
-    with hearing() as heard:
+def test_nothing_is_noted_outside_of_the_block(tmp_path: Path) -> None:
+    with noting_lookups() as lookups:
         list(tmp_path.glob("*.png"))
-    before = list(heard)
+    before = list(lookups)
     assert ("pattern", str(tmp_path / "*.png")) in before
     list(tmp_path.glob("*.jpg"))
-    assert heard == before
-    assert asked_files.unmatched(heard) == [str(tmp_path / "*.png")]
+    assert lookups == before
+    assert asked_files.unmatched(lookups) == [str(tmp_path / "*.png")]

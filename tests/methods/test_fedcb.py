@@ -18,7 +18,7 @@ from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings
 from medfl.networks import build
 from medfl.networks.heads import head
 from tests.support.options import numbers
-from tests.support.toy import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
+from tests.support.toy import Toy, adam, bits, cross_entropy, prompts, run_record, sgd, simulate
 
 CLASSES = ("p", "q", "r")
 METHOD = load("fedcb")
@@ -142,9 +142,9 @@ def test_aggregation_by_samples_or_uniform(toy: Toy) -> None:
         return Message({"weights": weights}, {"samples": samples})
 
     replies = {"a": reply(1.0, 100), "b": reply(5.0, 300)}
-    for heard, wanted in ((replies, 4.0), (counted(replies, "uniform"), 3.0)):
+    for weighed, wanted in ((replies, 4.0), (counted(replies, run_record(site_weights="uniform")), 3.0)):
         with toy.networks.scope():
-            server = METHOD.aggregate(toy.host(), outcome.history[0], heard, 3)
+            server = METHOD.aggregate(toy.host(), outcome.history[0], weighed, 3)
         for key in ("0.weight", "1.running_mean", "1.running_var", "4.bias"):
             assert set(server["weights"][key].flatten().tolist()) == {wanted}
         assert server["informed"] == ["a", "b"]
