@@ -125,6 +125,17 @@ def jobs(group: Any, text: str) -> None:
     group.add_argument("--jobs", type=_jobs, default="auto", metavar="auto|N", help=f"{text}; default auto")
 
 
+def grid_of_runs(verb: Any, content: str) -> Any:
+    """Add what a verb of many runs needs of the machine, and --out; return the group of outputs."""
+    of_machine = machine(verb)
+    trust(of_machine)
+    jobs(of_machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
+    output = verb.add_argument_group("output")
+    text = f"folder of {content}; what is there already is not run again"
+    output.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
+    return output
+
+
 def quiet(group: Any) -> None:
     """Add the flag that silences what is told while running."""
     group.add_argument("--quiet", action="store_true", help="say nothing but errors while running")

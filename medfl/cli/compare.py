@@ -51,14 +51,7 @@ def add(verbs: Any) -> None:
     arguments.partition(arguments.sites(compare), "append")
     arguments.training(compare, seed=False)
     compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
-    machine = arguments.machine(compare)
-    arguments.trust(machine)
-    arguments.jobs(machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
-    output = compare.add_argument_group("output")
-    output.add_argument(
-        "--out", type=Path, required=True, metavar="DIR",
-        help="folder of the runs and tables; what is there already is not run again",
-    )  # fmt: skip
+    output = arguments.grid_of_runs(compare, "the runs and tables")
     output.add_argument("--against", metavar="METHOD", help="the others are tested against it; default: the first")
     output.add_argument(
         "--target", metavar="VALUE|METHOD",

@@ -38,15 +38,7 @@ def add(verbs: Any) -> None:
     arguments.what(what, "option of all trials; may be repeated")
     arguments.partition(arguments.sites(tune))
     arguments.training(tune, seed=False)
-    machine = arguments.machine(tune)
-    arguments.trust(machine)
-    arguments.jobs(machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
-    output = tune.add_argument_group("output")
-    output.add_argument(
-        "--out", type=Path, required=True, metavar="DIR",
-        help="folder of the trials and best.json; what is there already is not run again",
-    )  # fmt: skip
-    arguments.quiet(output)
+    arguments.quiet(arguments.grid_of_runs(tune, "the trials and best.json"))
 
 
 def _tune(options: Any) -> int:
