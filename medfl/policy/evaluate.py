@@ -210,7 +210,7 @@ class Evaluator:
                     self._check_place(place)
 
     def _callable(self, function: Any) -> bool:
-        if any(function is member for member in self._members.values()) or self._is_own(function):
+        if id(function) in map(id, self._members.values()) or self._is_own(function):
             return True
         if isinstance(function, BuiltinMethodType | MethodType) and function.__self__ is not builtins:
             owner = function.__self__
