@@ -129,4 +129,4 @@ def test_expressions_end_in_a_value_or_a_declared_error(tmp_path: Path, monkeypa
 @pytest.mark.filterwarnings("ignore")
 def test_many_expressions_end_in_a_value_or_a_declared_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    fuzz(10_000, tmp_path)
+    fuzz(5_000, tmp_path)

@@ -66,6 +66,7 @@ BESIDES = {
     "run isic19": "--local-epochs 1 --config network=two_conv --batch-size 32",
     "run fmnist": "--rounds 1 --local-epochs 1 --config network=small_cnn",
     "tune pneumonia": "--local-epochs 1 --config network=small_cnn",
+    "fedavg,fedcb": "--config network=small_cnn",
     "compare mednist": "--local-epochs 1",
     "compare pneumonia": "--seeds 0,1 --local-epochs 1 --config network=small_cnn",
 }
