@@ -135,6 +135,7 @@ def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.Ca
     """In a round of one epoch and of one seed each; as phantoms a data set's classes and centres have fewer images."""
     datasets.write_phantom("mednist", elsewhere / "data" / "mednist-cut" / "public", per_class=20, size=16)
     datasets.write_phantom("ham10000", elsewhere / "data" / "ham-cut" / "public", per_class=20, size=16)
+    datasets.write_phantom("pneumonia", elsewhere / "data" / "pneumonia", per_class=20, size=16)
     draw_cells(elsewhere / "data" / "wbc")
     for given in commands("results.md"):
         if given.startswith("medfl new "):
