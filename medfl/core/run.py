@@ -157,8 +157,7 @@ class Run(GeneralSettings, ProtocolSettings):
     def run_hash(self) -> str:
         """SHA-256 over everything that can change a weight, as 64 hexadecimal digits."""
         document = self.to_dict()
-        _drop(document, _NOT_HASHED)
-        _forget_places(document)
+        _forget(document, _NOT_HASHED)
         if document["partition"]["spec"].startswith("file:"):
             document["partition"]["spec"] = "file"  # the ids say what the file said
         return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
@@ -169,8 +168,7 @@ class Run(GeneralSettings, ProtocolSettings):
         places = ("rounds", "bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes")
         for document in (left, right):
             # a record that says nothing of text is compared without it
-            _drop(document, places if self.text is not None and other.text is not None else (*places, "text"))
-            _forget_places(document)
+            _forget(document, places if self.text is not None and other.text is not None else (*places, "text"))
         lines = []
         for name in {**left, **right}:
             now, was = left.get(name), right.get(name)
@@ -184,18 +182,17 @@ class Run(GeneralSettings, ProtocolSettings):
         return lines
 
 
-def _drop(document: dict[str, Any], paths: Iterable[str]) -> None:
-    """Take entries, named by their keys from the top joined by dots, out of a record."""
+def _forget(document: dict[str, Any], paths: Iterable[str]) -> None:
+    """Drop from a record these entries, named by their keys from the top joined by dots, and what only says where.
+
+    That is which GPU, and where public data, teachers and text lie: their hashes say what they are.
+    """
     for path in paths:
         *parents, leaf = path.split(".")
         node = document
         for parent in parents:
             node = node[parent]
         node.pop(leaf, None)
-
-
-def _forget_places(document: dict[str, Any]) -> None:
-    """Drop from a record which GPU, and where public data, teachers and text lie: their hashes say what they are."""
     document["device"] = document["device"].partition(":")[0]
     if "text" in document:
         document["text"].pop("plm")

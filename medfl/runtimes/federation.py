@@ -107,6 +107,9 @@ class Federation:
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
         self.aggregation = self._aggregation()
+        if run.max_share is not None and self.counting_the_same:
+            given = f"--max-share {run.max_share:g} with {self.counting_the_same}"
+            raise InputError(given, "sites count the same there", "leave one of them out")
         self.distances = asked(run.metrics, bundle.structures if bundle.task == "segmentation" else None)
         self.networks = self._pool(bundle)
         self._bodies = self._dealt()
@@ -180,7 +183,7 @@ class Federation:
         """Return how replies are made into one; all but the mean stand in for the mean of methods that keep FedAvg's.
 
         Raises:
-            InputError: the method has a server half of its own, a cohort is too small, or a cap has no use.
+            InputError: the method has a server half of its own, or a cohort is too small.
         """
         asked, size = Aggregation.parse(self.run.aggregation), len(self.cohort(1))
         if not asked.is_mean and not methods.has_fedavg_server(self.method):
@@ -195,11 +198,15 @@ class Federation:
                 f"{asked} needs at least {asked.least}",
                 "have more sites in the cohort, or allow for fewer bad ones",
             )
-        if self.run.max_share is not None and (not asked.counts_samples or self.run.site_weights == "uniform"):
-            other = "--site-weights uniform" if asked.counts_samples else f"--aggregation {asked}"
-            given = f"--max-share {self.run.max_share:g} with {other}"
-            raise InputError(given, "sites count the same there", "leave one of them out")
         return asked
+
+    @property
+    def counting_the_same(self) -> str:
+        """The setting by which each site counts the same; "" where they count by their numbers of items."""
+        if not self.aggregation.counts_samples:
+            return f"--aggregation {self.aggregation}"
+        of_method = "--set weights=uniform" if getattr(self.method, "weights", "") == "uniform" else ""
+        return "--site-weights uniform" if self.run.site_weights == "uniform" else of_method
 
     @cached_property
     def message_limits(self) -> MessageLimits:

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -150,10 +149,9 @@ class Reach:
             places = [p.name for p in parameters if p.kind in (1, 3) and _is_place(p.name)]
             for more in ({}, *({name: str(self.folder / "made")} for name in places)):
                 config = {"_target_": target, **needed, **more}
-                with _zero_weights():
-                    self.attempt(
-                        f"{target} {sorted(more)}", lambda c=config: _Component(c, "x", self.evaluator).instantiate()
-                    )
+                self.attempt(
+                    f"{target} {sorted(more)}", lambda c=config: _Component(c, "x", self.evaluator).instantiate()
+                )
 
     def handed_on(self) -> None:
         """Every component that expressions may name, called by `map` and `partial` with texts that name a danger."""
@@ -178,19 +176,6 @@ class Reach:
         if _is_place(name):
             return str(self.folder / "made")
         return {"data": [1, 2], "dataset": self.values["dataset"], "keys": "a", "params": [torch.ones(1)]}.get(name, 2)
-
-
-@contextmanager
-def _zero_weights() -> Iterator[None]:
-    """Draw no initial weights, which takes most of the time of making a network and reaches nothing."""
-    drawn = {name: getattr(torch.Tensor, name) for name in ("normal_", "uniform_")}
-    for name in drawn:
-        setattr(torch.Tensor, name, lambda tensor, *_, **__: tensor)
-    try:
-        yield
-    finally:
-        for name in drawn:
-            delattr(torch.Tensor, name)
 
 
 def _is_place(name: str) -> bool:

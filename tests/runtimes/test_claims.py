@@ -161,13 +161,17 @@ def test_a_cap_bounds_a_site_s_weight(tmp_path: Path, workers: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "other"),
-    [({"aggregation": "median"}, "--aggregation median"), ({"site_weights": "uniform"}, "--site-weights uniform")],
+    ("method", "settings", "other"),
+    [
+        (load("fedavg"), {"aggregation": "median"}, "--aggregation median"),
+        (load("fedavg"), {"site_weights": "uniform"}, "--site-weights uniform"),
+        (load("fedbn", weights="uniform"), {"method": "fedbn"}, "--set weights=uniform"),
+    ],
 )
-def test_a_cap_where_sites_count_the_same_is_refused(settings: dict[str, Any], other: str) -> None:
+def test_a_cap_where_sites_count_the_same_is_refused(method: Any, settings: dict[str, Any], other: str) -> None:
     with pytest.raises(InputError) as caught:
-        Federation(ToyBundle(), load("fedavg"), run_record(max_share=0.4, **settings))
-    assert str(caught.value) == (f"--max-share 0.4 with {other}; sites count the same there; leave one of them out")
+        Federation(ToyBundle(), method, run_record(max_share=0.4, **settings))
+    assert str(caught.value) == f"--max-share 0.4 with {other}; sites count the same there; leave one of them out"
 
 
 @every_runtime
@@ -180,7 +184,7 @@ def test_across_machines_a_share_of_more_than_half_ends_the_run_and_names_the_si
         run(tmp_path / "bad", load("fedper"), workers, tolerance=limit, rounds=1)
     assert str(caught.value) == (
         "round 1: site 'y' has 41.7% of the weight, 5 of 12 items; one of three or more sites has at most 41%; "
-        "give --max-share 0.41 to count it for no more, or 1 if it may have that"
+        "begin anew with --max-share 0.41 to count it for no more, or with 1 if it may have that"
     )
     run(tmp_path / "capped", load("fedper"), workers, tolerance=limit, rounds=1, max_share=0.4)
     free = run(tmp_path / "free", load("fedper"), workers, tolerance=limit, rounds=1, max_share=1.0)

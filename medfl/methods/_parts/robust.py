@@ -209,13 +209,10 @@ def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple
 
 def counted(replies: Mapping[str, Message], run: Run) -> Mapping[str, Message]:
     """Return replies as a run counts them: by their items, each the same, or by items with a cap on a site's share."""
-    counts = {name: replies[name].scalars["samples"] for name in sorted(replies) if "samples" in replies[name].scalars}
-    if run.site_weights == "uniform":
-        counts = dict.fromkeys(counts, 1.0)
-    elif run.max_share is not None:
-        counts = capped(counts, run.max_share)
-    else:
+    if run.site_weights != "uniform" and run.max_share is None:
         return replies
+    counts = {name: replies[name].scalars["samples"] for name in sorted(replies) if "samples" in replies[name].scalars}
+    counts = dict.fromkeys(counts, 1.0) if run.site_weights == "uniform" else capped(counts, run.max_share or 1)
     return {
         name: Message(reply.tensors, {**reply.scalars, "samples": counts[name]}) if name in counts else reply
         for name, reply in replies.items()
