@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
+from medfl.cli import command
 
-from medfl.cli import main
-
-sys.exit(main())
+command()

@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
+from medfl.cli.verbs import command as command
 from medfl.cli.verbs import main as main

@@ -5,11 +5,13 @@ Exit codes: 0, 1 (failed while running), 2 (bad input), 130 (Ctrl-C), 143 (SIGTE
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from medfl.cli import (
     catalogue,
@@ -56,6 +58,26 @@ VERBS = (
     flare,  # a run as a job of NVIDIA FLARE
 )
 """Modules whose `add` adds a verb, in the order of `medfl --help`."""
+
+
+def command() -> NoReturn:
+    """`medfl` and `python -m medfl`: end after what others have asked to be called at the end, freeing nothing.
+
+    Python would look once more at every object of torch and MONAI, for two seconds, before the prompt is back.
+    """
+    code = 1
+
+    def leave() -> None:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            return  # Python's own end says so
+        os._exit(code)
+
+    atexit.register(leave)  # before all others, so called after them
+    code = main()
+    sys.exit(code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

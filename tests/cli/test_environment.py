@@ -40,6 +40,27 @@ def test_a_stream_may_be_closed_or_full(tmp_path: Path, command: str, code: int)
     assert len(done.stderr.splitlines()) == int("> /dev/full" in command)
 
 
+@pytest.mark.parametrize(("ends", "code"), [("return 3", 3), ("return 0", 0), ("raise KeyError", 1)])
+def test_a_command_ends_without_freeing_what_it_has_imported(tmp_path: Path, ends: str, code: int) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import atexit, sys, threading, time\n"
+        "from medfl.cli import verbs\n"
+        "class Held:\n"
+        "    def __del__(self): print('freed')\n"
+        "held = Held()\n"
+        "def main():\n"
+        "    atexit.register(print, 'asked to be called')\n"
+        "    threading.Thread(target=lambda: (time.sleep(0.2), print('waited for'))).start()\n"
+        f"    {ends}\n"
+        "verbs.main = main\n"
+        "verbs.command()\n"
+    )
+    done = shell(tmp_path, f"{sys.executable} program.py")
+    assert (done.returncode, done.stdout) == (code, "waited for\nasked to be called\n"), done.stderr
+    assert ("KeyError" in done.stderr) == ("KeyError" in ends)
+
+
 def test_what_is_written_into_a_file_is_not_mixed_with_a_closed_stream(tmp_path: Path) -> None:
     program = "import os; from medfl.core import terminal; terminal.mend_streams(); print(os.open('a', 65) > 2)"
     assert shell(tmp_path, f'{sys.executable} -c "{program}" 2>&- <&-').stdout == "True\n"

@@ -94,12 +94,14 @@ class Watch:
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """Watch."""
+        """Watch; what an import compiles is not written meanwhile, so that it counts for nothing."""
+        before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
         self._on = True
         try:
             yield
         finally:
             self._on = False
+            sys.dont_write_bytecode = before
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._on or event in self._may:
