@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 from medfl.cli import (
@@ -68,16 +68,13 @@ def command() -> NoReturn:
     code = 1
 
     def leave() -> None:
-        try:
+        with suppress(OSError, ValueError):  # of a full disk Python's own end speaks
             sys.stdout.flush()
             sys.stderr.flush()
-        except (OSError, ValueError):
-            return  # Python's own end says so
-        os._exit(code)
+            os._exit(code)
 
     atexit.register(leave)  # before all others, so called after them
-    code = main()
-    sys.exit(code)
+    sys.exit(code := main())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -58,7 +58,7 @@ class DataSet:
     Attributes:
         classes: names in label order, as in the source's tables or folders; in segmentation of the mask's values 0, 1,
             ..., the background first.
-        concepts: the classes in words, in the same order.
+        concepts: classification: the classes in words, in the same order.
         centres: where images were taken; one name if the source does not say, or for all where they are too many to
             name (writers).
         channels: channels of an image (1 grey, 3 RGB).
@@ -71,16 +71,13 @@ class DataSet:
         draw: writes a phantom cohort: (folder, generator, images per class, pixels per side) -> number of images.
         per_class: default number of phantom images per class, in segmentation of cases.
         size: default side of phantom images.
-        task: classification or segmentation.
-        open_pair: segmentation: opens an image with its mask, (image, mask) -> anything, raising an InputError that
-            names what is wrong with them.
+        open_pair: makes it a segmentation: opens an image with its mask, (image, mask) -> anything, raising an
+            InputError that names what is wrong with them.
     """
 
     name: str
     title: str
     classes: tuple[str, ...]
-    concepts: tuple[str, ...]
-    centres: tuple[str, ...]
     channels: int
     folders: tuple[str, ...]
     readers: tuple[Layout, ...]
@@ -90,13 +87,19 @@ class DataSet:
     citation: str
     draw: Callable[[Path, np.random.Generator, int, int], int]
     per_class: int
+    concepts: tuple[str, ...] = ()
+    centres: tuple[str, ...] = ("unknown",)
     size: int = 64
-    task: str = "classification"
     open_pair: Callable[[str, str], object] | None = None
     mixed_channels: bool = False
     notes: tuple[str, ...] = ()
     downloads: tuple[Download, ...] = ()
     download_note: str = ""
+
+    @property
+    def task(self) -> str:
+        """Classification or segmentation."""
+        return "segmentation" if self.open_pair else "classification"
 
     @property
     def splits(self) -> tuple[str, ...]:

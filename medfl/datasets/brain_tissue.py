@@ -74,8 +74,6 @@ DATASET = DataSet(
     name="brain_tissue",
     title="Brain tissue on T1 MRI of OASIS: ventricular fluid, grey, white",
     classes=CLASSES,
-    concepts=(),
-    centres=("unknown",),
     channels=1,
     folders=("brain_tissue", "oasis_tissue"),
     readers=(
@@ -94,7 +92,6 @@ DATASET = DataSet(
     draw=draw,
     per_class=30,
     size=48,
-    task="segmentation",
     open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),
     notes=(
         "test and retest scans of a subject stay in one section",

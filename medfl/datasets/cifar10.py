@@ -46,7 +46,6 @@ DATASET = DataSet(
     title="CIFAR-10: ten kinds of animal and vehicle",
     classes=CLASSES,
     concepts=CLASSES,
-    centres=("unknown",),
     channels=3,
     folders=("cifar10", "CIFAR10", "cifar-10"),
     readers=(batches_layout(CIFAR10, len(CLASSES)),),

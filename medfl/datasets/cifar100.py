@@ -28,7 +28,6 @@ DATASET = DataSet(
     title="CIFAR-100: a hundred kinds of thing",
     classes=CLASSES,
     concepts=tuple(name.replace("_", " ") for name in CLASSES),
-    centres=("unknown",),
     channels=3,
     folders=("cifar100", "CIFAR100", "cifar-100"),
     readers=(batches_layout(CIFAR100, len(CLASSES)),),

@@ -16,7 +16,6 @@ DATASET = DataSet(
         *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     ),
     concepts=("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
-    centres=("unknown",),
     channels=1,
     folders=("fmnist", "FashionMNIST", "fashion-mnist"),
     readers=(idx_layout("FashionMNIST", 10),),

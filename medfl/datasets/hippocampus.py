@@ -61,8 +61,6 @@ DATASET = DataSet(
     name="hippocampus",
     title="Hippocampus on T1 MRI: anterior and posterior part (Medical Segmentation Decathlon, task 4)",
     classes=CLASSES,
-    concepts=(),
-    centres=("unknown",),
     channels=1,
     folders=("hippocampus", "msd_hippocampus", ROOT),
     readers=(
@@ -77,7 +75,6 @@ DATASET = DataSet(
     draw=draw,
     per_class=40,
     size=40,
-    task="segmentation",
     open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),
     notes=(
         "the source names no subject: a volume counts as its own, and both sides of one brain may be in two sections",

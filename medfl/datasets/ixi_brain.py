@@ -136,7 +136,6 @@ DATASET = DataSet(
     name="ixi_brain",
     title="Brain mask on T1 MRI: Fed-IXI, three hospitals",
     classes=CLASSES,
-    concepts=(),
     centres=CENTRES,
     channels=1,
     folders=("ixi_brain", "fed_ixi", "IXI-Dataset", "ixi", "brain_t1"),
@@ -173,7 +172,6 @@ DATASET = DataSet(
     draw=draw,
     per_class=42,
     size=48,
-    task="segmentation",
     open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),
     notes=(
         "the masks of IXI were made by a program (ROBEX), not drawn by experts",

@@ -15,7 +15,6 @@ DATASET = DataSet(
     title="MedNIST: six kinds of radiological picture",
     classes=CLASSES,
     concepts=("abdominal CT", "breast MRI", "chest radiograph", "chest CT", "hand radiograph", "head CT"),
-    centres=("unknown",),
     channels=1,
     folders=("mednist", "MedNIST"),
     readers=(

@@ -54,7 +54,6 @@ DATASET = DataSet(
     title="MNIST: handwritten digits",
     classes=tuple(DIGITS),
     concepts=tuple(f"digit {text}" for text in DIGITS),
-    centres=("unknown",),
     channels=1,
     folders=("mnist", "MNIST"),
     readers=(idx_layout("MNIST", 10),),

@@ -96,7 +96,6 @@ DATASET = DataSet(
         "cancer-associated stroma",
         "colorectal adenocarcinoma epithelium",
     ),
-    centres=("unknown",),
     channels=3,
     folders=("nct_crc", "nct-crc", "NCT-CRC-HE", "crc", "kather"),
     readers=tuple(_layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)),

@@ -25,7 +25,6 @@ DATASET = DataSet(
         "Macular hole",
         "Normal retina",
     ),
-    centres=("unknown",),
     channels=1,
     mixed_channels=True,
     folders=("oct_c8", "OCT-C8", "retinal-oct-c8"),

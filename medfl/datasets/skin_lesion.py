@@ -91,9 +91,7 @@ _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as it
 DATASET = DataSet(
     name="skin_lesion",
     title="Skin lesion masks: lesions in dermatoscopic pictures, HAM10000 or ISIC 2016",
-    task="segmentation",
     classes=CLASSES,
-    concepts=(),
     centres=CENTRES,
     channels=3,
     open_pair=functools.partial(read_pair, channels=3, classes=len(CLASSES)),

@@ -29,7 +29,6 @@ DATASET = DataSet(
     title="SVHN: house numbers in street views",
     classes=tuple(DIGITS),
     concepts=tuple(f"digit {text}" for text in DIGITS),
-    centres=("unknown",),
     channels=3,
     folders=("svhn", "SVHN"),
     readers=(stacked("train_32x32.mat and test_32x32.mat (format 2: cropped digits)", _find, 10, "official"),),
