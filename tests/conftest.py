@@ -109,11 +109,23 @@ def warm_address() -> Iterator[str]:
         yield address
 
 
-@pytest.fixture(scope="module")
-def warm(warm_address: str) -> Iterator[None]:
-    """Let the programs of a file that find `support/lean` be forked from a process that has imported all."""
+@pytest.fixture(scope="session")
+def slow_files(request: pytest.FixtureRequest) -> frozenset[Path]:
+    """Return the files of which a slow test is run."""
+    return frozenset(
+        item.path for item in request.session.items if any(map(item.get_closest_marker, ("slow", "flare")))
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm(request: pytest.FixtureRequest, slow_files: frozenset[Path]) -> Iterator[None]:
+    """Let programs that slow tests start be forked from a process that has imported all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MEDFL_TESTS_WARM", warm_address)
+        if request.path in slow_files:
+            from tests.support.programs import python_path
+
+            patch.setenv("MEDFL_TESTS_WARM", request.getfixturevalue("warm_address"))
+            patch.setenv("PYTHONPATH", python_path())
         yield
 
 

@@ -86,6 +86,7 @@ class Evaluator:
     own_modules: Collection[str] = ()
     roots: Collection[Path] = ()
     _members: dict[str, Any] = field(default_factory=dict)
+    _ids: set[int] = field(default_factory=set)  # of the members, which stay
 
     def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
         """Return what an expression, given without its `$`, stands for.
@@ -137,6 +138,7 @@ class Evaluator:
                 raise Refused(f"{printable(path)}, which is not on the list")
             allowed = _PATH_FUNCTIONS.get(path)
             self._members[path] = target if allowed is None else self._looks_inside(target, allowed)
+            self._ids.add(id(self._members[path]))
         return self._members[path]
 
     # Guards
@@ -210,7 +212,7 @@ class Evaluator:
                     self._check_place(place)
 
     def _callable(self, function: Any) -> bool:
-        if id(function) in map(id, self._members.values()) or self._is_own(function):
+        if id(function) in self._ids or self._is_own(function):
             return True
         if isinstance(function, BuiltinMethodType | MethodType) and function.__self__ is not builtins:
             owner = function.__self__

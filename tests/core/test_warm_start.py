@@ -16,7 +16,7 @@ import pytest
 from medfl import datasets
 from tests.support.programs import python_path
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,6 @@ from tests.support.programs import python_path
 
 pytestmark = [
     pytest.mark.flare,
-    pytest.mark.usefixtures("warm"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # FLARE's own
 ]
 

@@ -23,7 +23,7 @@ from medfl.runs import launch
 from tests.support.toy import bits
 
 pytest.importorskip("nvflare")
-pytestmark = [pytest.mark.flare, pytest.mark.usefixtures("warm")]
+pytestmark = pytest.mark.flare
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "scaffold": {},

@@ -28,7 +28,6 @@ from tests.support.toy import bits
 
 pytestmark = [
     pytest.mark.flare,
-    pytest.mark.usefixtures("warm"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # FLARE's own
 ]
 

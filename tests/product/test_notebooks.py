@@ -61,8 +61,7 @@ def test_a_notebook_runs(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
     client = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     pytest.importorskip("pandas")
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the kernel's temporary folders, and all that is written, go here
     monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.delenv("MEDFL_DATA", raising=False)

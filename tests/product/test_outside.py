@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from medfl import datasets
 from medfl.bundle.files import read, shipped_folders
-from medfl.datasets import write_phantom
 from tests.support.watched import check, watched
 from tests.zoo.build import ZOO
 
@@ -23,9 +23,10 @@ REAL = Path(os.environ.get("MEDFL_DATA", ROOT.parent / "shared" / "data")) / "mo
 SHORT = ["--rounds", "1", "--jobs", "1", "--device", "cpu", "--sites", "2", "--partition", "iid"]
 
 
-def outside(place: Path, *runs: list[str]) -> dict[str, Any]:
+def outside(place: Path, *runs: list[str], blank: bool = False) -> dict[str, Any]:
     """As `watched`, of `medfl run` with each of these."""
-    return watched(place, *(["run", *given, "--out", f"{place}/out/{n}", *SHORT] for n, given in enumerate(runs)))
+    commands = (["run", *given, "--out", f"{place}/out/{n}", *SHORT] for n, given in enumerate(runs))
+    return watched(place, *commands, blank=blank)
 
 
 def settings(config: Mapping[str, str]) -> list[str]:
@@ -75,12 +76,13 @@ def test_no_shipped_bundle_changes_anything_outside(tmp_path: Path) -> None:
     runs = []
     for name, root in shipped_folders().items():
         training = read(root / "configs" / "train.yaml")
+        volumes, many = "patch_size" in training, len(datasets.get(name).classes) > 20
         small = {"network_name": "unet8" if training["network_name"].startswith("unet") else "small_cnn"}
-        small |= {} if "patch_size" in training else {"image_size": "32"}
-        size = None if "patch_size" in training else 32
-        drawn = write_phantom(name, tmp_path / "drawn" / name, per_class=10, size=size)
+        small |= {"patch_size": "[16, 16, 16]"} if volumes else {"image_size": "32"}
+        size = 20 if volumes else 16 if many else 32
+        drawn = datasets.write_phantom(name, tmp_path / "drawn" / name, per_class=10, size=size)
         runs.append([name, "--data", str(drawn), "--local-epochs", "1", *settings(small)])
-    check(outside(tmp_path, *runs))
+    check(outside(tmp_path, *runs, blank=True))
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
             given += ["--config", f"{key}={value}"]
         train = ["run", str(ROOT / name), "--data", f"{place}/data/{name}", *given, *SHORT]
         commands += [train, ["export", given[1], "--out", f"{given[1]}-exported", "--formats", "none"]]
-    return place, watched(place, *commands)
+    return place, watched(place, *commands, blank=True)
 
 
 def _drawn(name: str, place: Path) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Programs that tests start, without seconds of imports: forked from a process that has imported torch and MONAI.
 
-A program `python -m MODULE` of `MODULES` asks the warm process before it imports anything (`hand_over`). That one forks
+A program `python -m MODULE` of `MODULES`, or a script of `benchmarks`, asks the warm process before it imports anything
+(`hand_over`). That one forks
 a child with the program's folder, environment, arguments and streams, which runs the module as Python would. The
 program itself stays: it passes signals on to the child, takes it along when it is killed, and ends as the child does.
 
@@ -23,11 +24,12 @@ import struct
 import sys
 from typing import Any
 
-FLARE = "nvflare.private.fed.app."
+FLARE, KERNEL = "nvflare.private.fed.app.", "ipykernel_launcher"
 MODULES = (
-    "medfl", "monai.bundle", f"{FLARE}simulator.simulator", f"{FLARE}simulator.simulator_worker",
+    "medfl", "monai.bundle", KERNEL, f"{FLARE}simulator.simulator", f"{FLARE}simulator.simulator_worker",
     f"{FLARE}client.worker_process", f"{FLARE}server.runner_process",
 )  # fmt: skip
+BENCHMARKS = os.path.abspath(f"{__file__}/../../../../benchmarks") + os.sep
 READ_BY_IMPORTS = ("GOMP_", "KMP_", "LD_", "MKL_", "MONAI", "MPL", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 RLIMITS = 1 + max(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
@@ -55,12 +57,16 @@ def hand_over(address: str, words: list[str]) -> None:
         words: what follows `python` on the command line.
     """
     unbuffered = words[:1] == ["-u"]
-    flag, module, *arguments = [*words[unbuffered:], "", ""]
+    given = words[unbuffered:]
+    is_script = bool(given) and os.path.abspath(given[0]).startswith(BENCHMARKS)
+    program, *arguments = [*given[not is_script :], ""]
+    if not is_script and (given[:1] != ["-m"] or program not in MODULES):
+        return
     more_files = set(os.listdir("/proc/self/fd")) - {"0", "1", "2", "3"}  # the last is the folder that is listed
-    if flag != "-m" or module not in MODULES or (more_files and not module.startswith(FLARE)):  # whose sockets leak
+    if more_files and not program.startswith(FLARE):  # whose sockets leak
         return
     asked = {
-        "like": likeness(), "module": module, "arguments": arguments[:-2], "unbuffered": unbuffered, "path": sys.path,
+        "like": likeness(), "program": program, "arguments": arguments[:-1], "unbuffered": unbuffered, "path": sys.path,
         "folder": os.getcwd(), "environment": dict(os.environ), "mask": os.umask(0), "parent": os.getppid(),
     }  # fmt: skip
     os.umask(asked["mask"])
@@ -154,14 +160,19 @@ def become(asked: dict[str, Any], set_by_imports: dict[str, str]) -> None:
     import numpy
 
     numpy.random.seed()  # noqa: NPY002 - its state is drawn when it is imported
+    if asked["program"] == KERNEL:  # says it by a variable, which matplotlib reads when it is imported
+        import matplotlib
+
+        matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"
     os.setsid()
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(set_by_imports | asked["environment"])
     os.umask(asked["mask"])
     os.getppid = lambda: int(asked["parent"])
-    sys.argv = [asked["module"], *asked["arguments"]]
-    sys.path[:] = [asked["folder"], *asked["path"]]
+    sys.argv = [asked["program"], *asked["arguments"]]
+    is_script = asked["program"].endswith(".py")
+    sys.path[:] = [os.path.dirname(asked["program"]) if is_script else asked["folder"], *asked["path"]]
     sys.path_importer_cache.clear()
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):
@@ -195,4 +206,7 @@ if __name__ == "__main__":
     gc.freeze()
     ASKED = requests(sys.argv[1], LIKE)
     become(ASKED, {name: text for name, text in os.environ.items() if name not in BEFORE})
-    runpy.run_module(ASKED["module"], run_name="__main__", alter_sys=True)
+    if ASKED["program"].endswith(".py"):
+        runpy.run_path(ASKED["program"], run_name="__main__")
+    else:
+        runpy.run_module(ASKED["program"], run_name="__main__", alter_sys=True)
