@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -104,7 +103,7 @@ def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings
     goes to `flare/` in the folder, which is removed unless the run fails. Errors are those of `Simulator.execute`.
     """
     beside = folder.resolve() / FLARE_FOLDER
-    _remove(beside)
+    shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
     job, clients = local_recipe(run, folder, **settings)
     write_job(job, beside)
@@ -133,6 +132,7 @@ def write_job(recipe: Any, folder: Path) -> Path:
 
 def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Path:
     """Run a job as `SimEnv` does, except for output and end; return the output's file."""
+    from medfl.flare.local_federation import kill
     from medfl.flare.parts import SIMULATED
 
     workspace, log = beside / "workspace", beside / "output.txt"
@@ -146,7 +146,7 @@ def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Pat
     try:
         _follow(lambda: child.poll() is not None, beside, say)
     finally:
-        _end(child)
+        kill(child)
     return log
 
 
@@ -171,17 +171,8 @@ def _result(folder: Path, where: str) -> dict[str, Any]:
         raise_error(read_json(beside / ERROR_FILE, "an error that medfl wrote", f"look into {where}"))
     if not (beside / DONE_FILE).is_file():
         raise RunError(f"NVIDIA FLARE ended without a result; {where}; continue with --resume")
-    _remove(beside)
+    shutil.rmtree(beside, ignore_errors=True)
     return read_summary(folder / "summary.json")
-
-
-def _remove(beside: Path) -> None:
-    """Remove FLARE's files; its processes may still write their last lines for some seconds after a run's end."""
-    for _ in range(50):
-        shutil.rmtree(beside, ignore_errors=True)
-        if not beside.exists():
-            return
-        time.sleep(0.2)
 
 
 def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:
@@ -194,13 +185,3 @@ def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:
             say(json.loads(line))
         seen = len(lines)
         time.sleep(0 if over else 0.1)
-
-
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """End the simulator and the processes in its session; the sites' processes end after it."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        if child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, kind)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(5)

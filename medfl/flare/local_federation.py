@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]  # comes with FLARE
 import yaml
 
 from medfl.core.errors import RunError
@@ -98,11 +98,7 @@ class LocalFederation:
 
     def kill(self, name: str) -> None:
         """Kill a participant with its job processes at once, as a power cut would."""
-        process = self._processes.pop(name)
-        for pid in [*_descendants(process.pid), process.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
+        kill(self._processes.pop(name))
 
     def stop(self) -> None:
         """End everything."""
@@ -184,12 +180,30 @@ class LocalFederation:
             self._session = None
 
 
-def _descendants(pid: int) -> list[int]:
-    """Return the ids of all child processes."""
-    import psutil  # type: ignore[import-untyped]  # comes with FLARE
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with all that it has started, and wait until none of them writes any more."""
+    left = descendants(process.pid)
+    process.kill()
+    process.wait()
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    end = time.monotonic() + 10
+    while any(map(_works, left)) and time.monotonic() < end:
+        time.sleep(0.05)
 
+
+def _works(process: Any) -> bool:
     try:
-        return [process.pid for process in psutil.Process(pid).children(recursive=True)]
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def descendants(pid: int) -> list[Any]:
+    """Return all child processes, and theirs."""
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
     except psutil.NoSuchProcess:
         return []
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +15,7 @@ pytest.importorskip("nvflare")
 from medfl import datasets
 from medfl.core.run_folder import RunFolder
 from medfl.flare import job as flare_job
-from medfl.flare.local_federation import SERVER, LocalFederation, _descendants
+from medfl.flare.local_federation import SERVER, LocalFederation, descendants
 from medfl.flare.parts import SIMULATED
 from medfl.runs import launch
 from tests.flare.test_parity import CONFIG, left
@@ -150,8 +148,8 @@ def test_law1_a_run_goes_on_after_a_full_disk_a_killed_job_and_a_killed_server(
 
     number = federation.submit(job.exported({3: "slow"}))
     until((job.out / "flare" / "site-2-3.json").is_file, 240)
-    for pid in _descendants(federation._processes["site-2"].pid):
-        os.kill(pid, signal.SIGKILL)
+    for started in descendants(federation._processes["site-2"].pid):
+        started.kill()
     assert "COMPLETED" not in federation.wait(number)
     assert len(job.rounds()) == 2
 

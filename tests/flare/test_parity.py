@@ -18,11 +18,13 @@ from medfl import datasets
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.storage import load_state, load_weights
-from medfl.flare import job
 from medfl.runs import launch
 from tests.support.toy import bits
 
 pytest.importorskip("nvflare")
+
+from medfl.flare.local_federation import kill
+
 pytestmark = pytest.mark.flare
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,21 +82,19 @@ def test_law1_flare_gives_the_simulator_s_bits(scans: Path, digits: Path, tmp_pa
     assert not (tmp_path / "flare" / "flare").exists()
 
 
-def test_files_that_a_process_writes_after_the_end_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, remove = tmp_path / "flare", shutil.rmtree
-    place.mkdir()
-    (place / "done").touch()
-    (tmp_path / "summary.json").write_text(json.dumps({"rounds": 1, "seconds": 1.0}))
-    late = ["output.txt"]
-
-    def removed(path: Path, **settings: Any) -> None:
-        remove(path, **settings)
-        if late:
-            path.mkdir()
-            (path / late.pop()).touch()
-
-    monkeypatch.setattr(shutil, "rmtree", removed)
-    job._result(tmp_path, "a test")
+def test_what_is_killed_writes_no_more_nor_does_what_it_has_started(tmp_path: Path) -> None:
+    """FLARE's processes write their last lines for seconds after a run's end, each in a session of its own."""
+    place = tmp_path / "flare"
+    writes = f"while True: place.mkdir(exist_ok=True); (place / 'log').write_text('line')"
+    writer = f"from pathlib import Path; place = Path({str(place)!r})\n{writes}"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {writer!r}], start_new_session=True)"
+    process = subprocess.Popen([sys.executable, "-c", starts])
+    while not (place / "log").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    kill(process)
+    shutil.rmtree(place)
+    time.sleep(0.2)
     assert not place.exists()
 
 

@@ -61,6 +61,7 @@ BESIDES = {
     "--preset paper --method fedhelp": "--set large_network=small_cnn --set public=mednist "
     "--set teachers=run:runs/teacher",
     "run ham10000": "--local-epochs 1 --config network=small_cnn",
+    "run brain_tissue": "--local-epochs 1 --config image_size=[16,16,16]",
     "run mednist": "--local-epochs 1",
     "run pneumonia": "--local-epochs 1 --config network=small_cnn",
     "run isic19": "--local-epochs 1 --config network=two_conv --batch-size 32",

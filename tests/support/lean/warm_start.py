@@ -142,17 +142,32 @@ def child(connection: socket.socket, like: list[Any]) -> dict[str, Any]:
 
 
 def watch(pid: int, connection: socket.socket) -> None:
-    """Pass signals on to a child, kill it when its program is gone, and say how it ended."""
+    """Pass signals on to a child, kill it and what it has started when its program is gone, and say how it ended."""
     for stream in (0, 1, 2):
         os.close(stream)
     end = os.pidfd_open(pid)
     while end not in select.select([end, connection], [], [])[0]:
-        for number in connection.recv(64) or [signal.SIGKILL]:
+        numbers = connection.recv(64)
+        for number in numbers:
             os.kill(pid, number)
+        for one in [] if numbers else [pid, *descendants(pid)]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(OSError):
         connection.sendall(struct.pack("<i", code))
     os._exit(0)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return what a process has started, which whoever kills its program's tree does not see."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
+                children = [int(child) for child in file.read().split()]
+            found += [one for child in children for one in (child, *descendants(child))]
+    return found
 
 
 def become(asked: dict[str, Any], set_by_imports: dict[str, str]) -> None:
