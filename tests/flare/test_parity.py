@@ -85,7 +85,7 @@ def test_law1_flare_gives_the_simulator_s_bits(scans: Path, digits: Path, tmp_pa
 def test_what_is_killed_writes_no_more_nor_does_what_it_has_started(tmp_path: Path) -> None:
     """FLARE's processes write their last lines for seconds after a run's end, each in a session of its own."""
     place = tmp_path / "flare"
-    writes = f"while True: place.mkdir(exist_ok=True); (place / 'log').write_text('line')"
+    writes = "while True: place.mkdir(exist_ok=True); (place / 'log').write_text('line')"
     writer = f"from pathlib import Path; place = Path({str(place)!r})\n{writes}"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {writer!r}], start_new_session=True)"
     process = subprocess.Popen([sys.executable, "-c", starts])
