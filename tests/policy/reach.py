@@ -103,7 +103,7 @@ class Reach:
         yield ()
         names = [name for name in self.values if name != "module"]
         yield from ((self.values[name],) for name in names)
-        pairs = ("text", "absolute", "path", "folder", "number", "function", "dict")
+        pairs = ("text", "path", "number", "function", "dict")
         yield from ((self.values[a], self.values[b]) for a in pairs for b in pairs)
 
     def members(self) -> None:
