@@ -125,6 +125,7 @@ def volumes(day: Day) -> None:
         if day.dry and way not in ("eager", "channels-last"):
             continue
         name, base = f"hippocampus-{way}", ["hippocampus", *day.data("msd_hippocampus"), "--eval-every", "0"]
+        base += ["--config", "image_size=[16,24,16]", "--config", "patch_size=null"] if day.dry else []
         row = day.train(name, 2 if day.dry else 8, *base, *flags)
         if "failed" not in row:
             row["images_per_second"] = 4 * (row["site_steps_per_second"] or 0)  # the protocol's batches

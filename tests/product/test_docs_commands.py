@@ -31,6 +31,7 @@ from tests.support.docs_pages import (
     script,
     write_files,
 )
+from tests.support.figures import leave_blank
 from tests.zoo.build import ZOO
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
@@ -50,7 +51,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 @pytest.mark.parametrize("page", METHOD_PAGES)
-def test_a_methods_command_runs(page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_methods_command_runs(
+    page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_blank(monkeypatch)
     for command in commands(page):
         assert is_run(command)
         out = execute(command, capsys)
@@ -131,8 +135,11 @@ FEWER = {"shots": "shots:2,2,0", "centre": "centre", "file": "iid --sites 3"}
 """Partitions with fewer images a site."""
 
 
-def test_the_results_commands_run_on_phantoms(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_results_commands_run_on_phantoms(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a round of one epoch and of one seed each; as phantoms a data set's classes and centres have fewer images."""
+    leave_blank(monkeypatch)
     datasets.write_phantom("mednist", elsewhere / "data" / "mednist-cut" / "public", per_class=20, size=16)
     datasets.write_phantom("ham10000", elsewhere / "data" / "ham-cut" / "public", per_class=20, size=16)
     datasets.write_phantom("pneumonia", elsewhere / "data" / "pneumonia", per_class=20, size=16)
