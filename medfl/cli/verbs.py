@@ -61,10 +61,7 @@ VERBS = (
 
 
 def command() -> NoReturn:
-    """`medfl` and `python -m medfl`: end after what others have asked to be called at the end, freeing nothing.
-
-    Python would look once more at every object of torch and MONAI, for two seconds, before the prompt is back.
-    """
+    """Run `medfl` or `python -m medfl`, and end without freeing torch and MONAI, which takes Python two seconds."""
     code = 1
 
     def leave() -> None:

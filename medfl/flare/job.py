@@ -103,7 +103,7 @@ def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings
     goes to `flare/` in the folder, which is removed unless the run fails. Errors are those of `Simulator.execute`.
     """
     beside = folder.resolve() / FLARE_FOLDER
-    shutil.rmtree(beside, ignore_errors=True)
+    _remove(beside)
     beside.mkdir()
     job, clients = local_recipe(run, folder, **settings)
     write_job(job, beside)
@@ -171,8 +171,17 @@ def _result(folder: Path, where: str) -> dict[str, Any]:
         raise_error(read_json(beside / ERROR_FILE, "an error that medfl wrote", f"look into {where}"))
     if not (beside / DONE_FILE).is_file():
         raise RunError(f"NVIDIA FLARE ended without a result; {where}; continue with --resume")
-    shutil.rmtree(beside, ignore_errors=True)
+    _remove(beside)
     return read_summary(folder / "summary.json")
+
+
+def _remove(beside: Path) -> None:
+    """Remove FLARE's files; the processes of a run that was killed may still write there for some seconds."""
+    for _ in range(50):
+        shutil.rmtree(beside, ignore_errors=True)
+        if not beside.exists():
+            return
+        time.sleep(0.2)
 
 
 def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:

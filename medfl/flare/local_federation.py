@@ -194,18 +194,16 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _works(process: Any) -> bool:
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 def descendants(pid: int) -> list[Any]:
     """Return all child processes, and theirs."""
-    try:
+    with contextlib.suppress(psutil.NoSuchProcess):
         return list(psutil.Process(pid).children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
+    return []
 
 
 def _free_ports(count: int) -> list[int]:
