@@ -23,6 +23,7 @@ from tests.support.toy import bits
 
 pytest.importorskip("nvflare")
 
+from medfl.flare import job
 from medfl.flare.local_federation import kill
 
 pytestmark = pytest.mark.flare
@@ -80,6 +81,25 @@ def test_law1_flare_gives_the_simulator_s_bits(scans: Path, digits: Path, tmp_pa
     assert left(tmp_path / "flare") == left(tmp_path / "simulator")
     assert json.loads((tmp_path / "flare" / "run.json").read_text())["runtime"] == "flare"
     assert not (tmp_path / "flare" / "flare").exists()
+
+
+def test_files_that_a_process_writes_after_the_end_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that was killed the processes end some seconds later."""
+    place, remove = tmp_path / "flare", shutil.rmtree
+    place.mkdir()
+    (place / "done").touch()
+    (tmp_path / "summary.json").write_text(json.dumps({"rounds": 1, "seconds": 1.0}))
+    late = ["output.txt"]
+
+    def removed(path: Path, **settings: Any) -> None:
+        remove(path, **settings)
+        if late:
+            path.mkdir()
+            (path / late.pop()).touch()
+
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    job._result(tmp_path, "a test")
+    assert not place.exists()
 
 
 def test_what_is_killed_writes_no_more_nor_does_what_it_has_started(tmp_path: Path) -> None:
