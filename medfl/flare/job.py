@@ -132,7 +132,7 @@ def write_job(recipe: Any, folder: Path) -> Path:
 
 def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Path:
     """Run a job as `SimEnv` does, except for output and end; return the output's file."""
-    from medfl.flare.local_federation import kill
+    from medfl.flare.local_federation import kill_tree
     from medfl.flare.parts import SIMULATED
 
     workspace, log = beside / "workspace", beside / "output.txt"
@@ -146,7 +146,7 @@ def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Pat
     try:
         _follow(lambda: child.poll() is not None, beside, say)
     finally:
-        kill(child)
+        kill_tree(child)
     return log
 
 

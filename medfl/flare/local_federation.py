@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]  # comes with FLARE
+import psutil  # type: ignore[import-untyped]  # comes with FLARE and has no types
 import yaml
 
 from medfl.core.errors import RunError
@@ -98,7 +98,7 @@ class LocalFederation:
 
     def kill(self, name: str) -> None:
         """Kill a participant with its job processes at once, as a power cut would."""
-        kill(self._processes.pop(name))
+        kill_tree(self._processes.pop(name))
 
     def stop(self) -> None:
         """End everything."""
@@ -180,13 +180,13 @@ class LocalFederation:
             self._session = None
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with all that it has started, and wait until none of them writes any more."""
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with all that it has started, and wait, at most ten seconds, until none writes any more."""
     left = descendants(process.pid)
     process.kill()
     process.wait()
     for one in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its parent
             one.kill()
     end = time.monotonic() + 10
     while any(map(_works, left)) and time.monotonic() < end:
@@ -194,14 +194,14 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _works(process: Any) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.NoSuchProcess):  # ended, which is the answer
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
 def descendants(pid: int) -> list[Any]:
-    """Return all child processes, and theirs."""
-    with contextlib.suppress(psutil.NoSuchProcess):
+    """Return the child processes (`psutil.Process`), and theirs; none of a process that has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # as said
         return list(psutil.Process(pid).children(recursive=True))
     return []
 

@@ -86,7 +86,7 @@ class Evaluator:
     own_modules: Collection[str] = ()
     roots: Collection[Path] = ()
     _members: dict[str, Any] = field(default_factory=dict)
-    _ids: set[int] = field(default_factory=set)  # of the members, which stay
+    _ids: set[int] = field(default_factory=set)  # of the members, which live as long
 
     def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
         """Return what an expression, given without its `$`, stands for.

@@ -44,7 +44,7 @@ def test_a_stream_may_be_closed_or_full(tmp_path: Path, command: str, code: int)
 def test_a_command_ends_without_freeing_what_it_has_imported(tmp_path: Path, ends: str, code: int) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        "import atexit, sys, threading, time\n"
+        "import atexit, threading, time\n"
         "from medfl.cli import verbs\n"
         "class Held:\n"
         "    def __del__(self): print('freed')\n"

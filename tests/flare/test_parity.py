@@ -24,7 +24,7 @@ from tests.support.toy import bits
 pytest.importorskip("nvflare")
 
 from medfl.flare import job
-from medfl.flare.local_federation import kill
+from medfl.flare.local_federation import kill_tree
 
 pytestmark = pytest.mark.flare
 
@@ -112,7 +112,7 @@ def test_what_is_killed_writes_no_more_nor_does_what_it_has_started(tmp_path: Pa
     while not (place / "log").exists():
         assert process.poll() is None
         time.sleep(0.01)
-    kill(process)
+    kill_tree(process)
     shutil.rmtree(place)
     time.sleep(0.2)
     assert not place.exists()

@@ -1,9 +1,9 @@
 """Programs that tests start, without seconds of imports: forked from a process that has imported torch and MONAI.
 
 A program `python -m MODULE` of `MODULES`, or a script of `benchmarks`, asks the warm process before it imports anything
-(`hand_over`). That one forks
-a child with the program's folder, environment, arguments and streams, which runs the module as Python would. The
-program itself stays: it passes signals on to the child, takes it along when it is killed, and ends as the child does.
+(`hand_over`). That one forks a child with the program's folder, environment, arguments and streams, which runs the
+module or script as Python would. The program itself stays: it passes signals on to the child, takes it and what it has
+started along when it is killed, and ends as the child does.
 
 A program that is not like the warm process goes on by itself, as always: in a sandbox, under other limits, with other
 variables that libraries read when they are imported, or with more open files than the three streams.
