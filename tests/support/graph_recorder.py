@@ -28,7 +28,7 @@ from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, sgd
 
 
 class Recorder:
-    """`medfl.training.accelerate.recordings.Graph` on the CPU."""
+    """`medfl.training.accelerate.cuda_graphs.CudaGraph` on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.listener = _Listener()

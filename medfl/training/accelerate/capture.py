@@ -33,10 +33,10 @@ from torch.optim import optimizer as _optimizers
 from medfl.core.seeding import snapshot_rng
 from medfl.training.accelerate import recordings
 from medfl.training.accelerate.compiled import compile_enabled, compile_for_visit
-from medfl.training.accelerate.cuda_graphs import GRAPHS, count_in_tensors
+from medfl.training.accelerate.cuda_graphs import GRAPHS, CudaGraph, count_in_tensors
 from medfl.training.accelerate.interleave import current_visit
 from medfl.training.accelerate.pack_sites import QUEUE_LENGTH, Request
-from medfl.training.accelerate.recordings import Graph, Recording, VisitMemory
+from medfl.training.accelerate.recordings import Recording, VisitMemory
 from medfl.training.accelerate.replayable import OperationLog, ReachableState, StorageIds, with_index
 from medfl.training.accelerate.vmapped import CannotBeTraced, Step
 from medfl.training.site import Site
@@ -138,7 +138,7 @@ class StepRunner:
         self.replayed, self.eager = 0, ""
         self._step, self._device, self._expected = step, device, expected
         self._eager_only = True
-        self._graph: Graph | None = None
+        self._graph: CudaGraph | None = None
         self._recording: Recording | None = None
         self._request: Request | None = None  # steps that were promised
         self._compiled: Step | None = None

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from medfl.core.importing import without_gc
-from medfl.training.accelerate.recordings import Graph
 
 
 def count_in_tensors(optimizer: Optimizer, varying_rates: bool) -> None:
@@ -74,7 +73,7 @@ class CudaGraph:
 
     @contextmanager
     def warming(self) -> Iterator[None]:
-        """Run a block on the stream of the capture."""
+        """Run the eager steps before the capture on its stream."""
         stream, current = self._streams[self._device], torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -82,7 +81,14 @@ class CudaGraph:
         current.wait_stream(stream)
 
     def capture(self, step: Callable[[], Tensor]) -> Tensor:
-        """Record a step, then do it by its first replay."""
+        """Record a step, then do it by its first replay.
+
+        Returns:
+            The step's loss, in memory where each replay writes its own.
+
+        Raises:
+            RuntimeError: it cannot be recorded; the step was not done.
+        """
         generator = torch.cuda.default_generators[self._device.index]
         before = generator.get_state()
         try:
@@ -105,7 +111,7 @@ class CudaGraph:
         return loss
 
     def replay(self) -> None:
-        """Launch the graph on the current stream."""
+        """Repeat the recorded operations on the current stream."""
         self._graph.replay()
 
     @contextmanager
@@ -119,10 +125,10 @@ class CudaGraph:
             yield
 
     def join(self, count: int) -> None:
-        """Let the stream of the capture wait for the branches."""
+        """Let what follows in a capture wait for its branches, 0 to count - 1."""
         for stream in self._branch_streams[self._device][:count]:
             torch.cuda.current_stream(self._device).wait_stream(stream)
 
 
-GRAPHS: dict[str, Callable[[torch.device], Graph]] = {"cuda": CudaGraph}
+GRAPHS: dict[str, Callable[[torch.device], CudaGraph]] = {"cuda": CudaGraph}
 """Type of device -> what records steps there; on all others they run eagerly."""

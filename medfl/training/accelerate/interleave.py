@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
@@ -31,9 +32,7 @@ class Visit(Generic[T]):
     def __init__(self, task: Task[T]) -> None:
         """Start the thread, which waits for its first turn."""
         self.request: Any = None
-        self.ended = False
-        self._result: list[T] = []
-        self._error: BaseException | None = None
+        self._outcome: Future[T] = Future()
         self._cancelled = False
         self._own_turn, self._main_turn = threading.Semaphore(0), threading.Semaphore(0)
         self._task, self._restore_rng = task, snapshot_rng()
@@ -59,11 +58,14 @@ class Visit(Generic[T]):
         if self._cancelled:
             raise Cancelled
 
+    @property
+    def ended(self) -> bool:
+        """Whether the task is over."""
+        return self._outcome.done()
+
     def result(self) -> T:
         """Return what the task returned, or raise what it raised."""
-        if self._error is not None:
-            raise self._error
-        return self._result[0]
+        return self._outcome.result()
 
     def cancel(self) -> None:
         """End the visit where it is."""
@@ -74,15 +76,14 @@ class Visit(Generic[T]):
 
     def _run(self) -> None:
         self._own_turn.acquire()
-        token = _VISIT.set(self)
+        _VISIT.set(self)  # of the thread's own context
         try:
-            if not self._cancelled:
-                self._result.append(self._task())
+            if self._cancelled:
+                raise Cancelled
+            self._outcome.set_result(self._task())
         except BaseException as error:  # it is raised again where the result is asked for
-            self._error = error
+            self._outcome.set_exception(error)
         finally:
-            _VISIT.reset(token)
-            self.ended = True
             self._main_turn.release()
 
 

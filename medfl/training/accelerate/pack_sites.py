@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from medfl.training.accelerate.compiled import compile_step
-from medfl.training.accelerate.recordings import Graph, Recording, VisitMemory, relocated
+from medfl.training.accelerate.cuda_graphs import CudaGraph
+from medfl.training.accelerate.recordings import Recording, VisitMemory, relocated
 from medfl.training.accelerate.vmapped import GroupedStep, trace_step
 
 QUEUE_LENGTH = 16
@@ -58,7 +59,7 @@ class Request:
     shape: Hashable
     step: Callable[..., Tensor]
     memory: VisitMemory
-    make_graph: Callable[[], Graph]
+    make_graph: Callable[[], CudaGraph]
     batches: list[tuple[Tensor, ...]] = field(default_factory=list)
     losses: Tensor = field(default_factory=lambda: torch.empty(0))
     eager_step: Callable[..., Tensor] | None = None

@@ -10,45 +10,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim import Optimizer
+
+from medfl.training.accelerate.cuda_graphs import CudaGraph
 
 _MAX_RECORDINGS = 16  # each has the memory of a network and its optimiser
 _RECORDINGS: OrderedDict[Hashable, Recording] = OrderedDict()
-
-
-class Graph(Protocol):
-    """Records a step after some eager ones, and repeats it."""
-
-    def prepare(self, optimizer: Optimizer, varying_rates: bool) -> None:
-        """Make an optimiser that has not stepped yet fit to be captured; its rates may vary between rounds."""
-
-    def warming(self) -> AbstractContextManager[None]:
-        """Return the context of the eager steps before the capture."""
-
-    def capture(self, step: Callable[[], Tensor]) -> Tensor:
-        """Do a step and record it.
-
-        Returns:
-            The step's loss, in memory where each replay writes its own.
-
-        Raises:
-            RuntimeError: it cannot be recorded; the step was not done.
-        """
-
-    def replay(self) -> None:
-        """Repeat the recorded operations."""
-
-    def branch(self, index: int) -> AbstractContextManager[None]:
-        """Return the context of operations of a capture that may run in parallel with its other branches."""
-
-    def join(self, count: int) -> None:
-        """Let what follows in a capture wait for its branches, 0 to count - 1."""
 
 
 class VisitMemory:
@@ -84,7 +55,9 @@ class Recording:
         RuntimeError: the step cannot be recorded; it was not done.
     """
 
-    def __init__(self, graph: Graph, step: Callable[..., Tensor], memory: VisitMemory, batch: Sequence[Tensor]) -> None:
+    def __init__(
+        self, graph: CudaGraph, step: Callable[..., Tensor], memory: VisitMemory, batch: Sequence[Tensor]
+    ) -> None:
         self._graph = graph
         self._inputs = [tensor.detach().clone() for tensor in batch]
         self._blocks = [block.clone() for block in memory.blocks]
