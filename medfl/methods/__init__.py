@@ -84,17 +84,17 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
         InputError: unknown method or option, or a value that the option does not allow; the valid ones are listed.
     """
     cls = method_class(name)
-    own = {field.name: field for field in dataclasses.fields(cls)}
-    shared = {field.name: field for field in dataclasses.fields(Sharing)} if cls.takes_prototypes else {}
+    own_fields = {field.name: field for field in dataclasses.fields(cls)}
+    shared_fields = {field.name: field for field in dataclasses.fields(Sharing)} if cls.takes_prototypes else {}
     if not isinstance(options, Mapping | None):
         raise InputError(f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}")
-    forms = {key: OptionForm.of(field) for key, field in {**shared, **own}.items()}
+    forms = {key: OptionForm.of(field) for key, field in {**shared_fields, **own_fields}.items()}
     values = read_options(name, forms, {**(options or {}), **more})
-    method = cls(**{key: value for key, value in values.items() if key in own})
-    sharing = Sharing(**{key: value for key, value in values.items() if key not in own})
+    method = cls(**{key: value for key, value in values.items() if key in own_fields})
+    sharing = Sharing(**{key: value for key, value in values.items() if key not in own_fields})
     if sharing.prototypes:
         return WithPrototypes(method, sharing)
-    idle = [field.name for field in shared.values() if getattr(sharing, field.name) != field.default]
+    idle = [field.name for field in shared_fields.values() if getattr(sharing, field.name) != field.default]
     if idle:
         raise InputError(
             f"{idle[0]}={getattr(sharing, idle[0])} for method {name!r} without prototypes",
@@ -151,9 +151,16 @@ def values_of(method: Method) -> dict[str, Any]:
     return dataclasses.asdict(method)
 
 
-def options_of(cls: type[Method]) -> list[dict[str, Any]]:
-    """Return default and help of each option of a method, and what `OptionForm` knows of it."""
-    return _described(cls)
+def options_of(cls: type[Method] | type[Sharing]) -> list[dict[str, Any]]:
+    """Return default and help of each option of a method, and what `OptionForm` knows of it.
+
+    Its own come first, then those that it shares with others.
+    """
+    order = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
+    return [
+        {**dataclasses.asdict(OptionForm.of(f)), "default": f.default, "help": f.metadata.get("help", "")}
+        for f in sorted(dataclasses.fields(cls), key=lambda field: order.index(field.name))
+    ]  # fmt: skip
 
 
 def has_option(name: str, option_name: str) -> bool:
@@ -163,7 +170,7 @@ def has_option(name: str, option_name: str) -> bool:
 
 def prototype_options(cls: type[Method]) -> list[dict[str, Any]]:
     """Return what `options_of` does, of the options of prototype sharing; [] where it is not taken."""
-    return _described(Sharing) if cls.takes_prototypes else []
+    return options_of(Sharing) if cls.takes_prototypes else []
 
 
 def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
@@ -180,12 +187,3 @@ def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
             "hooks are those of Method and of the classes that docs/extend.md lists",
             f"derive from medfl.methods.{owners[hook].__name__} too" if unasked else "declare the groups with groups()",
         )
-
-
-def _described(cls: Any) -> list[dict[str, Any]]:
-    """Describe the options: a method's own first, then those that it shares with others."""
-    order = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
-    return [
-        {**dataclasses.asdict(OptionForm.of(f)), "default": f.default, "help": f.metadata.get("help", "")}
-        for f in sorted(dataclasses.fields(cls), key=lambda field: order.index(field.name))
-    ]  # fmt: skip

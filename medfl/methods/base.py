@@ -136,7 +136,7 @@ class Method:
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train on the site's data from the received model; return the next State and the reply."""
-        model = site.model(merged(_shared(down), state.get("weights", {})))
+        model = site.model(_complete(state, down))
         report = self.train(model, site, state, down)
         if not isinstance(report, FitReport):
             raise InputError(
@@ -157,12 +157,12 @@ class Method:
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the network that the site is judged by, from its State and the newest broadcast."""
-        return site.model(merged(_shared(down), state.get("weights", {})))
+        return site.model(_complete(state, down))
 
 
-def _shared(down: Message) -> Weights:
-    """Return the weights of a broadcast; a group without tensors does not cross a wire."""
-    return down.tensors.get("weights", {})
+def _complete(state: State, down: Message) -> Weights:
+    """Return the received weights and the site's own; a group without tensors does not cross a wire."""
+    return merged(down.tensors.get("weights", {}), state.get("weights", {}))
 
 
 # Means over a group of replies, in sorted site order, never in order of arrival
@@ -184,6 +184,10 @@ def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
 def uniform_shares(replies: Mapping[str, Message]) -> dict[str, float]:
     """Return 1/S for each of the S participants."""
     return {name: 1 / len(replies) for name in sorted(replies)}
+
+
+MEANS = ("uniform", "samples")
+"""Choices of an option that `shares_by` reads."""
 
 
 def shares_by(weights: str, replies: Mapping[str, Message]) -> dict[str, float]:

@@ -28,7 +28,7 @@ from medfl.methods._parts.class_heads import class_count, fit_head, with_class_h
 from medfl.methods._parts.prototypes import Gaussians, gaussians, pool
 from medfl.methods.base import Group, Method, option
 from medfl.networks.heads import head, head_name
-from medfl.training import Host, Site
+from medfl.training import Host, Site, snapshot
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,7 @@ class CCVR(Method):
             optimizer = torch.optim.SGD(layer.parameters(), self.calibration_lr, self.calibration_momentum)
             fit_head(layer, optimizer, x, y, self.calibration_epochs, self.calibration_batch, generator)
         name = head_name(network)
-        retrained = {
-            f"{name}.{own}".removeprefix("."): value.detach().clone() for own, value in layer.state_dict().items()
-        }
-        return {**weights, **retrained}
+        return {**weights, **{f"{name}.{own}".removeprefix("."): tensor for own, tensor in snapshot(layer).items()}}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the newest calibrated model; before the first calibration the plain one."""

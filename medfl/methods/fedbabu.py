@@ -17,7 +17,7 @@ from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.personal_head import PersonalHead
-from medfl.methods.base import option, shares_by, weighted_mean
+from medfl.methods.base import MEANS, option, shares_by, weighted_mean
 from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
 
@@ -26,9 +26,7 @@ class FedBABU(PersonalHead):
     """FedAvg of the body around a head that is never trained; fine-tuned where it is used."""
 
     finetune_epochs: int = option(5, "epochs on the whole network before a site is judged (paper: 5)", minimum=0)
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (code), or by samples", choices=("uniform", "samples")
-    )
+    weights: str = option("uniform", "mean over participants: 1/S (code), or by samples", choices=MEANS)
 
     paper = "FedBABU: Toward Enhanced Representation for Federated Image Classification (Oh et al., 2022)"
 
@@ -44,8 +42,7 @@ class FedBABU(PersonalHead):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the bodies."""
-        shares = shares_by(self.weights, replies)
-        return {"weights": weighted_mean(replies, "weights", shares)}
+        return {"weights": weighted_mean(replies, "weights", shares_by(self.weights, replies))}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the averaged body with the initial head."""

@@ -43,8 +43,7 @@ class FedBN(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average what was shared."""
-        shares = shares_by(self.weights, replies)
-        return {"weights": weighted_mean(replies, "weights", shares)}
+        return {"weights": weighted_mean(replies, "weights", shares_by(self.weights, replies))}
 
 
 METHOD = FedBN

@@ -37,7 +37,6 @@ class SimplexHead(nn.Linear):
     """
 
     def __init__(self, features: int, dimension: int, classes: int) -> None:
-        """Draw the simplex."""
         super().__init__(features, dimension)
         self.temperature = nn.Parameter(torch.ones(()))
         self.etf: Tensor

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.data.prepared import Shard
 from medfl.data.public import Public
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
@@ -92,7 +91,10 @@ class FedKEMF(PublicMethod, PrivateModels):
             return divergence(public.outputs(network, x), teacher)  # (3)
 
         size = self.server_batch_size or (4 if host.task.kind == "segmentation" else 64)
-        server = as_site(host, public.shard, LocalSettings(self.server_epochs, size, optimizer))
+        settings, items = LocalSettings(self.server_epochs, size, optimizer), public.shard
+        server = Site(  # `fit` trains there too
+            "server", host.seed, items, items, items, divergence, settings, host.networks, host.round, host.task
+        )
         everything = torch.arange(len(public))
         fit(k, on_public(server, public, everything, None, self.server_epochs, size), objective=objective)
 
@@ -108,11 +110,6 @@ class FedKEMF(PublicMethod, PrivateModels):
 
         train_together(site, private, knowledge, loss, "knowledge")
         return {"private": snapshot(private)}, Message({"weights": snapshot(knowledge)})
-
-
-def as_site(host: Host, shard: Shard, settings: LocalSettings) -> Site:
-    """Return the server as a site that holds the public items, so that `fit` trains there too."""
-    return Site("server", host.seed, shard, shard, shard, divergence, settings, host.networks, host.round, host.task)
 
 
 METHOD = FedKEMF

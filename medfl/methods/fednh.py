@@ -25,7 +25,7 @@ from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import class_means, merge
 from medfl.methods.base import Group, Method, option, step_towards, uniform_shares, weighted_mean
-from medfl.networks.heads import head, head_name, replace_head
+from medfl.networks.heads import head_name, replace_head
 from medfl.training import Host, Site, snapshot
 
 
@@ -33,7 +33,6 @@ class CosineHead(nn.Linear):
     """Logits s (f/||f||) W'; the rows of `weight` are W, without gradient."""
 
     def __init__(self, features: int, classes: int, scale: float, learn_scale: bool) -> None:
-        """Spread the rows of W over the sphere."""
         super().__init__(features, classes, bias=False)
         self.weight = nn.Parameter(spread(classes, features), requires_grad=False)
         self.scale = nn.Parameter(torch.tensor(scale), requires_grad=learn_scale)
@@ -77,7 +76,7 @@ class FedNH(Method):
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average body and s, move the prototypes."""
         old, network = server["weights"], host.model(server["weights"])
-        mean, name = weighted_mean(replies, "weights", uniform_shares(replies)), _name(network)
+        mean, name = weighted_mean(replies, "weights", uniform_shares(replies)), f"{head_name(network)}.weight"
         weights = step_towards(old, mean, self.server_lr, dict(network.named_parameters()))
         weights[name] = self._moved(old[name], [replies[k]["prototypes"] for k in sorted(replies)])
         return {"weights": weights}
@@ -101,11 +100,6 @@ def spread(classes: int, features: int) -> Tensor:
         push = (10 * (rows @ rows.T)).exp().fill_diagonal_(0) @ rows
         rows = normalize(rows - 0.1 * 0.99**step * normalize(push, dim=1), dim=1)
     return rows
-
-
-def _name(network: nn.Module) -> str:
-    assert isinstance(head(network), CosineHead)
-    return f"{head_name(network)}.weight"
 
 
 METHOD = FedNH

@@ -25,7 +25,7 @@ from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, merge
-from medfl.methods.base import Group, Method, option
+from medfl.methods.base import MEANS, Group, Method, option
 from medfl.networks.heads import features_and_output, head
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
@@ -37,7 +37,7 @@ class FedProc(Method):
     alpha: float = option(1.0, "weight of the prototype loss in round 1; it falls to 0", minimum=0.0, maximum=1.0)
     rounds: int = option(100, "T, the round in which it is 0; default in a run: its number of rounds", minimum=1)
     tau: float = option(1.0, "temperature, above 0 (re-implementations: 1)", minimum=1e-6)
-    average: str = option("uniform", "mean over a class's owners: plain or by samples", choices=("uniform", "samples"))
+    average: str = option("uniform", "mean over a class's owners: plain or by samples", choices=MEANS)
 
     paper = "FedProc: Prototypical contrastive federated learning on non-IID data (Mu et al., 2023)"
     tasks = ("classification",)

@@ -32,7 +32,7 @@ from medfl.methods._parts.prototype_exchange import (
     received,
 )
 from medfl.methods._parts.prototypes import class_counts, class_indices, class_means, distance, prototype_groups
-from medfl.methods.base import Group, option
+from medfl.methods.base import MEANS, Group, option
 from medfl.networks.heads import features_and_output, head
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
@@ -43,9 +43,7 @@ class FedProto(PrototypeExchange):
 
     lam: float = option(1.0, "lambda, pull towards the prototypes (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0)
     weights: str = option(
-        "uniform",
-        "mean over a class's owners: plain (public code), or by samples (paper)",
-        choices=("uniform", "samples"),
+        "uniform", "mean over a class's owners: plain (public code), or by samples (paper)", choices=MEANS
     )
     predict: str = option(
         "prototypes",

@@ -34,7 +34,6 @@ class TwoHeads(nn.Linear):
     """
 
     def __init__(self, generic: nn.Linear) -> None:
-        """Take the weights over."""
         shape = (generic.in_features, generic.out_features, generic.bias is not None)
         super().__init__(*shape, dtype=generic.weight.dtype)
         self.load_state_dict(generic.state_dict())

@@ -161,7 +161,6 @@ class SuperModel(nn.Module):
     """
 
     def __init__(self, w_g: nn.Module, experts: Mapping[int, nn.Module], selector: nn.Module, threshold: float) -> None:
-        """Hold the models."""
         super().__init__()
         self.w_g, self.selector, self.threshold = w_g, selector, threshold
         self.experts = nn.ModuleDict({str(number): expert for number, expert in experts.items()})

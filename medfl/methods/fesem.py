@@ -27,7 +27,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
-from medfl.methods.base import Method, option, sample_shares, uniform_shares, weighted_mean
+from medfl.methods.base import MEANS, Method, option, shares_by, weighted_mean
 from medfl.training import Host, Site, snapshot
 
 
@@ -46,9 +46,7 @@ class FeSEM(Method):
         "a site's centre is the nearest, or goes by whether it has fewer classes than the mean",
         choices=("distance", "by_class_count"),
     )
-    weights: str = option(
-        "uniform", "mean over a centre's members: plain or by samples", choices=("uniform", "samples")
-    )
+    weights: str = option("uniform", "mean over a centre's members: plain or by samples", choices=MEANS)
     predict: str = option("centre", "a site is judged by its centre or its local model", choices=("centre", "local"))
 
     paper = "Multi-Center Federated Learning (Xie et al., 2020)"
@@ -111,12 +109,11 @@ class FeSEM(Method):
         self, centres: Sequence[Weights], assignment: Mapping[str, int], replies: Mapping[str, Message]
     ) -> list[Weights]:
         """Return the centres after an M-step."""
-        shares = uniform_shares if self.weights == "uniform" else sample_shares
         members: list[dict[str, Message]] = [{} for _ in centres]
         for name, reply in replies.items():
             members[assignment.get(name, 0)][name] = reply
         return [
-            weighted_mean(own, "weights", shares(own)) if own else centre
+            weighted_mean(own, "weights", shares_by(self.weights, own)) if own else centre
             for centre, own in zip(centres, members, strict=True)
         ]
 

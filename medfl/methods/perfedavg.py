@@ -37,7 +37,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.data.prepared import Batch
 from medfl.methods._parts.side_stream import SideStream
-from medfl.methods.base import Method, option, shares_by, weighted_mean
+from medfl.methods.base import MEANS, Method, option, shares_by, weighted_mean
 from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
 
@@ -55,9 +55,7 @@ class PerFedAvg(Method):
         choices=("global", "own"),
     )  # fmt: skip
     finetune_steps: int = option(1, "steps of rate alpha on a training batch before a site is judged", minimum=0)
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
-    )
+    weights: str = option("uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS)
 
     paper = (
         "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach "
@@ -108,8 +106,7 @@ class PerFedAvg(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the sites' weights."""
-        shares = shares_by(self.weights, replies)
-        return {"weights": weighted_mean(replies, "weights", shares)}
+        return {"weights": weighted_mean(replies, "weights", shares_by(self.weights, replies))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w, or the site's own, adapted to its training data."""

@@ -41,7 +41,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import Group, Method, option, shares_by, step_towards, trained_names, weighted_mean
+from medfl.methods.base import MEANS, Group, Method, option, shares_by, step_towards, trained_names, weighted_mean
 from medfl.training import Host, Site, fit, snapshot, split_names
 
 _NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
@@ -60,9 +60,7 @@ class PFedBayes(Method):
     beta: float = option(1.0, "the server's step towards the sites' mean", minimum=0.0)
     draws: int = option(0, "judge by the mean probability of this many draws (10), 0: by the mean weights", minimum=0)
     optimizer: str = option("adam", "Adam at the run's learning rate, or the run's optimiser", choices=("adam", "run"))
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
-    )
+    weights: str = option("uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS)
 
     paper = "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"
     judged = "personal"
@@ -174,7 +172,6 @@ class Gaussian(nn.Module):
     """
 
     def __init__(self, network: nn.Module, rho: Weights, noise: torch.Generator) -> None:
-        """Take the network, copy rho."""
         super().__init__()
         own = dict(network.named_parameters())
         self.network, self.names, self.noise = network, sorted(rho), noise

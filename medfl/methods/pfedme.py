@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import Method, option, shares_by, step_towards, trained_names, weighted_mean
+from medfl.methods.base import MEANS, Method, option, shares_by, step_towards, trained_names, weighted_mean
 from medfl.training import Host, Site, fit, snapshot
 
 
@@ -45,9 +45,7 @@ class PFedMe(Method):
         "theta", "a site's model: theta_i (paper), or w_i, which follows it slowly (as public code has it)",
         choices=("theta", "w"),
     )  # fmt: skip
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
-    )
+    weights: str = option("uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS)
 
     paper = "Personalized Federated Learning with Moreau Envelopes (T. Dinh et al., 2020)"
     judged = "personal"
@@ -83,8 +81,7 @@ class PFedMe(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""
-        shares = shares_by(self.weights, replies)
-        mean, old = weighted_mean(replies, "weights", shares), server["weights"]
+        old, mean = server["weights"], weighted_mean(replies, "weights", shares_by(self.weights, replies))
         return {"weights": step_towards(old, mean, self.beta, trained_names(host.model(old)))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

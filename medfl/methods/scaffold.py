@@ -19,7 +19,7 @@ from torch import nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods.base import Group, Method, option, shares_by, step_towards, uniform_shares, weighted_mean
+from medfl.methods.base import MEANS, Group, Method, option, shares_by, step_towards, uniform_shares, weighted_mean
 from medfl.training import Host, Site, fit, snapshot, zeros_of
 
 
@@ -33,9 +33,7 @@ class Scaffold(Method):
         "c_i from the weight difference (option II), from the mean gradient, or by optimiser",
         choices=("auto", "difference", "gradient"),
     )
-    weights: str = option(
-        "uniform", "mean over participants: 1/S (paper), or by samples", choices=("uniform", "samples")
-    )
+    weights: str = option("uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS)
 
     paper = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
 
@@ -84,8 +82,7 @@ class Scaffold(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""
-        shares = shares_by(self.weights, replies)
-        mean = weighted_mean(replies, "weights", shares)
+        mean = weighted_mean(replies, "weights", shares_by(self.weights, replies))
         weights = step_towards(server["weights"], mean, self.server_lr, server["control"])
         change = weighted_mean(replies, "control", uniform_shares(replies))
         part = len(replies) / num_sites  # mean over participants times S/N is the sum over N

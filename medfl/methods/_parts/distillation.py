@@ -43,5 +43,4 @@ def set_loss(z: Tensor, sets: Tensor) -> Tensor:
         z: logits (B, K, ...) of the large model.
         sets: (B, K, ...) bool, constant.
     """
-    log_p = log_softmax(z.to(torch.promote_types(z.dtype, torch.float32)), 1)
-    return -(log_p * sets).sum(1).mean()
+    return -(log_probabilities(z) * sets).sum(1).mean()

@@ -42,14 +42,14 @@ def pixel_classes(masks: Tensor) -> Tensor:
     return (masks.argmax(1) if masks.shape[1] > 1 else masks[:, 0]).flatten(1).long()
 
 
-def class_counts(shard: Shard, num_classes: int, batch_size: int = 256) -> Tensor:
+def class_counts(shard: Shard, num_classes: int) -> Tensor:
     """Return how many items of each class a site has, (K,) int64; from the data list where it has labels.
 
     An image without a label (-1) counts for none.
     """
     labels = torch.tensor(shard.labels, dtype=torch.int64)
     if len(labels) < len(shard):
-        labels = torch.cat([class_indices(y).cpu() for _, y in shard.batches(batch_size)])
+        labels = torch.cat([class_indices(y).cpu() for _, y in shard.batches(256)])
     return torch.bincount(labels[labels >= 0], minlength=num_classes)
 
 

@@ -14,11 +14,8 @@ from medfl.core.errors import InputError
 from medfl.data.prepared import Batch, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods._parts.extras import PublicData
-from medfl.methods.base import Group, Method
+from medfl.methods.base import Method
 from medfl.training import Host, Site
-
-SCORES = (Group("scores", smaller=True), Group("positions", up=False))
-"""What travels where sites answer to public items and the server says to which."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,6 @@ class Lesson:
     """
 
     def __init__(self, options: LessonOptions, site: Site, state: State, network: nn.Module) -> None:
-        """Continue from the State."""
         self.options, self.network, self.public, self.device = options, network, public_data(site), site.device
         self.head = head_like(head(network), self.public.task.num_classes).to(site.device)
         self.head.load_state_dict(state["public_head"])

@@ -26,7 +26,6 @@ class Relation(nn.Module):
     """Scores (B, J) in (0, 1) of features (B, d) with class features (J, d); 6,641 parameters with d = 50."""
 
     def __init__(self, features: int) -> None:
-        """Build the layers with PyTorch's initialisation."""
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv1d(2, 32, 3, padding=1),

@@ -16,7 +16,6 @@ class Repeated(Prepared):
     """Prepared items each batch of which comes several times in a row, the very same tensors."""
 
     def __init__(self, prepared: Prepared, times: int) -> None:
-        """Hold the items."""
         super().__init__(prepared.items)
         self.geometry, self.prepared, self.times = prepared.geometry, prepared, times
 

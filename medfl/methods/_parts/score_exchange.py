@@ -18,7 +18,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.own_networks import OwnNetworks
-from medfl.methods._parts.public import SCORES, PublicMethod, on_public, public_data, untracked
+from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
 from medfl.methods.base import Group, option, uniform_shares, weighted_mean
 from medfl.training import Host, Objective, Site, evaluating, fit
 
@@ -42,7 +42,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
 
     def groups(self) -> tuple[Group, ...]:
         """Declare scores of public items, and the positions of those that are asked for."""
-        return SCORES
+        return (Group("scores", smaller=True), Group("positions", up=False))
 
     # Server half
 

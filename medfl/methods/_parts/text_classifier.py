@@ -149,7 +149,6 @@ class TextHead(nn.Linear):
         renormalise: bool,
         unscaled_evaluation: bool,
     ) -> None:
-        """Initialise the projection as PyTorch does and estimate the Gaussians."""
         super().__init__(features, embeddings.shape[2])
         self.tau, self.covariance, self.renormalise = tau, covariance, renormalise
         self.unscaled_evaluation = unscaled_evaluation
