@@ -66,8 +66,9 @@ class CCVR(Method):
     def _statistics(self, site: Site, down: Message) -> dict[str, Tensor]:
         model = site.model(down["weights"])
         kind = next(p.dtype for p in head(model).parameters())
-        own = gaussians(model, site.train, site.settings.batch_size, class_count(model), site.device)
-        return {"counts": own.counts.int(), "means": own.means.to(kind), "covariances": own.covariances.to(kind)}
+        fitted = gaussians(model, site.train, site.settings.batch_size, class_count(model), site.device)
+        covariances = fitted.covariances.to(kind)
+        return {"counts": fitted.counts.int(), "means": fitted.means.to(kind), "covariances": covariances}
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average as FedAvg, and calibrate the model that the sites received if they sent statistics."""

@@ -14,17 +14,13 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods.base import Method, option, shares_by, weighted_mean
-from medfl.training import Host, split_names
+from medfl.training import NORMS, Host, split_names
 
-_KINDS: dict[str, tuple[type[nn.Module], ...]] = {
-    "batch": (_BatchNorm,),
-    "all": (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm),
-}
+_KINDS: dict[str, tuple[type[nn.Module], ...]] = {"batch": (_BatchNorm,), "all": NORMS}
 
 
 @dataclass(frozen=True)

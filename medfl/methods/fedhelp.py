@@ -176,8 +176,8 @@ class FedHelp(LessonOptions, SiteNetworks):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as a large or as a small site; reply the proxy or the surrogate."""
         half = self._large if site.name in self.large_sites else self._small
-        trained, kept = half(site, state, down)
-        return {**state, **kept}, Message({"weights": trained}, {"samples": site.num_samples})
+        trained, changed_state = half(site, state, down)
+        return {**state, **changed_state}, Message({"weights": trained}, {"samples": site.num_samples})
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the large network, or the small one as it was trained here."""
@@ -246,12 +246,12 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     def _of_large(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
         """Return L + lambda_B <-KD, what trains the large network (eq. 2, 5, 6)."""
-        own = loss(z, y)
+        on_labels = loss(z, y)
         if not self.lambda_b:
-            return own
+            return on_labels
         if self.backward == "symmetric":
-            return own + self.lambda_b * self._divergence(z, z_proxy)
-        return own + self.lambda_b * set_loss(z, top_set(z_proxy, self._size(z)))
+            return on_labels + self.lambda_b * self._divergence(z, z_proxy)
+        return on_labels + self.lambda_b * set_loss(z, top_set(z_proxy, self._size(z)))
 
     def _of_proxy(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
         """Return lambda_F ->KD, what trains the proxy (eq. 4), and the labels' part where one is asked for."""
@@ -276,10 +276,10 @@ def top_set(z: Tensor, size: int) -> Tensor:
 
 def _passes(site: Site, length: int) -> Shard:
     """Return a site's training items, repeated or drawn to so many."""
-    own = site.train.indices
+    indices = site.train.indices
     generator = torch.Generator().manual_seed(derive(site.seed, "passes"))
-    order = torch.cat([torch.randperm(len(own), generator=generator) for _ in range(-(-length // len(own)))])
-    return Shard(site.train.prepared, own[order[:length]])
+    order = torch.cat([torch.randperm(len(indices), generator=generator) for _ in range(-(-length // len(indices)))])
+    return Shard(site.train.prepared, indices[order[:length]])
 
 
 METHOD = FedHelp

@@ -62,7 +62,7 @@ class FedLoRA(Adapters):
         base_state = {"base": _base_hash(weights, server["weights"])}
         if self.share == "stack":
             return {**server, **base_state, "delta": {delta(name): m.new_zeros(m.shape) for name, m in layers.items()}}
-        return {**server, **base_state, "adapters": named(self.first(host, layers), self.down)}
+        return {**server, **base_state, "adapters": named(self.first(host, layers, self.bank), self.down)}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
@@ -105,9 +105,9 @@ class FedLoRA(Adapters):
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the base with the newest head and products, of `share=a` the site's own."""
-        own = self.rank_of(site.name)
-        has_own = self.share == "a" or any(name.endswith(f".{own}") for name in down.tensors.get("adapters", {}))
-        return self.complete(site, state, down, own if has_own else self.bank)
+        rank = self.rank_of(site.name)
+        has_rank = self.share == "a" or any(name.endswith(f".{rank}") for name in down.tensors.get("adapters", {}))
+        return self.complete(site, state, down, rank if has_rank else self.bank)
 
 
 def _base_hash(weights: Weights, whole: Weights | frozenset[str]) -> str:

@@ -76,14 +76,14 @@ class FedMR(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the weights and the prototypes."""
-        return self._sharing.sent(server, site_name, super().broadcast(host, server, site_name))
+        return self._sharing.add_prototypes(server, site_name, super().broadcast(host, server, site_name))
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train with both losses; reply the class means besides the weights."""
         model = site.model(down["weights"])
         self.train(model, site, state, down)
         reply = Message({"weights": snapshot(model)}, {"samples": site.num_samples})
-        return state, self._sharing.told(site, down, model, reply)
+        return state, self._sharing.add_class_means(site, down, model, reply)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with l_intra and, where there are prototypes, l_inter in the loss."""

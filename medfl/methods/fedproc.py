@@ -92,8 +92,8 @@ class FedProc(Method):
         """Average the weights, and each class's means over its owners."""
         old = server["prototypes"]
         means, counts = merge([replies[name]["prototypes"] for name in sorted(replies)])
-        known = torch.where(counts > 0, counts, old["counts"])
-        fresh = {"means": torch.where(counts[:, None] > 0, means, old["means"]), "counts": known}
+        newest_counts = torch.where(counts > 0, counts, old["counts"])
+        fresh = {"means": torch.where(counts[:, None] > 0, means, old["means"]), "counts": newest_counts}
         return {**super().aggregate(host, server, replies, num_sites), "prototypes": fresh}
 
 

@@ -92,8 +92,8 @@ class FedProto(PrototypeExchange):
         prototypes = received(down, model)
         if self.predict == "classifier" or prototypes is None:
             return model
-        own = class_counts(site.train, len(prototypes)).to(site.device) > 0
-        return nearest(deepcopy(model), prototypes, own)  # a leased network is not changed for good
+        own_classes = class_counts(site.train, len(prototypes)).to(site.device) > 0
+        return nearest(deepcopy(model), prototypes, own_classes)  # a leased network is not changed for good
 
 
 def nearest(network: nn.Module, prototypes: Tensor, own: Tensor) -> nn.Module:

@@ -101,8 +101,8 @@ class FedSM(SiteModels, Method):
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w_p where the selector takes an image for this site's, else w_g."""
-        own = {int(down.scalars["site"]): site.model(down["personal"])}
-        return self._routed(site.model(down["weights"]), own, down["selector"], int(down.scalars["sites"]))
+        expert = {int(down.scalars["site"]): site.model(down["personal"])}
+        return self._routed(site.model(down["weights"]), expert, down["selector"], int(down.scalars["sites"]))
 
     # The selector
 
@@ -143,10 +143,10 @@ class FedSM(SiteModels, Method):
                 "exp_avg_sq": down["square"][name].clone(),
             }
         optimizer.step()
-        kept = {name: optimizer.state[parameter] for name, parameter in selector.named_parameters()}
+        moments = {name: optimizer.state[parameter] for name, parameter in selector.named_parameters()}
         return {
-            "mean": {name: values["exp_avg"] for name, values in kept.items()},
-            "square": {name: values["exp_avg_sq"] for name, values in kept.items()},
+            "mean": {name: values["exp_avg"] for name, values in moments.items()},
+            "square": {name: values["exp_avg_sq"] for name, values in moments.items()},
         }
 
 

@@ -102,13 +102,13 @@ class FedType(PrivateModels):
     ) -> dict[str, Any]:
         """Return the large model's loss and what feeds it; each step adds the samples that it has right to `hits`."""
 
-        def own(network: nn.Module, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+        def logits_and_loss(network: nn.Module, x: Any, y: Any) -> tuple[Tensor, Tensor]:
             z = network(x)
             hits.add_((z.detach().argmax(1) == class_indices(y)).sum())
             return z, site.loss(z, y)
 
         if not self.lam_b:
-            return {"objective": lambda network, x, y: own(network, x, y)[1]}
+            return {"objective": lambda network, x, y: logits_and_loss(network, x, y)[1]}
         draws = torch.Generator().manual_seed(derive(site.seed, "sets", epoch))
         of_proxy = self._sets(site, proxy, lam, draws)
         of_large = self._sets(site, large, self.lam_large, draws)
@@ -117,7 +117,7 @@ class FedType(PrivateModels):
             return x, y, *[uniform(len(x), draws).to(site.device) for _ in range(2)]
 
         def objective(network: nn.Module, x: Any, y: Any, u_proxy: Tensor, u_large: Tensor) -> Tensor:
-            z, loss = own(network, x, y)
+            z, loss = logits_and_loss(network, x, y)
             with torch.no_grad():
                 sets = of_proxy(proxy(x), u_proxy)
                 kappa = consensus(sets, of_large(z, u_large)).mean()
@@ -140,13 +140,13 @@ class FedType(PrivateModels):
         """Calibrate a network's uncertainty sets on the site's training items."""
         rate = partial(scores, k_reg=self.k_reg, lam=lam)
         with evaluating(network), torch.no_grad():
-            own = [
+            label_scores = [
                 rate(network(x.to(site.device)), uniform(len(x), draws).to(site.device)).gather(
                     1, class_indices(y).to(site.device)[:, None]
                 )
                 for x, y in site.still.batches(site.settings.batch_size)
             ]
-        threshold = conformal_quantile(torch.cat(own)[:, 0], self.coverage)
+        threshold = conformal_quantile(torch.cat(label_scores)[:, 0], self.coverage)
         return lambda z, u: (rate(z, u) <= threshold).scatter(1, z.argmax(1, keepdim=True), True)
 
 

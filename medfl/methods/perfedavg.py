@@ -128,11 +128,11 @@ def draw(site: Site, generator: torch.Generator) -> Batch:
 def gradient(network: nn.Module, site: Site, batch: Batch) -> tuple[Tensor, ...]:
     """Return the gradient of the site's loss by each trainable parameter, in full precision; buffers stay."""
     x, y = batch
-    kept = [(buffer, buffer.clone()) for buffer in network.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     with one_sample_safe(network, x), torch.autocast(site.device.type, enabled=False):
         loss = site.loss(network(x), y)
         gradients = torch.autograd.grad(loss, _trainable(network), allow_unused=True, materialize_grads=True)
-    for buffer, value in kept:
+    for buffer, value in buffers:
         buffer.copy_(value)
     return gradients
 

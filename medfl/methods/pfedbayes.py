@@ -32,8 +32,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import softplus
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
 from medfl.core.errors import InputError
@@ -42,9 +40,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import MEANS, Group, Method, option, shares_by, step_towards, trained_names, weighted_mean
-from medfl.training import Host, Site, fit, snapshot, split_names
-
-_NORMS = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm)
+from medfl.training import NORMS, Host, Site, fit, snapshot, split_names
 
 Moments = tuple[Sequence[Tensor], Sequence[Tensor]]
 """mu and sigma of each Gaussian tensor."""
@@ -97,7 +93,7 @@ class PFedBayes(Method):
         """Move mu and rho by beta towards their means."""
         shares = shares_by(self.weights, replies)
         network = host.model(server["weights"])
-        names = {"weights": set(trained_names(network)) - split_names(network, _NORMS), "rho": server["rho"].keys()}
+        names = {"weights": set(trained_names(network)) - split_names(network, NORMS), "rho": server["rho"].keys()}
         return {
             group: step_towards(server[group], weighted_mean(replies, group, shares), self.beta, names[group])
             for group in ("weights", "rho")
@@ -133,10 +129,10 @@ class PFedBayes(Method):
             fit(q, repeating(changed, self.inner_steps), objective=bound)
             if scale and taken:
                 follow()
-        kept = {"personal": snapshot(q.network), "rho": q.rhos()}
+        after = {"personal": snapshot(q.network), "rho": q.rhos()}
         with torch.no_grad():
             torch._foreach_copy_(q.mu, w.mu)
-        return kept, Message({"weights": snapshot(q.network), "rho": w.rhos()}, {"samples": site.num_samples})
+        return after, Message({"weights": snapshot(q.network), "rho": w.rhos()}, {"samples": site.num_samples})
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the network of the mean weights, or of some draws."""
@@ -173,10 +169,10 @@ class Gaussian(nn.Module):
 
     def __init__(self, network: nn.Module, rho: Weights, noise: torch.Generator) -> None:
         super().__init__()
-        own = dict(network.named_parameters())
+        parameters = dict(network.named_parameters())
         self.network, self.names, self.noise = network, sorted(rho), noise
-        self.mu: list[Tensor] = [own[name] for name in self.names]
-        self.rho = nn.ParameterList(rho[name].to(own[name].device, copy=True) for name in self.names)
+        self.mu: list[Tensor] = [parameters[name] for name in self.names]
+        self.rho = nn.ParameterList(rho[name].to(parameters[name].device, copy=True) for name in self.names)
 
     def moments(self) -> Moments:
         """Return mu and sigma."""
@@ -229,7 +225,7 @@ class Averaged(nn.Module):
 
 def gaussian_names(network: nn.Module) -> list[str]:
     """Return the names of the parameters that are Gaussian: the trainable ones outside of normalisation layers."""
-    norms = split_names(network, _NORMS)
+    norms = split_names(network, NORMS)
     return [name for name, p in network.named_parameters() if p.requires_grad and name not in norms]
 
 

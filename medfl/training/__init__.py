@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from medfl.training.accelerate.precision import autocast
-from medfl.training.layers import evaluating, one_sample_safe, split_names, train_only
+from medfl.training.layers import NORMS, evaluating, one_sample_safe, split_names, train_only
 from medfl.training.loop import Feed, FitReport, GradientHook, Objective, clip, fit, in_turn, pull, push, summed
 from medfl.training.network_pool import Networks
 from medfl.training.site import Host, LocalSettings, Site, merged, snapshot, zeros_of
 
 __all__ = [
-    "Feed", "FitReport", "GradientHook", "Host", "LocalSettings", "Networks", "Objective", "Site", "autocast", "clip",
-    "evaluating", "fit", "in_turn", "merged", "one_sample_safe", "pull", "push", "snapshot", "split_names", "summed",
-    "train_only", "zeros_of",
+    "NORMS", "Feed", "FitReport", "GradientHook", "Host", "LocalSettings", "Networks", "Objective", "Site", "autocast",
+    "clip", "evaluating", "fit", "in_turn", "merged", "one_sample_safe", "pull", "push", "snapshot", "split_names",
+    "summed", "train_only", "zeros_of",
 ]  # fmt: skip

@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+NORMS: tuple[type[nn.Module], ...] = (_NormBase, nn.GroupNorm, nn.LayerNorm)
+"""All normalisation layers: `_NormBase` is BatchNorm and InstanceNorm."""
 
 
 @contextmanager

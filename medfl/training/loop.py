@@ -81,11 +81,11 @@ def fit(
         InputError: the bundle's trainer takes its steps by itself, and this asks for more than another gradient.
         RunError: the loss became NaN or infinite; names the site and the step.
     """
-    own: Any = vars(model).get("own_iteration")
-    if own is not None:  # the bundle's trainer takes the steps
-        kept = optimizer_state is not None or site.optimizers is not None or site.settings.epoch_factor != 1
-        changed = "the loss" if objective or feed or site.penalty else "the optimiser" if kept else ""
-        report: FitReport = own.fit(site, purpose, gradient_hook, changed)
+    trainer: Any = vars(model).get("own_iteration")
+    if trainer is not None:  # the bundle's trainer takes the steps
+        continues = optimizer_state is not None or site.optimizers is not None or site.settings.epoch_factor != 1
+        changed = "the loss" if objective or feed or site.penalty else "the optimiser" if continues else ""
+        report: FitReport = trainer.fit(site, purpose, gradient_hook, changed)
         return report
     parameters = [p for p in model.parameters() if p.requires_grad]
     model.zero_grad()  # an optimiser of all parameters would step a frozen one by a gradient left over from before

@@ -18,9 +18,9 @@ def check_one_number(loss: Any, site: Site) -> Tensor:
     """Return the loss of a step; raise InputError if a method's objective gave anything but one number."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
-    given = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+    form = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
     raise InputError(
-        f"the loss of method {site.method!r} {given}",
+        f"the loss of method {site.method!r} {form}",
         "a loss is one number, the mean over the batch",
         "take its mean()",
     )

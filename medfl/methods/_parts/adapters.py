@@ -129,11 +129,11 @@ class Adapters(SiteNetworks, Method):
         """The factors that the server sends."""
         return "" if self.share == "stack" else self.up
 
-    def first(self, where: Host | Site, matrices: Weights, rank: int = 0) -> Pairs:
+    def first(self, where: Host | Site, matrices: Weights, rank: int) -> Pairs:
         """Return A as drawn from the run's seed, with `stack` in each round anew, and B = 0."""
         seed, round_ = where.networks.seed, where.round if self.share == "stack" else 0
         bank = {n: drawn(matrix, self.bank, derive(seed, "adapters", round_, n)) for n, matrix in matrices.items()}
-        return {name: (a[: rank or None], b[:, : rank or None]) for name, (a, b) in bank.items()}
+        return {name: (a[:rank], b[:, :rank]) for name, (a, b) in bank.items()}
 
     def pairs(self, site: Host | Site, state: State, down: Message, matrices: Weights, rank: int) -> Pairs:
         """Return the factors that a site goes on from: its own, those that it received, else the first ones.

@@ -53,14 +53,14 @@ def adapting(
 @contextmanager
 def _adapted(model: nn.Module, name: str, adapter: _Adapter) -> Iterator[_Adapter]:
     """Register an adapter; at the end the layer has the same tensors in the same order as before."""
-    prefix, _, own = name.rpartition(".")
+    prefix, _, leaf = name.rpartition(".")
     layer = model.get_submodule(prefix)
     order = list(layer._parameters)
-    parametrize.register_parametrization(layer, own, adapter)
+    parametrize.register_parametrization(layer, leaf, adapter)
     try:
         yield adapter
     finally:
-        parametrize.remove_parametrizations(layer, own, leave_parametrized=False)
+        parametrize.remove_parametrizations(layer, leaf, leave_parametrized=False)
         parameters = dict(layer._parameters)
         layer._parameters.clear()
         layer._parameters.update({one: parameters[one] for one in order})

@@ -6,17 +6,17 @@ from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from medfl.core.errors import InputError
 from medfl.networks.heads import head_name
+from medfl.training import NORMS
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _MATRICES: tuple[type[nn.Module], ...] = (nn.Linear, *_CONV, nn.MultiheadAttention)
 _KINDS: Mapping[str, tuple[type[nn.Module], ...]] = {
     "linear": (nn.Linear,),
     "conv": _CONV,
-    "norm": (_NormBase, nn.GroupNorm, nn.LayerNorm),
+    "norm": NORMS,
 }
 _WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 NONE = "none"
@@ -55,10 +55,10 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[s
     fitting: dict[str, dict[str, Tensor]] = {}
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)}
     for name, layer in layers.items():
-        own = {f"{name}.{key}".lstrip("."): layer._parameters.get(key) for key in _WEIGHTS}
-        weights = {key: w.detach().flatten(1) for key, w in own.items() if w is not None and ids.count(id(w)) == 1}
-        if kept := {key: matrix for key, matrix in weights.items() if key not in but}:
-            fitting[name] = kept
+        named = {f"{name}.{key}".lstrip("."): layer._parameters.get(key) for key in _WEIGHTS}
+        unshared = {key: w for key, w in named.items() if w is not None and ids.count(id(w)) == 1}
+        if weights := {key: w.detach().flatten(1) for key, w in unshared.items() if key not in but}:
+            fitting[name] = weights
     chosen = _chosen({name: layers[name] for name in fitting}, text, "layers")
     return {key: matrix for name in chosen for key, matrix in fitting[name].items()}
 

@@ -91,13 +91,11 @@ def read(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: int) ->
     Raises:
         RunError: it is missing, or of another form.
     """
-    tensor, wanted = tensors.get(key(name, factor, rank)), [rank, matrix.shape[1]]
-    if factor == "B":
-        wanted = [len(matrix), rank]
-    if tensor is None or list(tensor.shape) != wanted or tensor.dtype != matrix.dtype:
+    tensor = tensors.get(key(name, factor, rank))
+    shape = (rank, matrix.shape[1]) if factor == "A" else (len(matrix), rank)
+    if tensor is None or tensor.shape != shape or tensor.dtype != matrix.dtype:
         form = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-        expected = f"{tuple(wanted)} {matrix.dtype}"
-        raise RunError(f"'adapters/{key(name, factor, rank)}' is {form}; expected {expected}")
+        raise RunError(f"'adapters/{key(name, factor, rank)}' is {form}; expected {shape} {matrix.dtype}")
     return tensor
 
 
@@ -107,8 +105,7 @@ def read_all(tensors: Weights, matrices: Weights, factors: str, rank: int) -> di
     Raises:
         RunError: one is missing or of another form, or there are others.
     """
-    wanted = {key(name, factor, rank) for name in matrices for factor in factors}
-    if odd := sorted(tensors.keys() - wanted):
+    if odd := sorted(tensors.keys() - {key(name, factor, rank) for name in matrices for factor in factors}):
         raise RunError(f"'adapters/{odd[0]}' is no adapter of rank {rank} of this network")
     return {n: {f: read(tensors, n, f, matrix, rank) for f in factors} for n, matrix in matrices.items()}
 

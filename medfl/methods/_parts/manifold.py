@@ -93,8 +93,8 @@ def inter_class_loss(
     pairs = ((counts > 0) & known).sum() * (others.sum() - 1)
     share = known.to(features.dtype) / (counts * pairs).clamp(min=1)  # of a sample of each class in each of its pairs
     apart = torch.linalg.vector_norm(features[:, None] - table.detach(), dim=2)  # its gradient at 0 is 0
-    own = apart.gather(1, labels[:, None])
-    cost = (own - apart).relu() if margin else own
+    apart_from_own = apart.gather(1, labels[:, None])
+    cost = (apart_from_own - apart).relu() if margin else apart_from_own
     total: Tensor = (share[labels, None] * (others & ~member) * cost).sum()
     return total
 

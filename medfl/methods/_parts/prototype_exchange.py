@@ -136,9 +136,9 @@ def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, 
             continue
         means, rows = (torch.stack(list(group.values())).double() for group in (sent, prototypes))
         apart = torch.cdist(means, rows.to(means.device), compute_mode="donot_use_mm_for_euclid_dist")
-        own = torch.tensor([[c == j for j in names] for c in sent], device=apart.device)
+        same = torch.tensor([[c == j for j in names] for c in sent], device=apart.device)
         has = torch.tensor([j in sent for j in names], device=apart.device)
-        for kind, pairs in {OWN: own, OTHERS: has & ~own, MISSING: ~has & ~own}.items():
+        for kind, pairs in {OWN: same, OTHERS: has & ~same, MISSING: ~has & ~same}.items():
             lengths.setdefault(kind, []).append(apart[pairs])
     pooled = {kind: torch.cat([part.cpu() for part in parts]) for kind, parts in sorted(lengths.items())}
     return {kind: float(values.mean()) for kind, values in pooled.items() if len(values)}

@@ -110,7 +110,7 @@ class Sharing:
             started["sharing"] = sorted(names[i] for i in chosen)
         return {**server, **started}
 
-    def sent(self, server: State, site_name: str, down: Message) -> Message:
+    def add_prototypes(self, server: State, site_name: str, down: Message) -> Message:
         """Add the prototypes to a broadcast, and whether the site is to send its own where not all are."""
         if not self.active:
             return down
@@ -126,8 +126,8 @@ class Sharing:
         if not self.active:
             return {}
         before = {} if self.stale == "drop" and not self.one_hot else server["prototypes"]
-        kept = {"sharing": server["sharing"]} if "sharing" in server else {}
-        return {"prototypes": average_prototypes(before, replies, by_samples=True), **kept}
+        sharing = {"sharing": server["sharing"]} if "sharing" in server else {}
+        return {"prototypes": average_prototypes(before, replies, by_samples=True), **sharing}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
         """Return distances between class means and prototypes, if there are any."""
@@ -146,9 +146,9 @@ class Sharing:
             return site
         check_lengths({site.name: feature_size(network), "the server": prototypes.shape[1]})
         there, rows = has_prototype(prototypes), prototypes.nan_to_num()
-        own = None
+        own_classes = None
         if self.inter_scope == "present":
-            own = (class_counts(site.train, len(rows)) > 0).to(site.device)
+            own_classes = (class_counts(site.train, len(rows)) > 0).to(site.device)
         draws = torch.Generator().manual_seed(derive(site.seed, "lite"))
 
         def loss(features: Tensor, labels: Tensor) -> Tensor:
@@ -156,11 +156,11 @@ class Sharing:
                 chosen = torch.randperm(len(labels), generator=draws)[: self.lite].to(site.device, non_blocking=True)
                 features, labels = features[chosen], labels[chosen]
             targets = rows.to(features.dtype)
-            return self.mu2 * inter_class_loss(features, labels, targets, there, owned=own, margin=self.margin)
+            return self.mu2 * inter_class_loss(features, labels, targets, there, owned=own_classes, margin=self.margin)
 
         return shaped(site, loss)
 
-    def told(self, site: Site, down: Message, network: nn.Module, reply: Message) -> Message:
+    def add_class_means(self, site: Site, down: Message, network: nn.Module, reply: Message) -> Message:
         """Add the class means of the site's features under the trained network to its reply, if it is to send them."""
         if not self.active or self.one_hot or not down.scalars.get("sharing", 1):
             return reply
@@ -200,7 +200,7 @@ class WithPrototypes(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what the inner method sends, and the prototypes."""
-        return self.sharing.sent(server, site_name, self.inner.broadcast(host, server, site_name))
+        return self.sharing.add_prototypes(server, site_name, self.inner.broadcast(host, server, site_name))
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Aggregate as the inner method, and average the prototypes class by class."""
@@ -228,7 +228,7 @@ class WithPrototypes(Method):
         network = site.model(site.initial_weights)
         state, reply = self.inner.local_update(self.sharing.pushed(site, down, network), state, down)
         network.load_state_dict(merged(reply["weights"], state.get("weights", {})))
-        return state, self.sharing.told(site, down, network, reply)
+        return state, self.sharing.add_class_means(site, down, network, reply)
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train as the inner method, l_inter in its loss."""

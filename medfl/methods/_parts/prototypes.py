@@ -192,11 +192,11 @@ def gaussians(network: nn.Module, shard: Shard, batch_size: int, num_classes: in
     means = value.new_zeros(num_classes, value.shape[1])
     covariances = value.new_zeros(num_classes, value.shape[1], value.shape[1])
     for c in counts.nonzero()[:, 0].tolist():
-        own = value[label == c]
-        means[c] = own.mean(0)
-        if len(own) > 1:
-            centred = own - means[c]
-            covariances[c] = centred.T @ centred / (len(own) - 1)
+        members = value[label == c]
+        means[c] = members.mean(0)
+        if len(members) > 1:
+            centred = members - means[c]
+            covariances[c] = centred.T @ centred / (len(members) - 1)
     return Gaussians(counts, means, covariances)
 
 

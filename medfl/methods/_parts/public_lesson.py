@@ -78,16 +78,16 @@ class Lesson:
         trainable = {name for name, _ in network.named_parameters()}
         norm = {name: tensor.to(site.device).clone() for name, tensor in state.get("public_norm", {}).items()}
         self.norm = {name: nn.Parameter(t) if name in trainable else t for name, t in norm.items()}
-        own = [value for value in self.norm.values() if isinstance(value, nn.Parameter)]
-        self.trained = nn.ModuleList([self.head, nn.ParameterList(own)])
+        norm_parameters = [value for value in self.norm.values() if isinstance(value, nn.Parameter)]
+        self.trained = nn.ModuleList([self.head, nn.ParameterList(norm_parameters)])
 
     @property
     def state(self) -> State:
         """What survives the round."""
-        kept: State = {"public_head": snapshot(self.head), "alpha": self.contribution.state}
+        state: State = {"public_head": snapshot(self.head), "alpha": self.contribution.state}
         if self.norm:
-            kept["public_norm"] = {name: value.detach().clone() for name, value in self.norm.items()}
-        return kept
+            state["public_norm"] = {name: value.detach().clone() for name, value in self.norm.items()}
+        return state
 
     def items(self, site: Site) -> Callable[[int], list[Tensor]]:
         """Return a function that gives inputs, targets and positions of so many next items of the round.

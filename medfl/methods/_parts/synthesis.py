@@ -118,12 +118,12 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
     if not wrong:
         with torch.device("meta"):
             expected = Generator(dimension, *(int(numbers[axis]) for axis in AXES)).state_dict()
-        given = down["generator"]
-        wrong = [f"{name!r}" for name in sorted(given.keys() ^ expected.keys())]
+        weights = down["generator"]
+        wrong = [f"{name!r}" for name in sorted(weights.keys() ^ expected.keys())]
         wrong += [
-            f"{name!r} of {tuple(given[name].shape)} {given[name].dtype}"
+            f"{name!r} of {tuple(weights[name].shape)} {weights[name].dtype}"
             for name, like in expected.items()
-            if not wrong and (given[name].shape, given[name].dtype) != (like.shape, like.dtype)
+            if not wrong and (weights[name].shape, weights[name].dtype) != (like.shape, like.dtype)
         ]
     if wrong:
         with errors_safe_to_send():

@@ -174,12 +174,12 @@ class TextHead(nn.Linear):
 def install(layer: nn.Module, embeddings: Tensor) -> None:
     """Give a head its prompt embeddings; a `TextHead` estimates its Gaussians anew."""
     weight: Any = layer.weight
-    kept = embeddings.detach().to(weight.device, weight.dtype)
+    placed = embeddings.detach().to(weight.device, weight.dtype)
     if "embeddings" not in layer._buffers:
         layer.register_buffer("embeddings", None, persistent=False)
-    layer.embeddings = kept
+    layer.embeddings = placed
     if isinstance(layer, TextHead):
-        gaussians = Gaussians.of(kept, layer.tau, layer.covariance, layer.renormalise)
+        gaussians = Gaussians.of(placed, layer.tau, layer.covariance, layer.renormalise)
         layer.mean, layer.spread = gaussians.mean, gaussians.spread
 
 
@@ -273,11 +273,11 @@ def swapped(embeddings: Tensor, classes: Sequence[str], pair: str) -> Tensor:
     """
     if not pair:
         return embeddings
-    given = [name.strip() for name in pair.split(",")]
-    if len(given) != 2 or not set(given) <= set(classes):
+    names = [name.strip() for name in pair.split(",")]
+    if len(names) != 2 or not set(names) <= set(classes):
         raise InputError(f"swap={pair}", f"two of the classes {', '.join(classes)}", "write it as in swap=DR,MH")
     order = list(range(len(embeddings)))
-    first, second = (list(classes).index(name) for name in given)
+    first, second = (list(classes).index(name) for name in names)
     order[first], order[second] = second, first
     return embeddings[order]
 

@@ -28,7 +28,7 @@ from medfl.methods.base import Method, option
 
 CAP = 10.0
 """The most that a class may weigh."""
-_KEPT = 4096  # borders in memory at once, of masks that have some
+_MAX_BORDERS = 4096  # borders in memory at once, of masks that have some
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Border:
     sigma: float = 5.0
     single: str = "zero"
     inside: bool = False
-    _known: OrderedDict[bytes, Tensor | None] = field(default_factory=OrderedDict, compare=False, repr=False)
+    _borders: OrderedDict[bytes, Tensor | None] = field(default_factory=OrderedDict, compare=False, repr=False)
 
     def __call__(self, masks: Tensor) -> Tensor:
         """Return the term of each pixel (B, H, W[, D]) float32 for masks (B, H, W[, D]) of class indices."""
@@ -60,11 +60,11 @@ class Border:
 
     def _of(self, mask: NDArray[Any]) -> Tensor | None:
         key = hashlib.blake2b(np.packbits(mask).tobytes() + str(mask.shape).encode(), digest_size=16).digest()
-        if key not in self._known:
-            self._known[key] = self._computed(mask)
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        return self._known[key]
+        if key not in self._borders:
+            self._borders[key] = self._computed(mask)
+            if len(self._borders) > _MAX_BORDERS:
+                self._borders.popitem(last=False)
+        return self._borders[key]
 
     def _computed(self, mask: NDArray[Any]) -> Tensor | None:
         objects, number = ndimage.label(mask)

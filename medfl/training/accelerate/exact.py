@@ -40,10 +40,10 @@ def arithmetic(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def exact_arithmetic(wanted: bool) -> Iterator[None]:
-    """Compute so in this process inside the block, where wanted; blocks may lie in each other."""
+def exact_arithmetic(active: bool) -> Iterator[None]:
+    """Compute so in this process inside the block, where `active`; blocks may lie in each other."""
     global _inside
-    if not wanted or _inside:
+    if not active or _inside:
         yield
         return
     _inside, library, onednn = True, _registered(), torch._C._get_mkldnn_enabled()
@@ -69,10 +69,10 @@ def _kernels(function: Callable[..., Any]) -> tuple[Callable[..., Tensor], ...]:
     """Return the kernels of a function: of a new tensor, in place, and into a given one."""
 
     def new(x: Tensor) -> Tensor:
-        kept = x.dtype if x.is_floating_point() or x.is_complex() else torch.get_default_dtype()
-        wide = torch.float32 if kept in (torch.float16, torch.bfloat16) else kept
+        dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.get_default_dtype()
+        wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         with torch._C.DisableTorchFunctionSubclass(), np.errstate(all="ignore"):
-            return torch.from_numpy(np.asarray(function(x.detach().to(wide).numpy()))).to(kept)
+            return torch.from_numpy(np.asarray(function(x.detach().to(wide).numpy()))).to(dtype)
 
     def into(x: Tensor, *, out: Tensor) -> Tensor:
         result = new(x)

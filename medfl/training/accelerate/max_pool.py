@@ -61,8 +61,8 @@ class _FastMaxPool2d(nn.MaxPool2d):
             plain: Tensor = super().forward(x)
             return plain
         stride = self.kernel_size if self.stride is None else self.stride
-        given = (self.kernel_size, stride, self.padding, self.dilation)
-        sizes = [[value] * 2 if isinstance(value, int) else list(value) for value in given]
+        sizes_or_pairs = (self.kernel_size, stride, self.padding, self.dilation)
+        sizes = [[size] * 2 if isinstance(size, int) else list(size) for size in sizes_or_pairs]
         pooled: Tensor = _MaxPoolFunction.apply(x, *sizes, self.ceil_mode)[0]  # type: ignore[no-untyped-call]
         return pooled
 

@@ -195,7 +195,7 @@ class _Group:
     """The steps with one key, done in the fastest way: `choice`, or eagerly, and then `eager` says why."""
 
     def __init__(
-        self, request: Request, size: int, clock: Clock, ways: Sequence[str], known: Choice | None = None
+        self, request: Request, size: int, clock: Clock, ways: Sequence[str], measured: Choice | None = None
     ) -> None:
         """Measure the ways, or go by what was measured of the same step with other numbers."""
         self._clock = clock
@@ -203,7 +203,7 @@ class _Group:
         self._packed: PackedStep | None = None
         seconds, refused = dict[str, float](), dict[str, str]()
         replay: Callable[[], None]
-        for way in ways if known is None else [way for way in ways if way in (ALONE, known.way)]:
+        for way in ways if measured is None else [way for way in ways if way in (ALONE, measured.way)]:
             try:
                 if way == ALONE:
                     self._single = Recording(request.make_graph(), request.step, request.memory, request.batches[0])
@@ -211,7 +211,7 @@ class _Group:
                 else:
                     packed = PackedStep(request, size, way)
                     replay, times = packed.graph.replay, 1
-                duration = known.seconds.get(way, math.inf) if known else times * self._timed(replay, request)
+                duration = measured.seconds.get(way, math.inf) if measured else times * self._timed(replay, request)
             except RuntimeError as error:  # an operation that cannot be recorded or grouped, too little memory
                 refused[way] = str(error).splitlines()[0]
                 continue
@@ -288,9 +288,9 @@ class Packer:
         while group is None and len(self._groups) >= _MAX_GROUPS:
             self._groups.popitem(last=False)
         if group is None:
-            known = self._measured.get(request.shape)
-            group = _Group(request, self.size, self._clock, self._ways, known)
-            if known is None:
+            measured = self._measured.get(request.shape)
+            group = _Group(request, self.size, self._clock, self._ways, measured)
+            if measured is None:
                 self._measured[request.shape] = group.choice
                 self.choices.append(group.choice)
         self._groups[request.key] = group
