@@ -105,31 +105,22 @@ def collect(
     The arguments are those of `features`; sums are taken in float64, the means have the features' type. Where the head
     is a convolution, features and counts are those of pixels.
     """
-    if not isinstance(head(network), nn.Linear):
-        return _collect_pixels(network, shard, batch_size, num_classes, device)
-    sums, counts, kind = None, torch.zeros(num_classes, dtype=torch.int64, device=device), torch.float32
-    for value, label in features(network, shard, batch_size, device, normalised=normalised):
-        sums = value.new_zeros(num_classes, value.shape[1], dtype=torch.float64) if sums is None else sums
-        kind = value.dtype
-        sums.index_add_(0, label, value.double())
-        counts += torch.bincount(label, minlength=num_classes)
-    if sums is None:
-        raise ValueError("class means of a site without items")
-    return (sums / counts.clamp(min=1)[:, None]).to(kind), counts
-
-
-def _collect_pixels(
-    network: nn.Module, shard: Shard, batch_size: int, num_classes: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
     sums = torch.zeros(num_classes, feature_size(network), dtype=torch.float64, device=device)
     counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
-    with evaluating(network), torch.no_grad():
-        for x, y in shard.deterministic().batches(batch_size):
-            maps, _ = features_and_output(network, x.to(device))
-            for values, label in zip(maps.flatten(2), pixel_classes(y).to(device), strict=True):  # (d, P), (P,)
-                members = one_hot(label, num_classes)
-                sums += members.T.double() @ values.T.double()
-                counts += members.sum(0)
+    if isinstance(head(network), nn.Linear):
+        if not len(shard):
+            raise ValueError("class means of a site without items")
+        for values, labels in features(network, shard, batch_size, device, normalised=normalised):
+            sums.index_add_(0, labels, values.double())
+            counts += torch.bincount(labels, minlength=num_classes)
+    else:
+        with evaluating(network), torch.no_grad():
+            for x, y in shard.deterministic().batches(batch_size):
+                maps, _ = features_and_output(network, x.to(device))
+                for values, labels in zip(maps.flatten(2), pixel_classes(y).to(device), strict=True):  # (d, P), (P,)
+                    members = one_hot(labels, num_classes)
+                    sums += members.T.double() @ values.T.double()
+                    counts += members.sum(0)
     means = sums / counts.clamp(min=1)[:, None]
     return means.to(next(head(network).parameters()).dtype), counts
 

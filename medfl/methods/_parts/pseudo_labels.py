@@ -80,5 +80,5 @@ def class_logits(model: nn.Module, x: Any) -> Tensor:
 def follow(teacher: nn.Module, model: nn.Module, decay: float) -> None:
     """Move a teacher's parameters to decay * its own + (1 - decay) * the model's."""
     with torch.no_grad():
-        for kept, new in zip(teacher.parameters(), model.parameters(), strict=True):
-            kept.lerp_(new, 1 - decay)
+        for mean, newest in zip(teacher.parameters(), model.parameters(), strict=True):
+            mean.lerp_(newest, 1 - decay)
