@@ -174,8 +174,7 @@ def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
     Raises:
         RunError: a reply does not have its n_k.
     """
-    without = [name for name in sorted(replies) if "samples" not in replies[name].scalars]
-    if without:
+    if without := [name for name in sorted(replies) if "samples" not in replies[name].scalars]:
         raise RunError(f"site {without[0]!r}: its reply does not say of how many items it is")
     total = sum(replies[name].scalars["samples"] for name in sorted(replies))
     return {name: replies[name].scalars["samples"] / total for name in sorted(replies)}

@@ -106,9 +106,9 @@ def fit(
         return loss.detach()
 
     do_step, name = runner_of_visit(step, optimizer, site), f"{purpose} {len(site.journal)}"
-    keeps = optimizer_state is None and site.optimizers is not None
-    if keeps:
-        optimizer_state = (site.optimizers or {}).get(name, {})
+    states_of_visits = site.optimizers if optimizer_state is None else None
+    if states_of_visits is not None:
+        optimizer_state = states_of_visits.get(name, {})
     if optimizer_state:
         restore_state(optimizer, optimizer_state)
     losses: list[Tensor] = []
@@ -127,8 +127,8 @@ def fit(
         do_step.finish()
     mean_loss = float(torch.stack(losses).mean()) if losses else float("nan")
     state = None if optimizer_state is None else saved_state(optimizer)
-    if keeps and site.optimizers is not None:
-        site.optimizers[name] = state
+    if states_of_visits is not None:
+        states_of_visits[name] = state
     report = FitReport(len(losses), mean_loss, state, do_step.replayed, do_step.eager)
     site.journal.append(report)
     return report
