@@ -51,6 +51,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """Let Python free all at its end: Triton's binding prints what is left."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Sums of several threads may differ in the last bits."""
@@ -98,6 +103,14 @@ def monai_is_scanned_once() -> Iterator[None]:
         patch.setattr(ComponentLocator, "_find_classes_or_functions", scanned)
         patch.setattr(module, "damerau_levenshtein_distance", functools.cache(module.damerau_levenshtein_distance))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_a_file_leaves() -> Iterator[None]:
+    """Let the garbage collector pass over what a file's tests leave, as modules that they were the first to import."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -377,7 +377,9 @@ class Federation:
             replies = counted(replies, self.run)
             if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {**server, "weights": self.aggregation.combined(replies, "weights", server["weights"])}
-            return self.method.aggregate(self.host(round_), server, replies, len(self.participants))
+            after = self.method.aggregate(self.host(round_), server, replies, len(self.participants))
+            whole = after.get("weights") or {}
+            return {**after, "weights": self.networks.under_one_name(whole)} if whole else after
 
     def leave_out(self, names: Collection[str]) -> None:
         """Go on without some participants: they are in no cohort, and are asked for nothing."""

@@ -26,6 +26,7 @@ class Networks:
         self._free: list[_PooledNetwork] = []
         self._leased = _Leased()
         self._initial: dict[str, Tensor] | None = None
+        self._shared: dict[str, str] = {}
         self._start: Weights | None = None
 
     def start_with(self, weights: Weights) -> None:
@@ -51,8 +52,17 @@ class Networks:
         if self._initial is None:
             pooled = _PooledNetwork(self.fresh())
             self._initial = {name: tensor.clone() for name, tensor in pooled.tensors.items()}
+            self._shared = pooled.shared
             self._free.append(pooled)
         return self._initial
+
+    def under_one_name(self, weights: Weights) -> Weights:
+        """Return weights in which every name of a shared tensor has what its first name has.
+
+        A method that corrects the parameters at the server knows a shared one by its first name only.
+        """
+        _ = self.initial
+        return {name: weights.get(self._shared.get(name, name), tensor) for name, tensor in weights.items()}
 
     def lease(self, weights: Weights) -> nn.Module:
         """Return a pooled network in training mode holding a copy of `weights`, a complete state dict.
@@ -90,6 +100,9 @@ class _PooledNetwork:
     def __init__(self, network: nn.Module) -> None:
         self.network = network
         self.tensors = {name: t.detach() for name, t in network.state_dict().items()}
+        first: dict[int, str] = {}
+        names = {name: first.setdefault(id(t), name) for name, t in network.state_dict(keep_vars=True).items()}
+        self.shared = {name: one for name, one in names.items() if one != name}
         self.trainable = [(p, p.requires_grad) for p in network.parameters()]
         self.buffers = [(module, dict(module._buffers)) for module in network.modules() if module._buffers]
         self.unsaved = [
@@ -116,7 +129,7 @@ class _PooledNetwork:
                     raise ValueError(
                         f"{name!r} has shape {tuple(weights[name].shape)}; the network's is {tuple(target.shape)}"
                     )
-                target.copy_(weights[name])
+                target.copy_(weights[self.shared.get(name, name)])
         for parameter, flag in self.trainable:
             parameter.requires_grad_(flag)
         self.network.train()

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.run import PartitionRecord
+from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_weights
 from medfl.data.prepared import Stacked
 from medfl.methods import load
 from medfl.methods._parts.extras import deal
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.registry import Execution
+from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import introduce, site_judge, site_step, site_weights
 from medfl.runtimes.tasks import ScoreGlobal
 from medfl.training.site import snapshot
@@ -478,3 +482,40 @@ def test_global_scores_in_parts_are_those_of_the_whole() -> None:
     joined = torch.cat([part.values["probabilities"] for part in halves])
     torch.testing.assert_close(joined, whole.values["probabilities"])
     assert ScoreGlobal(1, {"weights": {}}, "test", 0, 6).run(federation("local")) is None
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, under one name or under two."""
+
+    def __init__(self, two_names: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        if two_names:
+            self.second = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).relu()
+        logits: Tensor = self.head(getattr(self, "second", self.first)(x))
+        return logits
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("scaffold", {"server_lr": 0.5}), ("feddyn", {"alpha": 1.0}), ("feddc", {"alpha": 1.0}), ("fednova", {})],
+)
+def test_a_shared_layer_is_corrected_under_all_its_names(
+    method: str, options: dict[str, float], tmp_path: Path
+) -> None:
+    """Under its second name, which a network loads last, it would be as it was."""
+    final = []
+    for two_names in (False, True):
+        bundle, record = ToyBundle(), run_record(method=method, rounds=2)
+        bundle.network = partial(Twice, two_names)
+        folder = RunFolder.create(tmp_path / f"{two_names}")
+        folder.write_run(record, {})
+        Simulator(Execution(Federation(bundle, load(method, options), record), folder)).execute()
+        final.append(load_weights(folder.path / "weights.safetensors"))
+    one, two = final
+    assert two.keys() - one.keys() == {"second.weight", "second.bias"}
+    assert bits({name: two[name] for name in one}) == bits(one)
+    assert bits(two["second.weight"]) == bits(one["first.weight"])
