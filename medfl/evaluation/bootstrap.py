@@ -51,13 +51,18 @@ def draw(strata: Integers, seed: int, count: int = DRAWS) -> Times:
     return times
 
 
-def interval(values: Floats, level: float = LEVEL) -> Interval | None:
+def interval(values: Floats) -> Interval | None:
     """Return the percentile interval of a metric's values over the draws, None where all are NaN."""
     known = values[~np.isnan(values)]
     if not len(known):
         return None
-    low, high = np.percentile(known, [50 * (1 - level), 50 * (1 + level)])
+    low, high = np.percentile(known, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return float(low), float(high)
+
+
+def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
+    """Return the interval of each metric that has one."""
+    return {name: ends for name, drawn in values.items() if (ends := interval(drawn)) is not None}
 
 
 def classification(
@@ -72,12 +77,9 @@ def classification(
         return {}
     values = classified(label, predicted, classes, times)
     if probabilities is not None:
-        by_class = areas(label, probabilities, times)
-        usable = by_class[:, ~np.isnan(by_class).all(0)]
-        if usable.size:
-            values["auroc"] = usable.mean(1)
-    intervals = {name: interval(column) for name, column in values.items()}
-    return {name: ends for name, ends in intervals.items() if ends is not None}
+        area = mean_area(areas(label, probabilities, times))
+        values |= {} if area is None else {"auroc": area}
+    return intervals(values)
 
 
 def classified(label: Integers, predicted: Integers, classes: int, times: Times) -> dict[str, Floats]:
@@ -99,12 +101,8 @@ def _mean_share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
 
 def means(values: Mapping[str, Floats], times: Times) -> dict[str, Interval]:
     """Return the interval of each metric's mean over the cases whose value (N,) is not NaN, if these are enough."""
-    intervals: dict[str, Interval] = {}
-    for name, column in values.items():
-        ends = interval(mean(column, times)) if np.count_nonzero(~np.isnan(column)) >= LEAST else None
-        if ends is not None:
-            intervals[name] = ends
-    return intervals
+    enough = {name: column for name, column in values.items() if np.count_nonzero(~np.isnan(column)) >= LEAST}
+    return intervals({name: mean(column, times) for name, column in enough.items()})
 
 
 def mean(values: Floats, times: Times) -> Floats:
@@ -131,6 +129,12 @@ def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:
         for c, scores in zip(usable, ranked, strict=True):
             by_class[rows, c] = scores.areas(times[rows])
     return by_class
+
+
+def mean_area(by_class: Floats) -> Floats | None:
+    """Return the mean (draws,) of areas (draws, K) over the classes that have one, None where none has."""
+    usable = by_class[:, ~np.isnan(by_class).all(0)]
+    return usable.mean(1) if usable.size else None
 
 
 class _Ranked(NamedTuple):

@@ -125,16 +125,18 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
             square = sum(float(tensor.double().square().sum()) for tensor in named.values())
             about["norm"] = float(f"{square**0.5:.6g}")
         groups[printable(group, _NAME_LENGTH)] = about
-    about = {
-        "sha256": hashlib.sha256(encoded).hexdigest(),
+    description = {
+        "sha256": _sha256(encoded),
         "bytes": len(encoded),
         "tensors": sum(len(named) for named in message.tensors.values()),
         "groups": groups,
         "numbers": numbers(message.scalars),
     }
-    counts = {"all_groups": len(message.tensors), "all_numbers": len(message.scalars)}
-    limits = {"all_groups": _MOST_GROUPS, "all_numbers": _MOST_NUMBERS}
-    return about | {name: count for name, count in counts.items() if count > limits[name]}
+    if len(message.tensors) > _MOST_GROUPS:
+        description["all_groups"] = len(message.tensors)
+    if len(message.scalars) > _MOST_NUMBERS:
+        description["all_numbers"] = len(message.scalars)
+    return description
 
 
 def numbers(named: Mapping[str, float]) -> dict[str, float]:
@@ -145,7 +147,7 @@ def numbers(named: Mapping[str, float]) -> dict[str, float]:
 def describe_document(content: Any) -> dict[str, Any]:
     """Describe what leaves as numbers alone: its sha256 and bytes as JSON."""
     encoded = json.dumps(content, sort_keys=True, default=str).encode()
-    return {"sha256": hashlib.sha256(encoded).hexdigest(), "bytes": len(encoded), "tensors": 0}
+    return {"sha256": _sha256(encoded), "bytes": len(encoded), "tensors": 0}
 
 
 def _names(names: Sequence[str]) -> str:
@@ -159,16 +161,15 @@ def _tail(handle: int) -> tuple[str | None, bool]:
     size = os.fstat(handle).st_size
     if not size:
         return None, False
-    kept, start = b"", size
-    while start and b"\n" not in kept[:-1]:
+    end, start = b"", size
+    while start and b"\n" not in end[:-1]:
         start = max(0, start - _BLOCK)
-        kept = os.pread(handle, size - start, start)
-    torn = not kept.endswith(b"\n")
-    return _sha256(kept.removesuffix(b"\n").rpartition(b"\n")[2]), torn
+        end = os.pread(handle, size - start, start)
+    return _sha256(end.removesuffix(b"\n").rpartition(b"\n")[2]), not end.endswith(b"\n")
 
 
-def _sha256(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 # Verification
@@ -237,12 +238,11 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
-                whole, body = line.endswith(b"\n"), line.removesuffix(b"\n")
-                entry = _entry(body)
-                before = hashes[-1] if hashes else None
-                if entry is not None and whole:
+                body = line.removesuffix(b"\n")
+                entry = _entry(body) if body != line else None
+                if entry is not None:
                     entries.append(entry)
-                    if entry.get("before") != before:
+                    if entry.get("before") != (hashes[-1] if hashes else None):
                         problems.append(f"line {number} does not follow the one before it")
                     if torn and not entry.get("after_torn"):
                         problems.append(f"line {number} follows a damaged line and does not say so")
@@ -250,7 +250,7 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
                     if torn:
                         problems.append(f"line {number} is the second one in a row that is no JSON")
                     notes.append(f"line {number} was cut short, by a crash perhaps")
-                torn = entry is None or not whole
+                torn = entry is None
                 hashes.append(_sha256(body))
     except OSError as error:
         raise InputError(

@@ -113,9 +113,8 @@ class Evaluator:
 
     @functools.cached_property
     def _builtins(self) -> dict[str, Any]:
-        plain = {name: getattr(builtins, name) for name in BUILTINS}
         return {
-            **plain,
+            **{name: getattr(builtins, name) for name in BUILTINS},
             "range": bounded_range,
             "open": self._open,
             "setattr": setattr,  # the check of the text wants a word for it
@@ -230,10 +229,10 @@ class Evaluator:
         where = "folder" if "folder" in signature.parameters else next(iter(signature.parameters))
 
         def look(*arguments: Any, **named: Any) -> Any:
-            given = signature.bind(*arguments, **named).arguments
-            if others := given.keys() - {where, *allowed}:
+            by_name = signature.bind(*arguments, **named).arguments
+            if others := by_name.keys() - {where, *allowed}:
                 raise Refused(f"the argument {min(others)} of {function.__name__}, which is not on the list")
-            place = given.get(where, "." if where != "folder" else None)
+            place = by_name.get(where, "." if where != "folder" else None)
             if place is not None:
                 self._check_place(place if folder is None else folder / str(place))
             return function(*arguments, **named)
@@ -241,15 +240,13 @@ class Evaluator:
         return look
 
     def _open(self, path: Any, mode: str = "r", **named: Any) -> Any:
-        if "open" not in self.words:
-            if mode not in ("r", "rb", "rt") or set(named) - {"encoding", "newline"}:
-                raise Refused("open() for writing, for which the policy has to allow 'open'")
-            self._check_place(path)
-            content = Path(path).read_bytes()  # nobody would close the file
-            return (
-                io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode(named.get("encoding") or "utf-8"))
-            )
-        return open(path, mode, **named)
+        if "open" in self.words:
+            return open(path, mode, **named)
+        if mode not in ("r", "rb", "rt") or set(named) - {"encoding", "newline"}:
+            raise Refused("open() for writing, for which the policy has to allow 'open'")
+        self._check_place(path)
+        content = Path(path).read_bytes()  # nobody would close the file
+        return io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode(named.get("encoding") or "utf-8"))
 
     def _check_place(self, place: Any) -> None:
         """Refuse to look at a place that is not below the bundle's folder, its data, or what the user named."""

@@ -186,9 +186,9 @@ class _Checker:
     def _member(self, path: str) -> None:
         """Check what a module's name and attributes lead to."""
         if path.split(".")[0] in self.own_modules:
-            need_word("scripts", path, self.words, self.uses)
+            need_word("scripts", path, self.words, self.uses.words)
         elif path in WORDED:
-            need_word(WORDED[path], path, self.words, self.uses)
+            need_word(WORDED[path], path, self.words, self.uses.words)
         elif path not in MEMBERS and for_expressions(path) is None:
             raise Refused(f"{printable(path)}, which is not on the list")
         self.uses.uses[path] += 1
@@ -243,21 +243,20 @@ class _Checker:
             if keyword.arg.startswith(_PLACEHOLDER):
                 raise Refused("a reference as the name of an argument")
             loads = keyword.arg == "weights_only" and module_path(called, self.names) == "torch.load"  # needs its word
-            why = "" if loads else argument_refused(keyword.arg, _literal(keyword.value))
-            if why:
+            if not loads and (why := argument_refused(keyword.arg, _literal(keyword.value))):
                 raise Refused(why)
             self.value(keyword.value, local)
 
     def _open(self, node: ast.Call) -> None:
-        given = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
-        mode = _literal(node.args[1]) if len(node.args) > 1 else given.get("mode", "r")
-        plain = len(node.args) <= 2 and set(given) <= {"mode", "encoding", "newline"}
+        keywords = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
+        mode = _literal(node.args[1]) if len(node.args) > 1 else keywords.get("mode", "r")
+        plain = len(node.args) <= 2 and set(keywords) <= {"mode", "encoding", "newline"}
         if not (plain and mode in ("r", "rb", "rt")):
-            need_word("open", "open() for writing", self.words, self.uses)
+            need_word("open", "open() for writing", self.words, self.uses.words)
         self.uses.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
 
     def _setattr(self, node: ast.Call) -> None:
-        need_word("setattr", "setattr()", self.words, self.uses)
+        need_word("setattr", "setattr()", self.words, self.uses.words)
         self.uses.uses["setattr"] += 1
 
     # What is made of them
@@ -316,10 +315,10 @@ class _Checker:
         self.uses.uses["text with values"] += 1
 
     def _lambda(self, node: ast.Lambda, local: frozenset[str]) -> None:
-        given = node.args
-        self.all([*given.defaults, *given.kw_defaults], local)
+        taken = node.args
+        self.all([*taken.defaults, *taken.kw_defaults], local)
         self.uses.uses["lambda"] += 1
-        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        arguments = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
         self.value(node.body, local | self._bound(each.arg for each in arguments if each))
 
     def _listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, local: frozenset[str]) -> None:

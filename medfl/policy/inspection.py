@@ -28,7 +28,7 @@ from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
 from medfl.policy.findings import UNREADABLE
 from medfl.policy.findings import Inspection as Inspection
-from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
+from medfl.policy.imports import DEFAULT_NAMES, Uses, imported, need_word
 from medfl.policy.paths import check_id, check_path
 from medfl.policy.policy import Policy
 
@@ -107,11 +107,11 @@ class _Inspector:
             refuse("configs", "", "no configuration could be read")
         for file, content in self.contents.items():
             self._imports(file, content)
-        places: dict[str, list[tuple[_Place, Plain]]] = {}
-        for file, content in self.contents.items():
-            places[file] = list(_walk(content, self.policy.limits.depth))
-            if any(len(place) > self.policy.limits.depth for place, _ in places[file]):
-                refuse(file, "", f"an id of more than {self.policy.limits.depth} parts")
+        depth = self.policy.limits.depth
+        places = {file: list(_walk(content, depth)) for file, content in self.contents.items()}
+        for file, nodes in places.items():
+            if any(len(place) > depth for place, _ in nodes):
+                refuse(file, "", f"an id of more than {depth} parts")
         for nodes in places.values():
             for place, node in nodes:
                 self.definitions.setdefault(place, []).append(node)
@@ -135,9 +135,9 @@ class _Inspector:
                 self.inspection.refuse(file, key, "not a list of import statements")
                 continue
             for index, text in enumerate(statements):
-                uses = Uses()
                 if text is None:
                     continue
+                uses = Uses()
                 try:
                     if not isinstance(text, str) or not text.startswith("$"):
                         raise Refused("not an import statement")
@@ -231,15 +231,14 @@ class _Inspector:
             self._target(node)
         elif name == "_mode_" and node != "default":
             raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
-        names = stem == "federated" and isinstance(node, str) and {*_BUNDLES} & {*place}
-        if names and not _NAMES.fullmatch(str(node)):
+        names_bundles = stem == "federated" and isinstance(node, str) and {*_BUNDLES} & {*place}
+        if names_bundles and not _NAMES.fullmatch(str(node)):
             raise Refused(f"{printable(node, 40)!r}, where a bundle names others by their names only")
         if stem == "federated" and name == "partition" and str(node).startswith("file:"):
             raise Refused(f"{printable(node, 40)!r}, a table that only a user names")
         value = self._resolved(node)
         is_free = _is_free(place, stem) or self._is_statement(place, content, stem)
-        checked = () if is_free else place  # every part of it, so that `x#reader#0` is one of the argument `reader`
-        for part in checked:
+        for part in () if is_free else place:  # every part: `x#reader#0` is one of the argument `reader`
             read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
             if not read_as_false and (why := argument_refused(part, value, self._has_url(value))):
                 raise Refused(why)
@@ -255,7 +254,7 @@ class _Inspector:
         if not isinstance(node, str):
             raise Refused(f"a _target_ of type {type(node).__name__}")
         if node.split(".")[0] in self.own_modules and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
-            self.inspection.need(self.policy, "scripts", node)
+            need_word("scripts", node, self.policy.allow, self.inspection.allowed)
         else:
             component(renewed({"_target_": node})["_target_"])
         self.inspection.targets[node] += 1

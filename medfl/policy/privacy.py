@@ -219,9 +219,9 @@ class Account:
 
 def _read(path: Path) -> tuple[Counter[float], int, Counter[str]]:
     try:
-        known = json_values(path)
-        noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in known["noised"]})
-        uncovered = Counter({str(name): int(times) for name, times in known["uncovered"].items()})
-        return noised, int(known["plain"]), uncovered
+        document = json_values(path)
+        noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in document["noised"]})
+        uncovered = Counter({str(name): int(times) for name, times in document["uncovered"].items()})
+        return noised, int(document["plain"]), uncovered
     except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error
