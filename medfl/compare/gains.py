@@ -18,7 +18,7 @@ from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, between_models, counted, word
-from medfl.report.picture import Picture, colours, render, require_png, write_png
+from medfl.report.picture import Picture, colours, plain_axes, render, require_png, slant, write_png
 from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
@@ -235,8 +235,6 @@ def draw(result: Gains) -> Picture:
     title = f"{metrics.title(result.key)}: what each site gains" + (", PHANTOM data" if result.phantom else "")
 
     def fill(figure: Figure) -> None:
-        figure.set_layout_engine("constrained")
-        figure.suptitle(title, size=11, weight="bold", color=INK)
         panels: Any = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
         for axes, reference in zip(panels[:, 0], shown, strict=True):
             methods = [name for name in result.methods if result.gains[name].get(reference)]
@@ -256,13 +254,11 @@ def draw(result: Gains) -> Picture:
                 ylabel=f"against {'Local' if reference == 'local' else 'FedAvg'}", xlim=(-0.5, len(result.sites) - 0.5)
             )
             axes.tick_params(labelcolor=INK, color=SOFT, length=0)
-            axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right", "bottom"]].set_visible(False)
+            plain_axes(axes)
+            axes.spines["bottom"].set_visible(False)
         names = [f"{shorten(site, 18)}\n({result.train.get(site, 0)})" for site in result.sites]
         slanted = max(map(len, result.sites)) * len(result.sites) > 75
-        style: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
-        panels[-1, 0].set_xticks(range(len(names)), names, **style)
+        panels[-1, 0].set_xticks(range(len(names)), names, **(slant(35) if slanted else {}))
         for name in result.methods:
             panels[0, 0].bar(math.nan, math.nan, color=tone[name], label=shorten(name, 34))
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
@@ -273,4 +269,5 @@ def draw(result: Gains) -> Picture:
     )
     if result.small:
         caption += " Small sites on grey."
-    return render("gains", title, caption, (_WIDTH, 1.4 + (_HEIGHT - 1.4) * len(shown) / 1.4), fill)
+    size = (_WIDTH, 1.4 + (_HEIGHT - 1.4) * len(shown) / 1.4)
+    return render("gains", title, caption, size, fill, layout="constrained")

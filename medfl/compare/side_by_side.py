@@ -15,6 +15,7 @@ from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics, roc
 from medfl.report import RunFiles, charts
+from medfl.report.charts import Chart
 from medfl.report.differences import between_models
 from medfl.report.formatting import setting
 from medfl.report.page import context, environment
@@ -45,7 +46,7 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
 
 
 def _check(runs: Sequence[RunFiles]) -> None:
-    classes = {"classes": lambda run: ", ".join(run.record.get("classes") or ())}
+    classes = {"classes": lambda run: ", ".join(run.classes)}
     require_same(runs, "one page compares like with like", "write a page of each kind", {**SAME, **classes})
     if len(runs) > charts.TONES:
         raise InputError(
@@ -77,7 +78,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
         ],
         "differing": _differing(runs),
         "same_images": len(checksums) == 1,
-        "classes": runs[0].record.get("classes") or [],
+        "classes": runs[0].classes,
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "learning": _learning(runs, labels),
         "cost_curves": embedded(runs),
@@ -140,23 +141,23 @@ def _defaults(run: RunFiles) -> dict[str, Any]:
     return {entry["name"]: entry["default"] for entry in methods.options_of(methods.method_class(run.method))}
 
 
-def _learning(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[dict[str, Any]]:
+def _learning(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Chart]:
     """Draw the runs' key metric and loss over the rounds."""
     numbers = sorted({entry["round"] for run in runs for entry in run.rounds})
     read: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
         (f"{metrics.title(runs[0].key)} on the validation set", lambda e: (e.get("val") or {}).get(runs[0].key)),
         ("Training loss", lambda e: e.get("train_loss")),
     )
-    legend, drawn = [(f"tone-{i}", name) for i, name in enumerate(labels)], []
+    legend, drawn = [(f"tone-{i}", name) for i, name in enumerate(labels)], list[Chart]()
     for title, value in read:
         lines = {}
         for i, run in enumerate(runs):
-            own = {entry["round"]: value(entry) for entry in run.rounds}
-            lines[f"tone-{i}"] = [own.get(number) for number in numbers]
+            by_round = {entry["round"]: value(entry) for entry in run.rounds}
+            lines[f"tone-{i}"] = [by_round.get(number) for number in numbers]
         svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local") if numbers else None
         if svg is not None:
             caption = "Each method's own loss: compare runs of one method only." if title == "Training loss" else ""
-            drawn.append({"title": title, "legend": legend, "svg": svg, "caption": caption})
+            drawn.append(Chart(title, legend, svg, caption))
     return drawn
 
 

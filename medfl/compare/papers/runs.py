@@ -129,7 +129,7 @@ def published(comparison: Comparison) -> list[str]:
 
     The runs may have other settings than the papers'; `--paper` runs a table's own protocol.
     """
-    bundle, rows, notes = next(iter(comparison.rows[0].runs.values())).record["bundle"], list[list[str]](), list[str]()
+    bundle, rows, notes = comparison.rows[0].first.record["bundle"], list[list[str]](), list[str]()
     for key in papers.names():
         table = paper_tables.load(key)
         for grid in (grid for grid in table.grids if grid.bundle == bundle):
@@ -167,7 +167,7 @@ def _labels(grid: Grid, comparison: Comparison) -> dict[str, str]:
     """Return the label of each of our rows -> the label of its entry in the grid."""
     labels = {}
     for row in comparison.rows:
-        run = next(iter(row.runs.values())).record
+        run = row.first.record
         for entry in grid.entries:
             if entry.method != run["method"]:
                 continue

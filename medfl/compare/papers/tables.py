@@ -189,9 +189,9 @@ def beside(table: PaperTable, comparison: Comparison, labels: Mapping[str, str])
     """
     rows = []
     for row in comparison.rows:
-        run = next(iter(row.runs.values()))
-        name, count = _name(table, labels, row), len(run.record["partition"]["sites"])
-        for figure in table.published(run.record["bundle"], row.partition, name, count).values():
+        record = row.first.record
+        name, count = _name(table, labels, row), len(record["partition"]["sites"])
+        for figure in table.published(record["bundle"], row.partition, name, count).values():
             rows.append([row.partition, *_cells(figure, _spread(table, comparison, row, figure.metric))])
     return rows
 
