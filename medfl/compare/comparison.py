@@ -163,6 +163,11 @@ class Comparison:
         return list(dict.fromkeys(row.partition for row in self.rows))
 
     @property
+    def methods(self) -> list[str]:
+        """The methods, in the order of the runs."""
+        return list(dict.fromkeys(row.method for row in self.rows))
+
+    @property
     def phantom(self) -> bool:
         """Whether the images were drawn by a program."""
         return self.rows[0].first.phantom
@@ -213,10 +218,10 @@ class Comparison:
         Raises:
             InputError: no such method.
         """
-        names = {row.method for row in self.rows}
-        if against not in names:
-            raise InputError(f"against {against}", f"methods are {', '.join(sorted(names))}", "choose one of them")
-        tests = [paired_test(row, base, self.judged_by) for row, base in self._pairs(against)]
+        if against not in self.methods:
+            allowed = f"methods are {', '.join(sorted(self.methods))}"
+            raise InputError(f"against {against}", allowed, "choose one of them")
+        tests = (paired_test(row, base, self.judged_by) for row, base in self._pairs(against))
         return [test for test in tests if test is not None]
 
     def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
@@ -246,8 +251,7 @@ class Comparison:
 
     def ranks(self) -> dict[str, float]:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
-        column = self.judged_by
-        methods = list(dict.fromkeys(row.method for row in self.rows))
+        column, methods = self.judged_by, self.methods
         places: dict[str, list[float]] = {method: [] for method in methods}
         for partition in self.partitions:
             rows = {row.method: row.values(column) for row in self.on(partition)}

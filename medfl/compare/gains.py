@@ -24,8 +24,8 @@ from medfl.report.style import INK, SOFT
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-REFERENCES = ("local", "fedavg")
-"""The methods that a site's gain is measured against."""
+REFERENCES = {"local": "Local", "fedavg": "FedAvg"}
+"""The methods that a site's gain is measured against, and their titles."""
 _WIDTH, _HEIGHT = 7.2, 4.2
 
 
@@ -64,14 +64,13 @@ class Gains:
 
     def table(self) -> str:
         """Return a markdown table: for each site each method's metric and its gains over Local and FedAvg."""
-        titles = {"local": "Local", "fedavg": "FedAvg"}
         heads, columns = ["site", "training items"], []
         for name, by_site in self.values.items():
             heads.append(name)
             columns.append(by_site)
             for reference, gained in self.gains[name].items():
                 if gained:
-                    heads.append(f"{name} − {titles[reference]}")
+                    heads.append(f"{name} − {REFERENCES[reference]}")
                     columns.append(gained)
         rows = []
         for site in self.sites:
@@ -162,7 +161,7 @@ def gains(folders: Sequence[Path]) -> Gains:
     large = {name.strip() for run in runs for name in str(run.options.get("large", "")).split(",")}
     sites = runs[0].site_names
     small = frozenset(site for site in sites if site not in large) if large - {""} else frozenset()
-    train = {site: runs[0].size(site, "train") or 0 for site in sites}
+    train = {site: runs[0].size(site, "train") for site in sites}
     return Gains(runs[0].key, sites, train, small, values, gained, words, runs[0].phantom, tuple(notes))
 
 
@@ -181,17 +180,14 @@ def _check(runs: Sequence[RunFiles]) -> None:
     require_same(runs, "gains compare one metric of one bundle on the same images", "give the runs of each kind apart")
     names = {tuple(sorted(run.site_names)) for run in runs}
     if len(names) > 1:
-        raise InputError(
-            f"runs with {len(names)} different sets of sites",
-            "gains compare the same sites",
-            "give runs of one partition",
-        )
+        different = f"runs with {len(names)} different sets of sites"
+        raise InputError(different, "gains compare the same sites", "give runs of one partition")
 
 
 def _differing(run: RunFiles, other: RunFiles) -> list[str]:
     """Return the settings in which two runs differ."""
-    ours, theirs = settings(run), settings(other)
-    return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    first, second = settings(run), settings(other)
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
 def _pairing(run: RunFiles) -> tuple[Any, ...]:
@@ -250,9 +246,7 @@ def draw(result: Gains) -> Picture:
                     axes.bar(x, statistics.mean(values), width=0.9 * step, color=tone[name], zorder=2)
                     axes.plot([x] * len(values), values, ".", color=INK, markersize=3, zorder=3)
             axes.axhline(0, color=INK, linewidth=0.8)
-            axes.set(
-                ylabel=f"against {'Local' if reference == 'local' else 'FedAvg'}", xlim=(-0.5, len(result.sites) - 0.5)
-            )
+            axes.set(ylabel=f"against {REFERENCES[reference]}", xlim=(-0.5, len(result.sites) - 0.5))
             axes.tick_params(labelcolor=INK, color=SOFT, length=0)
             plain_axes(axes)
             axes.spines["bottom"].set_visible(False)

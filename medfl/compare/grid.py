@@ -208,10 +208,10 @@ def run_missing(
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
-    own = {name: value for name, value in grid.options.items() if methods.has_option(cell.entry.method, name)}
+    taken_options = {name: value for name, value in grid.options.items() if methods.has_option(cell.entry.method, name)}
     partition = {"partition": cell.partition} if cell.partition else {}
     requested = {**grid.requested, **cell.entry.settings, **partition, "method": cell.entry.method, "seed": cell.seed}
-    return Request(grid.bundle, options={**own, **cell.entry.options}, config=grid.config, **requested)
+    return Request(grid.bundle, options={**taken_options, **cell.entry.options}, config=grid.config, **requested)
 
 
 def _run_all(

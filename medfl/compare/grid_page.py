@@ -54,8 +54,8 @@ def write_grid_page(folder: Path) -> Path:
 
 
 def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
-    names = list(dict.fromkeys(row.method for row in comparison.rows))
-    against = _BASE if _BASE in names else names[0]
+    methods = comparison.methods
+    against = _BASE if _BASE in methods else methods[0]
     scored = {
         row.partition
         for row in comparison.rows
@@ -68,7 +68,7 @@ def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
         "key": comparison.key,
         "higher": comparison.higher,
         "phantom": comparison.phantom,
-        "methods": names,
+        "methods": methods,
         "finished": len(runs),
         "begun": begun,
         "against": against,

@@ -62,6 +62,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
     labels = unique_labels(runs)
     analyses = [analyse_predictions(run) for run in runs]
     rows = [_row(run, label, f"tone-{i}", analyses[i]) for i, (run, label) in enumerate(zip(runs, labels, strict=True))]
+    analysed = [(row, analysis) for row, analysis in zip(rows, analyses, strict=True) if analysis is not None]
     titles = {run.title(key) for run in runs}
     checksums = {str(run.record["data"].get("checksum") or "") for run in runs}
     return {
@@ -83,14 +84,12 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
         "learning": _learning(runs, labels),
         "cost_curves": embedded(runs),
         "sites": _sites(runs),
-        "confusions": [
-            (row["name"], analysis.confusion()) for row, analysis in zip(rows, analyses, strict=True) if analysis
-        ],
-        "roc": _roc(rows, analyses),
+        "confusions": [(row["name"], analysis.confusion()) for row, analysis in analysed],
+        "roc": _roc(analysed),
         "calibrations": [
             (row["name"], row["tone"], calibration)
-            for row, analysis in zip(rows, analyses, strict=True)
-            if analysis is not None and (calibration := analysis.calibration()) is not None
+            for row, analysis in analysed
+            if (calibration := analysis.calibration()) is not None
         ],
         "silent": [row["name"] for row, analysis in zip(rows, analyses, strict=True) if analysis is None],
     }
@@ -123,13 +122,13 @@ def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """Return the settings in which the runs differ, each with its value in every run."""
     by_run: list[dict[str, str]] = []
     for run in runs:
-        own = {name: setting(run.record[name]) for name in _SETTINGS if name in run.record}
-        own |= {"partition": run.partition, "seed": str(run.record.get("seed"))}
+        values = {name: setting(run.record[name]) for name in _SETTINGS if name in run.record}
+        values |= {"partition": run.partition, "seed": str(run.record.get("seed"))}
         for section in ("options", "config"):
-            own |= {f"{name} ({section[:6]})": setting(v) for name, v in (run.record.get(section) or {}).items()}
-        by_run.append(own)
-    names = dict.fromkeys(name for own in by_run for name in own)
-    table = [(name, [own.get(name, "–") for own in by_run]) for name in names]
+            values |= {f"{name} ({section[:6]})": setting(v) for name, v in (run.record.get(section) or {}).items()}
+        by_run.append(values)
+    names = dict.fromkeys(name for values in by_run for name in values)
+    table = [(name, [values.get(name, "–") for values in by_run]) for name in names]
     defaults = {f"{name} (option)": setting(value) for run in runs for name, value in _defaults(run).items()}
     return [row for row in table if len({*row[1]}) > 1 and not {*row[1]} <= {"–", defaults.get(row[0], "")}]
 
@@ -167,19 +166,18 @@ def _sites(runs: Sequence[RunFiles]) -> dict[str, Any] | None:
         return None
     columns = _columns(runs)
     sizes = {tuple((run.size(site, "train"), run.size(site, "test")) for site in run.site_names) for run in runs}
-    rows = [
-        (
-            site,
-            runs[0].size(site, "train"),
-            runs[0].size(site, "test"),
-            [(tone, own.get(site)) for tone, own in columns],
-        )
-        for site in runs[0].site_names
-    ]
-    scale = max([1.0, *(value for _, own in columns for value in own.values())])
-    local = any(tone == "local" for tone, _ in columns)
-    document = {"rows": rows, "scale": scale, "local": local, "same": len(sizes) == 1}
-    return document if any(own for _, own in columns) else None
+    if not any(by_site for _, by_site in columns):
+        return None
+    first = runs[0]
+    return {
+        "rows": [
+            (site, first.size(site, "train"), first.size(site, "test"), [(tone, of.get(site)) for tone, of in columns])
+            for site in first.site_names
+        ],
+        "scale": max([1.0, *(value for _, by_site in columns for value in by_site.values())]),
+        "local": any(tone == "local" for tone, _ in columns),
+        "same": len(sizes) == 1,
+    }
 
 
 def _columns(runs: Sequence[RunFiles]) -> list[tuple[str, dict[str, float]]]:
@@ -197,9 +195,9 @@ def _columns(runs: Sequence[RunFiles]) -> list[tuple[str, dict[str, float]]]:
     return [column for own, local in zip(columns, beside, strict=True) for column in (own, *local)]
 
 
-def _roc(rows: Sequence[Mapping[str, Any]], analyses: Sequence[PredictionAnalysis | None]) -> dict[str, Any] | None:
+def _roc(analysed: Sequence[tuple[Mapping[str, Any], PredictionAnalysis]]) -> dict[str, Any] | None:
     """Draw each run's curve: that of the second of two classes, else the mean of the classes'."""
-    drawn = [(row, a.curves, entry) for row, a in zip(rows, analyses, strict=True) if a and (entry := a.roc())]
+    drawn = [(row, analysis.curves, entry) for row, analysis in analysed if (entry := analysis.roc())]
     if not drawn:
         return None
     by_tone = {

@@ -30,14 +30,9 @@ Times = NDArray[np.int32]
 
 
 def draw(strata: Integers, seed: int, count: int = DRAWS) -> Times:
-    """Draw cases with replacement, from each stratum as many as it has.
+    """Draw cases with replacement, from each stratum (N,) as many as it has.
 
     The numbers are those that `scipy.stats.bootstrap` draws from `numpy.random.default_rng(seed)`.
-
-    Args:
-        strata: (N,) the stratum of each case.
-        seed: of the draws.
-        count: draws.
     """
     generator = np.random.default_rng(seed)
     times = np.zeros((count, len(strata)), np.int32)
@@ -53,10 +48,10 @@ def draw(strata: Integers, seed: int, count: int = DRAWS) -> Times:
 
 def interval(values: Floats) -> Interval | None:
     """Return the percentile interval of a metric's values over the draws, None where all are NaN."""
-    known = values[~np.isnan(values)]
-    if not len(known):
+    numbers = values[~np.isnan(values)]
+    if not len(numbers):
         return None
-    low, high = np.percentile(known, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
+    low, high = np.percentile(numbers, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return float(low), float(high)
 
 
@@ -107,9 +102,9 @@ def means(values: Mapping[str, Floats], times: Times) -> dict[str, Interval]:
 
 def mean(values: Floats, times: Times) -> Floats:
     """Return the mean (draws,) of the values (N,) that are not NaN in each draw, NaN where it takes none of them."""
-    known = ~np.isnan(values)
+    scored = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        averages: Floats = times[:, known] @ values[known] / times[:, known].sum(1)
+        averages: Floats = times[:, scored] @ values[scored] / times[:, scored].sum(1)
     return averages
 
 

@@ -221,17 +221,17 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
 
     A site without the metric has no entry, None or NaN. No site at all gives an empty result.
     """
-    known = {site: float(value) for site, value in values.items() if value is not None and not math.isnan(value)}
-    if not known:
+    by_site = {site: float(value) for site, value in values.items() if value is not None and not math.isnan(value)}
+    if not by_site:
         return {}
-    numbers = np.array(list(known.values()))
-    worst_site = (min if higher_is_better else max)(known, key=known.__getitem__)
+    numbers = np.array(list(by_site.values()))
+    worst_site = (min if higher_is_better else max)(by_site, key=by_site.__getitem__)
     return {
         "mean": float(numbers.mean()),
         "sd": float(numbers.std()),
-        "worst": known[worst_site],
+        "worst": by_site[worst_site],
         "worst_site": worst_site,
-        "count": len(known),
+        "count": len(by_site),
     }
 
 
@@ -239,11 +239,11 @@ def _case_means(values_of: Mapping[str, torch.Tensor]) -> dict[str, float]:
     result: dict[str, float] = {}
     for name, tensor in values_of.items():
         values = tensor.numpy(force=True).astype(np.float64)
-        known = values[~np.isnan(values)]
-        if known.size:
-            result[name] = float(known.mean())
-            if known.size < values.size:
-                result[f"{name}_cases"] = float(known.size)
+        scored = values[~np.isnan(values)]
+        if scored.size:
+            result[name] = float(scored.mean())
+            if scored.size < values.size:
+                result[f"{name}_cases"] = float(scored.size)
     return result
 
 

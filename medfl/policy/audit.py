@@ -44,12 +44,7 @@ class Audit:
     """A log to be appended to, by one or several processes."""
 
     def __init__(self, path: Path | str, site: str = "", say: Print = str) -> None:
-        """Point at the file; it is made with its first line.
-
-        Args:
-            path: the file; its folder exists.
-            site: stands in each line.
-            say: where it is told that the file ends in a torn line.
+        """Point at the file; it is made with its first line. The site stands in each; `say` is told of a torn line.
 
         Raises:
             InputError: there is no such folder, or the file cannot be written.
@@ -219,11 +214,7 @@ class VerifiedLog:
 
 
 def verify(path: Path, noted: str | None = None) -> VerifiedLog:
-    """Read a log and verify its chain.
-
-    Args:
-        path: the file.
-        noted: sha256 of a line, or its first digits, as noted earlier; it must still be there.
+    """Read a log and verify its chain; the line whose sha256, or its first digits, was noted must still be there.
 
     Raises:
         InputError: the file cannot be read, or nothing that identifies a line was noted.

@@ -17,6 +17,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
 
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import (
@@ -43,8 +45,6 @@ _HOMES = (
     "monai.apps.generation.maisi.networks.controlnet_maisi",
 )  # fmt: skip
 """Where MONAI hands out its components, in the order in which a short name is looked for."""
-_BASES = {"torch.nn": "Module", "torch.optim": "Optimizer", "torch.optim.lr_scheduler": "LRScheduler"}
-"""Modules of PyTorch of which every class with this base is listed."""
 _APPS = (
     *(f"monai.apps.{name}." for name in ("deepedit", "deepgrow", "detection", "nuclick", "pathology", "vista3d")),
     "monai.networks.blocks.",
@@ -163,7 +163,6 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
     from monai.engines import PrepareBatch
     from monai.inferers import Inferer
     from monai.transforms import Transform
-    from torch import nn
 
     short: dict[str, Callable[..., Any]] = {}
     identities: dict[int, Callable[..., Any]] = {}
@@ -191,10 +190,9 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
             if of_apps and not _fetches(entry):
                 short.setdefault(name, entry)
                 identities[id(entry)] = entry
-    for module_name, base in _BASES.items():
-        module = importlib.import_module(module_name)
-        for entry in vars(module).values():
-            listed = inspect.isclass(entry) and issubclass(entry, getattr(module, base)) and _of_package(entry, "torch")
+    for module, base in ((nn, nn.Module), (optim, optim.Optimizer), (lr_scheduler, lr_scheduler.LRScheduler)):
+        for entry in vars(module).values():  # every class of PyTorch with this base
+            listed = inspect.isclass(entry) and issubclass(entry, base) and _of_package(entry, "torch")
             if listed and not issubclass(entry, nn.ParameterDict):  # whose keys are set as attributes
                 identities[id(entry)] = entry
     return short, identities

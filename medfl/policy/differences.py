@@ -14,12 +14,7 @@ _LARGEST = 1_000_000
 
 
 def differences(before: Inspection, now: Inspection) -> Iterator[str]:
-    """Yield what was added, removed and changed; of text files line by line, made safe for a terminal.
-
-    Args:
-        before: the version that was accepted.
-        now: the one that is looked at.
-    """
+    """Yield what was added, removed and changed since a version; of text files line by line, safe for a terminal."""
     old, new = ({file.path: file for file in version.files} for version in (before, now))
     for path in sorted(old.keys() | new.keys()):
         a, b = old.get(path), new.get(path)

@@ -91,9 +91,7 @@ class Evaluator:
     def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
         """Return what an expression, given without its `$`, stands for.
 
-        Args:
-            text: the expression.
-            references: what ids stand for, their parts joined by `::`.
+        `references` are what ids stand for, their parts joined by `::`.
 
         Raises:
             Refused: it does something that is not listed.
@@ -130,8 +128,8 @@ class Evaluator:
     def member(self, path: str) -> Any:
         """Return the listed object, or the one of the bundle's own Python, that a path of names stands for."""
         if path not in self._members:
-            own = path.partition(".")[0] in self.own_modules
-            listed = path in MEMBERS or WORDED.get(path) in self.words or (own and "scripts" in self.words)
+            is_own = path.partition(".")[0] in self.own_modules
+            listed = path in MEMBERS or WORDED.get(path) in self.words or (is_own and "scripts" in self.words)
             target = _located(path) if listed else for_expressions(path)
             if target is None:
                 raise Refused(f"{printable(path)}, which is not on the list")

@@ -198,9 +198,9 @@ class _Checker:
         if path:
             self._member(path)
             return
-        own = bool(self.own_modules) and "scripts" in self.words
+        of_scripts = bool(self.own_modules) and "scripts" in self.words
         column = isinstance(node.value, ast.Call) and module_path(node.value.func, self.names) == "pandas.read_csv"
-        if not ((own or column) and not node.attr.startswith("_")) and node.attr not in METHODS:
+        if not ((of_scripts or column) and not node.attr.startswith("_")) and node.attr not in METHODS:
             raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
         if node.attr == "format":
             if not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, str):

@@ -35,11 +35,7 @@ _VARIANCE = "running_var"
 
 
 class Gate:
-    """Through which everything leaves a site that has rules for it.
-
-    Attributes:
-        account: of the site's privacy.
-    """
+    """Through which everything leaves a site that has rules for it; `account` is that of the site's privacy."""
 
     def __init__(self, rules: Outbound, account: Account, site: str, entropy: Entropy = os.urandom) -> None:
         """Take the rules.
@@ -68,12 +64,9 @@ class Gate:
                 ) from error
 
     def reply(self, message: Message, received: Message, samples: int) -> Message:
-        """Return a reply as it may leave, before it is made smaller.
+        """Return a reply to a broadcast as it may leave, before it is made smaller.
 
-        Args:
-            message: what the method says.
-            received: the broadcast that it answers.
-            samples: number of the site's training images; as `scalars/samples` it may leave as it is.
+        The number of the site's training images may leave as it is, as `scalars/samples`.
 
         Raises:
             RunError: the policy forbids something in it; names it.
@@ -108,12 +101,9 @@ class Gate:
             raise self._refusal(f"its message has {message.num_bytes:,} bytes, more than max_bytes {limit:,}")
 
     def numbers(self, group: str, names: Iterable[str], *, telling: bool) -> None:
-        """Check numbers that are no reply: metrics, statistics.
+        """Check numbers that are no reply: metrics, statistics; the policy's keys name them as group/name.
 
-        Args:
-            group: under which the policy's keys name them.
-            names: of each.
-            telling: whether they depend on training images beyond what the replies have told.
+        `telling` says whether they depend on training images beyond what the replies have told.
 
         Raises:
             RunError: the policy forbids one of them; names it.

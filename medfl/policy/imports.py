@@ -24,13 +24,9 @@ class Uses:
 
 
 def imported(text: str, uses: Uses) -> dict[str, str]:
-    """Return the name that an import statement binds, and the path that it stands for; nothing is imported.
+    """Return the name that an import statement (without its `$`) binds, and the path that it stands for.
 
-    Whether what the path leads to is listed is checked where an expression uses the name.
-
-    Args:
-        text: the statement without its `$`.
-        uses: takes what is used.
+    Nothing is imported. Whether what the path leads to is listed is checked where an expression uses the name.
 
     Raises:
         Refused: it is no plain import of one module or member, or takes the name of another.

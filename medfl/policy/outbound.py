@@ -43,11 +43,7 @@ class Outbound:
 
     @classmethod
     def read(cls, values: Any, where: str) -> Outbound:
-        """Read the values of the key `outbound`.
-
-        Args:
-            values: what YAML makes of them.
-            where: the file, for errors.
+        """Read the values of the key `outbound` as YAML gives them; `where` names the file in errors.
 
         Raises:
             InputError: they say something that no policy can say.

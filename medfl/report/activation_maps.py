@@ -79,7 +79,7 @@ def compute(
     """
     if method not in _METHODS:
         raise InputError(f"method {method!r}", f"methods are {', '.join(_METHODS)}", "choose one of them")
-    wanted = _class_index(target, classes)
+    fixed_index = _class_index(target, classes)
     logits, layer, maps = _Logits(network).eval(), "", []
     for ident, (x, _) in zip(shard.ids, shard.batches(1), strict=True):
         x = x.to(device).float()
@@ -87,7 +87,7 @@ def compute(
         with torch.no_grad():
             probabilities = logits(x)[0].softmax(0)
         best = int(probabilities.argmax())
-        index = best if wanted is None else wanted
+        index = best if fixed_index is None else fixed_index
         maps.append(
             ActivationMap(
                 ident,

@@ -59,14 +59,9 @@ class Difference:
 
     @classmethod
     def of(cls, ours: Floats, theirs: Floats, cases: int, higher_is_better: bool, enough: bool) -> Difference | None:
-        """Return the difference of two metrics, each (1 + draws,) with the cases as they are first.
+        """Return ours - theirs of a metric, each (1 + draws,) with the cases as they are first.
 
-        Args:
-            ours: the one.
-            theirs: the other.
-            cases: the smaller number of cases.
-            higher_is_better: of the metric.
-            enough: whether the cases are enough for an interval.
+        `cases` is the smaller number of cases, `enough` says whether they are enough for an interval.
         """
         value, drawn = float(ours[0] - theirs[0]), ours[1:] - theirs[1:]
         if np.isnan(value):
@@ -78,15 +73,9 @@ class Difference:
 
 
 def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) -> Difference | None:
-    """Return how much higher the key metric of one run's judged models is than that of another's.
+    """Return how much higher the key metric of one run's judged models is than another's, on the cases that both have.
 
-    Args:
-        ours: the run.
-        theirs: another one, with the same test cases or some of them.
-        site: whose test cases count; None: all.
-
-    Returns:
-        None where they have no predictions of the same cases, or none from which the metric can be made.
+    Only the cases of `site` count, None: all. None without predictions of common cases that give the metric.
     """
     if ours.predictions is None or theirs.predictions is None:
         return None

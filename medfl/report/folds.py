@@ -112,12 +112,12 @@ class Folds:
     @cached_property
     def rows(self) -> dict[int, dict[str, float]]:
         """Fold -> the metrics of its test cases."""
-        return {number: metrics.summarise(_cases(_predictions(run))) for number, run in self.runs.items()}
+        return {number: metrics.summarise(_cases(run)) for number, run in self.runs.items()}
 
     @cached_property
     def pooled(self) -> dict[str, float]:
         """The metrics of all test cases."""
-        return metrics.summarise(Cases.concat([_cases(_predictions(run)) for run in self.runs.values()]))
+        return metrics.summarise(Cases.concat([_cases(run) for run in self.runs.values()]))
 
     @cached_property
     def structures(self) -> dict[str, dict[str, float | None]]:
@@ -246,15 +246,16 @@ def _predictions(run: RunFiles) -> Predictions:
 
 def _form(run: RunFiles) -> tuple[Any, ...]:
     """Return what is the same in all folds."""
-    values = _cases(_predictions(run)).values
+    values = _cases(run).values
     return run.key, *run.classes, *((name, *values[name].shape[1:]) for name in values)
 
 
-def _cases(predictions: Predictions) -> Cases:
-    if predictions.probabilities is None:
-        return Cases(tuple(predictions.ids), {name: torch.as_tensor(v) for name, v in predictions.scores.items()})
-    values = {"probabilities": torch.as_tensor(predictions.probabilities), "label": torch.as_tensor(predictions.label)}
-    return Cases(tuple(predictions.ids), values)
+def _cases(run: RunFiles) -> Cases:
+    predictions = _predictions(run)
+    values: dict[str, Any] = dict(predictions.scores)
+    if predictions.probabilities is not None:
+        values = {"probabilities": predictions.probabilities, "label": predictions.label}
+    return Cases(tuple(predictions.ids), {name: torch.as_tensor(column) for name, column in values.items()})
 
 
 def _sizes(run: RunFiles) -> dict[str, int]:

@@ -199,8 +199,8 @@ class PredictionAnalysis:
         cases = self.predictions
         if cases.probabilities is None:
             return []
-        own = cases.probabilities[np.arange(len(cases.label)), cases.label]
-        order = sorted(range(len(own)), key=lambda i: (own[i], cases.ids[i]))[:WORST]
+        of_reference = cases.probabilities[np.arange(len(cases.label)), cases.label]
+        order = sorted(range(len(of_reference)), key=lambda i: (of_reference[i], cases.ids[i]))[:WORST]
         return [
             {
                 "id": cases.ids[i],
@@ -208,7 +208,7 @@ class PredictionAnalysis:
                 "label": self.classes[cases.label[i]],
                 "predicted": self.classes[cases.predicted[i]],
                 "confidence": float(cases.probabilities[i, cases.predicted[i]]),
-                "own": float(own[i]),
+                "own": float(of_reference[i]),
             }
             for i in order
         ]

@@ -90,14 +90,12 @@ class RunFiles:
             raise damaged(file, "does not say whether its data are real or phantom")
         file = path / "summary.json"
         summary = read_summary(file) if file.is_file() else None
-        return cls(
-            path,
-            record,
-            _read_rounds(path / "rounds.jsonl"),
-            [{name: cell for name, cell in row.items() if cell} for _, row in _rows(path / "sites.csv")],
-            summary,
-            _read_predictions(path / "predictions.csv", len(record.get("classes") or ())),
-        )
+        rounds = _read_rounds(path / "rounds.jsonl")
+        file = path / "sites.csv"
+        rows = read_rows(file) if file.is_file() else []
+        sites = [{name: cell for name, cell in row.items() if cell} for _, row in rows]
+        predictions = _read_predictions(path / "predictions.csv", len(record.get("classes") or ()))
+        return cls(path, record, rounds, sites, summary, predictions)
 
     @property
     def key(self) -> str:
@@ -242,20 +240,16 @@ class RunFiles:
         names = {name for _, _, values in self.pooled() for name in values}
         if not names:
             names = {name for entry in self.rounds[-1:] for name in entry.get("val") or {}}
-        known = [name for name in metrics.METRICS if name in names and name != self.key]
+        listed = [name for name in metrics.METRICS if name in names and name != self.key]
         single = {f"{kind}_{slug(name)}" for name in self.structures for kind in OF_STRUCTURES}
         single |= {"round", "classes", *(f"{name}_cases" for name in single)}
-        return [self.key, *known, *sorted(names - {self.key, *known} - single)]
+        return [self.key, *listed, *sorted(names - {self.key, *listed} - single)]
 
 
 def _read_rounds(path: Path) -> list[Mapping[str, Any]]:
     """Read the rounds; a last line without its line break was cut off by a crash and is left out."""
     lines = enumerate(round_lines(path)[:-1], 1)
     return [read_round(path, line, number) for number, line in lines if line.strip()]
-
-
-def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
-    return read_rows(path) if path.is_file() else []
 
 
 def _read_predictions(path: Path, classes: int) -> Predictions | None:

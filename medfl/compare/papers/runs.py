@@ -151,8 +151,8 @@ def chosen(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Se
 
     A method is given by its name, for all its variants, or by that of the table's row.
     """
-    wanted = {name.lower() for name in methods}
-    entries = [e for e in grid.entries if not wanted or {e.method, table.names[e.label].lower()} & wanted]
+    names = {name.lower() for name in methods}
+    entries = [e for e in grid.entries if not names or {e.method, table.names[e.label].lower()} & names]
     specs = tuple(p for p in grid.partitions if not partitions or _spec(grid, p) in partitions)
     return replace(grid, entries=tuple(entries), partitions=specs)
 

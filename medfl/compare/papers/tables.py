@@ -203,7 +203,7 @@ def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[
     """
     rows = []
     for figure in (figure for figure in table.figures if figure.partition == AVERAGE):
-        wanted = sum(
+        expected = sum(
             len(grid.partitions)
             for grid in table.grids
             if grid.bundle == figure.bundle and figure.name in {table.names[entry.label] for entry in grid.entries}
@@ -216,7 +216,7 @@ def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[
                     same = run.record["bundle"] == figure.bundle and _name(table, labels, row) == figure.name
                     if same and value is not None:
                         by_seed.setdefault(seed, []).append(value)
-        means = [statistics.fmean(values) for values in by_seed.values() if len(values) == wanted]
+        means = [statistics.fmean(values) for values in by_seed.values() if len(values) == expected]
         rows.append([AVERAGE, *_cells(figure, MeanSd.of(means))])
     return rows
 
