@@ -148,10 +148,8 @@ def gains(folders: Sequence[Path]) -> Gains:
                 for site in (name for name in scores if name in theirs):
                     column.setdefault(site, []).append(sign * (scores[site] - theirs[site]))
                     words[label][reference][site] = _said(column[site], run, other, site)
-                if differing := _differing(run, other):
-                    notes[
-                        f"{label} and the {reference} that it is measured against differ in {', '.join(differing)}"
-                    ] = None
+                if differing := ", ".join(_differing(run, other)):
+                    notes[f"{label} and the {reference} that it is measured against differ in {differing}"] = None
     if not any(column for references in gained.values() for column in references.values()):
         raise InputError(
             f"{len(runs)} runs, none of which has the data and seed of a run of Local or FedAvg",

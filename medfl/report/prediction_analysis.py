@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation.roc import Curve
 from medfl.report import charts, formatting
 from medfl.report.run_files import RunFiles
 from medfl.report.saved_pictures import WORST
@@ -126,7 +127,7 @@ class PredictionAnalysis:
         }
 
     @cached_property
-    def curves(self) -> list[roc.Curve]:
+    def curves(self) -> list[Curve]:
         """The ROC curves, one against the rest."""
         cases = self.predictions
         return roc.curves(cases.label, cases.probabilities) if cases.probabilities is not None else []
@@ -157,7 +158,7 @@ class PredictionAnalysis:
         title = "ROC curves, one class against the others" if mean else f"ROC curve of {rows[0]['name']}"
         return {"title": title, "svg": charts.roc(title, coloured, grey, mean_curve), "rows": rows, "mean": mean}
 
-    def _area_interval(self, curve: roc.Curve) -> Interval | None:
+    def _area_interval(self, curve: Curve) -> Interval | None:
         """Return the interval of a class's area, None from too few cases of it or of the others."""
         enough = bootstrap.LEAST <= curve.positives <= len(self.predictions.ids) - bootstrap.LEAST
         return bootstrap.interval(self._areas[:, curve.index]) if enough else None
