@@ -257,8 +257,8 @@ def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any
             f"the network has {classes} classes: labels 0 to {classes - 1}",
             "correct this label, or the number of classes in the bundle's configuration",
         )
-    if not np.isfinite(probabilities).all():
-        bad = ~np.isfinite(probabilities).all(1)
+    bad = ~np.isfinite(probabilities).all(1)
+    if bad.any():
         count = f"{int(bad.sum())} of {len(ids)} cases"
         raise RunError(f"the model's probabilities are not finite for {count}, first {ids[bad.argmax()]!r}")
 

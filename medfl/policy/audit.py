@@ -110,20 +110,20 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
     """
     encoded = message.encode()
     groups = {}
-    for group, named in sorted(message.tensors.items())[:_MOST_GROUPS]:
+    for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
         about: dict[str, Any] = {
-            "tensors": len(named),
-            "numbers": sum(tensor.numel() for tensor in named.values()),
-            "names": _names([printable(name, _NAME_LENGTH) for name in sorted(named)]),
+            "tensors": len(tensors),
+            "numbers": sum(tensor.numel() for tensor in tensors.values()),
+            "names": _names([printable(name, _NAME_LENGTH) for name in sorted(tensors)]),
         }
         if norms:
-            square = sum(float(tensor.double().square().sum()) for tensor in named.values())
+            square = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
             about["norm"] = float(f"{square**0.5:.6g}")
         groups[printable(group, _NAME_LENGTH)] = about
     description = {
         "sha256": _sha256(encoded),
         "bytes": len(encoded),
-        "tensors": sum(len(named) for named in message.tensors.values()),
+        "tensors": sum(map(len, message.tensors.values())),
         "groups": groups,
         "numbers": numbers(message.scalars),
     }

@@ -27,6 +27,7 @@ _LARGEST = 10**9
 _LONGEST_RANGE = 10**7
 _DEEPEST = 50
 _CONTAINERS = (ast.List, ast.Tuple, ast.Set)
+_Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 _OPERATORS = (
     ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.And, ast.Or, ast.Not, ast.USub, ast.UAdd,
     ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot, ast.In, ast.NotIn, ast.BitAnd, ast.BitOr,
@@ -147,13 +148,13 @@ class _Checker:
         """Check one node and all below it; `local` are the names that lambdas and comprehensions around it bind."""
         if node is None:
             return
+        if isinstance(node, ast.Constant):
+            self._constant(node, continues)
+            return
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
             raise Refused(f"{type(node).__name__}, which no expression here may use")
-        if isinstance(node, ast.Constant):
-            self._constant(node, local, continues)
-        else:
-            method(node, local)
+        method(node, local)
 
     def all(self, nodes: Collection[ast.AST | None], local: frozenset[str]) -> None:
         for node in nodes:
@@ -161,7 +162,7 @@ class _Checker:
 
     # Leaves
 
-    def _constant(self, node: ast.Constant, local: frozenset[str], continues: bool = False) -> None:
+    def _constant(self, node: ast.Constant, continues: bool) -> None:
         if isinstance(node.value, str):
             if _PLACEHOLDER in node.value:
                 raise Refused("a reference inside a text")
@@ -215,8 +216,11 @@ class _Checker:
 
     def _call(self, node: ast.Call, local: frozenset[str]) -> None:
         called = node.func
-        if isinstance(called, ast.Name) and called.id in ("open", "setattr") and called.id not in local:
-            (self._open if called.id == "open" else self._setattr)(node)
+        if isinstance(called, ast.Name) and called.id == "open" and called.id not in local:
+            self._open(node)
+        elif isinstance(called, ast.Name) and called.id == "setattr" and called.id not in local:
+            need_word("setattr", "setattr()", self.words, self.uses.words)
+            self.uses.uses["setattr"] += 1
         elif isinstance(called, ast.Name):
             self._name(called, local)
             if called.id == "range" and any(type(n := _literal(a)) is int and n > _LONGEST_RANGE for a in node.args):
@@ -255,10 +259,6 @@ class _Checker:
             need_word("open", "open() for writing", self.words, self.uses.words)
         self.uses.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
 
-    def _setattr(self, node: ast.Call) -> None:
-        need_word("setattr", "setattr()", self.words, self.uses.words)
-        self.uses.uses["setattr"] += 1
-
     # What is made of them
 
     def _binop(self, node: ast.BinOp, local: frozenset[str]) -> None:
@@ -291,19 +291,15 @@ class _Checker:
         self.uses.uses["if ... else"] += 1
         self.all([node.test, node.body, node.orelse], local)
 
-    def _subscript(self, node: ast.Subscript, local: frozenset[str]) -> None:
-        self.all([node.value, node.slice], local)
+    def _subscript(self, node: ast.Subscript | ast.Slice | ast.Dict, local: frozenset[str]) -> None:
+        self.all([part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr_context)], local)
 
-    def _slice(self, node: ast.Slice, local: frozenset[str]) -> None:
-        self.all([node.lower, node.upper, node.step], local)
+    _slice = _dict = _subscript
 
     def _list(self, node: ast.List | ast.Tuple | ast.Set, local: frozenset[str]) -> None:
         self.all([item.value if isinstance(item, ast.Starred) else item for item in node.elts], local)
 
     _tuple = _set = _list
-
-    def _dict(self, node: ast.Dict, local: frozenset[str]) -> None:
-        self.all([*node.keys, *node.values], local)
 
     def _joinedstr(self, node: ast.JoinedStr, local: frozenset[str]) -> None:
         for index, part in enumerate(node.values):
@@ -321,13 +317,11 @@ class _Checker:
         arguments = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
         self.value(node.body, local | self._bound(each.arg for each in arguments if each))
 
-    def _listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, local: frozenset[str]) -> None:
-        self.value(node.elt, self._generators(node.generators, local))
+    def _listcomp(self, node: _Comprehension, local: frozenset[str]) -> None:
+        elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        self.all(elements, self._generators(node.generators, local))
 
-    _setcomp = _generatorexp = _listcomp
-
-    def _dictcomp(self, node: ast.DictComp, local: frozenset[str]) -> None:
-        self.all([node.key, node.value], self._generators(node.generators, local))
+    _setcomp = _generatorexp = _dictcomp = _listcomp
 
     def _generators(self, generators: list[ast.comprehension], local: frozenset[str]) -> frozenset[str]:
         for generator in generators:

@@ -88,16 +88,10 @@ def compute(
             probabilities = logits(x)[0].softmax(0)
         best = int(probabilities.argmax())
         index = best if fixed_index is None else fixed_index
+        image, heat = x[0].cpu().numpy(), _map(logits, layer, x, index, method)
+        names = classes[index], classes[best]
         maps.append(
-            ActivationMap(
-                ident,
-                x[0].cpu().numpy(),
-                _map(logits, layer, x, index, method),
-                classes[index],
-                classes[best],
-                float(probabilities[index]),
-                layer.removeprefix("network."),
-            )
+            ActivationMap(ident, image, heat, *names, float(probabilities[index]), layer.removeprefix("network."))
         )
     return maps
 
@@ -177,12 +171,10 @@ class _Logits(nn.Module):
 
 
 def _class_index(target: int | str | None, classes: Sequence[str]) -> int | None:
-    if target is None:
-        return None
+    if target is None or (isinstance(target, int) and 0 <= target < len(classes)):
+        return target
     if target in classes:
         return list(classes).index(str(target))
-    if isinstance(target, int) and 0 <= target < len(classes):
-        return target
     raise InputError(f"class {target!r}", f"classes are {', '.join(classes)}", "choose one of them")
 
 
