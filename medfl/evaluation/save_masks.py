@@ -23,14 +23,10 @@ _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
 def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
-    """Return a mask (class indices) on the grid of the image's file instead of the network's.
+    """Return a mask of class indices (H, W[, D]) on the grid of the image's file instead of the network's.
 
     Each pixel of the file takes the class of the nearest pixel of the mask, and is background outside the mask. Where
     the grids differ only by flips, axis order, cropping and padding, nothing is lost.
-
-    Args:
-        labels: (H, W[, D]) class indices.
-        geometry: of the prepared image.
     """
     from_file = np.linalg.inv(geometry.affine) @ geometry.original_affine
     axes = len(geometry.original_shape)
