@@ -187,12 +187,13 @@ def _columns(runs: Sequence[RunFiles]) -> list[tuple[str, dict[str, float]]]:
     run is left out.
     """
     columns = [(f"tone-{i}", run.site_values(run.judged, run.key)) for i, run in enumerate(runs)]
-    shown = [own for (_, own), run in zip(columns, runs, strict=True) if run.method == "local"]
-    alone = [run.site_values("local", run.key) for run in runs]
-    if alone[0] and all(own == alone[0] for own in alone):
-        return columns if alone[0] in shown else [*columns, ("local", alone[0])]
-    beside = [[("local", local)] if local and local not in shown else [] for local in alone]
-    return [column for own, local in zip(columns, beside, strict=True) for column in (own, *local)]
+    shown = [by_site for (_, by_site), run in zip(columns, runs, strict=True) if run.method == "local"]
+    references = [run.site_values("local", run.key) for run in runs]
+    first = references[0]
+    if first and all(by_site == first for by_site in references):
+        return columns if first in shown else [*columns, ("local", first)]
+    beside = [[("local", by_site)] if by_site and by_site not in shown else [] for by_site in references]
+    return [column for column_of_run, local in zip(columns, beside, strict=True) for column in (column_of_run, *local)]
 
 
 def _roc(analysed: Sequence[tuple[Mapping[str, Any], PredictionAnalysis]]) -> dict[str, Any] | None:
