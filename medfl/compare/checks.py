@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from medfl.core.places import require_unused
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, json_values
 from medfl.report import RunFiles
+from medfl.report.formatting import setting
 
 GRID = "compare.json"
 """What all runs of a comparison's folder share."""
@@ -76,20 +76,20 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
     flat = {"bundle": settings.get("bundle")}
     for part, prefix in _PARTS.items():
         flat |= {f"{prefix}{name}": value for name, value in (settings.get(part) or {}).items()}
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in flat.items()}
+    return {name: setting(value) for name, value in flat.items()}
 
 
 def check_names(runs: Sequence[Run], against: str | None, target: str | None) -> None:
     """Raise an InputError if `against` is no method of the planned runs, or `target` neither a method nor a number."""
     folders = [RunFiles(Path(), run.to_dict(), (), (), None, None) for run in runs]
-    known = list(dict.fromkeys(labels(folders)))
-    methods = ", ".join(known)
-    if against is not None and against not in known:
+    names = list(dict.fromkeys(labels(folders)))
+    methods = ", ".join(names)
+    if against is not None and against not in names:
         raise InputError(
-            f"--against {against}", f"methods are {methods}", did_you_mean(against, known, "choose one of them")
+            f"--against {against}", f"methods are {methods}", did_you_mean(against, names, "choose one of them")
         )
-    if target is not None and target not in known and not _is_finite(target):
-        advice = did_you_mean(target, known, "give --target one of these")
+    if target is not None and target not in names and not _is_finite(target):
+        advice = did_you_mean(target, names, "give --target one of these")
         raise InputError(f"--target {target}", f"a number, or one of {methods}", advice)
 
 
@@ -128,7 +128,7 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
 
 
 def _short(value: Any, width: int = 40) -> str:
-    text = "not set" if value is None else value if isinstance(value, str) else json.dumps(value)
+    text = "not set" if value is None else setting(value)
     return text if len(text) <= width else f"{text[:width]}…"
 
 

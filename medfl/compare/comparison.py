@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +52,11 @@ class Row:
     partition: str
     runs: Mapping[int, RunFiles]
 
+    @property
+    def first(self) -> RunFiles:
+        """One of the runs, for what they share."""
+        return next(iter(self.runs.values()))
+
     def values(self, column: Column) -> dict[int, float]:
         """Return a column's value for each seed that has one."""
         values = {seed: column.read(run) for seed, run in sorted(self.runs.items())}
@@ -66,7 +72,7 @@ class Column:
         title: heading.
         read: run -> value, None where it has none.
         higher: whether more is better; None where neither is.
-        scale: "metric", "bytes", "seconds" or "count".
+        scale: "metric", "bytes" or "seconds".
     """
 
     name: str
@@ -157,19 +163,27 @@ class Comparison:
         return list(dict.fromkeys(row.partition for row in self.rows))
 
     @property
+    def methods(self) -> list[str]:
+        """The methods, in the order of the runs."""
+        return list(dict.fromkeys(row.method for row in self.rows))
+
+    @property
     def phantom(self) -> bool:
         """Whether the images were drawn by a program."""
-        return next(iter(self.rows[0].runs.values())).phantom
+        return self.rows[0].first.phantom
 
     def describe(self) -> str:
         """Return the kind of data and the bundle of the runs."""
-        run = next(iter(self.rows[0].runs.values()))
         source = "PHANTOM data, drawn by a program" if self.phantom else "real data"
-        return f"{source}: {run.record['bundle']}"
+        return f"{source}: {self.rows[0].first.record['bundle']}"
 
     def on(self, partition: str) -> list[Row]:
         """Return the rows on a partition."""
         return [row for row in self.rows if row.partition == partition]
+
+    def runs(self, partition: str | None = None) -> list[RunFiles]:
+        """Return all runs, or those on a partition."""
+        return [run for row in self.rows if partition in (None, row.partition) for run in row.runs.values()]
 
     @cached_property
     def columns(self) -> list[Column]:
@@ -194,7 +208,7 @@ class Comparison:
     @property
     def judged_by(self) -> Column:
         """The column that decides: the mean of the sites where any method is personal, else the one model."""
-        personal = any(run.judged == "personal" for row in self.rows for run in row.runs.values())
+        personal = any(run.judged == "personal" for run in self.runs())
         name = "sites_mean" if personal else f"global_last_{self.key}"
         return next(column for column in self.columns if column.name == name)
 
@@ -204,10 +218,10 @@ class Comparison:
         Raises:
             InputError: no such method.
         """
-        names = {row.method for row in self.rows}
-        if against not in names:
-            raise InputError(f"against {against}", f"methods are {', '.join(sorted(names))}", "choose one of them")
-        tests = [paired_test(row, base, self.judged_by) for row, base in self._pairs(against)]
+        if against not in self.methods:
+            allowed = f"methods are {', '.join(sorted(self.methods))}"
+            raise InputError(f"against {against}", allowed, "choose one of them")
+        tests = (paired_test(row, base, self.judged_by) for row, base in self._pairs(against))
         return [test for test in tests if test is not None]
 
     def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
@@ -237,8 +251,7 @@ class Comparison:
 
     def ranks(self) -> dict[str, float]:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
-        column = self.judged_by
-        methods = list(dict.fromkeys(row.method for row in self.rows))
+        column, methods = self.judged_by, self.methods
         places: dict[str, list[float]] = {method: [] for method in methods}
         for partition in self.partitions:
             rows = {row.method: row.values(column) for row in self.on(partition)}
@@ -257,10 +270,8 @@ class Comparison:
         Raises:
             InputError: neither a number nor a method with scored rounds.
         """
-        try:
+        with suppress(ValueError):
             return float(target)
-        except ValueError:
-            pass
         row = next((row for row in self.on(partition) if row.method == target), None)
         scored = [[value for *_, value in run.progress()] for run in row.runs.values()] if row else []
         values = [(max if self.higher else min)(points) for points in scored if points]

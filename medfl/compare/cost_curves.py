@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,10 +37,9 @@ def write_cost_curves(folders: Sequence[Path], file: Path) -> Path:
 def embedded(runs: Sequence[RunFiles]) -> tuple[str, str, str] | None:
     """Return title, caption and PNG in base64 of the curves for a page, None where no run was scored."""
     try:
-        picture = cost_curves(runs)
+        return cost_curves(runs).embedded
     except InputError:
         return None
-    return picture.title, picture.caption, base64.b64encode(picture.png).decode()
 
 
 def cost_curves(runs: Sequence[RunFiles]) -> Picture:
@@ -54,18 +52,17 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
     """
     require_same(runs, "one picture shows one metric of one bundle", "draw a picture of each kind")
     key = metrics.title(runs[0].key)
-    label_of = labels(runs)
-    by_run = list(zip(label_of, (run.progress() for run in runs), strict=True))
+    label_of, rounds_of = labels(runs), [run.progress() for run in runs]
     seeds = [str(run.record.get("seed", "–")) for run in runs]
     names_of_seeds = sorted(set(seeds), key=lambda seed: (len(seed), seed))
     marker = {seed: _MARKERS[i % len(_MARKERS)] for i, seed in enumerate(names_of_seeds)}
-    by_bytes = [[(sent / 1e6, value) for _, sent, _, value in rounds if sent > 0] for _, rounds in by_run]
-    by_seconds = [[(took, value) for _, _, took, value in rounds if took > 0] for _, rounds in by_run]
+    by_bytes = [[(sent / 1e6, value) for _, sent, _, value in rounds if sent > 0] for rounds in rounds_of]
+    by_seconds = [[(took, value) for _, _, took, value in rounds if took > 0] for rounds in rounds_of]
     without_bytes = sorted({label for label, points in zip(label_of, by_bytes, strict=True) if not points})
     dashed = {label for label, run in zip(label_of, runs, strict=True) if run.judged == "personal"}
     if not any(by_bytes + by_seconds):
         raise InputError(f"{len(runs)} runs without scored rounds", "curves need some", "give runs with --eval-every 1")
-    names = list(dict.fromkeys(label for label, rounds in by_run if rounds))
+    names = list(dict.fromkeys(label for label, rounds in zip(label_of, rounds_of, strict=True) if rounds))
     colour = dict(zip(names, colours(len(names)), strict=True))
     title = f"{key} against what was sent and how long it took"
     title += ", PHANTOM data" if runs[0].phantom else ""
@@ -73,15 +70,9 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     def fill(figure: Figure) -> None:
-        figure.set_layout_engine("constrained")
-        figure.suptitle(title, size=11, weight="bold", color=INK)
         panels = figure.subplots(1, 2, sharey=True)
-        for axes, curves, unit in zip(
-            panels,
-            (by_bytes, by_seconds),
-            ("megabytes sent so far, both ways, all sites", "seconds so far"),
-            strict=True,
-        ):
+        units = ("megabytes sent so far, both ways, all sites", "seconds so far")
+        for axes, curves, unit in zip(panels, (by_bytes, by_seconds), units, strict=True):
             for label, seed, points in zip(label_of, seeds, curves, strict=True):
                 if not points:
                     continue
@@ -115,4 +106,4 @@ def cost_curves(runs: Sequence[RunFiles]) -> Picture:
         caption += " Dashed: each site's own model on the site's own images, which is another question."
     if without_bytes:
         caption += f" Not drawn on the left, as they send nothing or were not scored: {', '.join(without_bytes)}."
-    return render("curves", title, caption, _SIZE, fill)
+    return render("curves", title, caption, _SIZE, fill, layout="constrained")

@@ -18,14 +18,14 @@ from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
 from medfl.report import RunFiles
 from medfl.report.differences import BETTER, UNCLEAR, between_models, counted, word
-from medfl.report.picture import Picture, colours, render, require_png, write_png
+from medfl.report.picture import Picture, colours, plain_axes, render, require_png, slant, write_png
 from medfl.report.style import INK, SOFT
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-REFERENCES = ("local", "fedavg")
-"""The methods that a site's gain is measured against."""
+REFERENCES = {"local": "Local", "fedavg": "FedAvg"}
+"""The methods that a site's gain is measured against, and their titles."""
 _WIDTH, _HEIGHT = 7.2, 4.2
 
 
@@ -64,14 +64,13 @@ class Gains:
 
     def table(self) -> str:
         """Return a markdown table: for each site each method's metric and its gains over Local and FedAvg."""
-        titles = {"local": "Local", "fedavg": "FedAvg"}
         heads, columns = ["site", "training items"], []
         for name, by_site in self.values.items():
             heads.append(name)
             columns.append(by_site)
             for reference, gained in self.gains[name].items():
                 if gained:
-                    heads.append(f"{name} − {titles[reference]}")
+                    heads.append(f"{name} − {REFERENCES[reference]}")
                     columns.append(gained)
         rows = []
         for site in self.sites:
@@ -149,10 +148,8 @@ def gains(folders: Sequence[Path]) -> Gains:
                 for site in (name for name in scores if name in theirs):
                     column.setdefault(site, []).append(sign * (scores[site] - theirs[site]))
                     words[label][reference][site] = _said(column[site], run, other, site)
-                if differing := _differing(run, other):
-                    notes[
-                        f"{label} and the {reference} that it is measured against differ in {', '.join(differing)}"
-                    ] = None
+                if differing := ", ".join(_differing(run, other)):
+                    notes[f"{label} and the {reference} that it is measured against differ in {differing}"] = None
     if not any(column for references in gained.values() for column in references.values()):
         raise InputError(
             f"{len(runs)} runs, none of which has the data and seed of a run of Local or FedAvg",
@@ -162,7 +159,7 @@ def gains(folders: Sequence[Path]) -> Gains:
     large = {name.strip() for run in runs for name in str(run.options.get("large", "")).split(",")}
     sites = runs[0].site_names
     small = frozenset(site for site in sites if site not in large) if large - {""} else frozenset()
-    train = {site: runs[0].size(site, "train") or 0 for site in sites}
+    train = {site: runs[0].size(site, "train") for site in sites}
     return Gains(runs[0].key, sites, train, small, values, gained, words, runs[0].phantom, tuple(notes))
 
 
@@ -181,17 +178,14 @@ def _check(runs: Sequence[RunFiles]) -> None:
     require_same(runs, "gains compare one metric of one bundle on the same images", "give the runs of each kind apart")
     names = {tuple(sorted(run.site_names)) for run in runs}
     if len(names) > 1:
-        raise InputError(
-            f"runs with {len(names)} different sets of sites",
-            "gains compare the same sites",
-            "give runs of one partition",
-        )
+        different = f"runs with {len(names)} different sets of sites"
+        raise InputError(different, "gains compare the same sites", "give runs of one partition")
 
 
 def _differing(run: RunFiles, other: RunFiles) -> list[str]:
     """Return the settings in which two runs differ."""
-    ours, theirs = settings(run), settings(other)
-    return [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    first, second = settings(run), settings(other)
+    return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
 def _pairing(run: RunFiles) -> tuple[Any, ...]:
@@ -235,8 +229,6 @@ def draw(result: Gains) -> Picture:
     title = f"{metrics.title(result.key)}: what each site gains" + (", PHANTOM data" if result.phantom else "")
 
     def fill(figure: Figure) -> None:
-        figure.set_layout_engine("constrained")
-        figure.suptitle(title, size=11, weight="bold", color=INK)
         panels: Any = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
         for axes, reference in zip(panels[:, 0], shown, strict=True):
             methods = [name for name in result.methods if result.gains[name].get(reference)]
@@ -252,17 +244,13 @@ def draw(result: Gains) -> Picture:
                     axes.bar(x, statistics.mean(values), width=0.9 * step, color=tone[name], zorder=2)
                     axes.plot([x] * len(values), values, ".", color=INK, markersize=3, zorder=3)
             axes.axhline(0, color=INK, linewidth=0.8)
-            axes.set(
-                ylabel=f"against {'Local' if reference == 'local' else 'FedAvg'}", xlim=(-0.5, len(result.sites) - 0.5)
-            )
+            axes.set(ylabel=f"against {REFERENCES[reference]}", xlim=(-0.5, len(result.sites) - 0.5))
             axes.tick_params(labelcolor=INK, color=SOFT, length=0)
-            axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
-            axes.set_axisbelow(True)
-            axes.spines[["top", "right", "bottom"]].set_visible(False)
+            plain_axes(axes)
+            axes.spines["bottom"].set_visible(False)
         names = [f"{shorten(site, 18)}\n({result.train.get(site, 0)})" for site in result.sites]
         slanted = max(map(len, result.sites)) * len(result.sites) > 75
-        style: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
-        panels[-1, 0].set_xticks(range(len(names)), names, **style)
+        panels[-1, 0].set_xticks(range(len(names)), names, **(slant(35) if slanted else {}))
         for name in result.methods:
             panels[0, 0].bar(math.nan, math.nan, color=tone[name], label=shorten(name, 34))
         figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
@@ -273,4 +261,5 @@ def draw(result: Gains) -> Picture:
     )
     if result.small:
         caption += " Small sites on grey."
-    return render("gains", title, caption, (_WIDTH, 1.4 + (_HEIGHT - 1.4) * len(shown) / 1.4), fill)
+    size = (_WIDTH, 1.4 + (_HEIGHT - 1.4) * len(shown) / 1.4)
+    return render("gains", title, caption, size, fill, layout="constrained")

@@ -29,7 +29,7 @@ from medfl import methods
 from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.entry import Entry
-from medfl.compare.scheduling import Schedule, Start, kind_title
+from medfl.compare.scheduling import Kind, Schedule, Start, kind_title
 from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import name_module
@@ -59,7 +59,7 @@ class Cell:
         return f"{kind_title(self.kind)}, seed {self.seed}"
 
     @property
-    def kind(self) -> tuple[str, str | None]:
+    def kind(self) -> Kind:
         """Its method and partition: runs that differ only in their seed take the same time and memory."""
         return self.entry.label, self.partition
 
@@ -89,8 +89,7 @@ class Cell:
 
     def validated(self, key: str) -> float | None:
         """Return a trial's best validation metric, None where there is none."""
-        best = self._summary().get("best") or {}
-        return best.get(key)
+        return (self._summary().get("best") or {}).get(key)
 
 
 @dataclass(frozen=True)
@@ -185,8 +184,9 @@ def run_missing(
         name_module(entry.method)
     cells = grid.cells(out)
     rounds = grid.requested.get("rounds")
-    missing = [cell for cell in cells if not cell.done(rounds)]
-    shared, finished = Shared(), [cell.folder for cell in cells if cell.done(rounds)]
+    done = [cell for cell in cells if cell.done(rounds)]
+    missing = [cell for cell in cells if cell not in done]
+    shared, finished = Shared(), [cell.folder for cell in done]
     runs, images = [read_run(path / "run.json")[0] for path in finished], dict[str, Plan]()
     device = str(grid.requested.get("device", "cpu")) if missing else "cpu"
     device = device if device == "cpu" else gpu_memory.in_forked_process(partial(device_named, device))
@@ -202,16 +202,15 @@ def run_missing(
     gpu = None if device == "cpu" else gpu_memory.Gpu.query(device)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
-    say(f"{len(cells)} runs, {len(cells) - len(missing)} of them there already")
-    measured = [cell for cell in cells if cell not in missing]
-    return cells, _run_all(grid, missing, measured, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
+    say(f"{len(cells)} runs, {len(done)} of them there already")
+    return cells, _run_all(grid, missing, done, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
-    own = {name: value for name, value in grid.options.items() if methods.has_option(cell.entry.method, name)}
+    taken_options = {name: value for name, value in grid.options.items() if methods.has_option(cell.entry.method, name)}
     partition = {"partition": cell.partition} if cell.partition else {}
     requested = {**grid.requested, **cell.entry.settings, **partition, "method": cell.entry.method, "seed": cell.seed}
-    return Request(grid.bundle, options={**own, **cell.entry.options}, config=grid.config, **requested)
+    return Request(grid.bundle, options={**taken_options, **cell.entry.options}, config=grid.config, **requested)
 
 
 def _run_all(

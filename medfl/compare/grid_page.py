@@ -17,6 +17,7 @@ from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
 from medfl.report import RunFiles, charts
+from medfl.report.charts import Chart
 from medfl.report.page import environment
 
 _BASE = "fedavg"  # the others are tested against it where it is there
@@ -53,21 +54,21 @@ def write_grid_page(folder: Path) -> Path:
 
 
 def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
-    names = list(dict.fromkeys(row.method for row in comparison.rows))
-    against = _BASE if _BASE in names else names[0]
+    methods = comparison.methods
+    against = _BASE if _BASE in methods else methods[0]
     scored = {
         row.partition
         for row in comparison.rows
         if row.method == against and any(r.progress() for r in row.runs.values())
     }
     target = against if scored == set(comparison.partitions) else None
-    runs = [run for row in comparison.rows for run in row.runs.values()]
+    runs = comparison.runs()
     return {
         "run": runs[0].record,
         "key": comparison.key,
         "higher": comparison.higher,
         "phantom": comparison.phantom,
-        "methods": names,
+        "methods": methods,
         "finished": len(runs),
         "begun": begun,
         "against": against,
@@ -77,12 +78,12 @@ def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
         "costs": [
             (partition, *drawn)
             for partition in comparison.partitions
-            if (drawn := embedded([run for row in comparison.on(partition) for run in row.runs.values()]))
+            if (drawn := embedded(comparison.runs(partition)))
         ],
     }
 
 
-def _learning(comparison: Comparison, partition: str) -> dict[str, Any]:
+def _learning(comparison: Comparison, partition: str) -> Chart:
     """Draw each method's validation metric over the rounds, the mean over its seeds."""
     rows = comparison.on(partition)[: charts.TONES]
     scored = [[{point[0]: point[3] for point in run.progress()} for run in row.runs.values()] for row in rows]
@@ -96,10 +97,10 @@ def _learning(comparison: Comparison, partition: str) -> dict[str, Any]:
     legend = [(f"tone-{i}", row.method) for i, row in enumerate(rows)]
     left = len(comparison.on(partition)) - len(rows)
     caption = "Lines are means over the seeds." + (f" {left} more methods are not drawn." if left else "")
-    own = [row.method for row in rows if any(run.judged == "personal" for run in row.runs.values())]
-    if own:
-        caption += f" Each site's own model on the site's own images, which is another question: {', '.join(own)}."
-    return {"title": title, "legend": legend, "svg": svg, "caption": caption}
+    personal = [row.method for row in rows if any(run.judged == "personal" for run in row.runs.values())]
+    if personal:
+        caption += f" Each site's own model on the site's own images, which is another question: {', '.join(personal)}."
+    return Chart(title, legend, svg, caption)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -54,8 +54,8 @@ def _with_differing(
 ) -> list[str]:
     """Return the labels with the values in which a run differs from another of its method."""
     extended = []
-    for label, run, own in zip(labels, runs, values, strict=True):
+    for label, run, values_of_run in zip(labels, runs, values, strict=True):
         others = [other for other_run, other in zip(runs, values, strict=True) if other_run.method == run.method]
-        differing = [name for name, value in own.items() if any(other.get(name) != value for other in others)]
-        extended.append(" ".join([label, *(f"{name}={text(own[name])}" for name in differing)]))
+        differing = {n: value for n, value in values_of_run.items() if any(other.get(n) != value for other in others)}
+        extended.append(" ".join([label, *(f"{name}={text(value)}" for name, value in differing.items())]))
     return extended

@@ -15,6 +15,7 @@ from medfl.core.errors import InputError
 from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics, roc
 from medfl.report import RunFiles, charts
+from medfl.report.charts import Chart
 from medfl.report.differences import between_models
 from medfl.report.formatting import setting
 from medfl.report.page import context, environment
@@ -45,7 +46,7 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
 
 
 def _check(runs: Sequence[RunFiles]) -> None:
-    classes = {"classes": lambda run: ", ".join(run.record.get("classes") or ())}
+    classes = {"classes": lambda run: ", ".join(run.classes)}
     require_same(runs, "one page compares like with like", "write a page of each kind", {**SAME, **classes})
     if len(runs) > charts.TONES:
         raise InputError(
@@ -61,6 +62,7 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
     labels = unique_labels(runs)
     analyses = [analyse_predictions(run) for run in runs]
     rows = [_row(run, label, f"tone-{i}", analyses[i]) for i, (run, label) in enumerate(zip(runs, labels, strict=True))]
+    analysed = [(row, analysis) for row, analysis in zip(rows, analyses, strict=True) if analysis is not None]
     titles = {run.title(key) for run in runs}
     checksums = {str(run.record["data"].get("checksum") or "") for run in runs}
     return {
@@ -77,19 +79,17 @@ def _context(runs: Sequence[RunFiles]) -> dict[str, Any]:
         ],
         "differing": _differing(runs),
         "same_images": len(checksums) == 1,
-        "classes": runs[0].record.get("classes") or [],
+        "classes": runs[0].classes,
         "level": f"{100 * bootstrap.LEVEL:g} %",
         "learning": _learning(runs, labels),
         "cost_curves": embedded(runs),
         "sites": _sites(runs),
-        "confusions": [
-            (row["name"], analysis.confusion()) for row, analysis in zip(rows, analyses, strict=True) if analysis
-        ],
-        "roc": _roc(rows, analyses),
+        "confusions": [(row["name"], analysis.confusion()) for row, analysis in analysed],
+        "roc": _roc(analysed),
         "calibrations": [
             (row["name"], row["tone"], calibration)
-            for row, analysis in zip(rows, analyses, strict=True)
-            if analysis is not None and (calibration := analysis.calibration()) is not None
+            for row, analysis in analysed
+            if (calibration := analysis.calibration()) is not None
         ],
         "silent": [row["name"] for row, analysis in zip(rows, analyses, strict=True) if analysis is None],
     }
@@ -122,13 +122,13 @@ def _differing(runs: Sequence[RunFiles]) -> list[tuple[str, list[str]]]:
     """Return the settings in which the runs differ, each with its value in every run."""
     by_run: list[dict[str, str]] = []
     for run in runs:
-        own = {name: setting(run.record[name]) for name in _SETTINGS if name in run.record}
-        own |= {"partition": run.partition, "seed": str(run.record.get("seed"))}
+        values = {name: setting(run.record[name]) for name in _SETTINGS if name in run.record}
+        values |= {"partition": run.partition, "seed": str(run.record.get("seed"))}
         for section in ("options", "config"):
-            own |= {f"{name} ({section[:6]})": setting(v) for name, v in (run.record.get(section) or {}).items()}
-        by_run.append(own)
-    names = dict.fromkeys(name for own in by_run for name in own)
-    table = [(name, [own.get(name, "–") for own in by_run]) for name in names]
+            values |= {f"{name} ({section[:6]})": setting(v) for name, v in (run.record.get(section) or {}).items()}
+        by_run.append(values)
+    names = dict.fromkeys(name for values in by_run for name in values)
+    table = [(name, [values.get(name, "–") for values in by_run]) for name in names]
     defaults = {f"{name} (option)": setting(value) for run in runs for name, value in _defaults(run).items()}
     return [row for row in table if len({*row[1]}) > 1 and not {*row[1]} <= {"–", defaults.get(row[0], "")}]
 
@@ -140,23 +140,23 @@ def _defaults(run: RunFiles) -> dict[str, Any]:
     return {entry["name"]: entry["default"] for entry in methods.options_of(methods.method_class(run.method))}
 
 
-def _learning(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[dict[str, Any]]:
+def _learning(runs: Sequence[RunFiles], labels: Sequence[str]) -> list[Chart]:
     """Draw the runs' key metric and loss over the rounds."""
     numbers = sorted({entry["round"] for run in runs for entry in run.rounds})
     read: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None]], ...] = (
         (f"{metrics.title(runs[0].key)} on the validation set", lambda e: (e.get("val") or {}).get(runs[0].key)),
         ("Training loss", lambda e: e.get("train_loss")),
     )
-    legend, drawn = [(f"tone-{i}", name) for i, name in enumerate(labels)], []
+    legend, drawn = [(f"tone-{i}", name) for i, name in enumerate(labels)], list[Chart]()
     for title, value in read:
         lines = {}
         for i, run in enumerate(runs):
-            own = {entry["round"]: value(entry) for entry in run.rounds}
-            lines[f"tone-{i}"] = [own.get(number) for number in numbers]
+            by_round = {entry["round"]: value(entry) for entry in run.rounds}
+            lines[f"tone-{i}"] = [by_round.get(number) for number in numbers]
         svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local") if numbers else None
         if svg is not None:
             caption = "Each method's own loss: compare runs of one method only." if title == "Training loss" else ""
-            drawn.append({"title": title, "legend": legend, "svg": svg, "caption": caption})
+            drawn.append(Chart(title, legend, svg, caption))
     return drawn
 
 
@@ -166,19 +166,18 @@ def _sites(runs: Sequence[RunFiles]) -> dict[str, Any] | None:
         return None
     columns = _columns(runs)
     sizes = {tuple((run.size(site, "train"), run.size(site, "test")) for site in run.site_names) for run in runs}
-    rows = [
-        (
-            site,
-            runs[0].size(site, "train"),
-            runs[0].size(site, "test"),
-            [(tone, own.get(site)) for tone, own in columns],
-        )
-        for site in runs[0].site_names
-    ]
-    scale = max([1.0, *(value for _, own in columns for value in own.values())])
-    local = any(tone == "local" for tone, _ in columns)
-    document = {"rows": rows, "scale": scale, "local": local, "same": len(sizes) == 1}
-    return document if any(own for _, own in columns) else None
+    if not any(by_site for _, by_site in columns):
+        return None
+    first = runs[0]
+    return {
+        "rows": [
+            (site, first.size(site, "train"), first.size(site, "test"), [(tone, of.get(site)) for tone, of in columns])
+            for site in first.site_names
+        ],
+        "scale": max([1.0, *(value for _, by_site in columns for value in by_site.values())]),
+        "local": any(tone == "local" for tone, _ in columns),
+        "same": len(sizes) == 1,
+    }
 
 
 def _columns(runs: Sequence[RunFiles]) -> list[tuple[str, dict[str, float]]]:
@@ -188,17 +187,18 @@ def _columns(runs: Sequence[RunFiles]) -> list[tuple[str, dict[str, float]]]:
     run is left out.
     """
     columns = [(f"tone-{i}", run.site_values(run.judged, run.key)) for i, run in enumerate(runs)]
-    shown = [own for (_, own), run in zip(columns, runs, strict=True) if run.method == "local"]
-    alone = [run.site_values("local", run.key) for run in runs]
-    if alone[0] and all(own == alone[0] for own in alone):
-        return columns if alone[0] in shown else [*columns, ("local", alone[0])]
-    beside = [[("local", local)] if local and local not in shown else [] for local in alone]
-    return [column for own, local in zip(columns, beside, strict=True) for column in (own, *local)]
+    shown = [by_site for (_, by_site), run in zip(columns, runs, strict=True) if run.method == "local"]
+    references = [run.site_values("local", run.key) for run in runs]
+    first = references[0]
+    if first and all(by_site == first for by_site in references):
+        return columns if first in shown else [*columns, ("local", first)]
+    beside = [[("local", by_site)] if by_site and by_site not in shown else [] for by_site in references]
+    return [column for column_of_run, local in zip(columns, beside, strict=True) for column in (column_of_run, *local)]
 
 
-def _roc(rows: Sequence[Mapping[str, Any]], analyses: Sequence[PredictionAnalysis | None]) -> dict[str, Any] | None:
+def _roc(analysed: Sequence[tuple[Mapping[str, Any], PredictionAnalysis]]) -> dict[str, Any] | None:
     """Draw each run's curve: that of the second of two classes, else the mean of the classes'."""
-    drawn = [(row, a.curves, entry) for row, a in zip(rows, analyses, strict=True) if a and (entry := a.roc())]
+    drawn = [(row, analysis.curves, entry) for row, analysis in analysed if (entry := analysis.roc())]
     if not drawn:
         return None
     by_tone = {

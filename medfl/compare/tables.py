@@ -12,7 +12,7 @@ from typing import Any
 
 from tabulate import LATEX_ESCAPE_RULES, tabulate
 
-from medfl.compare.comparison import Column, Comparison, MeanSd, PairedTest, Row
+from medfl.compare.comparison import Comparison, MeanSd, PairedTest, Row
 from medfl.compare.cost_curves import cost_curves
 from medfl.core.names import as_cell
 from medfl.core.run_folder import safe_file_name
@@ -24,7 +24,7 @@ FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _HEADERS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
 _BOLD = {"md": "**", "tex": "\\textbf", "html": "<b>"}
 _MAX_COLUMNS = 9  # on a page of LaTeX
-_UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "count": (1.0, ""), "metric": (0.01, "%")}
+_UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "metric": (0.01, "%")}
 
 
 def result_table(comparison: Comparison, partition: str, format_: str) -> str:
@@ -32,15 +32,15 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
 
     A value is bold where it is better than every other's by the paired interval over the seeds.
     """
-    heads = ["method", "seeds", *(_head(column) for column in comparison.columns)]
+    heads = ["method", "seeds", *(f"{column.title}, {_UNITS[column.scale][1]}" for column in comparison.columns)]
     scored = [column for column in comparison.columns if column.scale == "metric"]
     best = {column.name: comparison.clearly_best(partition, column) for column in scored}
     lines = []
     for row in comparison.on(partition):
         cells = [row.method, str(len(row.runs))]
         for column in comparison.columns:
-            spread = MeanSd.of(list(row.values(column).values()))
-            cells.append(_cell(spread, column, marked=best.get(column.name) is row))
+            text = _spread(MeanSd.of(list(row.values(column).values())), _UNITS[column.scale][0], 1)
+            cells.append(f"**{text}**" if best.get(column.name) is row else text)
         lines.append(cells)
     return rendered(heads, lines, format_)
 
@@ -123,7 +123,7 @@ def write_tables(
     written = {"csv": out / "results.csv"}
     write_atomic(written["csv"], as_csv(comparison).encode())
     for partition in comparison.partitions:
-        runs = [run for row in comparison.on(partition) for run in row.runs.values()]
+        runs = comparison.runs(partition)
         if any(run.progress() for run in runs):
             name = "curves" if len(comparison.partitions) == 1 else f"curves-{safe_file_name(partition)}"
             written[name] = out / f"{name}.png"
@@ -168,12 +168,6 @@ def titled(title: str, table: str, format_: str) -> str:
     return "\n".join([*lines, *body, "\\end{table}"])
 
 
-def _cell(spread: MeanSd | None, column: Column, *, marked: bool = False) -> str:
-    """Return mean ± sd in the column's unit."""
-    text = _spread(spread, _UNITS[column.scale][0], 1)
-    return f"**{text}**" if marked else text
-
-
 def rendered(heads: Sequence[str], lines: Sequence[Sequence[Any]], format_: str) -> str:
     """Return a table with these headings."""
     align = None if format_ == "md" else ["left", *["right"] * (len(heads) - 1)]
@@ -185,12 +179,8 @@ def rendered(heads: Sequence[str], lines: Sequence[Sequence[Any]], format_: str)
     return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", table).replace("±", r"$\pm$").replace("–", "--")
 
 
-def _head(column: Column) -> str:
-    unit = _UNITS[column.scale][1]
-    return f"{column.title}, {unit}" if unit else column.title
-
-
 def _spread(spread: MeanSd | None, unit: float, digits: int) -> str:
+    """Return mean ± sd in a unit, the mean alone of one run."""
     if spread is None:
         return "–"
     mean = f"{spread.mean / unit:.{digits}f}"

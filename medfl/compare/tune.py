@@ -60,10 +60,10 @@ def tune(
     done = [cell for cell in cells if cell.done(None)]
     key = str(read_run(done[0].folder / "run.json")[1]["key_metric"]) if done else ""
     figures = [_mean([cell for cell in cells if cell.entry == entry], key) for entry in grid.entries]
-    known = [figure for figure in figures if figure is not None]
-    if not known:
+    validated = [figure for figure in figures if figure is not None]
+    if not validated:
         raise RunError("no trial was validated: " + ("; ".join(failed.values()) or "no validation images"))
-    best = (max if higher_is_better(key) else min)(known)
+    best = (max if higher_is_better(key) else min)(validated)
     winner = grid.entries[figures.index(best)]
     document = {
         "bundle": grid.bundle, "method": winner.method, "metric": key, "validation": best, "trials": len(grid.entries),
@@ -72,7 +72,7 @@ def tune(
         "tested": TESTED,
     }  # fmt: skip
     write_atomic(out / BEST, (json.dumps(document, indent=1) + "\n").encode())
-    say(f"best of {len(known)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test")
+    say(f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test")
     whole = replace(grid, entries=(winner,), search="")
     comparison, more = compare(whole, out / TESTED, at_once=at_once, progress=progress, say=say)
     return document, comparison, {**failed, **more}

@@ -30,14 +30,9 @@ Times = NDArray[np.int32]
 
 
 def draw(strata: Integers, seed: int, count: int = DRAWS) -> Times:
-    """Draw cases with replacement, from each stratum as many as it has.
+    """Draw cases with replacement, from each stratum (N,) as many as it has.
 
     The numbers are those that `scipy.stats.bootstrap` draws from `numpy.random.default_rng(seed)`.
-
-    Args:
-        strata: (N,) the stratum of each case.
-        seed: of the draws.
-        count: draws.
     """
     generator = np.random.default_rng(seed)
     times = np.zeros((count, len(strata)), np.int32)
@@ -51,13 +46,18 @@ def draw(strata: Integers, seed: int, count: int = DRAWS) -> Times:
     return times
 
 
-def interval(values: Floats, level: float = LEVEL) -> Interval | None:
+def interval(values: Floats) -> Interval | None:
     """Return the percentile interval of a metric's values over the draws, None where all are NaN."""
-    known = values[~np.isnan(values)]
-    if not len(known):
+    numbers = values[~np.isnan(values)]
+    if not len(numbers):
         return None
-    low, high = np.percentile(known, [50 * (1 - level), 50 * (1 + level)])
+    low, high = np.percentile(numbers, [50 * (1 - LEVEL), 50 * (1 + LEVEL)])
     return float(low), float(high)
+
+
+def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
+    """Return the interval of each metric that has one."""
+    return {name: ends for name, drawn in values.items() if (ends := interval(drawn)) is not None}
 
 
 def classification(
@@ -72,12 +72,9 @@ def classification(
         return {}
     values = classified(label, predicted, classes, times)
     if probabilities is not None:
-        by_class = areas(label, probabilities, times)
-        usable = by_class[:, ~np.isnan(by_class).all(0)]
-        if usable.size:
-            values["auroc"] = usable.mean(1)
-    intervals = {name: interval(column) for name, column in values.items()}
-    return {name: ends for name, ends in intervals.items() if ends is not None}
+        area = mean_area(areas(label, probabilities, times))
+        values |= {} if area is None else {"auroc": area}
+    return intervals(values)
 
 
 def classified(label: Integers, predicted: Integers, classes: int, times: Times) -> dict[str, Floats]:
@@ -99,19 +96,15 @@ def _mean_share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
 
 def means(values: Mapping[str, Floats], times: Times) -> dict[str, Interval]:
     """Return the interval of each metric's mean over the cases whose value (N,) is not NaN, if these are enough."""
-    intervals: dict[str, Interval] = {}
-    for name, column in values.items():
-        ends = interval(mean(column, times)) if np.count_nonzero(~np.isnan(column)) >= LEAST else None
-        if ends is not None:
-            intervals[name] = ends
-    return intervals
+    enough = {name: column for name, column in values.items() if np.count_nonzero(~np.isnan(column)) >= LEAST}
+    return intervals({name: mean(column, times) for name, column in enough.items()})
 
 
 def mean(values: Floats, times: Times) -> Floats:
     """Return the mean (draws,) of the values (N,) that are not NaN in each draw, NaN where it takes none of them."""
-    known = ~np.isnan(values)
+    scored = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        averages: Floats = times[:, known] @ values[known] / times[:, known].sum(1)
+        averages: Floats = times[:, scored] @ values[scored] / times[:, scored].sum(1)
     return averages
 
 
@@ -131,6 +124,12 @@ def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:
         for c, scores in zip(usable, ranked, strict=True):
             by_class[rows, c] = scores.areas(times[rows])
     return by_class
+
+
+def mean_area(by_class: Floats) -> Floats | None:
+    """Return the mean (draws,) of areas (draws, K) over the classes that have one, None where none has."""
+    usable = by_class[:, ~np.isnan(by_class).all(0)]
+    return usable.mean(1) if usable.size else None
 
 
 class _Ranked(NamedTuple):

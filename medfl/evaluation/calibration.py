@@ -44,12 +44,9 @@ class Reliability:
 
 
 def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> Reliability:
-    """Return the reliability curve of N > 0 cases.
+    """Return the reliability curve of N > 0 cases, in bins of equal width between 0 and 1.
 
-    Args:
-        confidence: (N,) probability of the predicted class.
-        correct: (N,) whether that class is the reference class.
-        bins: of equal width between 0 and 1.
+    `confidence` (N,) is the probability of the predicted class, `correct` (N,) whether it is the reference class.
     """
     from sklearn.calibration import calibration_curve  # here, because it takes a second to import
 

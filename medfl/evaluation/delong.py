@@ -80,8 +80,8 @@ def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Fl
     chosen, values = np.asarray(positive).astype(bool), np.atleast_2d(np.asarray(scores, dtype=np.float64))
     m, n = int(chosen.sum()), int((~chosen).sum())
     if chosen.ndim != 1 or values.shape[1] != len(chosen):
-        given = f"scores {values.shape} of cases {chosen.shape}"
-        raise InputError(given, "scores (R, N) of cases (N,)", "give each case a score")
+        shapes = f"scores {values.shape} of cases {chosen.shape}"
+        raise InputError(shapes, "scores (R, N) of cases (N,)", "give each case a score")
     if not np.isfinite(values).all():
         raise InputError(
             "scores with NaN or infinite values", "every case has a finite score", "leave out the cases without one"

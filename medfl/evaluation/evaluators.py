@@ -24,7 +24,6 @@ from medfl.evaluation.metrics import Cases
 
 _BATCH, _PIXELS = 16, 16 * 256 * 256  # items of a batch of masks at most, and their pixels
 
-
 Names = Sequence[str]
 
 
@@ -40,13 +39,9 @@ class Evaluator(Protocol):
     """Scores a network on a shard."""
 
     def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
-        """Return one outcome per item, in the shard's order; the network is put in evaluation mode.
+        """Return one outcome per item, in the shard's order; the network, on `device`, is put in evaluation mode.
 
-        Args:
-            network: the network to score.
-            shard: the items.
-            device: where the network is.
-            distances: the metrics of masks' surfaces to compute too, which are too slow for every round.
+        `distances` are the metrics of masks' surfaces to compute too, which are too slow for every round.
         """
 
 
@@ -116,7 +111,8 @@ class MaskEvaluator:
         for index, (logits, y) in zip(shard.indices.tolist(), self._outputs(network, shard, device), strict=True):
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
-            spacing, names = _spacing(shard.prepared, index, reference.ndim), self._names(count)
+            spacing = _spacing(shard.prepared, index, reference.ndim)
+            names = ("background", *foreground(self.classes, count - 1))
             if (known := shard.shown.get(index)) is not None:  # what its mask does not show is not scored
                 prediction, reference = known.reference(prediction), known.reference(reference)
                 names = ("background", *(names[c] for c in known.classes))
@@ -149,9 +145,6 @@ class MaskEvaluator:
             return 1
         most = _PIXELS // max(1, math.prod(prepared.inputs.shape[2:]))
         return int(2 ** math.floor(math.log2(min(_BATCH, max(1, most)))))
-
-    def _names(self, count: int) -> tuple[str, ...]:
-        return "background", *foreground(self.classes, count - 1)
 
     def _masks(self, ident: str, logits: Tensor, y: Tensor) -> Masks:
         if not logits.isfinite().all():
@@ -201,8 +194,8 @@ class CaseEvaluator:
         self.name, self.inferer, self.postprocessing, self.tolerance = name, inferer, postprocessing, tolerance
         self.structures = structures
         self._engine = Engine(lambda engine, batch: None)
-        self._metric = metric
-        if hasattr(metric, "attach"):
+        self._metric, self._is_ignite = metric, hasattr(metric, "attach")
+        if self._is_ignite:
             metric.attach(self._engine, name)
 
     @torch.no_grad()
@@ -246,7 +239,7 @@ class CaseEvaluator:
             yield x, y, prediction, others
 
     def _processed(self, x: Any, y: Any, prediction: Any, others: Mapping[str, Any]) -> list[Any]:
-        if not hasattr(self._metric, "attach") and self.tolerance is None:
+        if not self._is_ignite and self.tolerance is None:
             return []
         cases = decollate_batch({**others, "image": x, "label": y, "pred": prediction})
         return [self.postprocessing(case) if self.postprocessing else case for case in cases]
@@ -261,7 +254,7 @@ class CaseEvaluator:
         return channel_scores(*pair, spacing, self.tolerance, distances=distances, names=names)
 
     def _score(self, cases: list[Any], y: Any, prediction: Any) -> float:
-        if not hasattr(self._metric, "attach"):
+        if not self._is_ignite:
             return float(self._metric(prediction, y))
         self._engine.state.output = cases  # type: ignore[assignment]
         self._metric.started(self._engine)

@@ -92,8 +92,8 @@ def scores(
     both, sizes, present = np.diag(counts)[1:], (counts.sum(0) + counts.sum(1))[1:], counts.sum(1)[1:] > 0
     dice = np.where(sizes > 0, 2 * both / np.maximum(sizes, 1), 1.0)
     result = {"dice": float(dice.mean())}
-    own = zip(classes[1:], np.where(present, dice, math.nan), strict=True)
-    result |= {f"dice_{slug(name)}": float(value) for name, value in own}
+    by_class = zip(classes[1:], np.where(present, dice, math.nan), strict=True)
+    result |= {f"dice_{slug(name)}": float(value) for name, value in by_class}
     result["pixel_accuracy"] = float(np.trace(counts) / counts.sum())
     if distances:
         ours, theirs = (_surface_points(mask, count) for mask in (predicted, true))
@@ -133,8 +133,8 @@ def channel_scores(
             maps = [_surface_points(mask.argmax(0).numpy(), len(mask)) for mask in (prediction, reference)]
 
         def measured(c: int) -> _Surfaces:
-            alone = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
-            return measure(*([each[c] for each in maps] or alone))
+            of_channel = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
+            return measure(*([points[c] for points in maps] or of_channel))
 
         result |= _of_surfaces(distances, names, present, measured, lambda rows: map(np.mean, zip(*rows, strict=True)))
     return result
@@ -160,8 +160,8 @@ def by_structure(
     for name in named or others:
         of = {kind: f"{kind}_{slug(name)}" for kind in KINDS}
         results[name] = {kind: summary.get(own) for kind, own in of.items() if own in measured}
-        known = summary.get(f"{of['dice']}_cases", cases) if of["dice"] in summary else 0
-        results[name]["cases"] = int(known)
+        scored = summary.get(f"{of['dice']}_cases", cases) if of["dice"] in summary else 0
+        results[name]["cases"] = int(scored)
     return results
 
 
@@ -174,12 +174,8 @@ def check_structures(names: Sequence[str]) -> None:
     """Raise an InputError unless the names of metrics can tell structures of these names apart."""
     slugs = [slug(name) for name in names]
     for name, one in zip(names, slugs, strict=True):
-        if (
-            one in ("", "background")
-            or slugs.count(one) > 1
-            or re.search(r"[#@$%]|::", name)
-            or not is_plain_text(name)
-        ):
+        unreadable = re.search(r"[#@$%]|::", name) or not is_plain_text(name)
+        if one in ("", "background") or slugs.count(one) > 1 or unreadable:
             raise InputError(
                 f"--classes {','.join(names)}: {name!r}",
                 "names that differ in letters or digits, without # @ $ % and ::, none for the background, no formula",
@@ -206,13 +202,13 @@ def _of_surfaces(
     NaN for a structure that is not among them, or that the reference has not.
     """
     whole = [kind for kind in DISTANCES if kind in distances]
-    wanted = dict.fromkeys([*distances, *(f"{kind}_{slug(name)}" for kind in whole for name in names)])
-    asked_for = [any(f"{kind}_{slug(name)}" in wanted for kind in DISTANCES) for name in names]
-    values = {c: measured(c) for c, one in enumerate(asked_for) if one}
+    metric_names = dict.fromkeys([*distances, *(f"{kind}_{slug(name)}" for kind in whole for name in names)])
+    asked_for = [any(f"{kind}_{slug(name)}" in metric_names for kind in DISTANCES) for name in names]
+    values = {c: measured(c) for c, is_asked in enumerate(asked_for) if is_asked}
     seen = {c: pair for c, pair in values.items() if present[c]}
     results = {f"{kind}_{slug(names[c])}": pair[i] for c, pair in seen.items() for i, kind in enumerate(DISTANCES)}
     results |= zip(DISTANCES, mean([*values.values()]), strict=True) if whole else {}
-    return {name: float(results.get(name, math.nan)) for name in wanted}
+    return {name: float(results.get(name, math.nan)) for name in metric_names}
 
 
 def _surface_points(labels: NDArray[Any], count: int) -> list[NDArray[np.int64]]:

@@ -23,9 +23,8 @@ from medfl.core.errors import InputError, RunError
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric's name in files, its title in reports, its definition in one line and its direction."""
+    """A metric's title in reports, its definition in one line and its direction."""
 
-    name: str
     title: str
     definition: str
     higher_is_better: bool = True
@@ -33,35 +32,29 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
-        metric.name: metric
-        for metric in (
-            Metric("accuracy", "Accuracy", "share of cases whose most probable class is the reference class"),
-            Metric("balanced_accuracy", "Balanced accuracy", "mean recall over the classes present in the reference"),
-            Metric("f1_macro", "Macro F1", "mean F1 over the classes present in the reference or predicted"),
-            Metric("auroc", "AUROC", "mean one-versus-rest area under the ROC curve; if two classes, the second's"),
-            Metric("loss", "Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
-            Metric(
-                "dice",
-                "Dice",
-                "overlap 2|A∩B| / (|A|+|B|), mean over the structures of a case, then over cases; 1 for a structure "
-                "that neither mask has, 0 where one has it",
-            ),
-            Metric(
-                "hd95",
-                "HD95",
-                "95th percentile of surface distances, in mm or, where the file knows none, in its pixels, mean over "
-                "the structures of a case, then over cases; 0 for a structure that neither mask has, the image's "
-                "diagonal where one has it",
-                higher_is_better=False,
-            ),
-            Metric(
-                "surface_dice",
-                "Surface Dice",
-                "share of both surfaces within the bundle's surface_tolerance of the other, mean over the structures "
-                "of a case, then over cases; 1 for a structure that neither mask has, 0 where one has it",
-            ),
-            Metric("pixel_accuracy", "Pixel accuracy", "share of a case's pixels of the right class, mean over cases"),
-        )
+        "accuracy": Metric("Accuracy", "share of cases whose most probable class is the reference class"),
+        "balanced_accuracy": Metric("Balanced accuracy", "mean recall over the classes present in the reference"),
+        "f1_macro": Metric("Macro F1", "mean F1 over the classes present in the reference or predicted"),
+        "auroc": Metric("AUROC", "mean one-versus-rest area under the ROC curve; if two classes, the second's"),
+        "loss": Metric("Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
+        "dice": Metric(
+            "Dice",
+            "overlap 2|A∩B| / (|A|+|B|), mean over the structures of a case, then over cases; 1 for a structure "
+            "that neither mask has, 0 where one has it",
+        ),
+        "hd95": Metric(
+            "HD95",
+            "95th percentile of surface distances, in mm or, where the file knows none, in its pixels, mean over "
+            "the structures of a case, then over cases; 0 for a structure that neither mask has, the image's "
+            "diagonal where one has it",
+            higher_is_better=False,
+        ),
+        "surface_dice": Metric(
+            "Surface Dice",
+            "share of both surfaces within the bundle's surface_tolerance of the other, mean over the structures "
+            "of a case, then over cases; 1 for a structure that neither mask has, 0 where one has it",
+        ),
+        "pixel_accuracy": Metric("Pixel accuracy", "share of a case's pixels of the right class, mean over cases"),
     }
 )
 
@@ -183,18 +176,17 @@ def summarise(cases: Cases) -> dict[str, float]:
     if not len(cases):
         return {}
     if not cases.is_classification:
-        return _case_means(cases)
+        return _case_means(cases.values)
     probabilities = cases.values["probabilities"].numpy(force=True)
     label = cases.values["label"].numpy(force=True)
     _check(cases.ids, probabilities, label)
     result = from_confusion(confusion(label, probabilities.argmax(1), probabilities.shape[1]))
-    area = _auroc(label, probabilities)
-    if area is not None:
+    if (area := _auroc(label, probabilities)) is not None:
         result["auroc"] = area
     if "loss" in cases.values:
         result["loss"] = float(cases.values["loss"].numpy(force=True).mean(dtype=np.float64))
-    own = {name: values for name, values in cases.values.items() if name not in _OF_CLASSES}
-    return {**result, **_case_means(Cases(cases.ids, own))}
+    further = {name: values for name, values in cases.values.items() if name not in _OF_CLASSES}
+    return {**result, **_case_means(further)}
 
 
 def confusion(label: NDArray[Any], predicted: NDArray[Any], classes: int) -> NDArray[np.int64]:
@@ -229,29 +221,29 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
 
     A site without the metric has no entry, None or NaN. No site at all gives an empty result.
     """
-    known = {site: float(value) for site, value in values.items() if value is not None and not math.isnan(value)}
-    if not known:
+    by_site = {site: float(value) for site, value in values.items() if value is not None and not math.isnan(value)}
+    if not by_site:
         return {}
-    numbers = np.array(list(known.values()))
-    worst_site = (min if higher_is_better else max)(known, key=known.__getitem__)
+    numbers = np.array(list(by_site.values()))
+    worst_site = (min if higher_is_better else max)(by_site, key=by_site.__getitem__)
     return {
         "mean": float(numbers.mean()),
         "sd": float(numbers.std()),
-        "worst": known[worst_site],
+        "worst": by_site[worst_site],
         "worst_site": worst_site,
-        "count": len(known),
+        "count": len(by_site),
     }
 
 
-def _case_means(cases: Cases) -> dict[str, float]:
+def _case_means(values_of: Mapping[str, torch.Tensor]) -> dict[str, float]:
     result: dict[str, float] = {}
-    for name, tensor in cases.values.items():
+    for name, tensor in values_of.items():
         values = tensor.numpy(force=True).astype(np.float64)
-        known = values[~np.isnan(values)]
-        if known.size:
-            result[name] = float(known.mean())
-            if known.size < values.size:
-                result[f"{name}_cases"] = float(known.size)
+        scored = values[~np.isnan(values)]
+        if scored.size:
+            result[name] = float(scored.mean())
+            if scored.size < values.size:
+                result[f"{name}_cases"] = float(scored.size)
     return result
 
 
@@ -265,8 +257,8 @@ def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any
             f"the network has {classes} classes: labels 0 to {classes - 1}",
             "correct this label, or the number of classes in the bundle's configuration",
         )
-    if not np.isfinite(probabilities).all():
-        bad = ~np.isfinite(probabilities).all(1)
+    bad = ~np.isfinite(probabilities).all(1)
+    if bad.any():
         count = f"{int(bad.sum())} of {len(ids)} cases"
         raise RunError(f"the model's probabilities are not finite for {count}, first {ids[bad.argmax()]!r}")
 

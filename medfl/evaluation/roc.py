@@ -32,9 +32,7 @@ class Curve:
 def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
     """Return the curve of each class that some but not all cases have; of two classes only the second's.
 
-    Args:
-        label: (N,) class indices.
-        probabilities: (N, K).
+    Of N cases, the class indices (N,) and the probabilities (N, K).
     """
     from sklearn.metrics import roc_auc_score, roc_curve  # here, because it takes a second to import
 

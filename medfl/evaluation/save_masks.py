@@ -23,14 +23,10 @@ _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 
 
 def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
-    """Return a mask (class indices) on the grid of the image's file instead of the network's.
+    """Return a mask of class indices (H, W[, D]) on the grid of the image's file instead of the network's.
 
     Each pixel of the file takes the class of the nearest pixel of the mask, and is background outside the mask. Where
     the grids differ only by flips, axis order, cropping and padding, nothing is lost.
-
-    Args:
-        labels: (H, W[, D]) class indices.
-        geometry: of the prepared image.
     """
     from_file = np.linalg.inv(geometry.affine) @ geometry.original_affine
     axes = len(geometry.original_shape)
@@ -46,17 +42,7 @@ def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
 
 
 def save(labels: Tensor, classes: int, geometry: Geometry, path: Path) -> Path:
-    """Write a mask on the grid of its image's file, in one step, and return the path.
-
-    Args:
-        labels: (H, W[, D]) class indices.
-        classes: number of classes, the background among them.
-        geometry: of the prepared image.
-        path: without its suffix.
-
-    Raises:
-        RunError: the disk is full or the folder cannot be written.
-    """
+    """Bring a mask (H, W[, D]) of class indices onto the grid of its image's file, and write it there as `write`."""
     return write(to_original(labels, geometry), classes, geometry, path)
 
 
@@ -65,6 +51,12 @@ def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path)
 
     A volume becomes `<path>.nii.gz` with the shape and affine of its image's file, a picture of a DICOM file a volume
     of one slice there; other pictures `<path>.png`, 0 and 255 for two classes, else class indices.
+
+    Args:
+        mask: class indices.
+        classes: number of classes, the background among them.
+        geometry: of the prepared image.
+        path: without its suffix.
 
     Raises:
         RunError: the disk is full or the folder cannot be written.

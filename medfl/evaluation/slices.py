@@ -81,13 +81,9 @@ def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry
 
 
 def true_colours(image: Array, steps: Sequence[Any]) -> Array:
-    """Return a colour picture (3, H, W) in 0 to 1, from what transforms that shift and scale channels made of it.
+    """Return a colour picture (3, H, W) in 0 to 1, from what these steps that shift and scale channels made of it.
 
     Other images, and pictures whose channels were each scaled by their own range, come back as they are.
-
-    Args:
-        image: as the network is given it.
-        steps: the transforms that made it.
     """
     if image.ndim != 3 or len(image) != 3:
         return image

@@ -169,8 +169,8 @@ def renewed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
     if match is None:
         return node
     new, arguments = _REMOVED[match[1]]
-    given = {"dim" if (new, key) == ("SplitDim", "channel_dim") else key: value for key, value in node.items()}
-    return {**arguments, **given, "_target_": new + (match[2] or "")}
+    renamed = {"dim" if (new, key) == ("SplitDim", "channel_dim") else key: value for key, value in node.items()}
+    return {**arguments, **renamed, "_target_": new + (match[2] or "")}
 
 
 # Arguments with a meaning of their own, whoever takes them
@@ -223,12 +223,9 @@ _SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "exp
 
 
 def argument_refused(name: str, value: object, has_url: bool | None = None) -> str:
-    """Return why an argument may not have this value, "" if it may.
+    """Return why an argument may not have this value (a literal, `...` where it is computed), "" if it may.
 
-    Args:
-        name: of the argument.
-        value: a literal; `...` where it is computed.
-        has_url: whether one of its texts is a URL, where that is known.
+    `has_url` says whether one of its texts is a URL, where that is known.
     """
     if name in ("reader", "writer", "merger_cls"):
         names = value if isinstance(value, list | tuple) else [value]
@@ -248,9 +245,7 @@ def argument_refused(name: str, value: object, has_url: bool | None = None) -> s
 def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     """Return why a listed component may not have these arguments, "" if it may: each by itself is checked apart.
 
-    Args:
-        name: of the component, without its module.
-        arguments: literals; a computed one is a text that begins with `$` or `@`.
+    The name is without its module; arguments are literals, a computed one is a text that begins with `$` or `@`.
     """
     if name in WEIGHTS_OF_THEIR_OWN and arguments.get("pretrained", True) not in (False, None):
         return f"{name} without 'pretrained: false', which would fetch weights"
@@ -261,11 +256,11 @@ def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
         return f"{name} of {printable(model)!r}, which is none of torchvision's networks"
     if (name == "TorchVisionFCModel" or _NETWORK.fullmatch(name)) and arguments.get("weights") is not None:
         return f"{name} with 'weights', which would be fetched"
-    odd = {*map(str, arguments)} - _READING_ARGUMENTS - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
-    if odd and without_ending(name) in _READING:
-        return f"{name} with {printable(min(odd))!r}, which would say how a file is opened"
-    shown = arguments.get("kwargs_read_csv") or {}
-    if others := {*map(str, shown if isinstance(shown, Mapping) else [shown])} - set(TABLE_ARGUMENTS):
+    others = {*map(str, arguments)} - _READING_ARGUMENTS - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
+    if others and without_ending(name) in _READING:
+        return f"{name} with {printable(min(others))!r}, which would say how a file is opened"
+    options = arguments.get("kwargs_read_csv") or {}
+    if others := {*map(str, options if isinstance(options, Mapping) else [options])} - set(TABLE_ARGUMENTS):
         return f"{name} with {printable(min(others))!r}, which reading a CSV file is not told here"
     return ""
 

@@ -44,12 +44,7 @@ class Audit:
     """A log to be appended to, by one or several processes."""
 
     def __init__(self, path: Path | str, site: str = "", say: Print = str) -> None:
-        """Point at the file; it is made with its first line.
-
-        Args:
-            path: the file; its folder exists.
-            site: stands in each line.
-            say: where it is told that the file ends in a torn line.
+        """Point at the file; it is made with its first line. The site stands in each; `say` is told of a torn line.
 
         Raises:
             InputError: there is no such folder, or the file cannot be written.
@@ -115,26 +110,28 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
     """
     encoded = message.encode()
     groups = {}
-    for group, named in sorted(message.tensors.items())[:_MOST_GROUPS]:
+    for group, tensors in sorted(message.tensors.items())[:_MOST_GROUPS]:
         about: dict[str, Any] = {
-            "tensors": len(named),
-            "numbers": sum(tensor.numel() for tensor in named.values()),
-            "names": _names([printable(name, _NAME_LENGTH) for name in sorted(named)]),
+            "tensors": len(tensors),
+            "numbers": sum(tensor.numel() for tensor in tensors.values()),
+            "names": _names([printable(name, _NAME_LENGTH) for name in sorted(tensors)]),
         }
         if norms:
-            square = sum(float(tensor.double().square().sum()) for tensor in named.values())
+            square = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
             about["norm"] = float(f"{square**0.5:.6g}")
         groups[printable(group, _NAME_LENGTH)] = about
-    about = {
-        "sha256": hashlib.sha256(encoded).hexdigest(),
+    description = {
+        "sha256": _sha256(encoded),
         "bytes": len(encoded),
-        "tensors": sum(len(named) for named in message.tensors.values()),
+        "tensors": sum(map(len, message.tensors.values())),
         "groups": groups,
         "numbers": numbers(message.scalars),
     }
-    counts = {"all_groups": len(message.tensors), "all_numbers": len(message.scalars)}
-    limits = {"all_groups": _MOST_GROUPS, "all_numbers": _MOST_NUMBERS}
-    return about | {name: count for name, count in counts.items() if count > limits[name]}
+    if len(message.tensors) > _MOST_GROUPS:
+        description["all_groups"] = len(message.tensors)
+    if len(message.scalars) > _MOST_NUMBERS:
+        description["all_numbers"] = len(message.scalars)
+    return description
 
 
 def numbers(named: Mapping[str, float]) -> dict[str, float]:
@@ -145,7 +142,7 @@ def numbers(named: Mapping[str, float]) -> dict[str, float]:
 def describe_document(content: Any) -> dict[str, Any]:
     """Describe what leaves as numbers alone: its sha256 and bytes as JSON."""
     encoded = json.dumps(content, sort_keys=True, default=str).encode()
-    return {"sha256": hashlib.sha256(encoded).hexdigest(), "bytes": len(encoded), "tensors": 0}
+    return {"sha256": _sha256(encoded), "bytes": len(encoded), "tensors": 0}
 
 
 def _names(names: Sequence[str]) -> str:
@@ -159,16 +156,15 @@ def _tail(handle: int) -> tuple[str | None, bool]:
     size = os.fstat(handle).st_size
     if not size:
         return None, False
-    kept, start = b"", size
-    while start and b"\n" not in kept[:-1]:
+    end, start = b"", size
+    while start and b"\n" not in end[:-1]:
         start = max(0, start - _BLOCK)
-        kept = os.pread(handle, size - start, start)
-    torn = not kept.endswith(b"\n")
-    return _sha256(kept.removesuffix(b"\n").rpartition(b"\n")[2]), torn
+        end = os.pread(handle, size - start, start)
+    return _sha256(end.removesuffix(b"\n").rpartition(b"\n")[2]), not end.endswith(b"\n")
 
 
-def _sha256(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 # Verification
@@ -218,11 +214,7 @@ class VerifiedLog:
 
 
 def verify(path: Path, noted: str | None = None) -> VerifiedLog:
-    """Read a log and verify its chain.
-
-    Args:
-        path: the file.
-        noted: sha256 of a line, or its first digits, as noted earlier; it must still be there.
+    """Read a log and verify its chain; the line whose sha256, or its first digits, was noted must still be there.
 
     Raises:
         InputError: the file cannot be read, or nothing that identifies a line was noted.
@@ -237,12 +229,11 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
-                whole, body = line.endswith(b"\n"), line.removesuffix(b"\n")
-                entry = _entry(body)
-                before = hashes[-1] if hashes else None
-                if entry is not None and whole:
+                body = line.removesuffix(b"\n")
+                entry = _entry(body) if body != line else None
+                if entry is not None:
                     entries.append(entry)
-                    if entry.get("before") != before:
+                    if entry.get("before") != (hashes[-1] if hashes else None):
                         problems.append(f"line {number} does not follow the one before it")
                     if torn and not entry.get("after_torn"):
                         problems.append(f"line {number} follows a damaged line and does not say so")
@@ -250,7 +241,7 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
                     if torn:
                         problems.append(f"line {number} is the second one in a row that is no JSON")
                     notes.append(f"line {number} was cut short, by a crash perhaps")
-                torn = entry is None or not whole
+                torn = entry is None
                 hashes.append(_sha256(body))
     except OSError as error:
         raise InputError(

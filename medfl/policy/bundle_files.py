@@ -40,8 +40,7 @@ class BundleFiles:
         self.own_modules = self._own_modules()
 
     def _read(self) -> None:
-        paths = self._paths()
-        for count, path in enumerate(sorted(paths)):
+        for count, path in enumerate(sorted(self._paths())):
             name = path.relative_to(self.root).as_posix()
             if count >= self.policy.limits.files:
                 self.inspection.refuse(name, "", f"more than {self.policy.limits.files} files")
@@ -131,7 +130,7 @@ class BundleFiles:
     def _own_modules(self) -> frozenset[str]:
         scripts = [PurePosixPath(file.path) for file in self.inspection.files if file.path.endswith(".py")]
         modules = frozenset(path.stem if len(path.parts) == 1 else path.parts[0] for path in scripts)
-        taken = {module.partition(".")[0] for module in MODULES} | set(sys.stdlib_module_names)
-        for name in sorted(modules & taken):
+        others = MODULES | sys.stdlib_module_names
+        for name in sorted(modules & others):
             self.inspection.refuse(name, "", "Python of the bundle with the name of another module")
-        return modules - taken
+        return modules - others

@@ -17,6 +17,8 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
 
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import (
@@ -43,8 +45,6 @@ _HOMES = (
     "monai.apps.generation.maisi.networks.controlnet_maisi",
 )  # fmt: skip
 """Where MONAI hands out its components, in the order in which a short name is looked for."""
-_BASES = {"torch.nn": "Module", "torch.optim": "Optimizer", "torch.optim.lr_scheduler": "LRScheduler"}
-"""Modules of PyTorch of which every class with this base is listed."""
 _APPS = (
     *(f"monai.apps.{name}." for name in ("deepedit", "deepgrow", "detection", "nuclick", "pathology", "vista3d")),
     "monai.networks.blocks.",
@@ -126,27 +126,28 @@ def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str,
     Raises:
         Refused: an argument has a meaning of its own and may not have this value.
     """
+    called = getattr(function, "__name__", "")
     try:
         signature = inspect.signature(function)
-        given = {**signature.bind_partial(*arguments).arguments, **named}
+        by_name = {**signature.bind_partial(*arguments).arguments, **named}
         further = [one.name for one in signature.parameters.values() if one.kind is one.VAR_POSITIONAL]
     except (TypeError, ValueError):
-        given, further = dict(named), []  # it tells no names of its positional ones
+        by_name, further = dict(named), []  # it tells no names of its positional ones
     of_monai = str(getattr(function, "__module__", None)).startswith("monai.")
-    if of_monai and any(given.get(name) for name in further):
-        raise Refused(f"{getattr(function, '__name__', 'a call')} with more arguments than it has names for")
-    if getattr(function, "__name__", "") in _TYPED and any(map(_makes_objects, (*arguments, *given.values()))):
+    if of_monai and any(by_name.get(name) for name in further):
+        raise Refused(f"{called or 'a call'} with more arguments than it has names for")
+    values = (*arguments, *by_name.values())
+    if called in _TYPED and any(map(_makes_objects, values)):
         raise Refused("an array of objects")
-    for value in (*arguments, *given.values()):
-        if isinstance(value, Mapping) and any(str(key).startswith("__") for key in value):
-            raise Refused("a key with two underscores, which would become an attribute")
-    for name, value in given.items():
+    if any(str(key).startswith("__") for value in values if isinstance(value, Mapping) for key in value):
+        raise Refused("a key with two underscores, which would become an attribute")
+    for name, value in by_name.items():
         loads = function is torch.load and name == "weights_only"  # reached with its word only
         if not loads and (why := argument_refused(name, value)):
             raise Refused(why)
-    if why := component_refused(getattr(function, "__name__", ""), given):
+    if why := component_refused(called, by_name):
         raise Refused(why)
-    return given
+    return by_name
 
 
 def _in_module(module: str, name: str) -> object:
@@ -162,7 +163,6 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
     from monai.engines import PrepareBatch
     from monai.inferers import Inferer
     from monai.transforms import Transform
-    from torch import nn
 
     short: dict[str, Callable[..., Any]] = {}
     identities: dict[int, Callable[..., Any]] = {}
@@ -190,10 +190,9 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
             if of_apps and not _fetches(entry):
                 short.setdefault(name, entry)
                 identities[id(entry)] = entry
-    for module_name, base in _BASES.items():
-        module = importlib.import_module(module_name)
-        for entry in vars(module).values():
-            listed = inspect.isclass(entry) and issubclass(entry, getattr(module, base)) and _of_package(entry, "torch")
+    for module, base in ((nn, nn.Module), (optim, optim.Optimizer), (lr_scheduler, lr_scheduler.LRScheduler)):
+        for entry in vars(module).values():  # every class of PyTorch with this base
+            listed = inspect.isclass(entry) and issubclass(entry, base) and _of_package(entry, "torch")
             if listed and not issubclass(entry, nn.ParameterDict):  # whose keys are set as attributes
                 identities[id(entry)] = entry
     return short, identities

@@ -14,23 +14,16 @@ _LARGEST = 1_000_000
 
 
 def differences(before: Inspection, now: Inspection) -> Iterator[str]:
-    """Yield what was added, removed and changed; of text files line by line, made safe for a terminal.
-
-    Args:
-        before: the version that was accepted.
-        now: the one that is looked at.
-    """
+    """Yield what was added, removed and changed since a version; of text files line by line, safe for a terminal."""
     old, new = ({file.path: file for file in version.files} for version in (before, now))
     for path in sorted(old.keys() | new.keys()):
         a, b = old.get(path), new.get(path)
-        if a is None or b is None:
-            yield f"{'added' if a is None else 'removed'}: {printable(path)}"
-        elif a.sha256 != b.sha256:
-            yield f"changed: {printable(path)}"
-        if path.lower().endswith(_TEXT) and (a is None or b is None or a.sha256 != b.sha256):
-            was, is_now = _lines(before.folder, a), _lines(now.folder, b)
-            changes = list(difflib.unified_diff(was, is_now, lineterm="", n=1))[2:]  # without the two names
-            yield from (f"  {printable(line, 200)}" for line in changes)
+        if a is not None and b is not None and a.sha256 == b.sha256:
+            continue
+        yield f"{'added' if a is None else 'removed' if b is None else 'changed'}: {printable(path)}"
+        if path.lower().endswith(_TEXT):
+            changes = difflib.unified_diff(_lines(before.folder, a), _lines(now.folder, b), lineterm="", n=1)
+            yield from (f"  {printable(line, 200)}" for line in list(changes)[2:])  # without the two names
 
 
 def _lines(folder: Path, file: File | None) -> list[str]:

@@ -91,9 +91,7 @@ class Evaluator:
     def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
         """Return what an expression, given without its `$`, stands for.
 
-        Args:
-            text: the expression.
-            references: what ids stand for, their parts joined by `::`.
+        `references` are what ids stand for, their parts joined by `::`.
 
         Raises:
             Refused: it does something that is not listed.
@@ -113,9 +111,8 @@ class Evaluator:
 
     @functools.cached_property
     def _builtins(self) -> dict[str, Any]:
-        plain = {name: getattr(builtins, name) for name in BUILTINS}
         return {
-            **plain,
+            **{name: getattr(builtins, name) for name in BUILTINS},
             "range": bounded_range,
             "open": self._open,
             "setattr": setattr,  # the check of the text wants a word for it
@@ -131,8 +128,8 @@ class Evaluator:
     def member(self, path: str) -> Any:
         """Return the listed object, or the one of the bundle's own Python, that a path of names stands for."""
         if path not in self._members:
-            own = path.partition(".")[0] in self.own_modules
-            listed = path in MEMBERS or WORDED.get(path) in self.words or (own and "scripts" in self.words)
+            is_own = path.partition(".")[0] in self.own_modules
+            listed = path in MEMBERS or WORDED.get(path) in self.words or (is_own and "scripts" in self.words)
             target = _located(path) if listed else for_expressions(path)
             if target is None:
                 raise Refused(f"{printable(path)}, which is not on the list")
@@ -230,10 +227,10 @@ class Evaluator:
         where = "folder" if "folder" in signature.parameters else next(iter(signature.parameters))
 
         def look(*arguments: Any, **named: Any) -> Any:
-            given = signature.bind(*arguments, **named).arguments
-            if others := given.keys() - {where, *allowed}:
+            by_name = signature.bind(*arguments, **named).arguments
+            if others := by_name.keys() - {where, *allowed}:
                 raise Refused(f"the argument {min(others)} of {function.__name__}, which is not on the list")
-            place = given.get(where, "." if where != "folder" else None)
+            place = by_name.get(where, "." if where != "folder" else None)
             if place is not None:
                 self._check_place(place if folder is None else folder / str(place))
             return function(*arguments, **named)
@@ -241,15 +238,13 @@ class Evaluator:
         return look
 
     def _open(self, path: Any, mode: str = "r", **named: Any) -> Any:
-        if "open" not in self.words:
-            if mode not in ("r", "rb", "rt") or set(named) - {"encoding", "newline"}:
-                raise Refused("open() for writing, for which the policy has to allow 'open'")
-            self._check_place(path)
-            content = Path(path).read_bytes()  # nobody would close the file
-            return (
-                io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode(named.get("encoding") or "utf-8"))
-            )
-        return open(path, mode, **named)
+        if "open" in self.words:
+            return open(path, mode, **named)
+        if mode not in ("r", "rb", "rt") or set(named) - {"encoding", "newline"}:
+            raise Refused("open() for writing, for which the policy has to allow 'open'")
+        self._check_place(path)
+        content = Path(path).read_bytes()  # nobody would close the file
+        return io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode(named.get("encoding") or "utf-8"))
 
     def _check_place(self, place: Any) -> None:
         """Refuse to look at a place that is not below the bundle's folder, its data, or what the user named."""

@@ -27,6 +27,7 @@ _LARGEST = 10**9
 _LONGEST_RANGE = 10**7
 _DEEPEST = 50
 _CONTAINERS = (ast.List, ast.Tuple, ast.Set)
+_Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 _OPERATORS = (
     ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.And, ast.Or, ast.Not, ast.USub, ast.UAdd,
     ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot, ast.In, ast.NotIn, ast.BitAnd, ast.BitOr,
@@ -147,13 +148,13 @@ class _Checker:
         """Check one node and all below it; `local` are the names that lambdas and comprehensions around it bind."""
         if node is None:
             return
+        if isinstance(node, ast.Constant):
+            self._constant(node, continues)
+            return
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
             raise Refused(f"{type(node).__name__}, which no expression here may use")
-        if isinstance(node, ast.Constant):
-            self._constant(node, local, continues)
-        else:
-            method(node, local)
+        method(node, local)
 
     def all(self, nodes: Collection[ast.AST | None], local: frozenset[str]) -> None:
         for node in nodes:
@@ -161,7 +162,7 @@ class _Checker:
 
     # Leaves
 
-    def _constant(self, node: ast.Constant, local: frozenset[str], continues: bool = False) -> None:
+    def _constant(self, node: ast.Constant, continues: bool) -> None:
         if isinstance(node.value, str):
             if _PLACEHOLDER in node.value:
                 raise Refused("a reference inside a text")
@@ -186,9 +187,9 @@ class _Checker:
     def _member(self, path: str) -> None:
         """Check what a module's name and attributes lead to."""
         if path.split(".")[0] in self.own_modules:
-            need_word("scripts", path, self.words, self.uses)
+            need_word("scripts", path, self.words, self.uses.words)
         elif path in WORDED:
-            need_word(WORDED[path], path, self.words, self.uses)
+            need_word(WORDED[path], path, self.words, self.uses.words)
         elif path not in MEMBERS and for_expressions(path) is None:
             raise Refused(f"{printable(path)}, which is not on the list")
         self.uses.uses[path] += 1
@@ -198,9 +199,9 @@ class _Checker:
         if path:
             self._member(path)
             return
-        own = bool(self.own_modules) and "scripts" in self.words
+        of_scripts = bool(self.own_modules) and "scripts" in self.words
         column = isinstance(node.value, ast.Call) and module_path(node.value.func, self.names) == "pandas.read_csv"
-        if not ((own or column) and not node.attr.startswith("_")) and node.attr not in METHODS:
+        if not ((of_scripts or column) and not node.attr.startswith("_")) and node.attr not in METHODS:
             raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
         if node.attr == "format":
             if not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, str):
@@ -215,8 +216,11 @@ class _Checker:
 
     def _call(self, node: ast.Call, local: frozenset[str]) -> None:
         called = node.func
-        if isinstance(called, ast.Name) and called.id in ("open", "setattr") and called.id not in local:
-            (self._open if called.id == "open" else self._setattr)(node)
+        if isinstance(called, ast.Name) and called.id == "open" and called.id not in local:
+            self._open(node)
+        elif isinstance(called, ast.Name) and called.id == "setattr" and called.id not in local:
+            need_word("setattr", "setattr()", self.words, self.uses.words)
+            self.uses.uses["setattr"] += 1
         elif isinstance(called, ast.Name):
             self._name(called, local)
             if called.id == "range" and any(type(n := _literal(a)) is int and n > _LONGEST_RANGE for a in node.args):
@@ -243,22 +247,17 @@ class _Checker:
             if keyword.arg.startswith(_PLACEHOLDER):
                 raise Refused("a reference as the name of an argument")
             loads = keyword.arg == "weights_only" and module_path(called, self.names) == "torch.load"  # needs its word
-            why = "" if loads else argument_refused(keyword.arg, _literal(keyword.value))
-            if why:
+            if not loads and (why := argument_refused(keyword.arg, _literal(keyword.value))):
                 raise Refused(why)
             self.value(keyword.value, local)
 
     def _open(self, node: ast.Call) -> None:
-        given = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
-        mode = _literal(node.args[1]) if len(node.args) > 1 else given.get("mode", "r")
-        plain = len(node.args) <= 2 and set(given) <= {"mode", "encoding", "newline"}
+        keywords = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
+        mode = _literal(node.args[1]) if len(node.args) > 1 else keywords.get("mode", "r")
+        plain = len(node.args) <= 2 and set(keywords) <= {"mode", "encoding", "newline"}
         if not (plain and mode in ("r", "rb", "rt")):
-            need_word("open", "open() for writing", self.words, self.uses)
+            need_word("open", "open() for writing", self.words, self.uses.words)
         self.uses.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
-
-    def _setattr(self, node: ast.Call) -> None:
-        need_word("setattr", "setattr()", self.words, self.uses)
-        self.uses.uses["setattr"] += 1
 
     # What is made of them
 
@@ -292,19 +291,15 @@ class _Checker:
         self.uses.uses["if ... else"] += 1
         self.all([node.test, node.body, node.orelse], local)
 
-    def _subscript(self, node: ast.Subscript, local: frozenset[str]) -> None:
-        self.all([node.value, node.slice], local)
+    def _subscript(self, node: ast.Subscript | ast.Slice | ast.Dict, local: frozenset[str]) -> None:
+        self.all([part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr_context)], local)
 
-    def _slice(self, node: ast.Slice, local: frozenset[str]) -> None:
-        self.all([node.lower, node.upper, node.step], local)
+    _slice = _dict = _subscript
 
     def _list(self, node: ast.List | ast.Tuple | ast.Set, local: frozenset[str]) -> None:
         self.all([item.value if isinstance(item, ast.Starred) else item for item in node.elts], local)
 
     _tuple = _set = _list
-
-    def _dict(self, node: ast.Dict, local: frozenset[str]) -> None:
-        self.all([*node.keys, *node.values], local)
 
     def _joinedstr(self, node: ast.JoinedStr, local: frozenset[str]) -> None:
         for index, part in enumerate(node.values):
@@ -316,19 +311,17 @@ class _Checker:
         self.uses.uses["text with values"] += 1
 
     def _lambda(self, node: ast.Lambda, local: frozenset[str]) -> None:
-        given = node.args
-        self.all([*given.defaults, *given.kw_defaults], local)
+        taken = node.args
+        self.all([*taken.defaults, *taken.kw_defaults], local)
         self.uses.uses["lambda"] += 1
-        arguments = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+        arguments = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
         self.value(node.body, local | self._bound(each.arg for each in arguments if each))
 
-    def _listcomp(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp, local: frozenset[str]) -> None:
-        self.value(node.elt, self._generators(node.generators, local))
+    def _listcomp(self, node: _Comprehension, local: frozenset[str]) -> None:
+        elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        self.all(elements, self._generators(node.generators, local))
 
-    _setcomp = _generatorexp = _listcomp
-
-    def _dictcomp(self, node: ast.DictComp, local: frozenset[str]) -> None:
-        self.all([node.key, node.value], self._generators(node.generators, local))
+    _setcomp = _generatorexp = _dictcomp = _listcomp
 
     def _generators(self, generators: list[ast.comprehension], local: frozenset[str]) -> frozenset[str]:
         for generator in generators:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.untrusted import Refused, printable
+from medfl.core.untrusted import printable
 from medfl.policy.policy import WORDS, Policy
 
 NOT_LISTED = (
@@ -91,16 +91,15 @@ class Inspection:
             return
         first, count = self.refusals[0], len(self.refusals)
         if first.why.endswith(UNREADABLE) or first.why.startswith("not valid"):
-            given = f"{self.folder / first.file} cannot be read: {first.why}"
-            raise InputError(given.replace(";", ","), "it is JSON or YAML with keys and values", "repair the file")
+            problem = f"{self.folder / first.file} cannot be read: {first.why}"
+            raise InputError(problem.replace(";", ","), "it is JSON or YAML with keys and values", "repair the file")
         more = "" if count == 1 else f" (and {count - 1} more)"
-        refused = f"bundle {printable(self.bundle)!r} is refused: {first}{more}"
+        problem = f"bundle {printable(self.bundle)!r} is refused: {first}{more}".replace(";", ",")
         if len(self.unlike) == count:  # nothing else is wrong with it
-            advice = (
-                f"medfl site inspect {self.folder} --policy FILE --write-policy NEWFILE shows them and pins them anew"
-            )
-            raise InputError(refused.replace(";", ","), "the files that the site's policy has pinned", advice)
-        raise InputError(refused.replace(";", ","), *NOT_LISTED)
+            command = f"medfl site inspect {self.folder} --policy FILE --write-policy NEWFILE"
+            advice = f"{command} shows them and pins them anew"
+            raise InputError(problem, "the files that the site's policy has pinned", advice)
+        raise InputError(problem, *NOT_LISTED)
 
     def refuse(self, file: str, id_: str, why: object) -> None:
         """Note that something is refused, and where."""
@@ -111,17 +110,6 @@ class Inspection:
         unlike, self.unlike = self.unlike, []
         self.refusals = [refusal for refusal in self.refusals if refusal not in unlike]
         return [str(refusal) for refusal in unlike]
-
-    def need(self, policy: Policy, word: str, what: str) -> str:
-        """Note what a word of the policy allows, and return it.
-
-        Raises:
-            Refused: the policy lacks the word.
-        """
-        if word not in policy.allow:
-            raise Refused(f"{what}, for which the policy has to allow {word!r}")
-        self.allowed[word, what] += 1
-        return what
 
     def policy(self, policy: Policy) -> Policy:
         """Return the policy that pins the files of this bundle, with all else of another."""

@@ -35,11 +35,7 @@ _VARIANCE = "running_var"
 
 
 class Gate:
-    """Through which everything leaves a site that has rules for it.
-
-    Attributes:
-        account: of the site's privacy.
-    """
+    """Through which everything leaves a site that has rules for it; `account` is that of the site's privacy."""
 
     def __init__(self, rules: Outbound, account: Account, site: str, entropy: Entropy = os.urandom) -> None:
         """Take the rules.
@@ -62,15 +58,15 @@ class Gate:
             try:
                 self.account.spend(self.rules.multiplier, budget=self.rules.epsilon)
             except BudgetExceeded as error:
-                raise self._overspent(error.after) from error
+                raise self._refusal(
+                    f"the budget is epsilon {self.rules.epsilon:g} at delta {self.rules.delta:g}; "
+                    f"another reply would make it {error.after:.3g} ({self.account.words()})"
+                ) from error
 
     def reply(self, message: Message, received: Message, samples: int) -> Message:
-        """Return a reply as it may leave, before it is made smaller.
+        """Return a reply to a broadcast as it may leave, before it is made smaller.
 
-        Args:
-            message: what the method says.
-            received: the broadcast that it answers.
-            samples: number of the site's training images; as `scalars/samples` it may leave as it is.
+        The number of the site's training images may leave as it is, as `scalars/samples`.
 
         Raises:
             RunError: the policy forbids something in it; names it.
@@ -105,12 +101,9 @@ class Gate:
             raise self._refusal(f"its message has {message.num_bytes:,} bytes, more than max_bytes {limit:,}")
 
     def numbers(self, group: str, names: Iterable[str], *, telling: bool) -> None:
-        """Check numbers that are no reply: metrics, statistics.
+        """Check numbers that are no reply: metrics, statistics; the policy's keys name them as group/name.
 
-        Args:
-            group: under which the policy's keys name them.
-            names: of each.
-            telling: whether they depend on training images beyond what the replies have told.
+        `telling` says whether they depend on training images beyond what the replies have told.
 
         Raises:
             RunError: the policy forbids one of them; names it.
@@ -129,12 +122,12 @@ class Gate:
 
     def told(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
         """Return the numbers beside a message; an optional one stays if keys do not name it, and wherever noise is."""
-        stay = [name for name in optional if self.rules.noise is not None or not self.rules.permits(f"told/{name}")]
-        return {name: value for name, value in numbers.items() if name not in stay}
+        noised, permits = self.rules.noise is not None, self.rules.permits
+        kept_back = [name for name in optional if noised or not permits(f"told/{name}")]
+        return {name: value for name, value in numbers.items() if name not in kept_back}
 
     def _permit(self, names: Iterable[str]) -> None:
-        refused = self.rules.refused(names)
-        if refused:
+        if refused := self.rules.refused(names):
             more = f" ({len(refused)} such)" if len(refused) > 1 else ""
             raise self._refusal(f"'{refused[0]}' is not among its keys{more}")
 
@@ -174,12 +167,6 @@ class Gate:
             limited_weights |= {name: base[name].clone() for name in unchanged}
         return limited_weights
 
-    def _overspent(self, after: float) -> RunError:
-        return self._refusal(
-            f"the budget is epsilon {self.rules.epsilon:g} at delta {self.rules.delta:g}; "
-            f"another reply would make it {after:.3g} ({self.account.words()})"
-        )
-
     def _refusal(self, why: str) -> RunError:
         return RunError(f"site {self.site!r}: its outbound policy refuses: {why}")
 
@@ -198,5 +185,5 @@ def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
 def _without_noise(message: Message, samples: int) -> list[str]:
     """Return what noise does not cover: groups besides the weights, by their names, and numbers."""
     groups = [f"{group}/*" for group in message.tensors if group != "weights"]
-    known = message.scalars.get(_SAMPLES) == samples
-    return groups + [f"scalars/{name}" for name in message.scalars if not (known and name == _SAMPLES)]
+    is_count = message.scalars.get(_SAMPLES) == samples
+    return groups + [f"scalars/{name}" for name in message.scalars if not (is_count and name == _SAMPLES)]

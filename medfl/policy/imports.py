@@ -24,13 +24,9 @@ class Uses:
 
 
 def imported(text: str, uses: Uses) -> dict[str, str]:
-    """Return the name that an import statement binds, and the path that it stands for; nothing is imported.
+    """Return the name that an import statement (without its `$`) binds, and the path that it stands for.
 
-    Whether what the path leads to is listed is checked where an expression uses the name.
-
-    Args:
-        text: the statement without its `$`.
-        uses: takes what is used.
+    Nothing is imported. Whether what the path leads to is listed is checked where an expression uses the name.
 
     Raises:
         Refused: it is no plain import of one module or member, or takes the name of another.
@@ -50,21 +46,21 @@ def imported(text: str, uses: Uses) -> dict[str, str]:
     else:
         bound = alias or name.split(".")[0]
         path = name if alias else bound
-    if bound in BUILTINS or bound in ("open", "setattr") or (DEFAULT_NAMES.get(bound, path) != path):
+    if bound in BUILTINS or bound in ("open", "setattr") or DEFAULT_NAMES.get(bound, path) != path:
         raise Refused(f"an import that takes the name {printable(bound)}")
     uses.uses[f"import {path}"] += 1
     return {bound: path}
 
 
-def need_word(word: str, what: str, words: Collection[str], uses: Uses) -> None:
-    """Note that something needs a word of the policy.
+def need_word(word: str, what: str, words: Collection[str], allowed: Counter[tuple[str, str]]) -> None:
+    """Count that a word of the policy allows something.
 
     Raises:
-        Refused: the policy lacks it.
+        Refused: the policy lacks the word.
     """
     if word not in words:
         raise Refused(f"{what}, for which the policy has to allow {word!r}")
-    uses.words[word, what] += 1
+    allowed[word, what] += 1
 
 
 def only_statement(text: str) -> ast.stmt:

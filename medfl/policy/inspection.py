@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -28,7 +29,7 @@ from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
 from medfl.policy.findings import UNREADABLE
 from medfl.policy.findings import Inspection as Inspection
-from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
+from medfl.policy.imports import DEFAULT_NAMES, Uses, imported, need_word
 from medfl.policy.paths import check_id, check_path
 from medfl.policy.policy import Policy
 
@@ -63,6 +64,16 @@ _NAMES = re.compile(r"(\w[\w.-]*(,\w[\w.-]*)*)?", re.ASCII)
 _Place = tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class _Configuration:
+    """A configuration file: its content, and all values in it with their places; `stem` is its name without ending."""
+
+    file: str
+    stem: str
+    content: Plain
+    nodes: list[tuple[_Place, Plain]]
+
+
 def inspect(folder: Path, policy: Policy | None = None) -> Inspection:
     """Inspect the bundle in a folder.
 
@@ -85,7 +96,6 @@ def inspect(folder: Path, policy: Policy | None = None) -> Inspection:
 class _Inspector:
     def __init__(self, inspection: Inspection, policy: Policy) -> None:
         self.inspection, self.policy = inspection, policy
-        self.contents: Mapping[str, Plain] = {}
         self.names: dict[str, str] = dict(DEFAULT_NAMES)
         self.own_modules: frozenset[str] = frozenset()
         self.referred: set[str] = set()
@@ -102,27 +112,31 @@ class _Inspector:
         if self.policy.bundle and self.policy.bundle != self.inspection.bundle:
             refuse(".", "", f"the policy is for the bundle {printable(self.policy.bundle)!r}")
         files = BundleFiles(self.inspection, self.policy)
-        self.contents, self.own_modules = files.contents, files.own_modules
-        if not any(name.startswith("configs/") for name in self.contents):
+        self.own_modules = files.own_modules
+        if not any(name.startswith("configs/") for name in files.contents):
             refuse("configs", "", "no configuration could be read")
-        for file, content in self.contents.items():
+        for file, content in files.contents.items():
             self._imports(file, content)
-        places: dict[str, list[tuple[_Place, Plain]]] = {}
-        for file, content in self.contents.items():
-            places[file] = list(_walk(content, self.policy.limits.depth))
-            if any(len(place) > self.policy.limits.depth for place, _ in places[file]):
-                refuse(file, "", f"an id of more than {self.policy.limits.depth} parts")
-        for nodes in places.values():
-            for place, node in nodes:
+        depth = self.policy.limits.depth
+        configurations = [
+            _Configuration(file, PurePosixPath(file).stem, content, list(_walk(content, depth)))
+            for file, content in files.contents.items()
+        ]
+        for one in configurations:
+            if any(len(place) > depth for place, _ in one.nodes):
+                refuse(one.file, "", f"an id of more than {depth} parts")
+            for place, node in one.nodes:
                 self.definitions.setdefault(place, []).append(node)
                 if "config" in place:  # a preset of federated.yaml is laid over the rest
                     self.definitions.setdefault(place[place.index("config") + 1 :], []).append(node)
-        texts = (node for nodes in places.values() for _, node in nodes if isinstance(node, str))
+        texts = [node for one in configurations for _, node in one.nodes if isinstance(node, str)]
         self.names_of_keys = _KEY if any(map(_RELATIVE.search, texts)) else _LABEL
-        self._referred(places)
-        self._macros(places)
-        for file, content in self.contents.items():
-            self._configuration(file, content, places[file])
+        for text in texts:
+            if text[:1] in ("$", "@", "%"):  # relative references begin with any of their parts
+                self.referred |= set(re.findall(r"\w+", " ".join(re.findall(r"[@%][\w#:]+", text))))
+        self._macros(configurations)
+        for one in configurations:
+            self._configuration(one)
 
     # What every place of every file has to know
 
@@ -135,9 +149,9 @@ class _Inspector:
                 self.inspection.refuse(file, key, "not a list of import statements")
                 continue
             for index, text in enumerate(statements):
-                uses = Uses()
                 if text is None:
                     continue
+                uses = Uses()
                 try:
                     if not isinstance(text, str) or not text.startswith("$"):
                         raise Refused("not an import statement")
@@ -154,19 +168,12 @@ class _Inspector:
         self.inspection.uses += uses.uses
         self.inspection.allowed += uses.words
 
-    def _referred(self, places: Mapping[str, list[tuple[_Place, Plain]]]) -> None:
-        """Gather every word that a reference or macro could begin with, relative ones by any of their parts."""
-        for nodes in places.values():
-            for _, node in nodes:
-                if isinstance(node, str) and node[:1] in ("$", "@", "%"):
-                    self.referred |= set(re.findall(r"\w+", " ".join(re.findall(r"[@%][\w#:]+", node))))
-
-    def _macros(self, places: Mapping[str, list[tuple[_Place, Plain]]]) -> None:
+    def _macros(self, configurations: Sequence[_Configuration]) -> None:
         """Refuse macros of macros: they could grow without end."""
         macros = [
-            (file, place, tuple(re.split("#|::", node[1:])))
-            for file, nodes in places.items()
-            for place, node in nodes
+            (one.file, place, tuple(re.split("#|::", node[1:])))
+            for one in configurations
+            for place, node in one.nodes
             if isinstance(node, str) and _MACRO.fullmatch(node)
         ]
         outer: list[_Place] = []  # that lie in no other: beside a target in their order are all that could meet it
@@ -179,29 +186,26 @@ class _Inspector:
 
     # One file
 
-    def _configuration(self, file: str, content: Plain, places: list[tuple[_Place, Plain]]) -> None:
-        if not isinstance(content, dict):
-            self.inspection.refuse(file, "", f"a {type(content).__name__}, {UNREADABLE}")
+    def _configuration(self, where: _Configuration) -> None:
+        if not isinstance(where.content, dict):
+            self.inspection.refuse(where.file, "", f"a {type(where.content).__name__}, {UNREADABLE}")
             return
-        stem = PurePosixPath(file).stem
-        if stem in ("train", "inference", "evaluate") and "dataset_dir" in content:
-            self.inspection.data[file] = printable(content["dataset_dir"])
-        for place, node in places:
+        if where.stem in ("train", "inference", "evaluate") and "dataset_dir" in where.content:
+            self.inspection.data[where.file] = printable(where.content["dataset_dir"])
+        for place, node in where.nodes:
             if len(self.inspection.refusals) > _REFUSALS:
-                self.inspection.refuse(file, _id(place), "there is more that is refused")
+                self.inspection.refuse(where.file, _id(place), "there is more that is refused")
                 return
             try:
                 if isinstance(node, dict):
                     for key in node:
-                        self._key(key, place, stem)
-                if stem == "metadata":
+                        self._key(key, place, where.stem)
+                if where.stem == "metadata":
                     self._description(node)
-                elif place[:1] == ("imports",):
-                    continue  # read before, or refused by its key
-                else:
-                    self._node(file, place, node, content, stem)
+                elif place[:1] != ("imports",):  # those were read before, or are refused by their key
+                    self._node(where, place, node)
             except Refused as error:
-                self.inspection.refuse(file, _id(place), error)
+                self.inspection.refuse(where.file, _id(place), error)
 
     def _key(self, key: object, place: _Place, stem: str) -> None:
         if isinstance(key, int) and not isinstance(key, bool):
@@ -225,21 +229,20 @@ class _Inspector:
             if node[:1] in ("$", "@", "%"):
                 raise Refused(f"the text {printable(node, 40)!r} in a description, which would be evaluated")
 
-    def _node(self, file: str, place: _Place, node: Plain, content: Plain, stem: str) -> None:
-        name = place[-1] if place else ""
+    def _node(self, where: _Configuration, place: _Place, node: Plain) -> None:
+        name, stem = place[-1] if place else "", where.stem
         if name == "_target_":
             self._target(node)
         elif name == "_mode_" and node != "default":
             raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
-        names = stem == "federated" and isinstance(node, str) and {*_BUNDLES} & {*place}
-        if names and not _NAMES.fullmatch(str(node)):
+        names_bundles = stem == "federated" and isinstance(node, str) and {*_BUNDLES} & {*place}
+        if names_bundles and not _NAMES.fullmatch(str(node)):
             raise Refused(f"{printable(node, 40)!r}, where a bundle names others by their names only")
         if stem == "federated" and name == "partition" and str(node).startswith("file:"):
             raise Refused(f"{printable(node, 40)!r}, a table that only a user names")
         value = self._resolved(node)
-        is_free = _is_free(place, stem) or self._is_statement(place, content, stem)
-        checked = () if is_free else place  # every part of it, so that `x#reader#0` is one of the argument `reader`
-        for part in checked:
+        is_free = _is_free(place, stem) or self._is_statement(where, place)
+        for part in () if is_free else place:  # every part: `x#reader#0` is one of the argument `reader`
             read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
             if not read_as_false and (why := argument_refused(part, value, self._has_url(value))):
                 raise Refused(why)
@@ -247,7 +250,7 @@ class _Inspector:
             self._component(node, stem)
         elif isinstance(node, str):
             check_visible(node)
-            self._text(file, place, node, content, stem)
+            self._text(where, place, node)
         elif not isinstance(node, list | bool | int | float | date | None):
             raise Refused(f"a value of type {type(node).__name__}")
 
@@ -255,7 +258,7 @@ class _Inspector:
         if not isinstance(node, str):
             raise Refused(f"a _target_ of type {type(node).__name__}")
         if node.split(".")[0] in self.own_modules and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
-            self.inspection.need(self.policy, "scripts", node)
+            need_word("scripts", node, self.policy.allow, self.inspection.allowed)
         else:
             component(renewed({"_target_": node})["_target_"])
         self.inspection.targets[node] += 1
@@ -297,16 +300,16 @@ class _Inspector:
             node = values[0]
         return _LITERALS.get(node, node) if isinstance(node, str) else node
 
-    def _text(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
+    def _text(self, where: _Configuration, place: _Place, text: str) -> None:
         if text.startswith("$"):
-            self._expression(file, place, text, content, stem)
+            self._expression(where, place, text)
         elif text.startswith("@"):
             if not _REFERENCE.fullmatch(text):
                 raise Refused(f"{printable(text, 40)!r}, which begins as a reference and is none")
-            _not_relative(text, stem)
+            _not_relative(text, where.stem)
             check_id(text[1:])
         elif text.startswith("%"):
-            if not _MACRO.fullmatch(text) or stem == "federated":
+            if not _MACRO.fullmatch(text) or where.stem == "federated":
                 raise Refused(f"the macro {printable(text, 40)!r}, which is not one of an id of this configuration")
             check_id(text[1:])
         elif place[-1:] != ("_desc_",):
@@ -319,10 +322,10 @@ class _Inspector:
                     raise Refused(f"{error} ({printable(text, 40)}){hint}") from error
                 self.inspection.allowed["paths", printable(text)] += 1
 
-    def _expression(self, file: str, place: _Place, text: str, content: Plain, stem: str) -> None:
-        _not_relative(text, stem)
-        if self._is_statement(place, content, stem):
-            self.inspection.statements.append(f"{file}: {_id(place)}: {printable(text)}")
+    def _expression(self, where: _Configuration, place: _Place, text: str) -> None:
+        _not_relative(text, where.stem)
+        if self._is_statement(where, place):
+            self.inspection.statements.append(f"{where.file}: {_id(place)}: {printable(text)}")
             return
         uses = Uses()
         self.inspection.expressions += 1
@@ -340,18 +343,17 @@ class _Inspector:
             raise Refused(f"{error}, in {printable(text)}") from error
         self._note(uses)
 
-    def _is_statement(self, place: _Place, content: Plain, stem: str) -> bool:
+    def _is_statement(self, where: _Configuration, place: _Place) -> bool:
         """Tell whether medfl never evaluates this: a list of statements that nothing asks for, or one of them."""
-        asked = not place or place[0] in self.referred or place[0] in _ASKED
-        if asked or len(place) > 2 or not isinstance(content, dict):
+        if not 1 <= len(place) <= 2 or place[0] in self.referred or place[0] in _ASKED:
             return False
-        held = content.get(place[0], content.get(f"+{place[0]}"))
+        held = where.content.get(place[0], where.content.get(f"+{place[0]}"))
         if place[0] in _ENTRIES:
             return len(place) == 1 or isinstance(held, list)
         if id(held) not in self.texts:
             is_texts = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
             self.texts[id(held)] = is_texts
-        return self.texts[id(held)] and stem != "federated" and not place[0].startswith("_")
+        return self.texts[id(held)] and where.stem != "federated" and not place[0].startswith("_")
 
 
 def _walk(content: Plain, depth: int) -> Iterator[tuple[_Place, Plain]]:

@@ -42,21 +42,16 @@ class Outbound:
     min_count: int = 0
 
     @classmethod
-    def read(cls, given: Any, where: str) -> Outbound:
-        """Read the values of the key `outbound`.
-
-        Args:
-            given: what YAML makes of them.
-            where: the file, for errors.
+    def read(cls, values: Any, where: str) -> Outbound:
+        """Read the values of the key `outbound` as YAML gives them; `where` names the file in errors.
 
         Raises:
             InputError: they say something that no policy can say.
         """
-        if not isinstance(given, dict):
-            raise InputError(f"{where}: outbound is a {type(given).__name__}", "keys and values", "see docs/deploy.md")
-        names = [field.name for field in fields(cls)]
-        check_known(given, names, f"{where}: outbound: key")
-        rules = cls(**{name: _value(name, value, where) for name, value in given.items()})
+        if not isinstance(values, dict):
+            raise InputError(f"{where}: outbound is a {type(values).__name__}", "keys and values", "see docs/deploy.md")
+        check_known(values, [field.name for field in fields(cls)], f"{where}: outbound: key")
+        rules = cls(**{name: _value(name, value, where) for name, value in values.items()})
         if rules.epsilon is not None and not rules.formal:
             raise InputError(
                 f"{where}: outbound has epsilon without {'clip' if rules.clip is None else 'noise'}",
@@ -79,7 +74,7 @@ class Outbound:
 
     def refused(self, names: Iterable[str]) -> list[str]:
         """Return those of some names that may not leave."""
-        return [] if self.keys is None else [name for name in names if not self.permits(name)]
+        return [name for name in names if not self.permits(name)]
 
     def permits(self, name: str) -> bool:
         """Tell whether something of this name may leave."""

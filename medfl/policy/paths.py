@@ -11,11 +11,9 @@ _PARENT = re.compile(r"(^|[/\\])\.\.([/\\]|$)")
 
 
 def check_path(text: str, *, absolute: bool = False) -> None:
-    """Check a text that may be used as a path.
+    """Check a text of a configuration that may be used as a path.
 
-    Args:
-        text: any text of a configuration.
-        absolute: it may begin with a slash, as a continuation; where the zoo keeps its data it always may.
+    With `absolute` it may begin with a slash, as a continuation; where the zoo keeps its data it always may.
 
     Raises:
         Refused: it is a URL, leads upwards, to a home or to a system folder, or is absolute.

@@ -108,22 +108,18 @@ class Policy:
             InputError: it cannot be read, or says something that no policy can say.
         """
         try:
-            given = read_plain(decode_text(read_bytes(path, _BYTES)), is_json=False, nodes=100_000, depth=4)
+            document = read_plain(decode_text(read_bytes(path, _BYTES)), is_json=False, nodes=100_000, depth=4)
         except Refused as error:
             raise InputError(f"policy {path}: {error}", "a policy is plain YAML", "see docs/deploy.md") from error
-        return cls._from(given, path)
-
-    @classmethod
-    def _from(cls, given: Any, path: Path) -> Policy:
-        given = {} if given is None else given
-        if not isinstance(given, dict):
-            raise InputError(f"policy {path} is a {type(given).__name__}", "keys and values", "see docs/deploy.md")
-        check_known(given, _KEYS, f"policy {path}: key")
-        allow, files = _words(given, "allow", path), given.get("files")
+        document = {} if document is None else document
+        if not isinstance(document, dict):
+            raise InputError(f"policy {path} is a {type(document).__name__}", "keys and values", "see docs/deploy.md")
+        check_known(document, _KEYS, f"policy {path}: key")
+        allow, files = _words(document, "allow", path), document.get("files")
         check_known(allow, WORDS, f"policy {path}: the word")
-        methods = tuple(check_name(name, f"policy {path}: method") for name in _words(given, "methods", path))
-        limits = _numbers(given, "limits", [f.name for f in fields(Limits)], path)
-        settings = _numbers(given, "settings", MOST, path)
+        methods = tuple(check_name(name, f"policy {path}: method") for name in _words(document, "methods", path))
+        limits = _numbers(document, "limits", [f.name for f in fields(Limits)], path)
+        settings = _numbers(document, "settings", MOST, path)
         if files is not None and not (
             isinstance(files, dict)
             and all(isinstance(p, str) and isinstance(h, str) and _SHA256.fullmatch(h) for p, h in files.items())
@@ -133,8 +129,10 @@ class Policy:
                 "paths below the bundle's folder with 64 hexadecimal digits each",
                 "let medfl site inspect --write-policy write it",
             )
-        bundle = check_name(given["bundle"], f"policy {path}: the name of the bundle") if given.get("bundle") else ""
-        outbound = Outbound.read(given.get("outbound") or {}, f"policy {path}")
+        bundle = document.get("bundle") or ""
+        if bundle:
+            check_name(bundle, f"policy {path}: the name of the bundle")
+        outbound = Outbound.read(document.get("outbound") or {}, f"policy {path}")
         return cls(bundle, frozenset(allow), Limits(**limits), files, outbound, methods=methods, settings=settings)
 
     def text(self) -> str:
@@ -151,17 +149,17 @@ class Policy:
         return head + comments + yaml.safe_dump(parts, sort_keys=False, width=1000, allow_unicode=False)
 
 
-def _words(given: Mapping[str, Any], key: str, path: Path) -> list[str]:
+def _words(document: Mapping[str, Any], key: str, path: Path) -> list[str]:
     """Return a list of words in a policy."""
-    words = given.get(key) or []
+    words = document.get(key) or []
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise InputError(f"policy {path}: {key}", "a list of words", f"write {key}: [WORD, WORD]")
     return words
 
 
-def _numbers(given: Mapping[str, Any], key: str, known: Collection[str], path: Path) -> dict[str, int]:
+def _numbers(document: Mapping[str, Any], key: str, known: Collection[str], path: Path) -> dict[str, int]:
     """Return names with whole numbers in a policy."""
-    numbers = given.get(key) or {}
+    numbers = document.get(key) or {}
     if not isinstance(numbers, dict):
         raise InputError(f"policy {path}: {key}", "names with whole numbers", "write them as NAME: NUMBER")
     check_known(numbers, known, f"policy {path}: {key}:")

@@ -33,11 +33,7 @@ _NAMED = 4
 
 
 def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
-    """Return epsilon of some Gaussian mechanisms together.
-
-    Args:
-        replies: noise multiplier -> number of replies with it.
-        delta: above 0 and below 1.
+    """Return epsilon, at a delta above 0 and below 1, of noise multiplier -> number of Gaussian mechanisms with it.
 
     Raises:
         InputError: the accountant library is not installed.
@@ -58,11 +54,7 @@ def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
 
 
 class BudgetExceeded(Exception):
-    """A budget would be exceeded; nothing was spent.
-
-    Attributes:
-        after: epsilon as it would be.
-    """
+    """A budget would be exceeded, by the epsilon `after`; nothing was spent."""
 
     def __init__(self, after: float) -> None:
         super().__init__(f"epsilon would be {after:g}")
@@ -137,12 +129,9 @@ class Account:
     def spend(
         self, multiplier: float | None, uncovered: Mapping[str, int] | None = None, budget: float | None = None
     ) -> None:
-        """Write down a reply before it leaves.
+        """Write down a reply before it leaves: the multiplier of its noise, None if it was not clipped and noised.
 
-        Args:
-            multiplier: of its noise; None: it was not clipped, or without noise.
-            uncovered: names of what leaves with it, without noise.
-            budget: the most that epsilon may be afterwards.
+        `uncovered` are names of what leaves with it, without noise; `budget` is the most that epsilon may become.
 
         Raises:
             BudgetExceeded: it would be more.
@@ -219,9 +208,9 @@ class Account:
 
 def _read(path: Path) -> tuple[Counter[float], int, Counter[str]]:
     try:
-        known = json_values(path)
-        noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in known["noised"]})
-        uncovered = Counter({str(name): int(times) for name, times in known["uncovered"].items()})
-        return noised, int(known["plain"]), uncovered
+        document = json_values(path)
+        noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in document["noised"]})
+        uncovered = Counter({str(name): int(times) for name, times in document["uncovered"].items()})
+        return noised, int(document["plain"]), uncovered
     except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error

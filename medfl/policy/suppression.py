@@ -70,12 +70,9 @@ def hidden_bins(images: Sequence[int], least: int) -> list[bool]:
 
 
 def add_noise(counts: Mapping[str, float], epsilon: float, entropy: Entropy = os.urandom) -> dict[str, float]:
-    """Return a table's cells with noise; they may be below 0.
+    """Return a table's cells with noise of an epsilon above 0; they may be below 0.
 
-    Args:
-        counts: cell -> how many.
-        epsilon: above 0.
-        entropy: of the noise; by default the operating system's, so that nobody can compute it.
+    The entropy is by default the operating system's, so that nobody can compute the noise.
     """
     noise = geometric(len(counts), epsilon, entropy)
     return {name: count + n for (name, count), n in zip(counts.items(), noise, strict=True)}

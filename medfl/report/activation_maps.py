@@ -79,7 +79,7 @@ def compute(
     """
     if method not in _METHODS:
         raise InputError(f"method {method!r}", f"methods are {', '.join(_METHODS)}", "choose one of them")
-    wanted = _class_index(target, classes)
+    fixed_index = _class_index(target, classes)
     logits, layer, maps = _Logits(network).eval(), "", []
     for ident, (x, _) in zip(shard.ids, shard.batches(1), strict=True):
         x = x.to(device).float()
@@ -87,17 +87,11 @@ def compute(
         with torch.no_grad():
             probabilities = logits(x)[0].softmax(0)
         best = int(probabilities.argmax())
-        index = best if wanted is None else wanted
+        index = best if fixed_index is None else fixed_index
+        image, heat = x[0].cpu().numpy(), _map(logits, layer, x, index, method)
+        names = classes[index], classes[best]
         maps.append(
-            ActivationMap(
-                ident,
-                x[0].cpu().numpy(),
-                _map(logits, layer, x, index, method),
-                classes[index],
-                classes[best],
-                float(probabilities[index]),
-                layer.removeprefix("network."),
-            )
+            ActivationMap(ident, image, heat, *names, float(probabilities[index]), layer.removeprefix("network."))
         )
     return maps
 
@@ -177,12 +171,10 @@ class _Logits(nn.Module):
 
 
 def _class_index(target: int | str | None, classes: Sequence[str]) -> int | None:
-    if target is None:
-        return None
+    if target is None or (isinstance(target, int) and 0 <= target < len(classes)):
+        return target
     if target in classes:
         return list(classes).index(str(target))
-    if isinstance(target, int) and 0 <= target < len(classes):
-        return target
     raise InputError(f"class {target!r}", f"classes are {', '.join(classes)}", "choose one of them")
 
 

@@ -6,7 +6,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -23,6 +23,16 @@ _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 _SQUARE = (4.7, 3.7)  # inches
 Values = Sequence[float | None]
 Floats = NDArray[np.float64]
+
+
+class Chart(NamedTuple):
+    """A chart for the page; the legend is pairs of colour name and text."""
+
+    title: str
+    legend: Sequence[tuple[str, str]]
+    svg: Markup | None
+    caption: str = ""
+
 
 TONES = 10
 """How many distinct colours there are, `tone-0` to `tone-9`."""
@@ -101,14 +111,13 @@ def roc(
     """Draw curves (false, true positive rates) by colour name, the others thin and grey, their mean on top and wide."""
 
     def draw(axes: Axes) -> None:
-        axes.plot([0, 1], [0, 1], color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
+        _square(axes)
         for false, true in others:
             axes.plot(false, true, color=_COLOUR["local"], linewidth=0.8, alpha=0.5)
         for name, (false, true) in curves.items():
             axes.plot(false, true, color=_COLOUR[name], linewidth=1.5, alpha=0.9)
         if mean is not None:
             axes.plot(*mean, color=_COLOUR["ink"], linewidth=2.4)
-        axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02))
 
     return _svg(draw, label, ("false positive rate", "true positive rate"), _SQUARE)
 
@@ -117,14 +126,19 @@ def reliability(label: str, confidence: Floats, accuracy: Floats, count: Sequenc
     """Draw accuracy over confidence of B bins with its intervals (2, B), and bars of the bins' cases."""
 
     def draw(axes: Axes) -> None:
-        axes.plot([0, 1], [0, 1], color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
+        _square(axes)
         shares = np.asarray(count) / max(1, sum(count))
         axes.bar(confidence, 0.22 * shares / shares.max(), width=0.022, color=_COLOUR["local"], alpha=0.35, zorder=1)
         axes.vlines(confidence, *ends, color=_COLOUR["received"], alpha=0.45, linewidth=3, zorder=2)
         axes.plot(confidence, accuracy, "o-", color=_COLOUR["received"], linewidth=1.4, markersize=4, zorder=3)
-        axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02))
 
     return _svg(draw, label, ("confidence", "share of right predictions"), _SQUARE)
+
+
+def _square(axes: Axes) -> None:
+    """Set both axes to 0 to 1, with the dotted diagonal."""
+    axes.plot([0, 1], [0, 1], color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
+    axes.set(xlim=(-0.01, 1.01), ylim=(-0.01, 1.02))
 
 
 def _finite(rounds: Sequence[int], values: Values) -> list[tuple[int, float]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from medfl.data.partition.table import shorten
-from medfl.report.picture import Floats, Picture, plain_axes, render
+from medfl.report.picture import Floats, Picture, plain_axes, render, slant
 from medfl.report.style import INK, SOFT, TINTS
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
     bottom = max(0.0, math.floor(low * 10 - 0.5) / 10)
 
     def fill(figure: Figure) -> None:
-        figure.set_layout_engine("compressed")
-        figure.suptitle(title, size=11, weight="bold", color=INK)
         axes = figure.subplots()
         size = 14 if max(map(len, dice.values())) * len(dice) < 400 else 6
         for x, values in enumerate(dice.values()):
@@ -50,8 +48,7 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
             place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
             axes.text(x, 1.01, f"{middle:.2f}", size=8 if len(dice) > 12 else 9, color=INK, **place)
         names = [f"{shorten(site, 24)} ({len(values)})" for site, values in dice.items()]
-        style: dict[str, Any] = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
-        axes.set_xticks(range(len(names)), names, **style)
+        axes.set_xticks(range(len(names)), names, **(slant(40) if slanted else {}))
         axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(bottom - 0.012, 1.012), ylabel="Dice")
         axes.tick_params(labelcolor=INK, color=SOFT, length=0)
         plain_axes(axes)
@@ -64,6 +61,7 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
         (_WIDTH, _HEIGHT + (0.05 * min(30, max(map(len, dice))) if slanted else 0)),
         fill,
         dpi=_DPI,
+        layout="compressed",
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,14 +59,9 @@ class Difference:
 
     @classmethod
     def of(cls, ours: Floats, theirs: Floats, cases: int, higher_is_better: bool, enough: bool) -> Difference | None:
-        """Return the difference of two metrics, each (1 + draws,) with the cases as they are first.
+        """Return ours - theirs of a metric, each (1 + draws,) with the cases as they are first.
 
-        Args:
-            ours: the one.
-            theirs: the other.
-            cases: the smaller number of cases.
-            higher_is_better: of the metric.
-            enough: whether the cases are enough for an interval.
+        `cases` is the smaller number of cases, `enough` says whether they are enough for an interval.
         """
         value, drawn = float(ours[0] - theirs[0]), ours[1:] - theirs[1:]
         if np.isnan(value):
@@ -79,33 +73,29 @@ class Difference:
 
 
 def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) -> Difference | None:
-    """Return how much higher the key metric of one run's judged models is than that of another's.
+    """Return how much higher the key metric of one run's judged models is than another's, on the cases that both have.
 
-    Args:
-        ours: the run.
-        theirs: another one, with the same test cases or some of them.
-        site: whose test cases count; None: all.
-
-    Returns:
-        None where they have no predictions of the same cases, or none from which the metric can be made.
+    Only the cases of `site` count, None: all. None without predictions of common cases that give the metric.
     """
     if ours.predictions is None or theirs.predictions is None:
         return None
     pairs = _pairs(ours.predictions, theirs.predictions, site)
-    known = np.ones(len(pairs[0]), bool)
+    scored = np.ones(len(pairs[0]), bool)
     for predictions, rows in zip((ours.predictions, theirs.predictions), pairs, strict=True):
         if ours.key in predictions.scores:
-            known &= ~np.isnan(predictions.scores[ours.key][rows])
-    both = [(ours.predictions, pairs[0][known]), (theirs.predictions, pairs[1][known])]
+            scored &= ~np.isnan(predictions.scores[ours.key][rows])
+    both = [(ours.predictions, pairs[0][scored]), (theirs.predictions, pairs[1][scored])]
     first, second = (p.label[rows] if len(p.label) else rows[:0] for p, rows in both)
-    if not known.any() or not np.array_equal(first, second):
+    if not scored.any() or not np.array_equal(first, second):
         return None
     times = _times(ours, *both[0], "models")
     metric_draws = [_key_metric(ours, predictions, rows, times) for predictions, rows in both]
     if metric_draws[0] is None or metric_draws[1] is None:
         return None
     enough = _are_enough(ours, *both[0])
-    return Difference.of(metric_draws[0], metric_draws[1], int(known.sum()), metrics.higher_is_better(ours.key), enough)
+    return Difference.of(
+        metric_draws[0], metric_draws[1], int(scored.sum()), metrics.higher_is_better(ours.key), enough
+    )
 
 
 def from_other_sites(run: RunFiles, site: str) -> Difference | None:
@@ -113,9 +103,9 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
     predictions = run.predictions
     if predictions is None:
         return None
-    own = np.array(predictions.sites) == site
+    of_site = np.array(predictions.sites) == site
     metric_draws, cases, enough = list[Floats](), list[int](), True
-    for name, members in (("site", own), ("others", ~own)):
+    for name, members in (("site", of_site), ("others", ~of_site)):
         rows = np.flatnonzero(members)
         if run.key in predictions.scores:
             rows = rows[~np.isnan(predictions.scores[run.key][rows])]
@@ -163,9 +153,7 @@ class Differences:
     def everybody(self) -> str:
         """Return what the model reaches on everybody's test images, beside Local models; "" where this is not known."""
         values = {(kind, what): entry.get(self.run.key) for kind, what, entry in self.run.pooled()}
-        ours, mean, sd = (
-            values.get(place) for place in ((self.run.judged, "last"), ("local", "mean"), ("local", "sd"))
-        )
+        ours, mean, sd = map(values.get, ((self.run.judged, "last"), ("local", "mean"), ("local", "sd")))
         if ours is None or mean is None:
             return ""
         local = number(mean) + (f" ± {number(sd)}" if sd is not None else "")
@@ -192,12 +180,12 @@ def counted(words: Sequence[str], of: str) -> str:
 def _pairs(ours: Predictions, theirs: Predictions, site: str | None) -> tuple[Rows, Rows]:
     """Return the rows of the cases that both have, in the same order."""
     places = {ident: row for row, ident in enumerate(theirs.ids)}
-    wanted = [
+    pairs = [
         (row, places[ident])
         for row, (ident, of) in enumerate(zip(ours.ids, ours.sites, strict=True))
         if ident in places and site in (None, of)
     ]
-    first, second = (np.array([pair[i] for pair in wanted], np.int64) for i in range(2))
+    first, second = np.array(pairs, np.int64).reshape(-1, 2).T
     return first, second
 
 
@@ -210,8 +198,7 @@ def _are_enough(run: RunFiles, predictions: Predictions, rows: Rows) -> bool:
 
 def _times(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Times:
     """Return how often each draw takes each of these cases; first all of them once."""
-    strata = predictions.label[rows] if len(predictions.label) else np.zeros(len(rows), np.int64)
-    drawn = bootstrap.draw(strata, derive(int(run.record.get("seed") or 0), "report", "differences", name))
+    drawn = bootstrap.draw(predictions.strata[rows], derive(run.seed, "report", "differences", name))
     return np.concatenate([np.ones((1, len(rows)), np.int32), drawn])
 
 
@@ -221,9 +208,7 @@ def _key_metric(run: RunFiles, predictions: Predictions, rows: Rows, times: Time
         return bootstrap.mean(predictions.scores[run.key][rows], times)
     if not len(predictions.label):
         return None
-    label, classes = predictions.label[rows], len(run.record.get("classes") or ())
+    label = predictions.label[rows]
     if run.key == "auroc" and predictions.probabilities is not None:
-        areas: NDArray[Any] = bootstrap.areas(label, predictions.probabilities[rows], times)
-        usable = areas[:, ~np.isnan(areas).all(0)]
-        return usable.mean(1) if usable.size else None
-    return bootstrap.classified(label, predictions.predicted[rows], classes, times).get(run.key)
+        return bootstrap.mean_area(bootstrap.areas(label, predictions.probabilities[rows], times))
+    return bootstrap.classified(label, predictions.predicted[rows], len(run.classes), times).get(run.key)

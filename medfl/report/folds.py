@@ -112,12 +112,12 @@ class Folds:
     @cached_property
     def rows(self) -> dict[int, dict[str, float]]:
         """Fold -> the metrics of its test cases."""
-        return {number: metrics.summarise(_cases(_predictions(run))) for number, run in self.runs.items()}
+        return {number: metrics.summarise(_cases(run)) for number, run in self.runs.items()}
 
     @cached_property
     def pooled(self) -> dict[str, float]:
         """The metrics of all test cases."""
-        return metrics.summarise(Cases.concat([_cases(_predictions(run)) for run in self.runs.values()]))
+        return metrics.summarise(Cases.concat([_cases(run) for run in self.runs.values()]))
 
     @cached_property
     def structures(self) -> dict[str, dict[str, float | None]]:
@@ -127,8 +127,7 @@ class Folds:
     @property
     def names(self) -> list[str]:
         """The metrics that are shown, the key metric first."""
-        known = [name for name in metrics.METRICS if name in self.pooled and name != self.first.key]
-        return [name for name in [self.first.key, *known] if name in self.pooled]
+        return [name for name in dict.fromkeys([self.first.key, *metrics.METRICS]) if name in self.pooled]
 
     def spread(self, name: str) -> metrics.Spread:
         """Return mean and standard deviation of a metric over the folds, and the worst fold."""
@@ -173,19 +172,17 @@ class Folds:
         """Return head and rows of the table of the folds: folds, mean, sd and worst, pooled."""
         names = self.names[:_COLUMNS]
         sizes = {number: _sizes(run) for number, run in self.runs.items()}
-        rows = [
-            [
-                f"fold-{n}",
-                str(sizes[n]["train"]),
-                str(sizes[n]["test"]),
-                *(formatting.number(row.get(x)) for x in names),
-            ]
-            for n, row in self.rows.items()
-        ]
         spreads = [self.spread(name) for name in names]
+
+        def numbers(values: Mapping[str, float]) -> list[str]:
+            return [formatting.number(values.get(name)) for name in names]
+
+        rows = [
+            [f"fold-{n}", str(sizes[n]["train"]), str(sizes[n]["test"]), *numbers(row)] for n, row in self.rows.items()
+        ]
         rows += [["mean", "", "", *(formatting.number(one.get("mean")) for one in spreads)]]
         rows += [["sd", "", "", *(formatting.sd(one) if one else "–" for one in spreads)]]
-        rows += [["pooled", "", str(len(self.ids)), *(formatting.number(self.pooled.get(name)) for name in names)]]
+        rows += [["pooled", "", str(len(self.ids)), *numbers(self.pooled)]]
         return ["", "train", "test", *(self.first.title(name) for name in names)], rows
 
     def title(self) -> str:
@@ -216,18 +213,13 @@ def write(folder: Path) -> Folds:
     write_atomic(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     _write_predictions(cross_validation)
     head, rows = cross_validation.cells()
-    notes = list(cross_validation.first.record["data"].get("notes") or ())
-    page = (
-        environment()
-        .get_template("folds.html.j2")
-        .render(
-            folds=cross_validation,
-            head=head,
-            rows=rows,
-            notes=[*cross_validation.notes, *notes],
-            links=[f"fold-{number}" for number in cross_validation.runs],
-        )
-    )
+    page = environment().get_template("folds.html.j2").render(
+        folds=cross_validation,
+        head=head,
+        rows=rows,
+        notes=[*cross_validation.notes, *(cross_validation.first.record["data"].get("notes") or ())],
+        links=[f"fold-{number}" for number in cross_validation.runs],
+    )  # fmt: skip
     write_atomic(folder / "report.html", page.encode())
     return cross_validation
 
@@ -254,15 +246,16 @@ def _predictions(run: RunFiles) -> Predictions:
 
 def _form(run: RunFiles) -> tuple[Any, ...]:
     """Return what is the same in all folds."""
-    values = _cases(_predictions(run)).values
-    return run.key, *(run.record.get("classes") or ()), *((name, *values[name].shape[1:]) for name in values)
+    values = _cases(run).values
+    return run.key, *run.classes, *((name, *values[name].shape[1:]) for name in values)
 
 
-def _cases(predictions: Predictions) -> Cases:
-    if predictions.probabilities is None:
-        return Cases(tuple(predictions.ids), {name: torch.as_tensor(v) for name, v in predictions.scores.items()})
-    values = {"probabilities": torch.as_tensor(predictions.probabilities), "label": torch.as_tensor(predictions.label)}
-    return Cases(tuple(predictions.ids), values)
+def _cases(run: RunFiles) -> Cases:
+    predictions = _predictions(run)
+    values: dict[str, Any] = dict(predictions.scores)
+    if predictions.probabilities is not None:
+        values = {"probabilities": predictions.probabilities, "label": predictions.label}
+    return Cases(tuple(predictions.ids), {name: torch.as_tensor(column) for name, column in values.items()})
 
 
 def _sizes(run: RunFiles) -> dict[str, int]:

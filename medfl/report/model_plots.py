@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from medfl.data.partition.table import shorten
-from medfl.report.picture import ENTRY, LETTER, WIDTH, Floats, Picture, add_legend, colours, plain_axes, plot
+from medfl.report.picture import ENTRY, LETTER, WIDTH, Floats, Picture, add_legend, colours, plain_axes, plot, slant
 from medfl.report.style import INK
 
 if TYPE_CHECKING:
@@ -66,12 +66,11 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
 
     def draw(figure: Figure, axes: Axes) -> None:
         axes.imshow(cosine, cmap="Blues", vmin=low, vmax=1)
-        style: dict[str, Any] = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
-        axes.set_xticks(range(len(names)), names, **style)
+        axes.set_xticks(range(len(names)), names, **(slant(45) if slanted else {}))
         axes.set_yticks(range(len(names)), names)
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
-        style = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
+        style: dict[str, Any] = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
         for (row, column), value in np.ndenumerate(cosine if size > 0.2 else []):
             axes.text(column, row, f"{value:.2f}", color="white" if value - low > 0.6 * (1 - low) else INK, **style)
 
@@ -224,8 +223,7 @@ def prototype_distances(values: Mapping[str, Sequence[tuple[int, float]]]) -> Pi
             axes.plot(*zip(*pairs, strict=True), color=colour, linewidth=1.6, marker="o" if len(pairs) <= 12 else "")
         axes.set(xlabel="round", ylabel="distance", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain_axes(axes)
         add_legend(figure, list(zip(tones, curves, strict=True)))
 
     return plot(

@@ -125,23 +125,21 @@ def _case(
     wide, tall = figure.get_size_inches()
     label = wide - 2 * _EDGE - 3 * _GAP - 4 * panel
     lefts = [_EDGE + label + column * (panel + _GAP) for column in range(4)]
-    figure.text(
-        _EDGE / wide, (top - 0.12) / tall, example.rank.capitalize(), size=10, weight="bold", color=INK, va="top"
-    )
-    figure.text(
-        (_EDGE + 0.75) / wide, (top - 0.12) / tall, _score_line(example, structures), size=9, color=INK, va="top"
-    )
+
+    def write(x: float, y: float, text: str, **style: Any) -> None:
+        figure.text(x / wide, y / tall, text, **style)
+
+    write(_EDGE, top - 0.12, example.rank.capitalize(), size=10, weight="bold", color=INK, va="top")
+    write(_EDGE + 0.75, top - 0.12, _score_line(example, structures), size=9, color=INK, va="top")
     for column, left in zip(_COLUMNS, lefts, strict=True):
-        figure.text((left + panel / 2) / wide, (top - _CASE + 0.06) / tall, column, size=8.5, color=SOFT, ha="center")
+        write(left + panel / 2, top - _CASE + 0.06, column, size=8.5, color=SOFT, ha="center")
     palette = _palette(len(structures))
     top -= _CASE
     for plane in cut:
         height, width = (side / scale for side in plane.size)
         if plane.name:
-            middle = (top - height / 2) / tall
-            figure.text(
-                (_EDGE + 0.06) / wide, middle, plane.name, size=8.5, color=SOFT, rotation=90, ha="center", va="center"
-            )
+            upright = {"rotation": 90, "ha": "center", "va": "center"}
+            write(_EDGE + 0.06, top - height / 2, plane.name, size=8.5, color=SOFT, **upright)
         for column, left in zip(_COLUMNS, lefts, strict=True):
             place = ((left + (panel - width) / 2) / wide, (top - height) / tall, width / wide, height / tall)
             axes = figure.add_axes(place)
@@ -176,11 +174,11 @@ def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Any]) -> Non
     if column == "error":
         grey = plane.image if plane.image.ndim == 2 else plane.image.mean(2)
         axes.imshow(0.12 + 0.5 * grey, cmap="gray", vmin=0, vmax=1, interpolation="bilinear", **place)
-        there, ours = plane.reference, plane.prediction
-        wrong = there != ours
+        true, predicted = plane.reference, plane.prediction
+        wrong = true != predicted
         for index in range(1, len(palette) + 1):
-            _outline(axes, there == index, "white", 0.8)
-        for where, colour in ((ours == 0, MISSED), (there == 0, ADDED), ((ours > 0) & (there > 0), CONFUSED)):
+            _outline(axes, true == index, "white", 0.8)
+        for where, colour in ((predicted == 0, MISSED), (true == 0, ADDED), ((predicted > 0) & (true > 0), CONFUSED)):
             _shade(axes, wrong & where, colour, 0.95, {**place, "zorder": 3})  # above the outline
     axes.set(xlim=(0, width), ylim=(height, 0))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
+from base64 import b64encode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -21,9 +21,11 @@ from medfl.evaluation.mask_metrics import slug
 from medfl.report import folds, formatting, round_charts, saved_pictures
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
-from medfl.report.picture import Picture
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import KINDS, POOLED, RunFiles
+
+_SHOWN = ("key", "judged", "personal_model", "phantom", "public", "finished", "rise", "rounds", "summary")
+"""What the page is given of `RunFiles` by the same name."""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -78,17 +80,9 @@ def context(run: RunFiles) -> dict[str, Any]:
     picture = run.path / "partition.png"
     return {
         "run": {**record, "data": {**record["data"], "notes": _notes(record["data"])}},
-        "key": run.key,
         "titles": {name: run.title(name) for name in (run.key, *run.metric_names())},
         "higher": higher,
-        "judged": judged,
-        "personal_model": run.personal_model,
-        "phantom": run.phantom,
-        "public": run.public,
-        "finished": run.finished,
-        "rise": run.rise,
-        "rounds": run.rounds,
-        "summary": run.summary,
+        **{name: getattr(run, name) for name in _SHOWN},
         "sites": [
             (site, *(run.size(site, section) for section in ("train", "validate", "test"))) for site in run.site_names
         ],
@@ -115,7 +109,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "traffic": _traffic(run),
         "changes": _changes(run),
         "class_counts": _class_counts(run),
-        "partition_picture": _encoded(picture.read_bytes()) if picture.is_file() else None,
+        "partition_picture": b64encode(picture.read_bytes()).decode() if picture.is_file() else None,
         **_predicted(run),
         **_pictures(run),
         "settings": _settings(record),
@@ -131,10 +125,9 @@ def _notes(data: Mapping[str, Any]) -> list[str]:
 def _predicted(run: RunFiles) -> dict[str, Any]:
     """Return what the page shows of the test predictions."""
     analysis = analyse_predictions(run)
-    segmentation = not (run.record.get("classes") or ()) or run.record["task"] != "classification"
     last = (run.summary or {}).get("rounds")  # the round of the predictions
     return {
-        "classified": not segmentation,
+        "classified": bool(run.classes) and run.record["task"] == "classification",
         "predictions": analysis is not None,
         **_structures(run),
         "intervals": analysis.intervals if analysis else {},
@@ -201,13 +194,13 @@ def _changes(run: RunFiles) -> list[tuple[str, float | None, float, float, int, 
     """
     rows = []
     for site in run.site_names:
-        told = [seen for entry in run.rounds if f"share/{site}" in (seen := entry.get("observed") or {})]
-        if told:
-            norms = [one[f"norm/{site}"] for one in told if "clip" in one]
-            said = fmean(one.get(f"said/{site}", one[f"share/{site}"]) for one in told)
-            shortened = sum(one[f"norm/{site}"] > one["clip"] for one in told if "clip" in one)
-            counted = fmean(one[f"share/{site}"] for one in told)
-            rows.append((site, median(norms) if norms else None, said, counted, shortened, len(told)))
+        observed = [seen for entry in run.rounds if f"share/{site}" in (seen := entry.get("observed") or {})]
+        if observed:
+            norms = [one[f"norm/{site}"] for one in observed if "clip" in one]
+            said = fmean(one.get(f"said/{site}", one[f"share/{site}"]) for one in observed)
+            shortened = sum(one[f"norm/{site}"] > one["clip"] for one in observed if "clip" in one)
+            counted = fmean(one[f"share/{site}"] for one in observed)
+            rows.append((site, median(norms) if norms else None, said, counted, shortened, len(observed)))
     return rows
 
 
@@ -218,17 +211,17 @@ def _settings(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [(name, setting(run[name])) for name in names if name in run]
     for section in ("options", "config"):
         rows += [(f"{name} ({section[:6]})", setting(value)) for name, value in (run.get(section) or {}).items()]
-    known = dict(run.get("versions") or {})
-    rows += [(name, setting(value)) for name, value in known.items()]
+    versions = dict(run.get("versions") or {})
+    rows += [(name, setting(value)) for name, value in versions.items()]
     for entry in run.get("resumed") or ():
-        other = {name: value for name, value in entry["versions"].items() if known.get(name) != value}
+        other = {name: value for name, value in entry["versions"].items() if versions.get(name) != value}
         rows += [(f"{name}, from round {entry['round'] + 1}", setting(value)) for name, value in other.items()]
-        known |= other
+        versions |= other
     return rows
 
 
 def _class_counts(run: RunFiles) -> dict[str, Any] | None:
-    counts, classes = run.record.get("site_class_counts") or {}, run.record.get("classes") or []
+    counts, classes = run.record.get("site_class_counts") or {}, run.classes
     rows = [(site, counts[site]) for site in run.site_names if site in counts]
     if not rows or any(len(row) != len(classes) for _, row in rows):
         return None
@@ -243,17 +236,9 @@ def _pictures(run: RunFiles) -> dict[str, Any]:
     except OSError as error:
         raise damaged(run.path / "pictures", f"cannot be shown: {error}") from None
     return {
-        "pictures": _embedded(models),
+        "pictures": [picture.embedded for picture in models],
         "more_pictures": more_grids,
-        "segmented": _embedded(masks),
+        "segmented": [picture.embedded for picture in masks],
         "more_sites": more_sites,
-        "worst_images": _embedded(worst),
+        "worst_images": [picture.embedded for picture in worst],
     }
-
-
-def _embedded(pictures: Sequence[Picture]) -> list[tuple[str, str, str]]:
-    return [(picture.title, picture.caption, _encoded(picture.png)) for picture in pictures]
-
-
-def _encoded(png: bytes) -> str:
-    return base64.b64encode(png).decode()

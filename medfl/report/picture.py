@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from PIL import Image
@@ -75,6 +76,11 @@ class Picture:
             return np.asarray(image.convert("RGB"))
 
     @property
+    def embedded(self) -> tuple[str, str, str]:
+        """Title, caption and the file in base64, for a page."""
+        return self.title, self.caption, base64.b64encode(self.png).decode()
+
+    @property
     def kind(self) -> str:
         """The name without a round."""
         return "generated" if GRID_NAME.fullmatch(self.name) else self.name
@@ -97,13 +103,11 @@ def plot(
     """Return a picture with one axes below its title, filled by `draw`; its height is in inches."""
 
     def fill(figure: Figure) -> None:
-        figure.set_layout_engine("compressed")
-        figure.suptitle(title, size=11, weight="bold", color=INK)
         axes = figure.subplots()
         axes.tick_params(labelcolor=INK, color=SOFT)
         draw(figure, axes)
 
-    return render(name, title, caption, (WIDTH, height), fill, mark=mark)
+    return render(name, title, caption, (WIDTH, height), fill, mark=mark, layout="compressed")
 
 
 def render(
@@ -115,15 +119,18 @@ def render(
     *,
     dpi: int = _DPI,
     mark: str = "",
+    layout: Literal["compressed", "constrained"] | None = None,
 ) -> Picture:
-    """Return a picture of this size in inches, drawn by `fill`."""
+    """Return a picture of this size in inches, drawn by `fill`, below its title where matplotlib has to lay it out."""
     import matplotlib as mpl  # here: importing it takes longer than most verbs of the command line
     from matplotlib.figure import Figure
 
     texts = {"Title": title, "Description": caption, "Mark": mark, "Software": None}
     file = io.BytesIO()
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=size, dpi=dpi, facecolor="white")  # not pyplot's
+        figure = Figure(figsize=size, dpi=dpi, facecolor="white", layout=layout)  # not pyplot's
+        if layout is not None:
+            figure.suptitle(title, size=11, weight="bold", color=INK)
         fill(figure)
         figure.savefig(file, format="png", metadata={key: text for key, text in texts.items() if text != ""})
     return Picture(name, file.getvalue(), title, caption, mark)
@@ -147,6 +154,11 @@ def plain_axes(axes: Axes) -> None:
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def slant(degrees: float) -> dict[str, Any]:
+    """Return the style of labels below an axis that are turned by so much."""
+    return {"rotation": degrees, "ha": "right", "rotation_mode": "anchor"}
 
 
 def colours(count: int) -> list[Any]:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, calibration, metrics, roc
 from medfl.evaluation.bootstrap import Interval
+from medfl.evaluation.roc import Curve
 from medfl.report import charts, formatting
 from medfl.report.run_files import RunFiles
 from medfl.report.saved_pictures import WORST
@@ -24,8 +25,7 @@ class PredictionAnalysis:
     def __init__(self, run: RunFiles) -> None:
         """Take a run with predictions of at least one case."""
         assert run.predictions is not None
-        self.run, self.predictions = run, run.predictions
-        self.classes: list[str] = list(run.record.get("classes") or ())
+        self.run, self.predictions, self.classes = run, run.predictions, run.classes
 
     @property
     def is_classification(self) -> bool:
@@ -34,8 +34,7 @@ class PredictionAnalysis:
 
     @cached_property
     def _times(self) -> NDArray[np.int32]:
-        strata = self.predictions.label if self.is_classification else np.zeros(len(self.predictions.ids), np.int64)
-        return bootstrap.draw(strata, derive(int(self.run.record.get("seed") or 0), "report", "intervals"))
+        return bootstrap.draw(self.predictions.strata, derive(self.run.seed, "report", "intervals"))
 
     @cached_property
     def _areas(self) -> NDArray[np.float64]:
@@ -50,8 +49,8 @@ class PredictionAnalysis:
             return bootstrap.means(cases.scores, self._times)
         ends = bootstrap.classification(cases.label, cases.predicted, None, len(self.classes), self._times)
         if cases.probabilities is not None:
-            area = bootstrap.interval(_mean(self._areas))
-            ends |= {"auroc": area} if area and self._enough else {}
+            area = bootstrap.mean_area(self._areas) if self._enough else None
+            ends |= {} if area is None else bootstrap.intervals({"auroc": area})
         return ends
 
     @property
@@ -61,25 +60,24 @@ class PredictionAnalysis:
     @cached_property
     def each(self) -> dict[str, list[float]]:
         """Metric -> its values in rising order, of a metric that too few cases have for an interval."""
-        known = {name: values[~np.isnan(values)] for name, values in self.predictions.scores.items()}
-        return {name: sorted(values.tolist()) for name, values in known.items() if 0 < len(values) < bootstrap.LEAST}
+        scored = {name: values[~np.isnan(values)] for name, values in self.predictions.scores.items()}
+        return {name: sorted(values.tolist()) for name, values in scored.items() if 0 < len(values) < bootstrap.LEAST}
 
     def cases(self) -> dict[str, Any] | None:
         """Return a table of the test cases where they are too few for an interval, None where they are enough."""
-        preds, rows = self.predictions, range(len(self.predictions.ids))
+        preds = self.predictions
         if self._enough:
             return None
-        heads = (
-            ["Reference", "Predicted", "Confidence"] if self.is_classification else [*map(self.run.title, preds.scores)]
-        )
-        if not self.is_classification:
-            cells = [[formatting.number(float(values[i])) for values in preds.scores.values()] for i in rows]
+        if self.is_classification:
+            heads = ["Reference", "Predicted", "Confidence"]
+            sure = [None] * len(preds.ids) if preds.probabilities is None else preds.probabilities.max(1).tolist()
+            cells = [
+                [self.classes[label], self.classes[predicted], formatting.number(confidence)]
+                for label, predicted, confidence in zip(preds.label, preds.predicted, sure, strict=True)
+            ]
         else:
-            pairs = [(self.classes[preds.label[i]], self.classes[preds.predicted[i]]) for i in rows]
-            sure = (
-                ["–"] * len(rows) if preds.probabilities is None else map(formatting.number, preds.probabilities.max(1))
-            )
-            cells = [[*pair, one] for pair, one in zip(pairs, sure, strict=True)]
+            heads = [*map(self.run.title, preds.scores)]
+            cells = [[formatting.number(values[i]) for values in preds.scores.values()] for i in range(len(preds.ids))]
         return {"heads": heads, "rows": [*zip(preds.ids, preds.sites, cells, strict=True)]}
 
     def describe_intervals(self) -> str:
@@ -129,7 +127,7 @@ class PredictionAnalysis:
         }
 
     @cached_property
-    def curves(self) -> list[roc.Curve]:
+    def curves(self) -> list[Curve]:
         """The ROC curves, one against the rest."""
         cases = self.predictions
         return roc.curves(cases.label, cases.probabilities) if cases.probabilities is not None else []
@@ -145,9 +143,7 @@ class PredictionAnalysis:
                 "tone": tone,
                 "name": self.classes[curve.index],
                 "area": curve.area,
-                "ends": bootstrap.interval(self._areas[:, curve.index])
-                if _has_both(curve.positives, len(self.predictions.ids))
-                else None,
+                "ends": self._area_interval(curve),
                 "positives": curve.positives,
             }
             for tone, curve in zip(tones, self.curves, strict=True)
@@ -162,12 +158,16 @@ class PredictionAnalysis:
         title = "ROC curves, one class against the others" if mean else f"ROC curve of {rows[0]['name']}"
         return {"title": title, "svg": charts.roc(title, coloured, grey, mean_curve), "rows": rows, "mean": mean}
 
+    def _area_interval(self, curve: Curve) -> Interval | None:
+        """Return the interval of a class's area, None from too few cases of it or of the others."""
+        enough = bootstrap.LEAST <= curve.positives <= len(self.predictions.ids) - bootstrap.LEAST
+        return bootstrap.interval(self._areas[:, curve.index]) if enough else None
+
     @cached_property
     def _confidence(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
         """Confidence of each case, and whether its predicted class is right."""
-        if self.predictions.probabilities is None or not self.is_classification:
-            return None
-        return self.predictions.probabilities.max(1), self.predictions.predicted == self.predictions.label
+        cases = self.predictions
+        return None if cases.probabilities is None else (cases.probabilities.max(1), cases.predicted == cases.label)
 
     def calibration(self) -> dict[str, Any] | None:
         """Return the reliability chart and its numbers, None without probabilities."""
@@ -198,10 +198,10 @@ class PredictionAnalysis:
     def worst(self) -> list[dict[str, Any]]:
         """Return the cases with the least probability for their reference class, the worst first."""
         cases = self.predictions
-        if cases.probabilities is None or not self.is_classification:
+        if cases.probabilities is None:
             return []
-        own = cases.probabilities[np.arange(len(cases.label)), cases.label]
-        order = sorted(range(len(own)), key=lambda i: (own[i], cases.ids[i]))[:WORST]
+        of_reference = cases.probabilities[np.arange(len(cases.label)), cases.label]
+        order = sorted(range(len(of_reference)), key=lambda i: (of_reference[i], cases.ids[i]))[:WORST]
         return [
             {
                 "id": cases.ids[i],
@@ -209,7 +209,7 @@ class PredictionAnalysis:
                 "label": self.classes[cases.label[i]],
                 "predicted": self.classes[cases.predicted[i]],
                 "confidence": float(cases.probabilities[i, cases.predicted[i]]),
-                "own": float(own[i]),
+                "own": float(of_reference[i]),
             }
             for i in order
         ]
@@ -218,14 +218,3 @@ class PredictionAnalysis:
 def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:
     """Return the analysis of a run's predictions, None where it left none."""
     return PredictionAnalysis(run) if run.predictions is not None and len(run.predictions.ids) else None
-
-
-def _has_both(positives: int, cases: int) -> bool:
-    """Tell whether there are enough cases of a class, and of others, for an interval."""
-    return bootstrap.LEAST <= positives <= cases - bootstrap.LEAST
-
-
-def _mean(areas: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the mean area of each draw over the classes that have one."""
-    usable = areas[:, ~np.isnan(areas).all(0)]
-    return usable.mean(1) if usable.size else np.full(len(areas), np.nan)

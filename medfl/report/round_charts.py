@@ -7,32 +7,29 @@ from typing import Any
 
 from medfl.evaluation import metrics
 from medfl.report import charts
+from medfl.report.charts import Chart
 from medfl.report.run_files import KINDS, RunFiles
 
-_PARTS = ("received", "personal", "local")  # the page's colours, here for the parts of a cost
 _COSTS = (
-    (
-        "Seconds a round",
-        1,
-        (("seconds_train", "training"), ("seconds_server", "server"), ("seconds_eval", "evaluation")),
-    ),
-    ("Megabytes a round", 1e6, (("bytes_up", "to the server"), ("bytes_down", "to the sites"))),
-)
-
-_KEYS = ("title", "legend", "svg", "caption")
-Chart = dict[str, Any]
-"""A value for each of `_KEYS`; the legend is pairs of colour and text."""
+    ("Seconds a round", 1, (
+        ("received", "seconds_train", "training"), ("personal", "seconds_server", "server"),
+        ("local", "seconds_eval", "evaluation"),
+    )),
+    ("Megabytes a round", 1e6, (
+        ("received", "bytes_up", "to the server"), ("personal", "bytes_down", "to the sites"),
+    )),
+)  # fmt: skip
+"""Title, unit, and of each part its colour on the page, its entry of a round and what it is."""
 
 
 def learning_curves(run: RunFiles) -> list[Chart]:
     """Return the charts that have data: the key metric with a band over the sites, and the training loss."""
     rounds, key, judged = run.rounds, run.key, run.judged
     numbers = [entry["round"] for entry in rounds]
-    classes = run.record.get("classes") or ()
     # that of the tables alone: what sites have before the average is no model of theirs
     curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
     site_values = [[_metric(site, judged, key) for site in _site_entries(entry)] for entry in rounds]
-    chance = 1 / len(classes) if key == "balanced_accuracy" and classes else None
+    chance = 1 / len(run.classes) if key == "balanced_accuracy" and run.classes else None
     bounded = key in metrics.METRICS and metrics.higher_is_better(key)
     title = f"{run.title(key)} on the validation set"
     svg = charts.lines(title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance)
@@ -41,13 +38,13 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     legend = [(judged, dict(KINDS)[judged]), *band]
     dotted = " Dotted: guessing." if chance is not None else ""
     caption = "Line: all validation images pooled. Band: each site's own validation images." if band else ""
-    entries = [(title, legend, svg, caption + dotted)]
+    drawn = [Chart(title, legend, svg, caption + dotted)]
     losses = [[site.get("train_loss") for site in _site_entries(entry)] for entry in rounds]
     curve = {judged: [entry.get("train_loss") for entry in rounds]}
     svg = charts.lines("Training loss", numbers, curve, losses, band_of=judged)
     legend = [(judged, "mean over the cohort"), ("band", "lowest to highest site")]
-    entries.append(("Training loss", legend, svg, "The method's own loss, as the sites report it while training."))
-    return [dict(zip(_KEYS, entry, strict=True)) for entry in entries if entry[2] is not None]
+    drawn.append(Chart("Training loss", legend, svg, "The method's own loss, as the sites report it while training."))
+    return [chart for chart in drawn if chart.svg is not None]
 
 
 def costs(run: RunFiles) -> list[Chart]:
@@ -55,11 +52,10 @@ def costs(run: RunFiles) -> list[Chart]:
     rounds, drawn = run.rounds, list[Chart]()
     numbers = [entry["round"] for entry in rounds]
     for title, unit, names in _COSTS:
-        coloured = list(zip(_PARTS, names, strict=False))
-        parts = {colour: [entry.get(name) for entry in rounds] for colour, (name, _) in coloured}
-        legend = [(colour, text) for colour, (_, text) in coloured]
+        parts = {colour: [entry.get(name) for entry in rounds] for colour, name, _ in names}
+        legend = [(colour, text) for colour, _, text in names]
         if numbers and (svg := charts.stacked(title, numbers, parts, unit)) is not None:
-            drawn.append(dict(zip(_KEYS, (title, legend, svg, ""), strict=True)))
+            drawn.append(Chart(title, legend, svg))
     return drawn
 
 

@@ -52,6 +52,11 @@ class Predictions:
     probabilities: NDArray[np.float64] | None
     scores: Mapping[str, NDArray[np.float64]]
 
+    @property
+    def strata(self) -> NDArray[np.int64]:
+        """(N,) within which the cases are drawn again: the reference classes, else one of all cases."""
+        return self.label if len(self.label) else np.zeros(len(self.ids), np.int64)
+
 
 @dataclass(frozen=True)
 class RunFiles:
@@ -77,22 +82,20 @@ class RunFiles:
         Raises:
             InputError: the folder is not a run's, or a file in it is damaged; the file is named.
         """
-        if not (path / "run.json").is_file():
-            raise InputError(f"{path} has no run.json", f"a report is made from {_SOURCE}", "check the path")
         file = path / "run.json"
+        if not file.is_file():
+            raise InputError(f"{path} has no run.json", f"a report is made from {_SOURCE}", "check the path")
         record = read_run_document(file, _REQUIRED)
         if record["data"].get("source") not in ("real", "phantom"):
             raise damaged(file, "does not say whether its data are real or phantom")
         file = path / "summary.json"
         summary = read_summary(file) if file.is_file() else None
-        return cls(
-            path,
-            record,
-            _read_rounds(path / "rounds.jsonl"),
-            [{name: cell for name, cell in row.items() if cell} for _, row in _rows(path / "sites.csv")],
-            summary,
-            _read_predictions(path / "predictions.csv", len(record.get("classes") or ())),
-        )
+        rounds = _read_rounds(path / "rounds.jsonl")
+        file = path / "sites.csv"
+        rows = read_rows(file) if file.is_file() else []
+        sites = [{name: cell for name, cell in row.items() if cell} for _, row in rows]
+        predictions = _read_predictions(path / "predictions.csv", len(record.get("classes") or ()))
+        return cls(path, record, rounds, sites, summary, predictions)
 
     @property
     def key(self) -> str:
@@ -110,6 +113,16 @@ class RunFiles:
         return self.record.get("options") or {}
 
     @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of a classification."""
+        return tuple(self.record.get("classes") or ())
+
+    @property
+    def seed(self) -> int:
+        """The seed that it was given, 0 in older runs without one."""
+        return int(self.record.get("seed") or 0)
+
+    @property
     def partition(self) -> str:
         """The spec of its partition."""
         return str(self.record["partition"].get("spec"))
@@ -122,15 +135,15 @@ class RunFiles:
     @property
     def public(self) -> Mapping[str, Any] | None:
         """The run's public data, None where it used none."""
-        public: Mapping[str, Any] | None = self.record.get("public")
-        return public
+        return self.record.get("public")
 
     @property
     def finished(self) -> bool:
         """Whether all requested rounds and the summary are there, or those up to where a callback ended the run."""
-        outcome = self.summary or {}
-        wanted = outcome["rounds"] if outcome.get("status") == "stopped" else self.record["rounds"]
-        return self.summary is not None and len(self.rounds) >= int(wanted)
+        if self.summary is None:
+            return False
+        last = self.summary["rounds"] if self.summary.get("status") == "stopped" else self.record["rounds"]
+        return len(self.rounds) >= int(last)
 
     @property
     def rise(self) -> tuple[float, float] | None:
@@ -227,20 +240,16 @@ class RunFiles:
         names = {name for _, _, values in self.pooled() for name in values}
         if not names:
             names = {name for entry in self.rounds[-1:] for name in entry.get("val") or {}}
-        known = [name for name in metrics.METRICS if name in names and name != self.key]
+        listed = [name for name in metrics.METRICS if name in names and name != self.key]
         single = {f"{kind}_{slug(name)}" for name in self.structures for kind in OF_STRUCTURES}
         single |= {"round", "classes", *(f"{name}_cases" for name in single)}
-        return [self.key, *known, *sorted(names - {self.key, *known} - single)]
+        return [self.key, *listed, *sorted(names - {self.key, *listed} - single)]
 
 
 def _read_rounds(path: Path) -> list[Mapping[str, Any]]:
     """Read the rounds; a last line without its line break was cut off by a crash and is left out."""
     lines = enumerate(round_lines(path)[:-1], 1)
     return [read_round(path, line, number) for number, line in lines if line.strip()]
-
-
-def _rows(path: Path) -> list[tuple[int, dict[str, str]]]:
-    return read_rows(path) if path.is_file() else []
 
 
 def _read_predictions(path: Path, classes: int) -> Predictions | None:
@@ -251,10 +260,8 @@ def _read_predictions(path: Path, classes: int) -> Predictions | None:
     ids, sites = [row.get("id", "") for _, row in rows], [row.get("site", "") for _, row in rows]
     no_classes = np.zeros(0, np.int64)
     if not classes or (columns and "predicted" not in columns):  # scores instead of classes
-        names = [name for name in columns if name not in ("id", "site")]
-        return Predictions(
-            ids, sites, no_classes, no_classes, None, {name: _numbers(path, rows, name) for name in names}
-        )
+        scores = {name: _numbers(path, rows, name) for name in columns if name not in ("id", "site")}
+        return Predictions(ids, sites, no_classes, no_classes, None, scores)
     pairs = []
     for number, row in rows:
         try:

@@ -101,12 +101,9 @@ def _pooled_lines(run: RunFiles) -> list[str]:
 
 
 def structure_lines(run: RunFiles, structures: Mapping[str, Mapping[str, Any]], model: str) -> list[str]:
-    """Return a line for each structure, of more than 12 for those with the lowest Dice; none where there are none.
+    """Return a line for each structure (name -> metrics and cases), of more than 12 for those with the lowest Dice.
 
-    Args:
-        run: gives titles and units.
-        structures: name -> metrics and cases.
-        model: whose they are, as the heading says it.
+    The run gives titles and units; `model` is whose metrics they are, as the heading says it.
     """
     kinds, shown = run.structure_metrics, dict(structures)
     if len(shown) > _TABLE_STRUCTURES:

@@ -74,8 +74,10 @@ def test_seeds_of_a_method_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
     """One colour a method and one marker a seed, also on long lines; a single seed needs no legend."""
     drawn: list[Figure] = []
 
-    def draw(name: str, title: str, caption: str, size: tuple[float, float], fill: Callable[[Figure], None]) -> Picture:
-        drawn.append(Figure(figsize=size))
+    def draw(
+        name: str, title: str, caption: str, size: tuple[float, float], fill: Callable[[Figure], None], *, layout: str
+    ) -> Picture:
+        drawn.append(Figure(figsize=size, layout=layout))
         fill(drawn[-1])
         return Picture(name, b"", title, caption)
 

@@ -129,7 +129,7 @@ def published(comparison: Comparison) -> list[str]:
 
     The runs may have other settings than the papers'; `--paper` runs a table's own protocol.
     """
-    bundle, rows, notes = next(iter(comparison.rows[0].runs.values())).record["bundle"], list[list[str]](), list[str]()
+    bundle, rows, notes = comparison.rows[0].first.record["bundle"], list[list[str]](), list[str]()
     for key in papers.names():
         table = paper_tables.load(key)
         for grid in (grid for grid in table.grids if grid.bundle == bundle):
@@ -151,8 +151,8 @@ def chosen(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Se
 
     A method is given by its name, for all its variants, or by that of the table's row.
     """
-    wanted = {name.lower() for name in methods}
-    entries = [e for e in grid.entries if not wanted or {e.method, table.names[e.label].lower()} & wanted]
+    names = {name.lower() for name in methods}
+    entries = [e for e in grid.entries if not names or {e.method, table.names[e.label].lower()} & names]
     specs = tuple(p for p in grid.partitions if not partitions or _spec(grid, p) in partitions)
     return replace(grid, entries=tuple(entries), partitions=specs)
 
@@ -167,7 +167,7 @@ def _labels(grid: Grid, comparison: Comparison) -> dict[str, str]:
     """Return the label of each of our rows -> the label of its entry in the grid."""
     labels = {}
     for row in comparison.rows:
-        run = next(iter(row.runs.values())).record
+        run = row.first.record
         for entry in grid.entries:
             if entry.method != run["method"]:
                 continue

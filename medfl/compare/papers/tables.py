@@ -49,12 +49,10 @@ from medfl.runs.pace import AUTO
 
 AVERAGE = "average"
 """The partition of figures that are means over all partitions."""
-COUNTS = frozenset(
-    {
-        "rounds_to_fedavg", "million_values_down", "thousand_values_up", "seconds_small", "seconds_large",
-        "eigenvalue_spread",
-    }
-)  # fmt: skip
+COUNTS = frozenset({
+    "rounds_to_fedavg", "million_values_down", "thousand_values_up", "seconds_small", "seconds_large",
+    "eigenvalue_spread",
+})  # fmt: skip
 """Metrics that are no fractions: neither `unit` nor percent apply."""
 
 
@@ -189,9 +187,9 @@ def beside(table: PaperTable, comparison: Comparison, labels: Mapping[str, str])
     """
     rows = []
     for row in comparison.rows:
-        run = next(iter(row.runs.values()))
-        name, count = _name(table, labels, row), len(run.record["partition"]["sites"])
-        for figure in table.published(run.record["bundle"], row.partition, name, count).values():
+        record = row.first.record
+        name, count = _name(table, labels, row), len(record["partition"]["sites"])
+        for figure in table.published(record["bundle"], row.partition, name, count).values():
             rows.append([row.partition, *_cells(figure, _spread(table, comparison, row, figure.metric))])
     return rows
 
@@ -203,7 +201,7 @@ def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[
     """
     rows = []
     for figure in (figure for figure in table.figures if figure.partition == AVERAGE):
-        wanted = sum(
+        expected = sum(
             len(grid.partitions)
             for grid in table.grids
             if grid.bundle == figure.bundle and figure.name in {table.names[entry.label] for entry in grid.entries}
@@ -216,7 +214,7 @@ def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[
                     same = run.record["bundle"] == figure.bundle and _name(table, labels, row) == figure.name
                     if same and value is not None:
                         by_seed.setdefault(seed, []).append(value)
-        means = [statistics.fmean(values) for values in by_seed.values() if len(values) == wanted]
+        means = [statistics.fmean(values) for values in by_seed.values() if len(values) == expected]
         rows.append([AVERAGE, *_cells(figure, MeanSd.of(means))])
     return rows
 
@@ -244,11 +242,11 @@ def _spread(table: PaperTable, comparison: Comparison, row: Row, metric: str) ->
             return comparison.to_reach(row, comparison.target_value("fedavg", row.partition)).rounds
         return None
     values = [value for run in row.runs.values() if (value := _ours(run, metric, table.round)) is not None]
-    ours = MeanSd.of(values)
-    if ours is not None and table.spread == "sites" and metric.startswith("sites"):
-        spreads = [MeanSd.of([*_at_sites(run, metric).values()]) for run in row.runs.values()]
-        ours = replace(ours, sd=statistics.fmean([spread.sd for spread in spreads if spread is not None]))
-    return ours
+    over_seeds = MeanSd.of(values)
+    if over_seeds is None or table.spread != "sites" or not metric.startswith("sites"):
+        return over_seeds
+    over_sites = [MeanSd.of([*_at_sites(run, metric).values()]) for run in row.runs.values()]
+    return replace(over_seeds, sd=statistics.fmean([spread.sd for spread in over_sites if spread is not None]))
 
 
 def _ours(run: RunFiles, metric: str, when: str) -> float | None:
