@@ -18,7 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from medfl.core.errors import RunError
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
@@ -160,15 +160,7 @@ def state_round(path: Path) -> int:
 
 def to_device(state: State, device: torch.device) -> State:
     """Return the same State with its tensors on `device`: files are read to the CPU."""
-
-    def move(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            return node.to(device)
-        if isinstance(node, dict):
-            return {key: move(child) for key, child in node.items()}
-        return [move(child) for child in node] if isinstance(node, list) else node
-
-    placed: State = move(state)
+    placed: State = tree_map_only(Tensor, lambda tensor: tensor.to(device), state)
     return placed
 
 

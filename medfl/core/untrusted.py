@@ -286,20 +286,16 @@ def _check_number(node: yaml.Node) -> None:
 
 
 def _measure(value: Plain, nodes: int, depth: int) -> None:
-    for count, (node, level) in enumerate(_levels(value)):
+    count, todo = 0, [(value, 0)]
+    while todo:
+        node, level = todo.pop()
         for text in node if isinstance(node, dict) else (node,):
             if isinstance(text, str) and not text.isascii() and (half := _HALF.search(text)):
                 raise Refused(f"half a character, U+{ord(half[0]):04X}")
-        if count >= nodes:
+        count += 1
+        if count > nodes:
             raise Refused(f"more than {nodes} values")
         if level > depth:
             raise Refused(f"more than {depth} levels")
-
-
-def _levels(value: Plain) -> Iterator[tuple[Plain, int]]:
-    todo = [(value, 0)]
-    while todo:
-        node, level = todo.pop()
-        yield node, level
         children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
         todo += [(child, level + 1) for child in children]
