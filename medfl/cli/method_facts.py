@@ -30,11 +30,7 @@ def catalogue() -> list[Document]:
 
 
 def method(name: str) -> Document:
-    """Return what is known of a shipped method, or of the dotted path of one's own.
-
-    Raises:
-        InputError: unknown method.
-    """
+    """Return what is known of a shipped method, or of the dotted path of one's own; InputError if there is none."""
     cls = registry.method_class(name)
     return {
         "name": name,

@@ -56,11 +56,7 @@ class Compression:
 
     @classmethod
     def parse(cls, text: str) -> Compression:
-        """Read what `--messages` takes.
-
-        Raises:
-            InputError: it is something else.
-        """
+        """Read what `--messages` takes; InputError for anything else."""
         return cls(*forms.messages(text))
 
     def __str__(self) -> str:

@@ -154,11 +154,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def check_truths(name: str, tensor: Tensor) -> None:
-    """Refuse truth values of other bytes than 0 and 1, which operators read each in its own way.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Raise a ValueError for truth values of other bytes than 0 and 1, which operators read each in its own way."""
     if tensor.dtype is torch.bool and tensor.numel():
         _require(int(tensor.view(torch.uint8).max()) <= 1, f"{name!r} has a truth value besides 0 and 1")
 

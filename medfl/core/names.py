@@ -34,11 +34,7 @@ def is_name(text: Any) -> bool:
 
 
 def check_name(text: Any, what: str) -> str:
-    """Return a name from outside.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Return a name from outside; InputError if it is none."""
     if not is_name(text):
         allowed = "letters, digits, '_', '-' and '.' after a letter or digit, at most 64, without '..'"
         raise InputError(f"{what} {printable(text, 60)!r}", allowed, "give it such a name")

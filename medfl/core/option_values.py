@@ -32,11 +32,7 @@ class OptionForm:
         return cls(field.name, kind, **{name: field.metadata.get(name) for name in ("choices", "minimum", "maximum")})
 
     def read(self, method: str, given: Any) -> Any:
-        """Return a value, which may be text, as the option has it.
-
-        Raises:
-            InputError: the option does not allow it; names the method.
-        """
+        """Return a value, which may be text, as the option has it; InputError, with the method, if not allowed."""
         wanted = [part.strip() for part in self.type.split("|")]
         value = _typed(given, wanted)
         allowed = tuple(_KINDS[part] for part in wanted if part in _KINDS)

@@ -103,21 +103,13 @@ def checked(path: Path, document: Any, form: Mapping[str, Any], required: Iterab
 
 
 def read_document(path: Path, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
-    """Read and check a JSON file of a run folder.
-
-    Raises:
-        InputError: as `untrusted.read_json` and `checked`.
-    """
+    """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
     document = read_json(path, "a file of a run folder as medfl wrote it", "restore the file, or repeat the run")
     return checked(path, document, form, required)
 
 
 def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the entries of a run.json.
-
-    Raises:
-        InputError: it cannot be read, or an entry is missing or of another type.
-    """
+    """Return the entries of a run.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, RUN, required)
     for entry in document.get("resumed") or ():
         for error in type_errors({**dict.fromkeys(RESUMED), **entry}, RESUMED, "resumed."):
@@ -141,11 +133,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return the entries of a summary.json.
-
-    Raises:
-        InputError: it cannot be read, or an entry is missing or of another type.
-    """
+    """Return the entries of a summary.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, {}, ("rounds", "seconds"))
     flat, classes = _apart(document)
     checked(path, flat, SUMMARY)
@@ -165,11 +153,7 @@ def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 
 
 def read_round(path: Path, line: bytes, number: int) -> dict[str, Any]:
-    """Return the entries of a line of rounds.jsonl.
-
-    Raises:
-        InputError: it is no such line; names file and number.
-    """
+    """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is no such line."""
     try:
         if len(line) > _LINE:
             raise Refused(f"more than {_LINE} bytes")

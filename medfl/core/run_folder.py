@@ -73,11 +73,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
-        """Make a new folder, in which only what `beside` names may exist already.
-
-        Raises:
-            InputError: it exists and is not empty, or cannot be made.
-        """
+        """Make a new folder, in which only what `beside` names may exist already; InputError if that cannot be."""
         require_unused(path, beside)
         folder = cls(path)
         try:
@@ -90,11 +86,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """Open the folder of an earlier run.
-
-        Raises:
-            InputError: there is no run in it.
-        """
+        """Open the folder of an earlier run; InputError if there is none in it."""
         require_run(path)
         return cls(path)
 

@@ -142,11 +142,7 @@ class Sandbox:
             _called(_ADD, self._rules, _BENEATH, struct.pack("=Qi", fitting & self._files, handle), 0)
 
     def enter(self) -> None:
-        """Restrict this process, and all that it will start, for good.
-
-        Raises:
-            InputError: other threads run, which would stay free.
-        """
+        """Restrict this process, and all that it will start, for good; InputError if it has other threads."""
         if len(os.listdir("/proc/self/task")) > 1:
             raise InputError("a sandbox in a process with threads", "before any is started", "enter it at the start")
         if _libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
@@ -185,11 +181,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _called(*arguments: int | bytes) -> int:
-    """Make a system call.
-
-    Raises:
-        OSError: it fails.
-    """
+    """Make a system call; OSError if it fails."""
     result = _libc().syscall(*arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")

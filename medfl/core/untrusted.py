@@ -53,11 +53,7 @@ def check_visible(text: str) -> None:
 
 
 def decode_text(data: bytes) -> str:
-    """Return bytes as text.
-
-    Raises:
-        Refused: they are not UTF-8, or have invisible characters.
-    """
+    """Return bytes as text; Refused if they are not UTF-8, or have invisible characters."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -54,7 +54,6 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         self.free: Free | None = None
         self._known: dict[str, dict[str, Prepared]] = {}
 
@@ -131,16 +130,11 @@ def federate(
         InputError: bad input; nothing was written.
         RunError: failed while running; the last committed round is intact.
     """
-    requested = dict(requested or {})
+    options, config, requested = options or {}, config or {}, dict(requested or {})
+    out, source = None if out is None else Path(out), None if source is None else Path(source)
     check_kinds(requested)
     early.refuse(
-        bundle,
-        requested,
-        given=bool(options or config),
-        out=None if out is None else Path(out),
-        resume=resume,
-        source=None if source is None else Path(source),
-        runtime=runtime,
+        bundle, requested, given=bool(options or config), out=out, resume=resume, source=source, runtime=runtime
     )
     chosen = registry.load(runtime)
     chosen.check(runtime, jobs=jobs, profile=profile, deadline=deadline)
@@ -150,7 +144,13 @@ def federate(
         tracking.parse(track)
     tolerance = Tolerance(min_replies, deadline)
     with tf32(False):  # what teachers know and answer is kept for other runs too
-        plan = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
+        if source is not None:
+            plan = recorded_plan(source, requested.get("data"), say, bundle)
+        elif resume and out is not None:
+            plan = resumed_plan(out, bundle, options, config, requested, say)
+        else:
+            plan = make_plan(Request(str(bundle), options=options, config=config, **requested), say)
+        plan = with_notes(plan)
     run = plan.run
     _refuse_objects(plan, callbacks, runtime)
     if profile and run.compile:
@@ -159,16 +159,15 @@ def federate(
         )
     if save_predictions:
         _refuse_unsaved(plan)
-    path = Path(out) if out else default_run_folder(plan.bundle.name, run.method, run.seed)
+    path = out or default_run_folder(plan.bundle.name, run.method, run.seed)
     if not resume:
         require_unused(path, BESIDE)
     else:
         _refuse_elsewhere(path, runtime)
     for note in plan.notes:
         say(f"note: {note}")
-    used = {"tf32": run.tf32, "capture": run.capture and run.pack == 1, "pack": run.pack > 1}
-    idle = [f"--{name}" for name in used if used[name] and run.device == "cpu"]
-    if idle:
+    used = {"--tf32": run.tf32, "--capture": run.capture and run.pack == 1, "--pack": run.pack > 1}
+    if idle := [flag for flag, is_used in used.items() if is_used and run.device == "cpu"]:
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
@@ -308,24 +307,6 @@ def _division(plan: Plan) -> str:
     summary = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
     lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"]
     return "\n".join([*lines, *(f"note: {note}" for note in record.notes)])
-
-
-def _plan(
-    bundle: str | None,
-    options: Mapping[str, Any],
-    config: Mapping[str, Any],
-    requested: dict[str, Any],
-    out: str | Path | None,
-    resume: bool,
-    source: str | Path | None,
-    say: Print,
-) -> Plan:
-    """Make the plan: a new one, a recorded one, or the one in the folder to be resumed."""
-    if source is not None:
-        return recorded_plan(Path(source), requested.get("data"), say, bundle)
-    if resume:
-        return resumed_plan(Path(str(out)), bundle, options, config, requested, say)
-    return make_plan(Request(str(bundle), options=options, config=config, **requested), say)
 
 
 def _same_networks(plan: Plan) -> str:

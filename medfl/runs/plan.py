@@ -24,7 +24,7 @@ from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.forms import device
 from medfl.core.places import PHANTOM
-from medfl.core.release import version_of
+from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, Run
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
 from medfl.core.terminal import Print
@@ -138,7 +138,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     }
     check_limits({name: value for name, value in chosen.items() if value != AUTO})
     given = {**options_for(protocol, request.method), **request.options}
-    methods.load(request.method, given)  # refused before the images are looked for
+    unscheduled = methods.load(request.method, given)  # refused before the images are looked for
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
     seed, split = request.seed, protocol["split"]
@@ -148,22 +148,15 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     )  # fmt: skip
     sections = _items(bundle)
     sites = None if kind in OWN_SITES else protocol["sites"]
-    partition = assign(
-        spec,
-        sections,
-        sites=sites if request.sites is None else request.sites,
-        classes=bundle.classes or None,
-        seed=request.seed,
-    )
+    sites = sites if request.sites is None else request.sites
+    partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=seed)
     held = partition.to_ids(sections)
     held = {site: next(iter(held.values()))} if site else held
     sizes = {name: len(ids["train"]) for name, ids in held.items()}
-    site_labels.check(chosen["site_labels"], bundle, methods.load(request.method, given), held)
+    site_labels.check(chosen["site_labels"], bundle, unscheduled, held)
     site_channels.check(chosen["site_channels"], request.channel_drop, bundle, held)
     if not site:
-        check_unlabelled(
-            request.unlabelled, request.method, methods.load(request.method, given), held, sections["train"]
-        )
+        check_unlabelled(request.unlabelled, request.method, unscheduled, held, sections["train"])
     settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
     schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **given})
@@ -261,11 +254,7 @@ def repeat(
 
 
 def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> PublicPlan | None:
-    """Open a recorded run's public data again.
-
-    Raises:
-        InputError: they, or the teachers, are not the recorded ones.
-    """
+    """Open a recorded run's public data again; InputError if they, or the teachers, are not the recorded ones."""
     if run.public is None:
         return None
     folder = run.public.data.folder
@@ -300,7 +289,7 @@ def _recorded_data(run: Run, known: bool) -> str | None:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    return {name: version_of(name) for name in ("medfl", "torch", "monai", "numpy")}
+    return versions_of("medfl", "torch", "monai", "numpy")
 
 
 def _items(bundle: Bundle) -> dict[str, list[Any]]:

@@ -133,7 +133,7 @@ class _Writer:
         self, predictor: Predictor, files: Mapping[str, str], known: Mapping[str, int | str], folder: Path
     ) -> None:
         self.predictor, self.files, self.known, self.folder = predictor, files, known, folder
-        self.places, self.found = _places(files), Predictions()
+        self.places, self.predictions = _places(files), Predictions()
 
     def write(self, progress: bool) -> Predictions:
         """Predict everything; what fails is told in what is returned."""
@@ -142,9 +142,9 @@ class _Writer:
                 for prepared, outcome in self._outcomes({ident: self.files[ident] for ident in idents}, self.known):
                     self._take(prepared, outcome)
                 bar.update(len(idents))
-        rows = {ident: self.found.rows[ident] for ident in self.files if ident in self.found.rows}
-        self.found.rows = rows
-        return self.found
+        rows = self.predictions.rows
+        self.predictions.rows = {ident: rows[ident] for ident in self.files if ident in rows}
+        return self.predictions
 
     def _groups(self) -> Iterator[Sequence[str]]:
         """Give the ids that are read at once: as many as memory holds of any size."""
@@ -175,7 +175,7 @@ class _Writer:
                 yield from self._outcomes(part, labels)
             return
         (ident,) = files
-        self.found.failed[ident] = self._one_channel(ident) or error
+        self.predictions.failed[ident] = self._one_channel(ident) or error
         if labels:
             yield from self._outcomes(files, {})
 
@@ -204,7 +204,7 @@ class _Writer:
             cases = evaluator(predictor.network, shard, predictor.device)
             if not cases.values["probabilities"].isfinite().all():
                 raise InputError("the network's outputs are no numbers", "finite outputs", "check image and network")
-            self.found.cases += [cases.select(labelled)] if labelled else []
+            self.predictions.cases += [cases.select(labelled)] if labelled else []
             return prepared, cases
         masks = [*evaluator.masks(predictor.network, shard, predictor.device)]
         for ident, mask in zip(files, masks, strict=True):
@@ -222,15 +222,15 @@ class _Writer:
             part = Shard.of(prepared, labelled)
             cases = evaluator(predictor.network, part, predictor.device, distances=predictor.distances)
             kept = {name: values for name, values in cases.values.items() if name != "loss"}
-            self.found.cases.append(Cases(cases.ids, kept))
-            self.found.units |= {unit(prepared.geometry[index]) for index in labelled}
+            self.predictions.cases.append(Cases(cases.ids, kept))
+            self.predictions.units |= {unit(prepared.geometry[index]) for index in labelled}
         return prepared, masks
 
     def _take(self, prepared: Prepared, outcome: list[Masks | None] | Cases) -> None:
         idents = prepared.ids(range(len(prepared)))
         if isinstance(outcome, Cases):
             probabilities = outcome.values["probabilities"].tolist()
-            self.found.rows |= {
+            self.predictions.rows |= {
                 i: _class_row(i, p, self.predictor.classes) for i, p in zip(idents, probabilities, strict=True)
             }
             return
@@ -241,7 +241,7 @@ class _Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             written = save_masks.write(mask, masks.classes, geometry, path).relative_to(self.folder)
             amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
-            self.found.rows[ident] = {"id": ident, "mask": written.as_posix(), **amounts}
+            self.predictions.rows[ident] = {"id": ident, "mask": written.as_posix(), **amounts}
 
 
 def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
@@ -312,12 +312,12 @@ def _document(
     """Write the tables, the predictions last, and return everything for JSON."""
     table, written = RunFolder(folder), {"predictions": str(folder / PREDICTIONS)}
     folder.mkdir(parents=True, exist_ok=True)
-    cases = Cases.concat(predictions.cases) if predictions.cases else None
-    scores = summarise(cases) if cases is not None else None
-    structures = None
-    if cases is not None and scores is not None:
+    scores, structures, scored = None, None, 0
+    if predictions.cases:
+        cases = Cases.concat(predictions.cases)
+        scores, scored = summarise(cases), len(cases)
         if predictor.task == "segmentation":
-            structures = by_structure(scores, cases.values, predictor.classes, len(cases))
+            structures = by_structure(scores, cases.values, predictor.classes, scored)
         table.write_table(SCORES, [{"metric": name, "value": value} for name, value in scores.items()])
         table.write_table(BY_CASE, _by_case(cases, predictions, predictor.classes))
         written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
@@ -327,7 +327,7 @@ def _document(
         "data_source": predictor.data_source, "out": str(folder), "images": len(files), "files": written,
         "predictions": [*predictions.rows.values()],
         "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in predictions.failed.items()],
-        "scores": scores, "structures": structures, "scored": 0 if cases is None else len(cases),
+        "scores": scores, "structures": structures, "scored": scored,
         "with_reference": len(known),
         "units": {x: " or ".join(sorted(predictions.units)) for x in scores or () if is_distance(x)},
     }  # fmt: skip

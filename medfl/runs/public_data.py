@@ -202,11 +202,7 @@ def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
 
 
 def _depth(public: Bundle, bundle: Bundle, lift: str) -> int:
-    """Return how often a public image is repeated along a third axis.
-
-    Raises:
-        InputError: the dimensions do not go together.
-    """
+    """Return how often a public image is repeated along a third axis; InputError if dimensions do not go together."""
     has, needs = _dimensions(public), _dimensions(bundle)
     if has == needs:
         return 0

@@ -28,8 +28,7 @@ from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
-from medfl.runs.records import Record, even, typed
-from medfl.runs.result_tables import ResultTables
+from medfl.runs.result_tables import Record, ResultTables, even, typed
 from medfl.runtimes import site_labels
 from medfl.training.accelerate.precision import tf32
 

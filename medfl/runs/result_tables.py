@@ -1,8 +1,10 @@
-"""A run's numbers as a pandas table, and as curves of matplotlib."""
+"""A run's numbers as lists of records, as pandas tables, and as curves of matplotlib."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from medfl.core.errors import InputError, did_you_mean, without_package
@@ -12,8 +14,8 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-    from medfl.runs.records import Record
-
+Record = dict[str, Any]
+"""Of a list in which all have the same keys and typed values."""
 TABLES = ("rounds", "site_rounds", "sites", "predictions")
 
 
@@ -116,3 +118,24 @@ class ResultTables(ABC):
 def _label(column: str) -> str:
     name = column.removeprefix("val_")
     return f"{title(name)} (validation)" if column.startswith("val_") else name.replace("_", " ")
+
+
+def even(rows: list[Record]) -> list[Record]:
+    """Give all records the same keys, None where one has no value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows] if rows else []
+
+
+def typed(row: Mapping[str, str]) -> Record:
+    """Return a line of a table with its numbers as such; names stay text, be they of digits ("007")."""
+    return {name: cell if name in ("id", "site") else _value(cell) for name, cell in row.items()}
+
+
+def _value(cell: str) -> Any:
+    """Return a cell as a number where it is one, None where it is blank."""
+    if cell == "":
+        return None
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(cell)
+    return cell

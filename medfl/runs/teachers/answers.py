@@ -7,6 +7,7 @@ of all that the answers depend on: the teacher's weights and facts, the data's c
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -59,11 +60,7 @@ class Noted(Protocol):
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one.
-
-    Raises:
-        InputError: an empty place in it.
-    """
+    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one; InputError for an empty name."""
     names = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
     if "" in names:
         raise InputError(f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much")
@@ -255,11 +252,7 @@ def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) ->
 
 
 def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor) -> NDArray[Any]:
-    """Return a batch of answers as it is kept.
-
-    Raises:
-        InputError: another shape, no distributions, or NaN.
-    """
+    """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
     values = answer.detach().float().cpu()
     classifies = questions.bundle.task == "classification"
     names = public_classes(questions.bundle)
@@ -291,11 +284,6 @@ def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], a
 @contextmanager
 def _alone(path: Path, say: Print) -> Iterator[None]:
     """Let one process at a time ask about the same; the others find what it was told."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        yield
-        return
     with path.with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,10 +6,8 @@ one that its validation or inference takes: without augmentation, at its own siz
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,10 @@ from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import unlike
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
+from medfl.core.release import versions_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_run
-from medfl.core.storage import load_weights, weights_sha256
+from medfl.core.storage import file_sha256, load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.samples import Samples
@@ -159,7 +158,7 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
         "config": run.config, "run_hash": run.run_hash, "weights": stem, "trained_on": run.data.source,
         "classes": list(public_classes(bundle)), "preprocessing": "validate#preprocessing of the run's bundle",
         "trained_on_public": {section: len(ids & learned) for section, ids in sections.items()},
-        "versions": _versions(),
+        "versions": versions_of("torch", "monai"),
     }  # fmt: skip
     phantom = (f"teacher {name} was trained on drawn images, not on real ones",) if run.data.source != "real" else ()
     return Trained(
@@ -251,16 +250,17 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
     opened = open_inference(where, bundle.policy, device, ("pt", "ts"), f"teacher {name!r}")
     classes = opened.classes or public_classes(bundle)
     _refuse_others(name, opened.task if opened.classes else bundle.task, classes, bundle)
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (opened.weights, opened.file)]
     facts = {
         "kind": "bundle", "bundle": opened.root.name, "version": str(opened.described.get("version", "")),
-        "configuration_sha256": digests[1], "weights": opened.weights.name, "classes": list(classes),
-        "preprocessing": "its inference configuration's", "versions": _versions(),
+        "configuration_sha256": file_sha256(opened.file), "weights": opened.weights.name, "classes": list(classes),
+        "preprocessing": "its inference configuration's", "versions": versions_of("torch", "monai"),
     }  # fmt: skip
     modules = sorted(own_modules(opened.root))
     remarks = (f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",) if modules else ()
     preprocessing = opened.config.content("preprocessing")
-    return Trained(name, digests[0], facts, opened.network, device, preprocessing, opened.inferer, remarks=remarks)
+    return Trained(
+        name, file_sha256(opened.weights), facts, opened.network, device, preprocessing, opened.inferer, remarks=remarks
+    )
 
 
 # Both
@@ -281,7 +281,3 @@ def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Bundle)
             f"the public data {bundle.name!r} have {unlike(wanted, classes, 8)}",
             "name a teacher with the same classes in the same order",
         )
-
-
-def _versions() -> dict[str, str]:
-    return {package: metadata.version(package) for package in ("torch", "monai")}
