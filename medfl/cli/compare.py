@@ -111,14 +111,9 @@ def _compare(options: Any) -> int:
 
 def _paper(options: Any) -> int:
     papers.check_name(options.paper)
-    for flag, value in (
-        ("--against", options.against),
-        ("--target", options.target),
-        ("--method", options.entries),
-        ("--tuned", options.tuned),
-    ):
-        if value:
-            raise InputError(f"{flag} with --paper", "a published table has its own rows and tests", "leave it out")
+    clashes = {"against": options.against, "target": options.target, "method": options.entries, "tuned": options.tuned}
+    if flag := next((flag for flag, value in clashes.items() if value), None):
+        raise InputError(f"--{flag} with --paper", "a published table has its own rows and tests", "leave it out")
     with without_gc():
         from medfl.compare.papers import runs as paper_runs
         from medfl.compare.papers import tables as paper_tables

@@ -29,12 +29,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str, unknown: str = "") -> NoReturn:
         """Turn a usage error into an InputError."""
-        known = [name for name in self._option_string_actions if name.startswith("--")]
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
         raise InputError(
             " ".join(message.split()),
-            usage if len(usage) < 200 else f"the options of {self.prog} are {', '.join(known)}",
-            did_you_mean(unknown, known, f"see {self.prog} --help"),
+            usage if len(usage) < 200 else f"the options of {self.prog} are {', '.join(flags)}",
+            did_you_mean(unknown, flags, f"see {self.prog} --help"),
         )
 
 

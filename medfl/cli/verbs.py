@@ -76,11 +76,11 @@ def command() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.mend_streams()
     try:
-        options = parser().parse_args(given)
-        options.given = given
+        options = parser().parse_args(words)
+        options.given = words
         if getattr(options, "portable", False):
             portable.begin()  # before anything that computes is imported
         with terminal.sigterm_as_ctrl_c(), _trusting(options):
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         terminal.flush(sys.stdout)
         return 0
     except (MedflError, MemoryError, OSError, ImportError) as error:
-        if "--debug" in given:
+        if "--debug" in words:
             traceback.print_exc()
         message = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
         warn(f"error: {' '.join(message.split())}")

@@ -140,11 +140,7 @@ class Compression:
     # The receiving ends
 
     def opened_broadcast(self, wire: Message, sender: str = "the server") -> Message:
-        """Return a broadcast as the site uses it.
-
-        Raises:
-            RunError: `broadcast` cannot have made it; names the sender and the tensor.
-        """
+        """Return a broadcast as the site uses it; RunError, naming the tensor, if `broadcast` made no such one."""
         return wire if self.lossless or self.kind == "topk" else self._opened(wire, {}, sender)
 
     def opened_reply(self, wire: Message, sent: Message, sender: str) -> Message:
@@ -157,21 +153,21 @@ class Compression:
 
     def _opened(self, wire: Message, base: Weights, sender: str) -> Message:
         groups = {group: dict(named) for group, named in wire.tensors.items() if "@" not in group}
-        known = {group for group in wire.tensors if "@" not in group}
+        expected = set(groups)
         for group in sorted(self.groups):
             for dtype in _EXACT.values():
                 label = _label(group, self.kind, dtype)
                 if label not in wire:
                     continue
-                known |= {label, _label(group, _SCALES, dtype)} if self.kind == "int8" else {label}
+                expected |= {label, _label(group, _SCALES, dtype)} if self.kind == "int8" else {label}
                 into = groups.setdefault(group, {})
                 for name, value in self._restored(wire, group, dtype, base, sender):
                     if name in into:
                         raise RunError(f"{sender}: '{group}/{name}' comes twice in its message")
                     changes = _changes(group, name, value, base)
                     into[name] = base[name] + value.to(base[name].device) if changes else value
-        if wire.tensors.keys() - known:
-            raise RunError(f"{sender}: unexpected group {min(wire.tensors.keys() - known)!r} in its message")
+        if unexpected := wire.tensors.keys() - expected:
+            raise RunError(f"{sender}: unexpected group {min(unexpected)!r} in its message")
         return Message(groups, wire.scalars)
 
     def _restored(

@@ -224,18 +224,16 @@ def state_file(folder: Path, name: str) -> Path:
     state = folder / "state"
     if not _STATE.fullmatch(name):
         raise damaged(state / MANIFEST, f"names {printable(name)!r}, which is no file of a State")
-    if state.is_symlink() or not _is_plain(state / name, missing=True):
+    if state.is_symlink() or not _is_plain_or_missing(state / name):
         raise damaged(state / name, "is no plain file of this folder")
     return state / name
 
 
-def _is_plain(path: Path, missing: bool = False) -> bool:
+def _is_plain_or_missing(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.lstat().st_mode)
-    except FileNotFoundError:
-        return missing
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def require_plain(folder: Path) -> None:

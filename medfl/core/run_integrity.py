@@ -108,10 +108,10 @@ def _needed(folder: RunFolder, manifest: dict[str, Any]) -> Iterator[tuple[Path,
 
     Only the site States with a SHA-256 must be in this folder: a FLARE site keeps its own.
     """
-    known = manifest.get("sha256") or {}
-    yield folder.state / manifest["server"], known.get(manifest["server"])
-    yield from ((folder.state / name, known[name]) for name in manifest["sites"].values() if name in known)
+    digests = manifest.get("sha256") or {}
+    yield folder.state / manifest["server"], digests.get(manifest["server"])
+    yield from ((folder.state / name, digests[name]) for name in manifest["sites"].values() if name in digests)
     if manifest["record"].get("best") is not None:
         best = folder.best_path()
-        yield best, known.get(best.name)
+        yield best, digests.get(best.name)
         yield folder.path / "best.safetensors", None

@@ -121,8 +121,8 @@ class Sandbox:
             raise InputError(
                 "a sandbox", "a Linux kernel of at least 5.13 with Landlock switched on", "run it there, or without"
             )
-        known = [row for row in _SINCE if row[0] <= self.abi]
-        self._files, ports, scopes = (sum(rights) for rights in zip(*(row[1:4] for row in known), strict=True))
+        supported = [row for row in _SINCE if row[0] <= self.abi]
+        self._files, ports, scopes = (sum(rights) for rights in zip(*(row[1:4] for row in supported), strict=True))
         self.not_refused = [row[4] for row in _SINCE if row[0] > self.abi and row[4]]
         if not syscall_filter.supported():
             self.not_refused.append("sockets but TCP, and changes of permissions")

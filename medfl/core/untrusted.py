@@ -69,7 +69,8 @@ def read_bytes(path: Path, most: int) -> bytes:
         Refused: it is a folder, a device or a pipe, cannot be read, or has more than `most` bytes; none are read then.
     """
     try:
-        with open(path, "rb", opener=_at_once) as file:
+        # non-blocking: of a pipe the other end is not waited for
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise Refused("it is no plain file")
@@ -79,11 +80,6 @@ def read_bytes(path: Path, most: int) -> bytes:
     except (OSError, ValueError) as error:  # also a name with a null
         reason = error.strerror if isinstance(error, OSError) else error
         raise Refused(f"it cannot be read: {reason}") from error
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open a file; of a pipe the other end is not waited for."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def folders_below(

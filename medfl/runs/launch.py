@@ -315,8 +315,8 @@ def _same_networks(plan: Plan) -> str:
     if bodies is not None:
         return bodies.bodies
     configs = methods.site_networks(plan.method, list(plan.run.partition.sites)).values()
-    own = plan.bundle.get("network_name") if any(configs) else ""
-    return ",".join(str(config.get("network") or own) for config in configs) if own else ""
+    network_name = plan.bundle.get("network_name") if any(configs) else ""
+    return ",".join(str(config.get("network") or network_name) for config in configs) if network_name else ""
 
 
 def _refuse_unsaved(plan: Plan) -> None:

@@ -201,16 +201,17 @@ class RunNetworks:
 
     def _load_best(self, network: nn.Module, name: str, federation: Federation) -> None:
         """Put a site's weights of the best round in, where these are all that its prediction depends on."""
-        own = {k.removeprefix(f"{name}/"): v for k, v in (self._weights or {}).items() if k.startswith(f"{name}/")}
+        prefix, weights = f"{name}/", self._weights or {}
+        site_weights = {key.removeprefix(prefix): v for key, v in weights.items() if key.startswith(prefix)}
         plain = federation.site(name, self.round).network()
-        same = type(plain) is type(network) and plain.state_dict().keys() == own.keys()
+        same = type(plain) is type(network) and plain.state_dict().keys() == site_weights.keys()
         if not same or any(module._forward_hooks for module in network.modules()):
             raise InputError(
                 f"--which best --site {name} of method {self.run.method!r}",
                 "the best round's States of the sites are not kept",
                 "use --which last",
             )
-        network.load_state_dict(own)
+        network.load_state_dict(site_weights)
 
 
 class _States:

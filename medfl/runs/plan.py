@@ -137,8 +137,8 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
     }
     check_limits({name: value for name, value in chosen.items() if value != AUTO})
-    given = {**options_for(protocol, request.method), **request.options}
-    unscheduled = methods.load(request.method, given)  # refused before the images are looked for
+    given_options = {**options_for(protocol, request.method), **request.options}
+    unscheduled = methods.load(request.method, given_options)  # refused before the images are looked for
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
     seed, split = request.seed, protocol["split"]
@@ -159,7 +159,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         check_unlabelled(request.unlabelled, request.method, unscheduled, held, sections["train"])
     settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
     schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
-    method = methods.load(request.method, {**schedule, **given})
+    method = methods.load(request.method, {**schedule, **given_options})
     asked, method = methods.values_of(method), methods.settled(method, sizes)
     for own in {repr(own): own for own in methods.site_networks(method, [*held]).values() if own}.values():
         without_data(request.bundle, {**config, **own}, device, policy)
@@ -202,9 +202,9 @@ def again(
     **requested: Any,
 ) -> Request:
     """Return a request for a recorded run's settings, with those that are given in the place of the recorded ones."""
-    known = bundle_of(run) in shipped()
+    is_shipped = bundle_of(run) in shipped()
     recorded: dict[str, Any] = {name: getattr(run, name) for name in ("method", *SETTINGS)}
-    recorded |= {"data": _recorded_data(run, known), "partition": run.partition.spec}
+    recorded |= {"data": _recorded_data(run, is_shipped), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
     presets = requested.get("presets", ())
@@ -232,11 +232,11 @@ def repeat(
         InputError: the bundle, the data or the text embeddings are not the recorded ones.
     """
     name = bundle_of(run)
-    known = name in shipped()
-    config = {**run.config, **({"split": run.data.split} if known else {})}
+    is_shipped = name in shipped()
+    config = {**run.config, **({"split": run.data.split} if is_shipped else {})}
     bundle = reopened(run, run.config, device := device_named(run.device), given=place, folder=folder)
     method = methods.load(run.method, run.options)
-    place, unlabelled = data or _recorded_data(run, known), bool(run.unlabelled)
+    place, unlabelled = data or _recorded_data(run, is_shipped), bool(run.unlabelled)
     opened = with_data(name, place, config, device, say=say, bundle=bundle, unlabelled=unlabelled)
     record = opened.record()
     if record.checksum != run.data.checksum:
@@ -280,9 +280,9 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> Pu
     return plan
 
 
-def _recorded_data(run: Run, known: bool) -> str | None:
+def _recorded_data(run: Run, is_shipped: bool) -> str | None:
     """Return where the run's images lay; a phantom that is gone is drawn again."""
-    if known and run.data.source == PHANTOM and not Path(run.data.folder).is_dir():
+    if is_shipped and run.data.source == PHANTOM and not Path(run.data.folder).is_dir():
         return PHANTOM
     return run.data.folder or None
 
@@ -297,11 +297,7 @@ def _items(bundle: Bundle) -> dict[str, list[Any]]:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Return a setting's value, asked for or of federated.yaml, in the setting's kind; None and "auto" as they are.
-
-    Raises:
-        InputError: it is none of these.
-    """
+    """Return a setting's value in the setting's kind, None and "auto" as they are; InputError if it is of another."""
     one = SETTINGS[name]
     try:
         return value if value in (None, AUTO) else one.kind(value)

@@ -109,12 +109,12 @@ def predict(
             for line in (*own_folder.odd(root), *other_kinds(root, scored_by)):
                 say(f"note: {place}: {line}")
     with new_images.as_files(images, predictor.metadata) as files:
-        known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
+        targets = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
-            predictions = _Writer(predictor, files, known, folder).write(progress)
+            predictions = _Writer(predictor, files, targets, folder).write(progress)
     if not predictions.rows:
         raise _nothing(len(files), next(iter(predictions.failed.values())))
-    return _document(predictor, files, predictions, folder, known)
+    return _document(predictor, files, predictions, folder, targets)
 
 
 def _references(place: Path, predictor: Predictor, files: Mapping[str, str]) -> Mapping[str, int | str]:
@@ -130,16 +130,16 @@ class _Writer:
     """Predicts image after image, and writes masks as they come."""
 
     def __init__(
-        self, predictor: Predictor, files: Mapping[str, str], known: Mapping[str, int | str], folder: Path
+        self, predictor: Predictor, files: Mapping[str, str], targets: Mapping[str, int | str], folder: Path
     ) -> None:
-        self.predictor, self.files, self.known, self.folder = predictor, files, known, folder
+        self.predictor, self.files, self.targets, self.folder = predictor, files, targets, folder
         self.places, self.predictions = _places(files), Predictions()
 
     def write(self, progress: bool) -> Predictions:
         """Predict everything; what fails is told in what is returned."""
         with terminal.bar(total=len(self.files), desc="predicting", unit="image", shown=progress) as bar:
             for idents in self._groups():
-                for prepared, outcome in self._outcomes({ident: self.files[ident] for ident in idents}, self.known):
+                for prepared, outcome in self._outcomes({ident: self.files[ident] for ident in idents}, self.targets):
                     self._take(prepared, outcome)
                 bar.update(len(idents))
         rows = self.predictions.rows
@@ -156,9 +156,9 @@ class _Writer:
         yield from _batched([*volumes], 1)
         yield from _batched([ident for ident in self.files if ident not in volumes], _PICTURES)
 
-    def _outcomes(self, files: Mapping[str, str], known: Mapping[str, int | str]) -> Iterator[_Outcome]:
+    def _outcomes(self, files: Mapping[str, str], targets: Mapping[str, int | str]) -> Iterator[_Outcome]:
         """Yield the outcomes of images; of one that fails with its reference, without it."""
-        labels = {ident: known[ident] for ident in files if ident in known}
+        labels = {ident: targets[ident] for ident in files if ident in targets}
         try:
             outcome = self._judged(files, labels)
         except Exception as error:  # a bundle's own transforms, inferer and network raise anything
@@ -221,8 +221,8 @@ class _Writer:
         if labelled:
             part = Shard.of(prepared, labelled)
             cases = evaluator(predictor.network, part, predictor.device, distances=predictor.distances)
-            kept = {name: values for name, values in cases.values.items() if name != "loss"}
-            self.predictions.cases.append(Cases(cases.ids, kept))
+            scores = {name: values for name, values in cases.values.items() if name != "loss"}
+            self.predictions.cases.append(Cases(cases.ids, scores))
             self.predictions.units |= {unit(prepared.geometry[index]) for index in labelled}
         return prepared, masks
 
@@ -307,7 +307,7 @@ def _document(
     files: Mapping[str, str],
     predictions: Predictions,
     folder: Path,
-    known: Mapping[str, int | str],
+    targets: Mapping[str, int | str],
 ) -> dict[str, Any]:
     """Write the tables, the predictions last, and return everything for JSON."""
     table, written = RunFolder(folder), {"predictions": str(folder / PREDICTIONS)}
@@ -328,7 +328,7 @@ def _document(
         "predictions": [*predictions.rows.values()],
         "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in predictions.failed.items()],
         "scores": scores, "structures": structures, "scored": scored,
-        "with_reference": len(known),
+        "with_reference": len(targets),
         "units": {x: " or ".join(sorted(predictions.units)) for x in scores or () if is_distance(x)},
     }  # fmt: skip
 

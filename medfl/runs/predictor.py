@@ -61,14 +61,7 @@ class Predictor:
 
 
 def open_predictor(where: str | Path, which: str, site: str | None, device: str, say: Print) -> Predictor:
-    """Open a run's folder, or that of a MONAI bundle with weights.
-
-    Args:
-        where: the folder.
-        which: of a run, the weights of the "last" or of the "best" round.
-        site: of a run whose method has a model for each site, whose.
-        device: auto, cpu or cuda[:i].
-        say: where lines for the user go.
+    """Open a run's folder, or that of a MONAI bundle with weights; arguments are as of `medfl.runs.predict.predict`.
 
     Raises:
         InputError: it is neither, has no weights yet, no such model, or a bundle that inspection refuses.

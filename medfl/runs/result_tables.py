@@ -97,12 +97,12 @@ class ResultTables(ABC):
         """The metric by which the best round is chosen."""
 
     def _column(self, name: str) -> str:
-        known = [key for key, value in self.rounds[-1].items() if isinstance(value, int | float) and key != "round"]
-        known += [key for row in self.rounds for key in row if key.startswith("val_") and key not in known]
-        column = next((key for key in (f"val_{name}", name) if key in known), None)
+        columns = [key for key, value in self.rounds[-1].items() if isinstance(value, int | float) and key != "round"]
+        columns += [key for row in self.rounds for key in row if key.startswith("val_") and key not in columns]
+        column = next((key for key in (f"val_{name}", name) if key in columns), None)
         if column is None:
-            advice = did_you_mean(name, [key.removeprefix("val_") for key in known], "choose one")
-            raise InputError(f"metric {name!r}", f"the rounds have {', '.join(known)}", advice)
+            advice = did_you_mean(name, [key.removeprefix("val_") for key in columns], "choose one")
+            raise InputError(f"metric {name!r}", f"the rounds have {', '.join(columns)}", advice)
         return column
 
     def _site_curves(self, column: str) -> list[list[tuple[int, float]]]:

@@ -83,8 +83,8 @@ def with_notes(plan: Plan) -> Plan:
         return plan
     ids = ids_of(plan.bundle)
     lists = [plan.bundle.data(section) for section in SECTIONS]
-    known = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
-    if not (known and all(isinstance(data, list) for data in lists)):
+    is_medfl_new = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
+    if not (is_medfl_new and all(isinstance(data, list) for data in lists)):
         return plan
     items = [item for data in lists for item in data if isinstance(item, Mapping)]
     notes = own.notes(ids["dataset_dir"], items, ids)
@@ -99,11 +99,7 @@ def has_local(path: Path) -> bool:
 
 
 def is_due(run: Run, path: Path) -> bool:
-    """Tell whether a Local reference has still to be trained, or trained on, in its folder.
-
-    Raises:
-        InputError: the folder holds another run or a damaged one, or more rounds.
-    """
+    """Tell whether a Local reference has still to be trained, or trained on, in its folder; errors as of `known`."""
     if _scored(path) == run.rounds:
         _refuse_other(run, read_verified_run(path / "run.json")[0])
         return False

@@ -145,16 +145,16 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
     """
     folder = Path(where).expanduser()
     run, document = read_run(folder / "run.json")
-    own = bundle_of_run(run, folder, device, bundle.policy)
-    task, classes = str(document.get("task", own.task)), tuple(document.get("classes", ()))
-    _refuse_others(name, task, classes or own.structures, bundle)
+    run_bundle = bundle_of_run(run, folder, device, bundle.policy)
+    task, classes = str(document.get("task", run_bundle.task)), tuple(document.get("classes", ()))
+    _refuse_others(name, task, classes or run_bundle.structures, bundle)
     stem, weights = _weights(folder)
-    network = _global_model(own, Task(task, classes, own.embeddings), weights, folder, run)
-    evaluator = own.evaluator
-    learned, chosen_by = (_ids(run, own, bundle, section) for section in ("train", "validate"))
+    network = _global_model(run_bundle, Task(task, classes, run_bundle.embeddings), weights, folder, run)
+    evaluator = run_bundle.evaluator
+    learned, chosen_by = (_ids(run, run_bundle, bundle, section) for section in ("train", "validate"))
     sections = {section: {str(item["id"]) for item in bundle.items(section)} for section in SECTIONS}
     facts = {
-        "kind": "run", "method": run.method, "bundle": own.name, "bundle_sha256": own.sha256,
+        "kind": "run", "method": run.method, "bundle": run_bundle.name, "bundle_sha256": run_bundle.sha256,
         "config": run.config, "run_hash": run.run_hash, "weights": stem, "trained_on": run.data.source,
         "classes": list(public_classes(bundle)), "preprocessing": "validate#preprocessing of the run's bundle",
         "trained_on_public": {section: len(ids & learned) for section, ids in sections.items()},
@@ -167,7 +167,7 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
         facts,
         network.eval(),
         device,
-        own.get("validate#preprocessing"),
+        run_bundle.get("validate#preprocessing"),
         getattr(evaluator, "inferer", SimpleInferer()),
         getattr(evaluator, "ends_in_sigmoid", False),
         learned,
@@ -181,9 +181,9 @@ def bundle_of_run(
 ) -> Bundle:
     """Return a recorded run's bundle without its data; InputError if it has changed since, as `reopened` has it."""
     data = {} if bundle_of(run) in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
-    own = reopened(run, {**run.config, **data}, device, policy, folder=folder, changed=changed)
-    text_record.restore(own, run, methods.load(run.method, run.options), folder)
-    return own
+    bundle = reopened(run, {**run.config, **data}, device, policy, folder=folder, changed=changed)
+    text_record.restore(bundle, run, methods.load(run.method, run.options), folder)
+    return bundle
 
 
 def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
@@ -200,7 +200,7 @@ def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
         raise InputError(str(error), "weights that medfl wrote", "restore the file, or name another run") from error
 
 
-def _global_model(own: Bundle, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
+def _global_model(bundle: Bundle, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
     """Return a run's network with its global weights."""
     if any(key.partition("/")[0] in run.partition.sites and "/" in key for key in weights):
         raise InputError(
@@ -210,10 +210,10 @@ def _global_model(own: Bundle, task: Task, weights: Mapping[str, Tensor], folder
         )
     method = methods.load(run.method, run.options)
     try:
-        return network_with(weights, own, method, task, run.seed)
+        return network_with(weights, bundle, method, task, run.seed)
     except ValueError as error:
         raise InputError(
-            f"the weights in {folder} are no single network of method {run.method} on bundle {own.name!r} ({error})",
+            f"the weights in {folder} are no single network of method {run.method} on bundle {bundle.name!r} ({error})",
             "a teacher is one global model of the run's own network",
             "restore the file, or name another run",
         ) from error
@@ -274,10 +274,10 @@ def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Bundle)
             "teacher and public data have one task",
             f"name a teacher for {bundle.task}, or public data for {task}",
         )
-    wanted = public_classes(bundle)
-    if tuple(classes) != wanted:
+    public_names = public_classes(bundle)
+    if tuple(classes) != public_names:
         raise InputError(
-            f"teacher {name!r} has other classes: {unlike(classes, wanted, 8)}",
-            f"the public data {bundle.name!r} have {unlike(wanted, classes, 8)}",
+            f"teacher {name!r} has other classes: {unlike(classes, public_names, 8)}",
+            f"the public data {bundle.name!r} have {unlike(public_names, classes, 8)}",
             "name a teacher with the same classes in the same order",
         )
