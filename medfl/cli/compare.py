@@ -118,17 +118,12 @@ def _paper(options: Any) -> int:
         from medfl.compare.papers import runs as paper_runs
         from medfl.compare.papers import tables as paper_tables
     lines, code, document = paper_runs.run(
-        paper_tables.load(options.paper),
-        options.out,
-        bundle=options.bundle,
-        methods=arguments.names(options.methods),
+        paper_tables.load(options.paper), options.out, bundle=options.bundle,
+        methods=arguments.names(options.methods), partitions=options.partition,
         seeds=None if options.seeds is None else arguments.seeds(options.seeds),
-        partitions=options.partition,
         scale=1.0 if options.scale is None else options.scale,
-        at_once=options.jobs,
-        **_shared(options),
-        **telling(options),
-    )
+        at_once=options.jobs, **_shared(options), **telling(options),
+    )  # fmt: skip
     show(options, document, lambda: "\n".join(lines))
     return code
 

@@ -40,12 +40,10 @@ def add(verbs: Any) -> None:
 def add_flags(run: Any) -> None:
     """Add the flags of `medfl run`."""
     run.add_argument(
-        "bundle",
-        nargs="?",
-        metavar="BUNDLE",
+        "bundle", nargs="?", metavar="BUNDLE",
         help="name of a shipped bundle (medfl bundles), or the folder of any; "
         "with --resume or --from only where the run's has moved, or is of another version",
-    )
+    )  # fmt: skip
     what = run.add_argument_group("what")
     what.add_argument(
         "--method", metavar="NAME", help="a method (medfl methods), or the dotted path of your own; default fedavg"

@@ -106,11 +106,7 @@ class MessageLimits:
     # Restored tensors
 
     def checked(self, named: Mapping[Any, Any], sender: str) -> dict[str, Tensor]:
-        """Return received values as dense tensors of real numbers, each on the device where it is.
-
-        Args:
-            named: tensors, or NumPy arrays or numbers.
-            sender: who sent it, for the error text.
+        """Return received tensors, NumPy arrays and numbers as dense tensors of real numbers, each where it is.
 
         Raises:
             RunError: a value is none of these, or they exceed a limit; names the sender.

@@ -47,12 +47,8 @@ RUN: Mapping[str, Any] = {
     "resumed": list[dict[str, Any]] | None, "seed": Count | None,
 }  # fmt: skip
 RESUMED: Mapping[str, Any] = {"round": Round, "versions": dict[str, str], "command": str | None}
-PUBLIC: Mapping[str, Any] = {
-    "bundle": str, "section": str, "items": Count, "data": {"source": str},
-}  # fmt: skip
-_COSTS = dict.fromkeys(
-    ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
-)  # fmt: skip
+PUBLIC: Mapping[str, Any] = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
+_COSTS = dict.fromkeys(("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float)
 ROUND: Mapping[str, Any] = {
     "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,

@@ -47,10 +47,8 @@ def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
 def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | None:
     """Return the manifest of a run's last committed round, None where the run was stopped before its first.
 
-    Args:
-        folder: of the run.
-        sums: compare the SHA-256 of the State files; older folders have none. A process reads a file again only if
-            its time or size changed: a run is checked when it is planned and again when it starts.
+    With `sums` the SHA-256 of the State files are compared; older folders have none. A process reads a file again only
+    if its time or size changed: a run is checked when it is planned and again when it starts.
 
     Raises:
         InputError: a file that the run needs is missing or damaged, or no plain one; names the file. Nothing was

@@ -235,8 +235,7 @@ ADDED_LATER: Mapping[str, Any] = {name: entry.default for name, entry in SETTING
 def check_limits(values: Mapping[str, Any]) -> None:
     """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits or not of its form.
 
-    Args:
-        values: by name; what is no setting is let pass, as is what is left open (None).
+    What is no setting is let pass, as is what is left open (None).
     """
     if (sites := values.get("sites")) is not None and sites < 1:
         raise InputError(f"--sites {sites}", "a whole number of at least 1", "raise it")

@@ -348,18 +348,15 @@ class Result(ResultTables):
         return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
 
     def _records(self, cases: Cases) -> list[Record]:
-        rows = []
+        rows, values = [], cases.values
         for index, ident in enumerate(cases.ids):
             row: Record = {"id": ident}
             if cases.is_classification:
-                probabilities = cases.values["probabilities"][index].tolist()
-                row |= {
-                    "label": int(cases.values["label"][index]),
-                    "predicted": probabilities.index(max(probabilities)),
-                }
+                probabilities = values["probabilities"][index].tolist()
+                row |= {"label": int(values["label"][index]), "predicted": probabilities.index(max(probabilities))}
                 row |= {f"p_{name}": value for name, value in zip(self.classes, probabilities, strict=True)}
             else:
-                row |= {name: float(values[index]) for name, values in cases.values.items()}
+                row |= {name: float(numbers[index]) for name, numbers in values.items()}
             rows.append(row)
         return rows
 
