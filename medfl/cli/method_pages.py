@@ -24,11 +24,7 @@ Document = dict[str, Any]
 
 
 def methods(name: str | None = None) -> Document:
-    """Return {"methods": [...]}, or what is known of one method (a shipped one, or the dotted path of your own).
-
-    Raises:
-        InputError: unknown method.
-    """
+    """Return {"methods": [...]}, or what is known of one, shipped or a dotted path; InputError if there is none."""
     catalogue = _catalogue()
     if name is None:
         return {"methods": [{k: v for k, v in _entry(catalogue, one).items() if k != "docs"} for one in method_names()]}

@@ -25,11 +25,7 @@ _ANEW = "restore it, or start the run anew in another folder"
 
 
 def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Return the run in a run.json and the whole document.
-
-    Raises:
-        InputError: the file is missing or damaged, or its settings do not give the hash in it.
-    """
+    """Read a run.json as `read_run` does; InputError also if its settings do not give the hash in it."""
     run, document = read_run(path)
     written = Run.from_dict(document)  # of an earlier version perhaps, under whose names the hash was made
     recorded = document.get("run_hash", written.run_hash)

@@ -42,11 +42,7 @@ def printable(text: object, length: int = 100) -> str:
 
 
 def check_visible(text: str) -> None:
-    """Check that all characters of a text are visible.
-
-    Raises:
-        Refused: it has control, format (zero width, right-to-left), line-separating, private or unassigned characters.
-    """
+    """Refuse control, format (zero width, right-to-left), line-separating, private and unassigned characters."""
     for character in sorted(set(text)):
         if character not in "\t\n\r" and unicodedata.category(character) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"):
             raise Refused(f"the invisible character U+{ord(character):04X}")
@@ -183,11 +179,7 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int, constants: b
 
 
 def typed_value(text: str) -> Plain:
-    """Return a value as it is typed for an option or an id, in YAML.
-
-    Raises:
-        Refused: it is none; so is what only a whole file may need, as tags and thousands of values.
-    """
+    """Return a value as typed for an option or an id, in YAML; Refused if it is none, or fit for whole files only."""
     return read_plain(text, is_json=False, nodes=10_000, depth=16)
 
 

@@ -257,10 +257,8 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> Pu
     """Open a recorded run's public data again; InputError if they, or the teachers, are not the recorded ones."""
     if run.public is None:
         return None
-    folder = run.public.data.folder
-    plan = plan_public(
-        method, run.options, bundle, run.device, folder=folder if Path(folder).is_dir() else None, say=say
-    )
+    folder = run.public.data.folder if Path(run.public.data.folder).is_dir() else None
+    plan = plan_public(method, run.options, bundle, run.device, folder=folder, say=say)
     if plan is None:
         raise InputError(
             f"a run of {run.method!r} with public data that its options do not use",
@@ -307,11 +305,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def device_named(name: str) -> str:
-    """Return the device that a run with this name has, "auto" resolved; finding it may initialise CUDA.
-
-    Raises:
-        InputError: there is no such device.
-    """
+    """Return the device of this name, "auto" resolved, which may initialise CUDA; InputError if it is not here."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, index = device(name)

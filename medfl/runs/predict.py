@@ -169,9 +169,10 @@ class _Writer:
     def _apart(self, files: Mapping[str, str], labels: Mapping[str, int | str], error: Exception) -> Iterator[_Outcome]:
         """Yield the outcomes of images that fail together: of those that can be read, and of each of the others."""
         if len(files) > 1:
-            sound = {ident: uri for ident, uri in files.items() if self._is_read(ident, uri, labels)}
-            parts = [{ident: uri} for ident, uri in files.items() if ident not in sound or len(sound) == len(files)]
-            for part in [*([sound] if 0 < len(sound) < len(files) else []), *parts]:
+            readable = {ident: uri for ident, uri in files.items() if self._is_read(ident, uri, labels)}
+            together = readable if len(readable) < len(files) else {}
+            alone = [{ident: uri} for ident, uri in files.items() if ident not in together]
+            for part in filter(None, [together, *alone]):
                 yield from self._outcomes(part, labels)
             return
         (ident,) = files

@@ -47,11 +47,7 @@ def language_model(method: Method) -> str:
 
 
 def record(bundle: Bundle, method: Method) -> TextRecord | None:
-    """Say which embeddings a method takes of a bundle, None where it takes none.
-
-    Raises:
-        InputError: they are not here, or do not fit the bundle.
-    """
+    """Say which embeddings a method takes of a bundle, None for none; InputError if they are not here or do not fit."""
     plm = language_model(method)
     if not plm or bundle.task not in method.tasks:
         return None
