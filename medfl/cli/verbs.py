@@ -42,21 +42,7 @@ examples
   medfl run ham10000 --data DIR --partition centre --method scaffold --rounds 20
       four hospitals, real images"""
 
-VERBS = (
-    run,  # federate a bundle with a method
-    catalogue,  # methods, bundles: what there is to choose from
-    compare,  # a grid of methods, partitions and seeds
-    tune,  # a search for the settings of a method
-    data,  # make, fetch or check the images of a bundle
-    concepts,  # the text embeddings of a bundle's classes
-    new,  # a bundle for images of one's own
-    predict,  # what a trained network says of new images
-    report,  # report.html of run folders
-    subgroups,  # test metrics by centre, age, sex or localisation
-    export,  # a run as a MONAI bundle
-    site,  # what a clinical partner runs
-    flare,  # a run as a job of NVIDIA FLARE
-)
+VERBS = (run, catalogue, compare, tune, data, concepts, new, predict, report, subgroups, export, site, flare)
 """Modules whose `add` adds a verb, in the order of `medfl --help`."""
 
 

@@ -188,12 +188,12 @@ class ProtocolSettings:
     )  # fmt: skip
     decay_per: str = setting(
         "what --lr-decay is of: a round (default), or a local epoch, counted over all rounds", "round|epoch",
-        group=TRAINING, default="round", later=True, form=forms.one_of("--decay-per", forms.DECAYS),
+        group=TRAINING, default="round", later=True, form=forms.one_of("--decay-per", ("round", "epoch")),
     )  # fmt: skip
     site_weights: str = setting(
         "how sites count where a method averages by number of images: samples (default), or uniform: all the same",
         "samples|uniform",
-        group=TRAINING, default="samples", later=True, form=forms.one_of("--site-weights", forms.SITE_WEIGHTS),
+        group=TRAINING, default="samples", later=True, form=forms.one_of("--site-weights", ("samples", "uniform")),
     )  # fmt: skip
     keep_optimizer: bool = setting(
         "each site keeps its optimisers' states from round to round, instead of new ones in each",
@@ -212,7 +212,7 @@ class ProtocolSettings:
     partial_loss: str = setting(
         "what a structure is to a site that does not annotate it: marginal (default): it may be wherever the site "
         "sees background; or naive: it is nowhere", "marginal|naive",
-        group=SITES, default="marginal", later=True, form=forms.one_of("--partial-loss", forms.PARTIAL_LOSSES),
+        group=SITES, default="marginal", later=True, form=forms.one_of("--partial-loss", ("marginal", "naive")),
     )  # fmt: skip
 
 

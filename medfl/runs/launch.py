@@ -67,9 +67,10 @@ class Shared:
     @staticmethod
     def key(plan: Plan) -> str:
         """Return what is the same for plans that share their images."""
-        run, root = plan.run, str(plan.bundle.root)
-        lacking = (said := [run.unlabelled, run.site_channels]) != ["", ""] and [said, run.partition.sites]
-        return json.dumps([root, run.config, run.data.folder, run.data.split, lacking], sort_keys=True, default=str)
+        run, said = plan.run, [plan.run.unlabelled, plan.run.site_channels]
+        lacking = [said, run.partition.sites] if any(said) else None
+        same = [plan.bundle.root, run.config, run.data.folder, run.data.split, lacking]
+        return json.dumps(same, sort_keys=True, default=str)
 
 
 @check_arguments
