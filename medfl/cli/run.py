@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.sandbox import enter_sandbox, keep_numpy_to_one_thread
+from medfl.cli.sandbox import enter_sandbox
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
@@ -92,8 +93,8 @@ def add_flags(run: Any) -> None:
 
 def run(options: Any) -> int:
     """Execute `medfl run`."""
-    if options.sandbox:
-        keep_numpy_to_one_thread()
+    if options.sandbox:  # the threads that NumPy's BLAS starts at its import could no more be held in one
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
     if _was_portable(options):
         portable.begin()
     values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)

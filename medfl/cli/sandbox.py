@@ -20,11 +20,6 @@ from medfl.core.settings import SETTINGS
 _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
 
 
-def keep_numpy_to_one_thread() -> None:
-    """Keep NumPy's BLAS from starting threads at its import, which no sandbox can hold any more."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
-
 def enter_sandbox(options: Any) -> None:
     """Enter the sandbox of a run, and say so; before PyTorch is imported, which starts threads.
 
