@@ -104,7 +104,7 @@ def federate(
         bundle: a shipped bundle's name or a folder; with `source` or `resume` only where the run's lies elsewhere now.
         options: options of the method.
         config: overrides of the bundle's configuration.
-        requested: other settings by name (method, data, sites, partition, cohort, rounds, ...; see `planning.Request`).
+        requested: other settings by name (method, data, sites, partition, rounds, ...; see `runs.plan.Request`).
         out: run folder.
         resume: continue the run in `out`, perhaps with more rounds.
         source: run.json of a recorded run to repeat.

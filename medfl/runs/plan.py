@@ -147,8 +147,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         say=say, seed=seed, preferred=split, bundle=bundle, unlabelled=bool(request.unlabelled),
     )  # fmt: skip
     sections = _items(bundle)
-    sites = None if kind in OWN_SITES else protocol["sites"]
-    sites = sites if request.sites is None else request.sites
+    sites = request.sites if request.sites is not None or kind in OWN_SITES else protocol["sites"]
     partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=seed)
     held = partition.to_ids(sections)
     held = {site: next(iter(held.values()))} if site else held
