@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         """Take full option names only: a short form could mean something else in the next version."""
-        super().__init__(**settings, allow_abbrev=False, formatter_class=_Help)
+        super().__init__(**settings, allow_abbrev=False, formatter_class=_formatter)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """Refuse what this verb does not know here, where its options can be named."""
@@ -38,11 +38,9 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help as wide as the terminal, at most 100 columns, with the examples kept as written."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=terminal.width() - 2)
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Return what writes help as wide as the terminal, at most 100 columns, with the examples kept as written."""
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=terminal.width() - 2)
 
 
 def add_verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | None], examples: str = "") -> Any:

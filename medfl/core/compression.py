@@ -91,24 +91,24 @@ class Compression:
 
     def _rounded(self, message: Message, base: Weights, seed: int) -> Message:
         """Return the message with each tensor that this takes in fewer bits, of `weights` the changes of `base`."""
-        generator = torch.Generator().manual_seed(seed)
+        generator, half = torch.Generator().manual_seed(seed), _HALVES.get(self.kind)
         groups: dict[str, dict[str, Tensor]] = {}
         scales: dict[str, list[Tensor]] = {}
         for group in sorted(message.tensors):  # the order of the draws must not depend on how the message was made
             groups[group] = {}
             for name, tensor in sorted(message[group].items()):
-                taken = self.takes(group, name, tensor.dtype, tensor.numel())
-                value = (tensor - base[name] if _changes(group, name, tensor, base) else tensor) if taken else tensor
-                half = _HALVES.get(self.kind)
-                if not taken or (half is not None and bool(value.abs().max() > torch.finfo(half).max)):
+                if not self.takes(group, name, tensor.dtype, tensor.numel()):
                     groups[group][name] = tensor
                     continue
+                value = tensor - base[name] if _changes(group, name, tensor, base) else tensor
                 label = _label(group, self.kind, tensor.dtype)
-                if half is not None:
-                    groups.setdefault(label, {})[name] = value.to(half)
-                else:
+                if half is None:
                     groups.setdefault(label, {})[name], scale = _quantised(value, generator)
                     scales.setdefault(_label(group, _SCALES, tensor.dtype), []).append(scale)
+                elif bool(value.abs().max() > torch.finfo(half).max):
+                    groups[group][name] = tensor
+                else:
+                    groups.setdefault(label, {})[name] = value.to(half)
         together = {label: {_SCALES: torch.cat(parts)} for label, parts in scales.items()}
         return Message({**groups, **together}, message.scalars)
 

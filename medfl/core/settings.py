@@ -62,10 +62,9 @@ class Setting:
         """Return whether a value of its kind is within its limits."""
         if value is None or self.kind not in (int, float):
             return True
-        inside = self.least is None or value >= self.least
-        return math.isfinite(value) and inside and (self.above is None or value > self.above) and (
-            self.most is None or value <= self.most
-        )  # fmt: skip
+        least = -math.inf if self.least is None else self.least
+        most = math.inf if self.most is None else self.most
+        return math.isfinite(value) and least <= value <= most and (self.above is None or value > self.above)
 
     @property
     def allowed(self) -> str:

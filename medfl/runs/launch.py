@@ -55,14 +55,14 @@ class Shared:
 
     def __init__(self) -> None:
         self.free: Free | None = None
-        self._known: dict[str, dict[str, Prepared]] = {}
+        self._prepared: dict[str, dict[str, Prepared]] = {}
 
     def sections(self, plan: Plan) -> dict[str, Prepared]:
         """Return the sections of a plan's bundle, prepared once."""
         key = self.key(plan)
-        if key not in self._known:
-            self._known[key] = prepared_sections(plan.bundle)
-        return self._known[key]
+        if key not in self._prepared:
+            self._prepared[key] = prepared_sections(plan.bundle)
+        return self._prepared[key]
 
     @staticmethod
     def key(plan: Plan) -> str:
