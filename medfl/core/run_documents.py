@@ -74,13 +74,13 @@ MANIFEST_FORM: Mapping[str, Any] = {
 }  # fmt: skip
 BEST: Mapping[str, Any] = {"round": Round, "value": float}
 _STATE = re.compile(r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII)
+_AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
 _LINE, _TABLE = 2**26, 2**30  # bytes of a line of rounds.jsonl, and of a table
 
 
 def damaged(path: Path, what: str) -> InputError:
     """Return the error that names a file of a run folder and what is wrong with it."""
-    advice = "restore the file, or repeat the run"
-    return InputError(f"{path} {what}", "a file of a run folder as medfl wrote it", advice)
+    return InputError(f"{path} {what}", *_AS_WRITTEN)
 
 
 def checked(path: Path, document: Any, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
@@ -100,8 +100,7 @@ def checked(path: Path, document: Any, form: Mapping[str, Any], required: Iterab
 
 def read_document(path: Path, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
     """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
-    document = read_json(path, "a file of a run folder as medfl wrote it", "restore the file, or repeat the run")
-    return checked(path, document, form, required)
+    return checked(path, read_json(path, *_AS_WRITTEN), form, required)
 
 
 def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any]:
