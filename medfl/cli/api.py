@@ -183,9 +183,7 @@ def tune(
         given(bundle), method, values, trials, tuple(seeds), partition, options or {}, config or {}, requested
     )
     with trusting(trust):
-        best, comparison, failed = run_search(
-            search, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say
-        )  # fmt: skip
+        best, comparison, failed = run_search(search, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say)
     if comparison is None:
         raise RunError(f"the chosen run failed; the trials are kept in {out}: {'; '.join(failed.values())}")
     return best

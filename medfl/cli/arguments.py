@@ -62,11 +62,11 @@ def of_group(*groups: str) -> list[str]:
 
 def requested(options: Any, *more: str) -> dict[str, Any]:
     """Return what was given of the settings that a verb takes, and of `more`: name -> value."""
-    given = {name: getattr(options, name, None) for name in (*SETTINGS, *more)}
-    check_limits(given)
-    if given["init"]:
-        weights_file(given["init"])
-    return {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(options, name, None) for name in (*SETTINGS, *more)}
+    check_limits(values)
+    if values["init"]:
+        weights_file(values["init"])
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def sites(parser: Any) -> Any:

@@ -19,11 +19,7 @@ Document = dict[str, Any]
 
 
 def bundles(name: str | None = None) -> Document:
-    """Return {"bundles": [...]}, or what is known of one shipped bundle.
-
-    Raises:
-        InputError: unknown bundle.
-    """
+    """Return {"bundles": [...]}, or what is known of one shipped bundle; InputError if there is no such bundle."""
     if name is None:
         return {"bundles": [_bundle(known) for known in shipped()]}
     if name not in shipped():

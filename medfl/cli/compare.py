@@ -111,29 +111,19 @@ def _compare(options: Any) -> int:
 
 def _paper(options: Any) -> int:
     papers.check_name(options.paper)
-    for flag, value in (
-        ("--against", options.against),
-        ("--target", options.target),
-        ("--method", options.entries),
-        ("--tuned", options.tuned),
-    ):
-        if value:
-            raise InputError(f"{flag} with --paper", "a published table has its own rows and tests", "leave it out")
+    clashes = {"against": options.against, "target": options.target, "method": options.entries, "tuned": options.tuned}
+    if flag := next((flag for flag, value in clashes.items() if value), None):
+        raise InputError(f"--{flag} with --paper", "a published table has its own rows and tests", "leave it out")
     with without_gc():
         from medfl.compare.papers import runs as paper_runs
         from medfl.compare.papers import tables as paper_tables
     lines, code, document = paper_runs.run(
-        paper_tables.load(options.paper),
-        options.out,
-        bundle=options.bundle,
-        methods=arguments.names(options.methods),
+        paper_tables.load(options.paper), options.out, bundle=options.bundle,
+        methods=arguments.names(options.methods), partitions=options.partition,
         seeds=None if options.seeds is None else arguments.seeds(options.seeds),
-        partitions=options.partition,
         scale=1.0 if options.scale is None else options.scale,
-        at_once=options.jobs,
-        **_shared(options),
-        **telling(options),
-    )
+        at_once=options.jobs, **_shared(options), **telling(options),
+    )  # fmt: skip
     show(options, document, lambda: "\n".join(lines))
     return code
 

@@ -30,11 +30,7 @@ def catalogue() -> list[Document]:
 
 
 def method(name: str) -> Document:
-    """Return what is known of a shipped method, or of the dotted path of one's own.
-
-    Raises:
-        InputError: unknown method.
-    """
+    """Return what is known of a shipped method, or of the dotted path of one's own; InputError if there is none."""
     cls = registry.method_class(name)
     return {
         "name": name,
@@ -102,7 +98,7 @@ def _withheld(personal: frozenset[str]) -> list[str]:
     """Name the layer types of the toy network all of whose tensors stay."""
     withheld = []
     for prefix, module in _toy_network().named_modules():
-        own = {f"{prefix}.{name}" for name in module.state_dict()}
-        if prefix and own and own <= personal:
+        tensor_names = {f"{prefix}.{name}" for name in module.state_dict()}
+        if prefix and tensor_names and tensor_names <= personal:
             withheld.append(re.sub(r"\dd$", "", type(module).__name__))
     return withheld

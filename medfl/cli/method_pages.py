@@ -24,16 +24,12 @@ Document = dict[str, Any]
 
 
 def methods(name: str | None = None) -> Document:
-    """Return {"methods": [...]}, or what is known of one method (a shipped one, or the dotted path of your own).
-
-    Raises:
-        InputError: unknown method.
-    """
-    known = _catalogue()
+    """Return {"methods": [...]}, or what is known of one, shipped or a dotted path; InputError if there is none."""
+    catalogue = _catalogue()
     if name is None:
-        return {"methods": [{k: v for k, v in _entry(known, one).items() if k != "docs"} for one in method_names()]}
+        return {"methods": [{k: v for k, v in _entry(catalogue, one).items() if k != "docs"} for one in method_names()]}
     check_method_name(name)
-    return _entry(known, name)
+    return _entry(catalogue, name)
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -55,10 +51,10 @@ def _catalogue() -> dict[str, Document]:
     return {entry["name"]: entry for entry in json.loads(CATALOGUE.read_text("utf-8"))}
 
 
-def _entry(known: Mapping[str, Document], name: str) -> Document:
+def _entry(catalogue: Mapping[str, Document], name: str) -> Document:
     """Return what the catalogue says; of a method that it does not have, what its class says."""
-    if name in known:
-        return known[name]
+    if name in catalogue:
+        return catalogue[name]
     from medfl.cli import method_facts
 
     return method_facts.method(name)
@@ -120,13 +116,13 @@ def _method_page(entry: Document, width: int) -> str:
     host = "yes" if entry["plain_host"] else "no, the server has work of its own"
     if entry["travels"]["pooled"]:
         host = "no, there is nothing to average"
-    kept = ", ".join(entry["travels"]["kept"])
+    stays = ", ".join(entry["travels"]["kept"])
     facts = {
         "paper": entry["paper"] or "-",
         "tasks": ", ".join(entry["tasks"]),
         "judged": f"{entry['judged']}: {_JUDGED[entry['judged']]}",
         "travels": travels_text(entry),
-        "stays": f"{kept} (kept at a site from round to round)" if kept else "nothing",
+        "stays": f"{stays} (kept at a site from round to round)" if stays else "nothing",
         "plain host": f"{host} (a server that only averages, as of MONAI FL or NVIDIA FLARE)",
     }
     lines = [*textwrap.wrap(f"{entry['name']}: {entry['summary']}", width), "", *terminal.definitions(facts, width), ""]

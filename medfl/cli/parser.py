@@ -18,7 +18,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         """Take full option names only: a short form could mean something else in the next version."""
-        super().__init__(**settings, allow_abbrev=False, formatter_class=_Help)
+        super().__init__(**settings, allow_abbrev=False, formatter_class=_formatter)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
         """Refuse what this verb does not know here, where its options can be named."""
@@ -29,20 +29,18 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str, unknown: str = "") -> NoReturn:
         """Turn a usage error into an InputError."""
-        known = [name for name in self._option_string_actions if name.startswith("--")]
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
         usage = " ".join(self.format_usage().removeprefix("usage: ").split())
         raise InputError(
             " ".join(message.split()),
-            usage if len(usage) < 200 else f"the options of {self.prog} are {', '.join(known)}",
-            did_you_mean(unknown, known, f"see {self.prog} --help"),
+            usage if len(usage) < 200 else f"the options of {self.prog} are {', '.join(flags)}",
+            did_you_mean(unknown, flags, f"see {self.prog} --help"),
         )
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help as wide as the terminal, at most 100 columns, with the examples kept as written."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=terminal.width() - 2)
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    """Return what writes help as wide as the terminal, at most 100 columns, with the examples kept as written."""
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=terminal.width() - 2)
 
 
 def add_verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | None], examples: str = "") -> Any:

@@ -82,15 +82,11 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
 
         lines += ["", f"scores by the references of {document['scored']} images"]
         units = {name: f" ({unit})" for name, unit in document["units"].items()}
-        rows = [
-            [
-                title(name) + units.get(name, ""),
-                f"{value:.3f}",
-                f"{scores.get(f'{name}_cases', document['scored']):.0f}",
-            ]
-            for name, value in scores.items()
-            if not name.endswith("_cases")
-        ]
+        rows = []
+        for name, value in scores.items():
+            if not name.endswith("_cases"):
+                cases = scores.get(f"{name}_cases", document["scored"])
+                rows.append([title(name) + units.get(name, ""), f"{value:.3f}", f"{cases:.0f}"])
         lines += terminal.table(["metric", "value", "cases"], rows, width)
     lines += ["", *document["files"].values()]
     if document["data_source"] == "phantom":
@@ -104,8 +100,7 @@ def _structures(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     for name in dict.fromkeys(key for row in rows for key in row if key not in ("id", "mask")):
         values = [row[name] for row in rows if name in row]
         structure, _, unit = name.rpartition("_")
-        shown = (
-            f"{sum(values) / len(values):.1f} ml" if unit == "ml" else f"{sum(values) / len(values):.1%} of the pixels"
-        )
+        mean = sum(values) / len(values)
+        shown = f"{mean:.1f} ml" if unit == "ml" else f"{mean:.1%} of the pixels"
         lines.append([structure, shown, str(len(values))])
     return terminal.table(["structure", "mean", "images"], lines, width)

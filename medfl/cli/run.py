@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
-from medfl.cli.sandbox import enter_sandbox, keep_numpy_to_one_thread
+from medfl.cli.sandbox import enter_sandbox
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
@@ -40,12 +41,10 @@ def add(verbs: Any) -> None:
 def add_flags(run: Any) -> None:
     """Add the flags of `medfl run`."""
     run.add_argument(
-        "bundle",
-        nargs="?",
-        metavar="BUNDLE",
+        "bundle", nargs="?", metavar="BUNDLE",
         help="name of a shipped bundle (medfl bundles), or the folder of any; "
         "with --resume or --from only where the run's has moved, or is of another version",
-    )
+    )  # fmt: skip
     what = run.add_argument_group("what")
     what.add_argument(
         "--method", metavar="NAME", help="a method (medfl methods), or the dotted path of your own; default fedavg"
@@ -94,8 +93,8 @@ def add_flags(run: Any) -> None:
 
 def run(options: Any) -> int:
     """Execute `medfl run`."""
-    if options.sandbox:
-        keep_numpy_to_one_thread()
+    if options.sandbox:  # the threads that NumPy's BLAS starts at its import could no more be held in one
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
     if _was_portable(options):
         portable.begin()
     values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)

@@ -20,11 +20,6 @@ from medfl.core.settings import SETTINGS
 _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
 
 
-def keep_numpy_to_one_thread() -> None:
-    """Keep NumPy's BLAS from starting threads at its import, which no sandbox can hold any more."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
-
-
 def enter_sandbox(options: Any) -> None:
     """Enter the sandbox of a run, and say so; before PyTorch is imported, which starts threads.
 
@@ -46,7 +41,7 @@ def enter_sandbox(options: Any) -> None:
     variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if options.compile else ()
     allowed = Allowed(
-        read=(*python_and_system(), *_named(options, before), cache_folder(""), *_hub()),
+        read=(*python_and_system(), *_named(options, before), cache_folder(""), _hub()),
         write=(out, *written, private, *devices()),
         programs=tuple(map(Path, programs)),
     )
@@ -93,7 +88,7 @@ def _texts(value: Any) -> Iterator[str]:
         yield from _texts(one)
 
 
-def _hub() -> Iterator[Path]:
-    """Yield the folder of models from the hub, without the user's token beside it."""
+def _hub() -> Path:
+    """Return the folder of models from the hub, without the user's token beside it."""
     home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
-    yield Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")

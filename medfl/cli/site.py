@@ -211,18 +211,12 @@ def _check(options: Any) -> int:
     from medfl.partner.preflight import PreflightOptions, check
     from medfl.policy.policy import Policy
 
+    policy = None if options.policy is None else Policy.read(options.policy)
+    server = None if options.server is None else address(options.server)
     preflight = PreflightOptions(
-        options.bundle,
-        options.data,
-        None if options.policy is None else Policy.read(options.policy),
-        None if options.server is None else address(options.server),
-        options.kit,
-        options.device,
-        options.batch_size,
-        _config(options.config),
-        options.folder,
-        options.unlabelled,
-    )
+        options.bundle, options.data, policy, server, options.kit, options.device, options.batch_size,
+        _config(options.config), options.folder, options.unlabelled,
+    )  # fmt: skip
     report = check(preflight, progress=sys.stderr.isatty())
     show(options, report.as_dict(), lambda: "\n".join(report.text(terminal.width())))
     report.require()

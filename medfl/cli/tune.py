@@ -23,8 +23,7 @@ examples
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     tune = add_verb(verbs, "tune", "search for the settings of a method", _tune, _EXAMPLES)
-    text = "name of a shipped bundle, or the folder of any"
-    tune.add_argument("bundle", type=arguments.bundle, metavar="BUNDLE", help=text)
+    arguments.add_bundle(tune)
     what = tune.add_argument_group("what")
     what.add_argument("--method", required=True, metavar="NAME", help="a method, or the dotted path of your own")
     what.add_argument(
@@ -45,16 +44,16 @@ def _tune(options: Any) -> int:
     from medfl.compare import search
 
     requested = arguments.requested(options, "presets", "data", "sites")
-    values, given = search.values_of(options.grid), arguments.pairs("--set", options.options)
+    values, fixed = search.values_of(options.grid), arguments.pairs("--set", options.options)
     seeds = arguments.seeds(options.seeds)
     for one in search.trials(options.method, values, options.trials, seeds[0]):
-        check_options(options.method, {**given, **one.options})
+        check_options(options.method, {**fixed, **one.options})
     with without_gc():
         from medfl.compare.tables import write_tables
         from medfl.compare.tune import searched, tune
     config = arguments.pairs("--config", options.config)
     grid = searched(
-        options.bundle, options.method, values, options.trials, seeds, options.partition, given, config, requested
+        options.bundle, options.method, values, options.trials, seeds, options.partition, fixed, config, requested
     )
     document, comparison, failed = tune(grid, options.out, at_once=options.jobs, **telling(options))
     if comparison is not None:

@@ -42,21 +42,7 @@ examples
   medfl run ham10000 --data DIR --partition centre --method scaffold --rounds 20
       four hospitals, real images"""
 
-VERBS = (
-    run,  # federate a bundle with a method
-    catalogue,  # methods, bundles: what there is to choose from
-    compare,  # a grid of methods, partitions and seeds
-    tune,  # a search for the settings of a method
-    data,  # make, fetch or check the images of a bundle
-    concepts,  # the text embeddings of a bundle's classes
-    new,  # a bundle for images of one's own
-    predict,  # what a trained network says of new images
-    report,  # report.html of run folders
-    subgroups,  # test metrics by centre, age, sex or localisation
-    export,  # a run as a MONAI bundle
-    site,  # what a clinical partner runs
-    flare,  # a run as a job of NVIDIA FLARE
-)
+VERBS = (run, catalogue, compare, tune, data, concepts, new, predict, report, subgroups, export, site, flare)
 """Modules whose `add` adds a verb, in the order of `medfl --help`."""
 
 
@@ -76,11 +62,11 @@ def command() -> NoReturn:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     terminal.mend_streams()
     try:
-        options = parser().parse_args(given)
-        options.given = given
+        options = parser().parse_args(words)
+        options.given = words
         if getattr(options, "portable", False):
             portable.begin()  # before anything that computes is imported
         with terminal.sigterm_as_ctrl_c(), _trusting(options):
@@ -96,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         terminal.flush(sys.stdout)
         return 0
     except (MedflError, MemoryError, OSError, ImportError) as error:
-        if "--debug" in given:
+        if "--debug" in words:
             traceback.print_exc()
         message = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
         warn(f"error: {' '.join(message.split())}")

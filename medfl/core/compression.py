@@ -56,11 +56,7 @@ class Compression:
 
     @classmethod
     def parse(cls, text: str) -> Compression:
-        """Read what `--messages` takes.
-
-        Raises:
-            InputError: it is something else.
-        """
+        """Read what `--messages` takes; InputError for anything else."""
         return cls(*forms.messages(text))
 
     def __str__(self) -> str:
@@ -95,24 +91,24 @@ class Compression:
 
     def _rounded(self, message: Message, base: Weights, seed: int) -> Message:
         """Return the message with each tensor that this takes in fewer bits, of `weights` the changes of `base`."""
-        generator = torch.Generator().manual_seed(seed)
+        generator, half = torch.Generator().manual_seed(seed), _HALVES.get(self.kind)
         groups: dict[str, dict[str, Tensor]] = {}
         scales: dict[str, list[Tensor]] = {}
         for group in sorted(message.tensors):  # the order of the draws must not depend on how the message was made
             groups[group] = {}
             for name, tensor in sorted(message[group].items()):
-                taken = self.takes(group, name, tensor.dtype, tensor.numel())
-                value = (tensor - base[name] if _changes(group, name, tensor, base) else tensor) if taken else tensor
-                half = _HALVES.get(self.kind)
-                if not taken or (half is not None and bool(value.abs().max() > torch.finfo(half).max)):
+                if not self.takes(group, name, tensor.dtype, tensor.numel()):
                     groups[group][name] = tensor
                     continue
+                value = tensor - base[name] if _changes(group, name, tensor, base) else tensor
                 label = _label(group, self.kind, tensor.dtype)
-                if half is not None:
-                    groups.setdefault(label, {})[name] = value.to(half)
-                else:
+                if half is None:
                     groups.setdefault(label, {})[name], scale = _quantised(value, generator)
                     scales.setdefault(_label(group, _SCALES, tensor.dtype), []).append(scale)
+                elif bool(value.abs().max() > torch.finfo(half).max):
+                    groups[group][name] = tensor
+                else:
+                    groups.setdefault(label, {})[name] = value.to(half)
         together = {label: {_SCALES: torch.cat(parts)} for label, parts in scales.items()}
         return Message({**groups, **together}, message.scalars)
 
@@ -144,11 +140,7 @@ class Compression:
     # The receiving ends
 
     def opened_broadcast(self, wire: Message, sender: str = "the server") -> Message:
-        """Return a broadcast as the site uses it.
-
-        Raises:
-            RunError: `broadcast` cannot have made it; names the sender and the tensor.
-        """
+        """Return a broadcast as the site uses it; RunError, naming the tensor, if `broadcast` made no such one."""
         return wire if self.lossless or self.kind == "topk" else self._opened(wire, {}, sender)
 
     def opened_reply(self, wire: Message, sent: Message, sender: str) -> Message:
@@ -161,21 +153,21 @@ class Compression:
 
     def _opened(self, wire: Message, base: Weights, sender: str) -> Message:
         groups = {group: dict(named) for group, named in wire.tensors.items() if "@" not in group}
-        known = {group for group in wire.tensors if "@" not in group}
+        expected = set(groups)
         for group in sorted(self.groups):
             for dtype in _EXACT.values():
                 label = _label(group, self.kind, dtype)
                 if label not in wire:
                     continue
-                known |= {label, _label(group, _SCALES, dtype)} if self.kind == "int8" else {label}
+                expected |= {label, _label(group, _SCALES, dtype)} if self.kind == "int8" else {label}
                 into = groups.setdefault(group, {})
                 for name, value in self._restored(wire, group, dtype, base, sender):
                     if name in into:
                         raise RunError(f"{sender}: '{group}/{name}' comes twice in its message")
                     changes = _changes(group, name, value, base)
                     into[name] = base[name] + value.to(base[name].device) if changes else value
-        if wire.tensors.keys() - known:
-            raise RunError(f"{sender}: unexpected group {min(wire.tensors.keys() - known)!r} in its message")
+        if unexpected := wire.tensors.keys() - expected:
+            raise RunError(f"{sender}: unexpected group {min(unexpected)!r} in its message")
         return Message(groups, wire.scalars)
 
     def _restored(

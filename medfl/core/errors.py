@@ -31,17 +31,17 @@ class InputError(MedflError):
     def __init__(self, given: str, allowed: str, advice: str) -> None:
         """Join the three parts into the one line that the command line prints."""
         self._parts = (given, allowed, advice)
-        super().__init__("; ".join(_in_one_line(part) for part in self._parts))
+        super().__init__("; ".join(_in_one_line(part, _PART) for part in self._parts))
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
         """Let a worker process hand the error to its parent."""
         return type(self), self._parts
 
 
-def _in_one_line(part: str) -> str:
-    """Return a part of an error without line breaks; what a file says may be long."""
-    line = " ".join(part.split())
-    return line if len(line) <= _PART else f"{line[:_PART]}…"
+def _in_one_line(text: str, length: int) -> str:
+    """Return a text without line breaks; what a file says may be long."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else f"{line[:length]}…"
 
 
 class RunError(MedflError):
@@ -57,8 +57,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 def told(error: BaseException) -> str:
     """Return an error's type and text in one line of limited length."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"
+    return f"{type(error).__name__}: {_in_one_line(str(error), 300)}"
 
 
 def missing_package(error: BaseException | None) -> str:

@@ -11,9 +11,6 @@ MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
 AGGREGATIONS = ("mean", "clip", "median", "trimmed", "krum", "multikrum")
 DISTANCES = ("hd95", "surface_dice")
 """The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
-DECAYS = ("round", "epoch")
-SITE_WEIGHTS = ("samples", "uniform")
-PARTIAL_LOSSES = ("marginal", "naive")
 FOUND = "auto"
 """What `--site-labels` takes for the structures that a site's own training masks show."""
 ALL = "all"
@@ -32,11 +29,7 @@ def one_of(flag: str, allowed: tuple[str, ...]) -> Callable[[str], str]:
 
 
 def messages(text: str) -> tuple[str, float]:
-    """Return the kind of `--messages`, and of `topk` its fraction.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Return the kind of `--messages`, and of `topk` its fraction; InputError for anything else."""
     kind, colon, share = text.partition(":")
     if kind not in MESSAGES or (kind == "topk") != bool(colon):
         allowed = f"{', '.join(MESSAGES[:-1])} or topk:FRACTION"
@@ -106,11 +99,7 @@ def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
 
 
 def device(text: str) -> tuple[str, int]:
-    """Return the kind of device, "auto", "cpu" or "cuda", and its index.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Return the kind of device, "auto", "cpu" or "cuda", and its index; InputError for anything else."""
     kind, colon, index = text.partition(":")
     right = text in ("auto", "cpu") or (kind == "cuda" and (not colon or (index.isascii() and index.isdecimal())))
     if not right:
@@ -133,11 +122,7 @@ def metrics(text: str) -> list[str]:
 
 
 def site_names(text: str) -> list[str]:
-    """Return the sites of `--unlabelled`; whether the run has them is not known here.
-
-    Raises:
-        InputError: a name is empty, or there twice.
-    """
+    """Return the sites of `--unlabelled`, which the run may not have; InputError if a name is empty or there twice."""
     names = [name.strip() for name in text.split(",")] if text else []
     if not all(names) or len({*names}) < len(names):
         raise InputError(f"--unlabelled {text}", "names of sites, each once", "as site-2,site-3")

@@ -42,11 +42,7 @@ class Gpu:
 
     @classmethod
     def query(cls, name: str) -> Gpu:
-        """Return a device with its free memory, which leaves out what other programs hold.
-
-        Raises:
-            InputError: this process has used CUDA, so its forks cannot use it.
-        """
+        """Return a device with the memory that other programs leave free; errors are those of `in_forked_process`."""
         free, total = in_forked_process(partial(torch.cuda.mem_get_info, _index(name)))
         return cls(name, total, free)
 

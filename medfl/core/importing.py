@@ -12,12 +12,9 @@ from typing import Any
 
 
 def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
-    """Return a package's `__all__` and `__getattr__`, which imports a public name when it is first used.
+    """Return the `__all__` and `__getattr__` of a package, which imports a public name when it is first used.
 
     The names are those that `if TYPE_CHECKING` in the package's `__init__.py` imports `as` themselves.
-
-    Args:
-        package: `__name__` of the package.
     """
     source = pkgutil.get_data(package, "__init__.py") or b""
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
@@ -25,8 +22,8 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
 
     def load(name: str) -> Any:
         if name not in modules:
-            known = ", ".join(sorted(modules))
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; its public names are {known}")
+            public_names = ", ".join(sorted(modules))
+            raise AttributeError(f"module {package!r} has no attribute {name!r}; its public names are {public_names}")
         with without_gc():
             return getattr(importlib.import_module(modules[name]), name)
 

@@ -118,14 +118,8 @@ class Message:
     @property
     def num_bytes(self) -> int:
         """Length of `encode()`, without copying the tensors; 0 for an empty message, which is not sent."""
-        if not any(self.tensors.values()) and not self.scalars:
-            return 0
-        shapes = tuple(
-            (f"{group}/{name}", value.dtype, tuple(value.shape))
-            for group, members in self.tensors.items()
-            for name, value in members.items()
-        )
-        return _encoded_length(shapes + tuple((f"{_SCALARS}/{name}", torch.float64, ()) for name in self.scalars))
+        shapes = tuple((name, value.dtype, tuple(value.shape)) for name, value in self.flat().items())
+        return _encoded_length(shapes) if shapes else 0
 
 
 @lru_cache(maxsize=256)

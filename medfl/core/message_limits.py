@@ -106,11 +106,7 @@ class MessageLimits:
     # Restored tensors
 
     def checked(self, named: Mapping[Any, Any], sender: str) -> dict[str, Tensor]:
-        """Return received values as dense tensors of real numbers, each on the device where it is.
-
-        Args:
-            named: tensors, or NumPy arrays or numbers.
-            sender: who sent it, for the error text.
+        """Return received tensors, NumPy arrays and numbers as dense tensors of real numbers, each where it is.
 
         Raises:
             RunError: a value is none of these, or they exceed a limit; names the sender.
@@ -154,11 +150,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def check_truths(name: str, tensor: Tensor) -> None:
-    """Refuse truth values of other bytes than 0 and 1, which operators read each in its own way.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Raise a ValueError for truth values of other bytes than 0 and 1, which operators read each in its own way."""
     if tensor.dtype is torch.bool and tensor.numel():
         _require(int(tensor.view(torch.uint8).max()) <= 1, f"{name!r} has a truth value besides 0 and 1")
 

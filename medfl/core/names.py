@@ -34,11 +34,7 @@ def is_name(text: Any) -> bool:
 
 
 def check_name(text: Any, what: str) -> str:
-    """Return a name from outside.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Return a name from outside; InputError if it is none."""
     if not is_name(text):
         allowed = "letters, digits, '_', '-' and '.' after a letter or digit, at most 64, without '..'"
         raise InputError(f"{what} {printable(text, 60)!r}", allowed, "give it such a name")
@@ -72,11 +68,11 @@ def readable_file_name(name: str) -> str:
     What cannot stand in a file name is replaced by its percent code, and the end of a very long name by a hash.
     """
     plain = _UNFIT.sub(lambda match: f"%{ord(match[0]):02X}", name) or "%"
-    kept = plain.encode(errors="surrogateescape")
-    if len(kept) <= _LONGEST:
+    encoded = plain.encode(errors="surrogateescape")
+    if len(encoded) <= _LONGEST:
         return plain
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()[:12]
-    return f"{kept[: _LONGEST - 13].decode(errors='ignore')}%{digest}"
+    return f"{encoded[: _LONGEST - 13].decode(errors='ignore')}%{digest}"
 
 
 def method_names() -> tuple[str, ...]:
@@ -87,12 +83,12 @@ def method_names() -> tuple[str, ...]:
 
 def check_method_name(name: Any) -> None:
     """Raise an InputError if this is neither a shipped method's name nor the dotted path of a module."""
-    known = method_names()
-    if name not in known and (not isinstance(name, str) or "." not in name or name.startswith(".")):
+    shipped = method_names()
+    if name not in shipped and (not isinstance(name, str) or "." not in name or name.startswith(".")):
         raise InputError(
             f"method {name!r}",
-            f"methods are {', '.join(known)}",
-            did_you_mean(str(name), known, "pick one, or give the dotted path of your own module"),
+            f"methods are {', '.join(shipped)}",
+            did_you_mean(str(name), shipped, "pick one, or give the dotted path of your own module"),
         )
 
 

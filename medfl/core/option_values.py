@@ -32,14 +32,10 @@ class OptionForm:
         return cls(field.name, kind, **{name: field.metadata.get(name) for name in ("choices", "minimum", "maximum")})
 
     def read(self, method: str, given: Any) -> Any:
-        """Return a value, which may be text, as the option has it.
-
-        Raises:
-            InputError: the option does not allow it; names the method.
-        """
-        wanted = [part.strip() for part in self.type.split("|")]
-        value = _typed(given, wanted)
-        allowed = tuple(_KINDS[part] for part in wanted if part in _KINDS)
+        """Return a value, which may be text, as the option has it; InputError, with the method, if not allowed."""
+        kinds = [part.strip() for part in self.type.split("|")]
+        value = _typed(given, kinds)
+        allowed = tuple(_KINDS[part] for part in kinds if part in _KINDS)
         right = isinstance(value, allowed) and not (isinstance(value, bool) and bool not in allowed)
         if right and self.choices is not None:
             right = value in self.choices
@@ -63,11 +59,7 @@ class OptionForm:
 
 
 def read_options(method: str, forms: Mapping[str, OptionForm], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as the method has them.
-
-    Raises:
-        InputError: an option that it has not, or a value that one does not allow; the valid ones are listed.
-    """
+    """Return options as the method has them; InputError, with the valid ones, for another option or value."""
     for name in options:
         if name not in forms:
             raise InputError(
@@ -78,15 +70,15 @@ def read_options(method: str, forms: Mapping[str, OptionForm], options: Mapping[
     return {name: forms[name].read(method, value) for name, value in options.items()}
 
 
-def _typed(value: Any, wanted: list[str]) -> Any:
-    if value == "None" and "None" in wanted:
+def _typed(value: Any, kinds: list[str]) -> Any:
+    if value == "None" and "None" in kinds:
         return None
-    if isinstance(value, str) and "str" not in wanted:
+    if isinstance(value, str) and "str" not in kinds:
         with suppress(Refused):  # not YAML: it stays text, which is refused
             value = typed_value(value)
-        if isinstance(value, str) and "float" in wanted:
+        if isinstance(value, str) and "float" in kinds:
             with suppress(ValueError):  # YAML reads 1e-3 as text
                 value = float(value)
-    if "float" in wanted and isinstance(value, int) and not isinstance(value, bool):
+    if "float" in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     return value

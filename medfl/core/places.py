@@ -54,11 +54,7 @@ def default_run_folder(bundle: str, method: str, seed: int) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """Tell whether a model's folder is a run's; else it is a bundle's.
-
-    Raises:
-        InputError: it is neither.
-    """
+    """Tell whether a model's folder is a run's, else it is a bundle's; InputError if it is neither."""
     if (folder / "run.json").is_file():
         return True
     if (folder / "configs").is_dir():
@@ -132,11 +128,7 @@ def record_of(source: Path) -> Path:
 
 
 def weights_file(text: str) -> Path:
-    """Return the file that `--init` names: FILE, run:DIR or bundle:DIR.
-
-    Raises:
-        InputError: it is not there.
-    """
+    """Return the file that `--init` names: FILE, run:DIR or bundle:DIR; InputError if it is not there."""
     kind, colon, folder = text.partition(":")
     if not (colon and kind in _WEIGHTS):
         path = Path(text).expanduser()

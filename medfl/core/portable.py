@@ -59,13 +59,13 @@ def check(values: Mapping[str, Any]) -> None:
     """Raise an InputError if a portable run has a setting whose results depend on the machine; None is let pass."""
     if not values.get("portable"):
         return
-    given = {
+    excluded = {
         f"--device {values.get('device')}": values.get("device") not in (None, "cpu"),
         f"--threads {values.get('threads')}": values.get("threads") not in (None, 1),
         "--amp": values.get("amp"),
         "--compile": values.get("compile"),
     }
-    if wrong := next((flag for flag, is_given in given.items() if is_given), None):
+    if wrong := next((flag for flag, is_given in excluded.items() if is_given), None):
         raise InputError(f"--portable with {wrong}", "one thread on a CPU, in float32, not compiled", "leave one out")
 
 

@@ -24,3 +24,8 @@ def version_of(package: str) -> str:
         importlib.metadata.PackageNotFoundError: it is not installed.
     """
     return VERSION if package in ("medfl", DISTRIBUTION) else metadata.version(package)
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """Return the `version_of` each package, by name."""
+    return {package: version_of(package) for package in packages}

@@ -204,6 +204,6 @@ def _forget(document: dict[str, Any], paths: Iterable[str]) -> None:
         document["options"] = {k: v for k, v in document["options"].items() if k not in ("public", "teachers")}
 
 
-def _short(value: Any, width: int = 40) -> str:
+def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= width else text[:width] + "…"
+    return text if len(text) <= 40 else text[:40] + "…"

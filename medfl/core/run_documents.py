@@ -47,12 +47,8 @@ RUN: Mapping[str, Any] = {
     "resumed": list[dict[str, Any]] | None, "seed": Count | None,
 }  # fmt: skip
 RESUMED: Mapping[str, Any] = {"round": Round, "versions": dict[str, str], "command": str | None}
-PUBLIC: Mapping[str, Any] = {
-    "bundle": str, "section": str, "items": Count, "data": {"source": str},
-}  # fmt: skip
-_COSTS = dict.fromkeys(
-    ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
-)  # fmt: skip
+PUBLIC: Mapping[str, Any] = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
+_COSTS = dict.fromkeys(("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float)
 ROUND: Mapping[str, Any] = {
     "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
@@ -78,13 +74,13 @@ MANIFEST_FORM: Mapping[str, Any] = {
 }  # fmt: skip
 BEST: Mapping[str, Any] = {"round": Round, "value": float}
 _STATE = re.compile(r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII)
+_AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
 _LINE, _TABLE = 2**26, 2**30  # bytes of a line of rounds.jsonl, and of a table
 
 
 def damaged(path: Path, what: str) -> InputError:
     """Return the error that names a file of a run folder and what is wrong with it."""
-    advice = "restore the file, or repeat the run"
-    return InputError(f"{path} {what}", "a file of a run folder as medfl wrote it", advice)
+    return InputError(f"{path} {what}", *_AS_WRITTEN)
 
 
 def checked(path: Path, document: Any, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
@@ -103,21 +99,12 @@ def checked(path: Path, document: Any, form: Mapping[str, Any], required: Iterab
 
 
 def read_document(path: Path, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
-    """Read and check a JSON file of a run folder.
-
-    Raises:
-        InputError: as `untrusted.read_json` and `checked`.
-    """
-    document = read_json(path, "a file of a run folder as medfl wrote it", "restore the file, or repeat the run")
-    return checked(path, document, form, required)
+    """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
+    return checked(path, read_json(path, *_AS_WRITTEN), form, required)
 
 
 def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the entries of a run.json.
-
-    Raises:
-        InputError: it cannot be read, or an entry is missing or of another type.
-    """
+    """Return the entries of a run.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, RUN, required)
     for entry in document.get("resumed") or ():
         for error in type_errors({**dict.fromkeys(RESUMED), **entry}, RESUMED, "resumed."):
@@ -141,11 +128,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return the entries of a summary.json.
-
-    Raises:
-        InputError: it cannot be read, or an entry is missing or of another type.
-    """
+    """Return the entries of a summary.json; InputError if it cannot be read, or one is missing or of another type."""
     document = read_document(path, {}, ("rounds", "seconds"))
     flat, classes = _apart(document)
     checked(path, flat, SUMMARY)
@@ -165,11 +148,7 @@ def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
 
 
 def read_round(path: Path, line: bytes, number: int) -> dict[str, Any]:
-    """Return the entries of a line of rounds.jsonl.
-
-    Raises:
-        InputError: it is no such line; names file and number.
-    """
+    """Return the entries of a line of rounds.jsonl; InputError, with file and number, if it is no such line."""
     try:
         if len(line) > _LINE:
             raise Refused(f"more than {_LINE} bytes")
@@ -240,18 +219,16 @@ def state_file(folder: Path, name: str) -> Path:
     state = folder / "state"
     if not _STATE.fullmatch(name):
         raise damaged(state / MANIFEST, f"names {printable(name)!r}, which is no file of a State")
-    if state.is_symlink() or not _is_plain(state / name, missing=True):
+    if state.is_symlink() or not _is_plain_or_missing(state / name):
         raise damaged(state / name, "is no plain file of this folder")
     return state / name
 
 
-def _is_plain(path: Path, missing: bool = False) -> bool:
+def _is_plain_or_missing(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.lstat().st_mode)
-    except FileNotFoundError:
-        return missing
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def require_plain(folder: Path) -> None:

@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,18 +66,11 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = path / "state"
-        self._files: dict[str, StateFile] | None = None  # site -> its newest State
         self._stale: list[str] | None = None  # files that the next commit removes; None: list the folder
-        self._best: str | None = None  # file of the server's State of the best round
-        self._sums: dict[str, str] | None = None  # file -> SHA-256
 
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
-        """Make a new folder, in which only what `beside` names may exist already.
-
-        Raises:
-            InputError: it exists and is not empty, or cannot be made.
-        """
+        """Make a new folder, in which only what `beside` names may exist already; InputError if that cannot be."""
         require_unused(path, beside)
         folder = cls(path)
         try:
@@ -90,11 +83,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        """Open the folder of an earlier run.
-
-        Raises:
-            InputError: there is no run in it.
-        """
+        """Open the folder of an earlier run; InputError if there is none in it."""
         require_run(path)
         return cls(path)
 
@@ -127,7 +116,7 @@ class RunFolder:
 
     def newest_state(self, name: str) -> StateFile | None:
         """Return a site's newest State, None if it has none."""
-        return self._known().get(name)
+        return self._files.get(name)
 
     def readable_state(self, name: str, run_hash: str) -> Path | None:
         """Return the file of a site's newest State as it can be read: here, or where a site of FLARE keeps it."""
@@ -139,9 +128,8 @@ class RunFolder:
 
     def accept_states(self, round_: int, names: Collection[str]) -> None:
         """Make the States that these sites saved in a round, which is not committed yet, their newest."""
-        files = self._known()
-        replaced = [files[name].path.name for name in names if name in files]
-        files.update({name: StateFile(round_, self.state_path(round_, name)) for name in names})
+        replaced = [self._files[name].path.name for name in names if name in self._files]
+        self._files.update({name: StateFile(round_, self.state_path(round_, name)) for name in names})
         if self._stale is not None:
             self._stale += replaced
 
@@ -156,11 +144,13 @@ class RunFolder:
         Raises:
             RunError: the disk is full; the last committed round is intact.
         """
-        server_file, best = f"{round_:06d}-server.safetensors", self._best_file()
-        sites = {name: state.path.name for name, state in self._known().items()}
-        rounds = {name: state.round for name, state in self._known().items()}
+        server_file, best = f"{round_:06d}-server.safetensors", self._best
+        sites = {name: state.path.name for name, state in self._files.items()}
+        rounds = {name: state.round for name, state in self._files.items()}
         save_state(self.state / server_file, server, round_)
-        self._sums = {name: self._sum(name) for name in (server_file, best, *sites.values()) if self._is_here(name)}
+        named = (server_file, best, *sites.values())  # a FLARE site keeps its own elsewhere
+        here = [name for name in named if name in self._sums or (self.state / name).is_file()]
+        self._sums = {name: self._sums.get(name) or file_sha256(self.state / name) for name in here}
         document = {"round": round_, "server": server_file, "sites": sites, "rounds": rounds, "best": best}
         document["sha256"] = self._sums
         write_atomic(self.state / MANIFEST, json.dumps({**document, "record": record}).encode())
@@ -184,28 +174,28 @@ class RunFolder:
         """Load the server's State of a manifest."""
         return load_state(self.state / manifest["server"])
 
-    def _known(self) -> dict[str, StateFile]:
-        if self._files is None:
-            manifest = self.manifest() or {"sites": {}}
-            paths = {name: self.state / file for name, file in manifest["sites"].items()}
-            rounds = manifest.get("rounds") or {name: state_round(path) for name, path in paths.items()}  # 0.6.0
-            self._files = {name: StateFile(rounds[name], path) for name, path in paths.items()}
-        return self._files
+    @cached_property
+    def _files(self) -> dict[str, StateFile]:
+        """Site -> its newest State."""
+        manifest = self.manifest() or {"sites": {}}
+        paths = {name: self.state / file for name, file in manifest["sites"].items()}
+        rounds = manifest.get("rounds") or {name: state_round(path) for name, path in paths.items()}  # 0.6.0
+        return {name: StateFile(rounds[name], path) for name, path in paths.items()}
 
-    def _is_here(self, name: str) -> bool:
-        """Return whether a State's file is in this folder: a FLARE site keeps its own elsewhere."""
-        return name in (self._sums or ()) or (self.state / name).is_file()
+    @cached_property
+    def _sums(self) -> dict[str, str]:
+        """SHA-256 of the States' files, kept from commit to commit: only a repeated round writes a file again."""
+        return dict((self.manifest() or {}).get("sha256") or {})
 
-    def _sum(self, name: str) -> str:
-        """Return the SHA-256 of a State's file, cached: only a repeated round writes a file again."""
-        if self._sums is None:
-            self._sums = dict((self.manifest() or {}).get("sha256") or {})
-        return self._sums.get(name) or file_sha256(self.state / name)
+    @cached_property
+    def _best(self) -> str:
+        """File of the server's State of the best round."""
+        return str((self.manifest() or {}).get("best") or _BEST)
 
     def save_best(self, round_: int, server: State) -> None:
         """Save the server's State of the best round so far; the one before it stays until this round is committed."""
         if self._stale is not None:
-            self._stale.append(self._best_file())
+            self._stale.append(self._best)
         self._best = f"{round_:06d}-best.safetensors"
         save_state(self.state / self._best, server, round_)
 
@@ -215,12 +205,7 @@ class RunFolder:
 
     def best_path(self) -> Path:
         """Return the file of the server's State of the best round."""
-        return self.state / self._best_file()
-
-    def _best_file(self) -> str:
-        if self._best is None:
-            self._best = str((self.manifest() or {}).get("best") or _BEST)
-        return self._best
+        return self.state / self._best
 
     # Rounds
 

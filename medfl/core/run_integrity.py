@@ -25,11 +25,7 @@ _ANEW = "restore it, or start the run anew in another folder"
 
 
 def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
-    """Return the run in a run.json and the whole document.
-
-    Raises:
-        InputError: the file is missing or damaged, or its settings do not give the hash in it.
-    """
+    """Read a run.json as `read_run` does; InputError also if its settings do not give the hash in it."""
     run, document = read_run(path)
     written = Run.from_dict(document)  # of an earlier version perhaps, under whose names the hash was made
     recorded = document.get("run_hash", written.run_hash)
@@ -47,10 +43,8 @@ def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
 def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | None:
     """Return the manifest of a run's last committed round, None where the run was stopped before its first.
 
-    Args:
-        folder: of the run.
-        sums: compare the SHA-256 of the State files; older folders have none. A process reads a file again only if
-            its time or size changed: a run is checked when it is planned and again when it starts.
+    With `sums` the SHA-256 of the State files are compared; older folders have none. A process reads a file again only
+    if its time or size changed: a run is checked when it is planned and again when it starts.
 
     Raises:
         InputError: a file that the run needs is missing or damaged, or no plain one; names the file. Nothing was
@@ -108,10 +102,10 @@ def _needed(folder: RunFolder, manifest: dict[str, Any]) -> Iterator[tuple[Path,
 
     Only the site States with a SHA-256 must be in this folder: a FLARE site keeps its own.
     """
-    known = manifest.get("sha256") or {}
-    yield folder.state / manifest["server"], known.get(manifest["server"])
-    yield from ((folder.state / name, known[name]) for name in manifest["sites"].values() if name in known)
+    digests = manifest.get("sha256") or {}
+    yield folder.state / manifest["server"], digests.get(manifest["server"])
+    yield from ((folder.state / name, digests[name]) for name in manifest["sites"].values() if name in digests)
     if manifest["record"].get("best") is not None:
         best = folder.best_path()
-        yield best, known.get(best.name)
+        yield best, digests.get(best.name)
         yield folder.path / "best.safetensors", None

@@ -121,8 +121,8 @@ class Sandbox:
             raise InputError(
                 "a sandbox", "a Linux kernel of at least 5.13 with Landlock switched on", "run it there, or without"
             )
-        known = [row for row in _SINCE if row[0] <= self.abi]
-        self._files, ports, scopes = (sum(rights) for rights in zip(*(row[1:4] for row in known), strict=True))
+        supported = [row for row in _SINCE if row[0] <= self.abi]
+        self._files, ports, scopes = (sum(rights) for rights in zip(*(row[1:4] for row in supported), strict=True))
         self.not_refused = [row[4] for row in _SINCE if row[0] > self.abi and row[4]]
         if not syscall_filter.supported():
             self.not_refused.append("sockets but TCP, and changes of permissions")
@@ -142,11 +142,7 @@ class Sandbox:
             _called(_ADD, self._rules, _BENEATH, struct.pack("=Qi", fitting & self._files, handle), 0)
 
     def enter(self) -> None:
-        """Restrict this process, and all that it will start, for good.
-
-        Raises:
-            InputError: other threads run, which would stay free.
-        """
+        """Restrict this process, and all that it will start, for good; InputError if it has other threads."""
         if len(os.listdir("/proc/self/task")) > 1:
             raise InputError("a sandbox in a process with threads", "before any is started", "enter it at the start")
         if _libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
@@ -185,11 +181,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _called(*arguments: int | bytes) -> int:
-    """Make a system call.
-
-    Raises:
-        OSError: it fails.
-    """
+    """Make a system call; OSError if it fails."""
     result = _libc().syscall(*arguments)
     if result < 0:
         raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")

@@ -33,20 +33,16 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
     import numpy as np
     import torch
 
-    value = derive(seed, *path)
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
-    numpy_state, python_state = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(value)
-        if devices:
-            torch.cuda.manual_seed_all(value)
-        np.random.seed(value % 2**32)
-        random.seed(value)
-        try:
-            yield torch.Generator().manual_seed(value)
-        finally:
-            np.random.set_state(numpy_state)
-            random.setstate(python_state)
+    value, restore = derive(seed, *path), snapshot_rng()
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(value)
+    np.random.seed(value % 2**32)
+    random.seed(value)
+    try:
+        yield torch.Generator().manual_seed(value)
+    finally:
+        restore()
 
 
 def snapshot_rng() -> Callable[[], None]:

@@ -62,10 +62,9 @@ class Setting:
         """Return whether a value of its kind is within its limits."""
         if value is None or self.kind not in (int, float):
             return True
-        inside = self.least is None or value >= self.least
-        return math.isfinite(value) and inside and (self.above is None or value > self.above) and (
-            self.most is None or value <= self.most
-        )  # fmt: skip
+        least = -math.inf if self.least is None else self.least
+        most = math.inf if self.most is None else self.most
+        return math.isfinite(value) and least <= value <= most and (self.above is None or value > self.above)
 
     @property
     def allowed(self) -> str:
@@ -188,12 +187,12 @@ class ProtocolSettings:
     )  # fmt: skip
     decay_per: str = setting(
         "what --lr-decay is of: a round (default), or a local epoch, counted over all rounds", "round|epoch",
-        group=TRAINING, default="round", later=True, form=forms.one_of("--decay-per", forms.DECAYS),
+        group=TRAINING, default="round", later=True, form=forms.one_of("--decay-per", ("round", "epoch")),
     )  # fmt: skip
     site_weights: str = setting(
         "how sites count where a method averages by number of images: samples (default), or uniform: all the same",
         "samples|uniform",
-        group=TRAINING, default="samples", later=True, form=forms.one_of("--site-weights", forms.SITE_WEIGHTS),
+        group=TRAINING, default="samples", later=True, form=forms.one_of("--site-weights", ("samples", "uniform")),
     )  # fmt: skip
     keep_optimizer: bool = setting(
         "each site keeps its optimisers' states from round to round, instead of new ones in each",
@@ -212,7 +211,7 @@ class ProtocolSettings:
     partial_loss: str = setting(
         "what a structure is to a site that does not annotate it: marginal (default): it may be wherever the site "
         "sees background; or naive: it is nowhere", "marginal|naive",
-        group=SITES, default="marginal", later=True, form=forms.one_of("--partial-loss", forms.PARTIAL_LOSSES),
+        group=SITES, default="marginal", later=True, form=forms.one_of("--partial-loss", ("marginal", "naive")),
     )  # fmt: skip
 
 
@@ -235,8 +234,7 @@ ADDED_LATER: Mapping[str, Any] = {name: entry.default for name, entry in SETTING
 def check_limits(values: Mapping[str, Any]) -> None:
     """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits or not of its form.
 
-    Args:
-        values: by name; what is no setting is let pass, as is what is left open (None).
+    What is no setting is let pass, as is what is left open (None).
     """
     if (sites := values.get("sites")) is not None and sites < 1:
         raise InputError(f"--sites {sites}", "a whole number of at least 1", "raise it")

@@ -60,10 +60,7 @@ def pack(value: Any, shared: SharedBuffer | None = None) -> bytes:
 def unpack(data: bytes, shared: SharedBuffer | None = None, *, copy: bool = True) -> Any:
     """Invert `pack`; only for bytes made by a process of this run.
 
-    Args:
-        data: the bytes.
-        shared: the memory that the value was packed into.
-        copy: False: tensors in shared memory are views of it, valid until the next value is packed.
+    Without `copy` tensors in shared memory are views of it, valid until the next value is packed.
     """
     return _Unpickler(io.BytesIO(data), shared, copy).load()
 

@@ -18,7 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from medfl.core.errors import RunError
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
@@ -140,8 +140,8 @@ def _filled(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     raise ValueError(f"{node!r:.60} describes no part of a state")
 
 
-def _require_plain(path: Path) -> None:
-    if path.is_symlink() or not path.is_file():
+def _require_plain(path: Path, links: bool = False) -> None:
+    if not path.is_file() or (path.is_symlink() and not links):  # a pipe would be waited for
         raise ValueError("there is no plain file")
 
 
@@ -160,15 +160,7 @@ def state_round(path: Path) -> int:
 
 def to_device(state: State, device: torch.device) -> State:
     """Return the same State with its tensors on `device`: files are read to the CPU."""
-
-    def move(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            return node.to(device)
-        if isinstance(node, dict):
-            return {key: move(child) for key, child in node.items()}
-        return [move(child) for child in node] if isinstance(node, list) else node
-
-    placed: State = move(state)
+    placed: State = tree_map_only(Tensor, lambda tensor: tensor.to(device), state)
     return placed
 
 
@@ -182,8 +174,7 @@ def save_weights(path: Path, weights: Mapping[str, Tensor]) -> None:
 def load_weights(path: Path) -> dict[str, Tensor]:
     """Read weights written by `save_weights`; RunError if the file is missing or damaged."""
     try:
-        if not path.is_file():  # a pipe would be waited for
-            raise ValueError("there is no plain file")
+        _require_plain(path, links=True)
         return dict(safetensors.torch.load_file(path))
     except Exception as error:  # as above
         raise RunError(f"cannot read the weights {path}: {printable(error, 200)}") from error
@@ -195,8 +186,7 @@ def load_pickled(path: Path) -> Any:
     Raises:
         ValueError: it would take more; other damage raises whatever torch raises.
     """
-    if not path.is_file():  # a pipe would be waited for
-        raise ValueError("there is no plain file")
+    _require_plain(path, links=True)
     size = path.stat().st_size
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:

@@ -43,7 +43,6 @@ class Task:
     kind: str = "classification"
     classes: tuple[str, ...] = ()
     embeddings: Callable[[str], Tensor] = field(default=_no_embeddings, compare=False)
-
     intensities: Callable[[], Constants] = field(default=_no_intensities, compare=False)
 
     @property

@@ -89,8 +89,8 @@ def bar(items: Any = None, total: int | None = None, *, shown: bool, **settings:
 
 def beside_bars() -> AbstractContextManager[None]:
     """Return a context in which lines can be printed on stderr: progress bars there are taken away, and shown again."""
-    known = sys.modules.get("tqdm")
-    return known.tqdm.external_write_mode(file=sys.stderr) if known else nullcontext()
+    tqdm = sys.modules.get("tqdm")
+    return tqdm.tqdm.external_write_mode(file=sys.stderr) if tqdm else nullcontext()
 
 
 def table(

@@ -40,10 +40,10 @@ def read_record(kind: type[R], document: Any, where: str = "") -> R:
     if not isinstance(document, Mapping):
         raise ValueError(f"{where or 'it'} is {document!r:.40}, not keys and values")
     at, hints = f"{where}." if where else "", _HINTS(kind)  # type: ignore[arg-type]
-    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for name in document.keys() - known:
-        raise ValueError(f"{at}{name!s:.60} is not one of {', '.join(known)}")
-    for name, field in known.items():
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for name in document.keys() - fields:
+        raise ValueError(f"{at}{name!s:.60} is not one of {', '.join(fields)}")
+    for name, field in fields.items():
         if name not in document and field.default is dataclasses.MISSING:
             raise ValueError(f"without {at + name!r}")
     return kind(**{name: _built(hints[name], value, f"{at}{name}") for name, value in document.items()})
@@ -134,17 +134,15 @@ def matches_type(value: Any, kind: Any) -> bool:
 
 def describe_type(kind: Any) -> str:
     """Return a type in words."""
-    inner = get_args(kind)
-    if is_typeddict(kind):
+    origin, inner = get_origin(kind), get_args(kind)
+    if is_typeddict(kind) or origin in (Mapping, dict):
         return "a dict"
-    if get_origin(kind) is Annotated:
+    if origin is Annotated:
         return f"{describe_type(inner[0])} from {inner[1].start} to {inner[1].stop - 1}"
-    if get_origin(kind) in (types.UnionType, Union):
+    if origin in (types.UnionType, Union):
         return " or ".join(describe_type(each) for each in inner)
-    if get_origin(kind) in (Mapping, dict):
-        return "a dict"
-    if get_origin(kind) is Callable:
+    if origin is Callable:
         return "a function"
-    if get_origin(kind) in (list, tuple, Sequence):
+    if origin in (list, tuple, Sequence):
         return f"a list, each {describe_type(inner[0])}"
     return _WORDS.get(kind, "of another kind")

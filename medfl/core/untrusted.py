@@ -42,22 +42,14 @@ def printable(text: object, length: int = 100) -> str:
 
 
 def check_visible(text: str) -> None:
-    """Check that all characters of a text are visible.
-
-    Raises:
-        Refused: it has control, format (zero width, right-to-left), line-separating, private or unassigned characters.
-    """
+    """Refuse control, format (zero width, right-to-left), line-separating, private and unassigned characters."""
     for character in sorted(set(text)):
         if character not in "\t\n\r" and unicodedata.category(character) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"):
             raise Refused(f"the invisible character U+{ord(character):04X}")
 
 
 def decode_text(data: bytes) -> str:
-    """Return bytes as text.
-
-    Raises:
-        Refused: they are not UTF-8, or have invisible characters.
-    """
+    """Return bytes as text; Refused if they are not UTF-8, or have invisible characters."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -73,7 +65,8 @@ def read_bytes(path: Path, most: int) -> bytes:
         Refused: it is a folder, a device or a pipe, cannot be read, or has more than `most` bytes; none are read then.
     """
     try:
-        with open(path, "rb", opener=_at_once) as file:
+        # non-blocking: of a pipe the other end is not waited for
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise Refused("it is no plain file")
@@ -83,11 +76,6 @@ def read_bytes(path: Path, most: int) -> bytes:
     except (OSError, ValueError) as error:  # also a name with a null
         reason = error.strerror if isinstance(error, OSError) else error
         raise Refused(f"it cannot be read: {reason}") from error
-
-
-def _at_once(path: str, flags: int) -> int:
-    """Open a file; of a pipe the other end is not waited for."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def folders_below(
@@ -191,11 +179,7 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int, constants: b
 
 
 def typed_value(text: str) -> Plain:
-    """Return a value as it is typed for an option or an id, in YAML.
-
-    Raises:
-        Refused: it is none; so is what only a whole file may need, as tags and thousands of values.
-    """
+    """Return a value as typed for an option or an id, in YAML; Refused if it is none, or fit for whole files only."""
     return read_plain(text, is_json=False, nodes=10_000, depth=16)
 
 
@@ -286,20 +270,16 @@ def _check_number(node: yaml.Node) -> None:
 
 
 def _measure(value: Plain, nodes: int, depth: int) -> None:
-    for count, (node, level) in enumerate(_levels(value)):
+    count, todo = 0, [(value, 0)]
+    while todo:
+        node, level = todo.pop()
         for text in node if isinstance(node, dict) else (node,):
             if isinstance(text, str) and not text.isascii() and (half := _HALF.search(text)):
                 raise Refused(f"half a character, U+{ord(half[0]):04X}")
-        if count >= nodes:
+        count += 1
+        if count > nodes:
             raise Refused(f"more than {nodes} values")
         if level > depth:
             raise Refused(f"more than {depth} levels")
-
-
-def _levels(value: Plain) -> Iterator[tuple[Plain, int]]:
-    todo = [(value, 0)]
-    while todo:
-        node, level = todo.pop()
-        yield node, level
         children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
         todo += [(child, level + 1) for child in children]

@@ -28,12 +28,7 @@ def refuse(
     source: Path | None,
     runtime: str,
 ) -> None:
-    """Refuse what needs neither data nor a bundle's content to be refused.
-
-    Raises:
-        InputError: nothing was written.
-    """
-    recorded = False
+    """Refuse, by an InputError, what needs neither data nor a bundle's content to be refused; nothing was written."""
     registry.check_name(runtime)
     for module in (runtime, requested.get("method")):
         name_module(module)
@@ -46,9 +41,9 @@ def refuse(
         if out is None:
             raise InputError("--resume without --out", "--out names the folder of the run to continue", "add --out DIR")
         require_run(out)
-        recorded = read_run(record_of(out))[0].portable
-    elif source is not None:
-        recorded = read_run(record_of(source))[0].portable
+    place, recorded = source or (out if resume else None), False
+    if place is not None:
+        recorded = read_run(record_of(place))[0].portable
     elif bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     elif bundle in shipped():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
     return {**requested, **where}
 
 
-def _plans(record: Mapping[str, Any], numbers: Any) -> Iterator[Plan]:
+def _plans(record: Mapping[str, Any], numbers: Iterable[int]) -> Iterator[Plan]:
     """Return the plan of each fold."""
     for number in numbers:
         config = _config(record, number)
@@ -156,7 +156,7 @@ def _run(
         say(f"fold {number} of {record['folds']}")
         shared = {"out": place, "command": f"{record['command']} (fold {number})", "say": say, **machine}
         settings = {name: value for name, value in record["settings"].items() if name != "with_local"}
-        if (place / "run.json").is_file():
+        if _begun(folder, number):
             federate(requested=asked, resume=True, **settings, **shared)
         else:
             federate(

@@ -50,11 +50,7 @@ def take(bundle: Bundle, text: str) -> str:
 
 
 def read(text: str) -> dict[str, Tensor]:
-    """Return the weights that `--init` names, on the CPU, under the names of a state dict.
-
-    Raises:
-        InputError: none are there.
-    """
+    """Return the weights that `--init` names, on the CPU, as a state dict; InputError if there are none."""
     path = weights_file(text)
     try:
         return tensors(path)
@@ -91,11 +87,7 @@ def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def keep(bundle: Bundle, run: Run, folder: Path) -> None:
-    """Write a run's initial weights into its folder, unless they are there.
-
-    Raises:
-        RunError: the disk is full.
-    """
+    """Write a run's initial weights into its folder, unless they are there; RunError if the disk is full."""
     if run.init and bundle.start is not None and not (folder / FILE).is_file():
         save_weights(folder / FILE, bundle.start)
 

@@ -54,23 +54,23 @@ class Shared:
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
         self.free: Free | None = None
-        self._known: dict[str, dict[str, Prepared]] = {}
+        self._prepared: dict[str, dict[str, Prepared]] = {}
 
     def sections(self, plan: Plan) -> dict[str, Prepared]:
         """Return the sections of a plan's bundle, prepared once."""
         key = self.key(plan)
-        if key not in self._known:
-            self._known[key] = prepared_sections(plan.bundle)
-        return self._known[key]
+        if key not in self._prepared:
+            self._prepared[key] = prepared_sections(plan.bundle)
+        return self._prepared[key]
 
     @staticmethod
     def key(plan: Plan) -> str:
         """Return what is the same for plans that share their images."""
-        run, root = plan.run, str(plan.bundle.root)
-        lacking = (said := [run.unlabelled, run.site_channels]) != ["", ""] and [said, run.partition.sites]
-        return json.dumps([root, run.config, run.data.folder, run.data.split, lacking], sort_keys=True, default=str)
+        run, said = plan.run, [plan.run.unlabelled, plan.run.site_channels]
+        lacking = [said, run.partition.sites] if any(said) else None
+        same = [plan.bundle.root, run.config, run.data.folder, run.data.split, lacking]
+        return json.dumps(same, sort_keys=True, default=str)
 
 
 @check_arguments
@@ -104,7 +104,7 @@ def federate(
         bundle: a shipped bundle's name or a folder; with `source` or `resume` only where the run's lies elsewhere now.
         options: options of the method.
         config: overrides of the bundle's configuration.
-        requested: other settings by name (method, data, sites, partition, cohort, rounds, ...; see `planning.Request`).
+        requested: other settings by name (method, data, sites, partition, rounds, ...; see `runs.plan.Request`).
         out: run folder.
         resume: continue the run in `out`, perhaps with more rounds.
         source: run.json of a recorded run to repeat.
@@ -131,16 +131,11 @@ def federate(
         InputError: bad input; nothing was written.
         RunError: failed while running; the last committed round is intact.
     """
-    requested = dict(requested or {})
+    options, config, requested = options or {}, config or {}, dict(requested or {})
+    out, source = None if out is None else Path(out), None if source is None else Path(source)
     check_kinds(requested)
     early.refuse(
-        bundle,
-        requested,
-        given=bool(options or config),
-        out=None if out is None else Path(out),
-        resume=resume,
-        source=None if source is None else Path(source),
-        runtime=runtime,
+        bundle, requested, given=bool(options or config), out=out, resume=resume, source=source, runtime=runtime
     )
     chosen = registry.load(runtime)
     chosen.check(runtime, jobs=jobs, profile=profile, deadline=deadline)
@@ -150,7 +145,13 @@ def federate(
         tracking.parse(track)
     tolerance = Tolerance(min_replies, deadline)
     with tf32(False):  # what teachers know and answer is kept for other runs too
-        plan = with_notes(_plan(bundle, options or {}, config or {}, requested, out, resume, source, say))
+        if source is not None:
+            plan = recorded_plan(source, requested.get("data"), say, bundle)
+        elif resume and out is not None:
+            plan = resumed_plan(out, bundle, options, config, requested, say)
+        else:
+            plan = make_plan(Request(str(bundle), options=options, config=config, **requested), say)
+        plan = with_notes(plan)
     run = plan.run
     _refuse_objects(plan, callbacks, runtime)
     if profile and run.compile:
@@ -159,16 +160,15 @@ def federate(
         )
     if save_predictions:
         _refuse_unsaved(plan)
-    path = Path(out) if out else default_run_folder(plan.bundle.name, run.method, run.seed)
+    path = out or default_run_folder(plan.bundle.name, run.method, run.seed)
     if not resume:
         require_unused(path, BESIDE)
     else:
         _refuse_elsewhere(path, runtime)
     for note in plan.notes:
         say(f"note: {note}")
-    used = {"tf32": run.tf32, "capture": run.capture and run.pack == 1, "pack": run.pack > 1}
-    idle = [f"--{name}" for name in used if used[name] and run.device == "cpu"]
-    if idle:
+    used = {"--tf32": run.tf32, "--capture": run.capture and run.pack == 1, "--pack": run.pack > 1}
+    if idle := [flag for flag, is_used in used.items() if is_used and run.device == "cpu"]:
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
@@ -310,32 +310,14 @@ def _division(plan: Plan) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in record.notes)])
 
 
-def _plan(
-    bundle: str | None,
-    options: Mapping[str, Any],
-    config: Mapping[str, Any],
-    requested: dict[str, Any],
-    out: str | Path | None,
-    resume: bool,
-    source: str | Path | None,
-    say: Print,
-) -> Plan:
-    """Make the plan: a new one, a recorded one, or the one in the folder to be resumed."""
-    if source is not None:
-        return recorded_plan(Path(source), requested.get("data"), say, bundle)
-    if resume:
-        return resumed_plan(Path(str(out)), bundle, options, config, requested, say)
-    return make_plan(Request(str(bundle), options=options, config=config, **requested), say)
-
-
 def _same_networks(plan: Plan) -> str:
     """Return the option `bodies` with which Local trains the same network at each site."""
     bodies = methods.extra(plan.method, methods.Bodies)
     if bodies is not None:
         return bodies.bodies
     configs = methods.site_networks(plan.method, list(plan.run.partition.sites)).values()
-    own = plan.bundle.get("network_name") if any(configs) else ""
-    return ",".join(str(config.get("network") or own) for config in configs) if own else ""
+    network_name = plan.bundle.get("network_name") if any(configs) else ""
+    return ",".join(str(config.get("network") or network_name) for config in configs) if network_name else ""
 
 
 def _refuse_unsaved(plan: Plan) -> None:

@@ -24,7 +24,7 @@ from medfl.core.places import WHICH
 from medfl.core.run import Run
 from medfl.core.run_documents import read_run, read_summary
 from medfl.core.run_folder import RunFolder
-from medfl.core.storage import State, file_sha256, load_state, load_weights, weights_sha256
+from medfl.core.storage import file_sha256, load_state, load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.methods.base import Method
@@ -58,7 +58,6 @@ class RunNetworks:
     """
 
     def __init__(self, path: Path, which: str = "last", say: Print = str) -> None:
-        """Read the records."""
         if not (path / "run.json").is_file():
             raise InputError(
                 f"{path} holds no run (no run.json)", "a folder that medfl run wrote", "name one, as runs/NAME"
@@ -94,11 +93,7 @@ class RunNetworks:
 
     @cached_property
     def round(self) -> int:
-        """The round whose model is taken.
-
-        Raises:
-            InputError: there is none yet.
-        """
+        """The round whose model is taken; InputError if there is none yet."""
         if self.which == "best":
             best = (self.manifest or {"record": {}})["record"].get("best") or (self.summary or {}).get("best")
             if best is None or not (self.path / "best.safetensors").is_file():
@@ -176,11 +171,11 @@ class RunNetworks:
         if not file.is_file():
             raise InputError(f"{file} is missing", "the weights that the run wrote", "restore it, or repeat the run")
         weights = load_weights(file)
-        wanted = document.get("weights_sha256" if self.which == "last" else "best_sha256")
-        if wanted and wanted != (weights_sha256(weights) if self.which == "last" else file_sha256(file)):
+        recorded = document.get("weights_sha256" if self.which == "last" else "best_sha256")
+        if recorded and recorded != (weights_sha256(weights) if self.which == "last" else file_sha256(file)):
             raise InputError(
                 f"{file} is not as the run wrote it",
-                f"its SHA-256 was {str(wanted)[:12]}…",
+                f"its SHA-256 was {str(recorded)[:12]}…",
                 "restore it, or repeat the run",
             )
         return weights
@@ -206,59 +201,49 @@ class RunNetworks:
 
     def _load_best(self, network: nn.Module, name: str, federation: Federation) -> None:
         """Put a site's weights of the best round in, where these are all that its prediction depends on."""
-        own = {k.removeprefix(f"{name}/"): v for k, v in (self._weights or {}).items() if k.startswith(f"{name}/")}
+        prefix, weights = f"{name}/", self._weights or {}
+        site_weights = {key.removeprefix(prefix): v for key, v in weights.items() if key.startswith(prefix)}
         plain = federation.site(name, self.round).network()
-        same = type(plain) is type(network) and plain.state_dict().keys() == own.keys()
+        same = type(plain) is type(network) and plain.state_dict().keys() == site_weights.keys()
         if not same or any(module._forward_hooks for module in network.modules()):
             raise InputError(
                 f"--which best --site {name} of method {self.run.method!r}",
                 "the best round's States of the sites are not kept",
                 "use --which last",
             )
-        network.load_state_dict(own)
+        network.load_state_dict(site_weights)
 
 
 class _States:
     """The networks that a method makes from the saved States, in a federation built again."""
 
     def __init__(self, result: RunNetworks, data: str | None, say: Print) -> None:
-        self.result = result
         if result.manifest is None:
             raise InputError(
                 f"the run in {result.path} has no saved States",
                 "this model is made from state/, as the run left it",
                 f"let it train: medfl run --resume --out {result.path}",
             )
+        self.result, self.manifest = result, result.manifest
         plan = repeat(result.run, data, say, result.path)
         public = plan.public.prepare(say=say) if plan.public else None
         self.federation = Federation(plan.bundle, plan.method, plan.run, public=public)
 
     def server_network(self, round_: int) -> nn.Module | None:
         """Return a copy of the server's network, None where it has none."""
-        federation, server = self.federation, self._server()
+        federation, folder = self.federation, self.result.folder
+        server = folder.best_state() if self.result.which == "best" else folder.server_state(self.manifest)
         with federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
             return None if network is None else use_torch_max_pool(deepcopy(network))
 
     def site_network(self, name: str) -> nn.Module:
         """Return a copy of the network that a site is judged by after the last round."""
-        federation, kept = self.federation, self._file(name)
-        assert self.result.manifest is not None
-        round_ = int(self.result.manifest["round"])
+        federation, folder, round_ = self.federation, self.result.folder, int(self.manifest["round"])
         with federation.networks.scope():
-            server = self.result.folder.server_state(self.result.manifest)
+            server = folder.server_state(self.manifest)
             down = federation.method.broadcast(federation.host(round_), server, name)
-        state = None if kept is None else load_state(kept)
+        state_file = folder.readable_state(name, self.result.run.run_hash)
+        state = None if state_file is None else load_state(state_file)
         with _judged(federation, round_, name, state, down) as (network, _):
             return use_torch_max_pool(deepcopy(network))
-
-    def _file(self, name: str) -> Path | None:
-        return self.result.folder.readable_state(name, self.result.run.run_hash)
-
-    def _server(self) -> State:
-        assert self.result.manifest is not None
-        return (
-            self.result.folder.best_state()
-            if self.result.which == "best"
-            else self.result.folder.server_state(self.result.manifest)
-        )

@@ -24,7 +24,7 @@ from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.forms import device
 from medfl.core.places import PHANTOM
-from medfl.core.release import version_of
+from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, Run
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
 from medfl.core.terminal import Print
@@ -137,8 +137,8 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
     }
     check_limits({name: value for name, value in chosen.items() if value != AUTO})
-    given = {**options_for(protocol, request.method), **request.options}
-    methods.load(request.method, given)  # refused before the images are looked for
+    given_options = {**options_for(protocol, request.method), **request.options}
+    unscheduled = methods.load(request.method, given_options)  # refused before the images are looked for
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
     seed, split = request.seed, protocol["split"]
@@ -147,26 +147,18 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         say=say, seed=seed, preferred=split, bundle=bundle, unlabelled=bool(request.unlabelled),
     )  # fmt: skip
     sections = _items(bundle)
-    sites = None if kind in OWN_SITES else protocol["sites"]
-    partition = assign(
-        spec,
-        sections,
-        sites=sites if request.sites is None else request.sites,
-        classes=bundle.classes or None,
-        seed=request.seed,
-    )
+    sites = request.sites if request.sites is not None or kind in OWN_SITES else protocol["sites"]
+    partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=seed)
     held = partition.to_ids(sections)
     held = {site: next(iter(held.values()))} if site else held
     sizes = {name: len(ids["train"]) for name, ids in held.items()}
-    site_labels.check(chosen["site_labels"], bundle, methods.load(request.method, given), held)
+    site_labels.check(chosen["site_labels"], bundle, unscheduled, held)
     site_channels.check(chosen["site_channels"], request.channel_drop, bundle, held)
     if not site:
-        check_unlabelled(
-            request.unlabelled, request.method, methods.load(request.method, given), held, sections["train"]
-        )
+        check_unlabelled(request.unlabelled, request.method, unscheduled, held, sections["train"])
     settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
     schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
-    method = methods.load(request.method, {**schedule, **given})
+    method = methods.load(request.method, {**schedule, **given_options})
     asked, method = methods.values_of(method), methods.settled(method, sizes)
     for own in {repr(own): own for own in methods.site_networks(method, [*held]).values() if own}.values():
         without_data(request.bundle, {**config, **own}, device, policy)
@@ -209,9 +201,9 @@ def again(
     **requested: Any,
 ) -> Request:
     """Return a request for a recorded run's settings, with those that are given in the place of the recorded ones."""
-    known = bundle_of(run) in shipped()
+    is_shipped = bundle_of(run) in shipped()
     recorded: dict[str, Any] = {name: getattr(run, name) for name in ("method", *SETTINGS)}
-    recorded |= {"data": _recorded_data(run, known), "partition": run.partition.spec}
+    recorded |= {"data": _recorded_data(run, is_shipped), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
     presets = requested.get("presets", ())
@@ -239,11 +231,11 @@ def repeat(
         InputError: the bundle, the data or the text embeddings are not the recorded ones.
     """
     name = bundle_of(run)
-    known = name in shipped()
-    config = {**run.config, **({"split": run.data.split} if known else {})}
+    is_shipped = name in shipped()
+    config = {**run.config, **({"split": run.data.split} if is_shipped else {})}
     bundle = reopened(run, run.config, device := device_named(run.device), given=place, folder=folder)
     method = methods.load(run.method, run.options)
-    place, unlabelled = data or _recorded_data(run, known), bool(run.unlabelled)
+    place, unlabelled = data or _recorded_data(run, is_shipped), bool(run.unlabelled)
     opened = with_data(name, place, config, device, say=say, bundle=bundle, unlabelled=unlabelled)
     record = opened.record()
     if record.checksum != run.data.checksum:
@@ -261,17 +253,11 @@ def repeat(
 
 
 def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> PublicPlan | None:
-    """Open a recorded run's public data again.
-
-    Raises:
-        InputError: they, or the teachers, are not the recorded ones.
-    """
+    """Open a recorded run's public data again; InputError if they, or the teachers, are not the recorded ones."""
     if run.public is None:
         return None
-    folder = run.public.data.folder
-    plan = plan_public(
-        method, run.options, bundle, run.device, folder=folder if Path(folder).is_dir() else None, say=say
-    )
+    folder = run.public.data.folder if Path(run.public.data.folder).is_dir() else None
+    plan = plan_public(method, run.options, bundle, run.device, folder=folder, say=say)
     if plan is None:
         raise InputError(
             f"a run of {run.method!r} with public data that its options do not use",
@@ -291,16 +277,16 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> Pu
     return plan
 
 
-def _recorded_data(run: Run, known: bool) -> str | None:
+def _recorded_data(run: Run, is_shipped: bool) -> str | None:
     """Return where the run's images lay; a phantom that is gone is drawn again."""
-    if known and run.data.source == PHANTOM and not Path(run.data.folder).is_dir():
+    if is_shipped and run.data.source == PHANTOM and not Path(run.data.folder).is_dir():
         return PHANTOM
     return run.data.folder or None
 
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on."""
-    return {name: version_of(name) for name in ("medfl", "torch", "monai", "numpy")}
+    return versions_of("medfl", "torch", "monai", "numpy")
 
 
 def _items(bundle: Bundle) -> dict[str, list[Any]]:
@@ -308,11 +294,7 @@ def _items(bundle: Bundle) -> dict[str, list[Any]]:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Return a setting's value, asked for or of federated.yaml, in the setting's kind; None and "auto" as they are.
-
-    Raises:
-        InputError: it is none of these.
-    """
+    """Return a setting's value in the setting's kind, None and "auto" as they are; InputError if it is of another."""
     one = SETTINGS[name]
     try:
         return value if value in (None, AUTO) else one.kind(value)
@@ -322,11 +304,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def device_named(name: str) -> str:
-    """Return the device that a run with this name has, "auto" resolved; finding it may initialise CUDA.
-
-    Raises:
-        InputError: there is no such device.
-    """
+    """Return the device of this name, "auto" resolved, which may initialise CUDA; InputError if it is not here."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, index = device(name)

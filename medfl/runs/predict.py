@@ -109,12 +109,12 @@ def predict(
             for line in (*own_folder.odd(root), *other_kinds(root, scored_by)):
                 say(f"note: {place}: {line}")
     with new_images.as_files(images, predictor.metadata) as files:
-        known = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
+        targets = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
-            predictions = _Writer(predictor, files, known, folder).write(progress)
+            predictions = _Writer(predictor, files, targets, folder).write(progress)
     if not predictions.rows:
         raise _nothing(len(files), next(iter(predictions.failed.values())))
-    return _document(predictor, files, predictions, folder, known)
+    return _document(predictor, files, predictions, folder, targets)
 
 
 def _references(place: Path, predictor: Predictor, files: Mapping[str, str]) -> Mapping[str, int | str]:
@@ -130,21 +130,21 @@ class _Writer:
     """Predicts image after image, and writes masks as they come."""
 
     def __init__(
-        self, predictor: Predictor, files: Mapping[str, str], known: Mapping[str, int | str], folder: Path
+        self, predictor: Predictor, files: Mapping[str, str], targets: Mapping[str, int | str], folder: Path
     ) -> None:
-        self.predictor, self.files, self.known, self.folder = predictor, files, known, folder
-        self.places, self.found = _places(files), Predictions()
+        self.predictor, self.files, self.targets, self.folder = predictor, files, targets, folder
+        self.places, self.predictions = _places(files), Predictions()
 
     def write(self, progress: bool) -> Predictions:
         """Predict everything; what fails is told in what is returned."""
         with terminal.bar(total=len(self.files), desc="predicting", unit="image", shown=progress) as bar:
             for idents in self._groups():
-                for prepared, outcome in self._outcomes({ident: self.files[ident] for ident in idents}, self.known):
+                for prepared, outcome in self._outcomes({ident: self.files[ident] for ident in idents}, self.targets):
                     self._take(prepared, outcome)
                 bar.update(len(idents))
-        rows = {ident: self.found.rows[ident] for ident in self.files if ident in self.found.rows}
-        self.found.rows = rows
-        return self.found
+        rows = self.predictions.rows
+        self.predictions.rows = {ident: rows[ident] for ident in self.files if ident in rows}
+        return self.predictions
 
     def _groups(self) -> Iterator[Sequence[str]]:
         """Give the ids that are read at once: as many as memory holds of any size."""
@@ -156,9 +156,9 @@ class _Writer:
         yield from _batched([*volumes], 1)
         yield from _batched([ident for ident in self.files if ident not in volumes], _PICTURES)
 
-    def _outcomes(self, files: Mapping[str, str], known: Mapping[str, int | str]) -> Iterator[_Outcome]:
+    def _outcomes(self, files: Mapping[str, str], targets: Mapping[str, int | str]) -> Iterator[_Outcome]:
         """Yield the outcomes of images; of one that fails with its reference, without it."""
-        labels = {ident: known[ident] for ident in files if ident in known}
+        labels = {ident: targets[ident] for ident in files if ident in targets}
         try:
             outcome = self._judged(files, labels)
         except Exception as error:  # a bundle's own transforms, inferer and network raise anything
@@ -169,13 +169,14 @@ class _Writer:
     def _apart(self, files: Mapping[str, str], labels: Mapping[str, int | str], error: Exception) -> Iterator[_Outcome]:
         """Yield the outcomes of images that fail together: of those that can be read, and of each of the others."""
         if len(files) > 1:
-            sound = {ident: uri for ident, uri in files.items() if self._is_read(ident, uri, labels)}
-            parts = [{ident: uri} for ident, uri in files.items() if ident not in sound or len(sound) == len(files)]
-            for part in [*([sound] if 0 < len(sound) < len(files) else []), *parts]:
+            readable = {ident: uri for ident, uri in files.items() if self._is_read(ident, uri, labels)}
+            together = readable if len(readable) < len(files) else {}
+            alone = [{ident: uri} for ident, uri in files.items() if ident not in together]
+            for part in filter(None, [together, *alone]):
                 yield from self._outcomes(part, labels)
             return
         (ident,) = files
-        self.found.failed[ident] = self._one_channel(ident) or error
+        self.predictions.failed[ident] = self._one_channel(ident) or error
         if labels:
             yield from self._outcomes(files, {})
 
@@ -204,7 +205,7 @@ class _Writer:
             cases = evaluator(predictor.network, shard, predictor.device)
             if not cases.values["probabilities"].isfinite().all():
                 raise InputError("the network's outputs are no numbers", "finite outputs", "check image and network")
-            self.found.cases += [cases.select(labelled)] if labelled else []
+            self.predictions.cases += [cases.select(labelled)] if labelled else []
             return prepared, cases
         masks = [*evaluator.masks(predictor.network, shard, predictor.device)]
         for ident, mask in zip(files, masks, strict=True):
@@ -221,16 +222,16 @@ class _Writer:
         if labelled:
             part = Shard.of(prepared, labelled)
             cases = evaluator(predictor.network, part, predictor.device, distances=predictor.distances)
-            kept = {name: values for name, values in cases.values.items() if name != "loss"}
-            self.found.cases.append(Cases(cases.ids, kept))
-            self.found.units |= {unit(prepared.geometry[index]) for index in labelled}
+            scores = {name: values for name, values in cases.values.items() if name != "loss"}
+            self.predictions.cases.append(Cases(cases.ids, scores))
+            self.predictions.units |= {unit(prepared.geometry[index]) for index in labelled}
         return prepared, masks
 
     def _take(self, prepared: Prepared, outcome: list[Masks | None] | Cases) -> None:
         idents = prepared.ids(range(len(prepared)))
         if isinstance(outcome, Cases):
             probabilities = outcome.values["probabilities"].tolist()
-            self.found.rows |= {
+            self.predictions.rows |= {
                 i: _class_row(i, p, self.predictor.classes) for i, p in zip(idents, probabilities, strict=True)
             }
             return
@@ -241,7 +242,7 @@ class _Writer:
             path.parent.mkdir(parents=True, exist_ok=True)
             written = save_masks.write(mask, masks.classes, geometry, path).relative_to(self.folder)
             amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
-            self.found.rows[ident] = {"id": ident, "mask": written.as_posix(), **amounts}
+            self.predictions.rows[ident] = {"id": ident, "mask": written.as_posix(), **amounts}
 
 
 def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
@@ -307,17 +308,17 @@ def _document(
     files: Mapping[str, str],
     predictions: Predictions,
     folder: Path,
-    known: Mapping[str, int | str],
+    targets: Mapping[str, int | str],
 ) -> dict[str, Any]:
     """Write the tables, the predictions last, and return everything for JSON."""
     table, written = RunFolder(folder), {"predictions": str(folder / PREDICTIONS)}
     folder.mkdir(parents=True, exist_ok=True)
-    cases = Cases.concat(predictions.cases) if predictions.cases else None
-    scores = summarise(cases) if cases is not None else None
-    structures = None
-    if cases is not None and scores is not None:
+    scores, structures, scored = None, None, 0
+    if predictions.cases:
+        cases = Cases.concat(predictions.cases)
+        scores, scored = summarise(cases), len(cases)
         if predictor.task == "segmentation":
-            structures = by_structure(scores, cases.values, predictor.classes, len(cases))
+            structures = by_structure(scores, cases.values, predictor.classes, scored)
         table.write_table(SCORES, [{"metric": name, "value": value} for name, value in scores.items()])
         table.write_table(BY_CASE, _by_case(cases, predictions, predictor.classes))
         written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
@@ -327,8 +328,8 @@ def _document(
         "data_source": predictor.data_source, "out": str(folder), "images": len(files), "files": written,
         "predictions": [*predictions.rows.values()],
         "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in predictions.failed.items()],
-        "scores": scores, "structures": structures, "scored": 0 if cases is None else len(cases),
-        "with_reference": len(known),
+        "scores": scores, "structures": structures, "scored": scored,
+        "with_reference": len(targets),
         "units": {x: " or ".join(sorted(predictions.units)) for x in scores or () if is_distance(x)},
     }  # fmt: skip
 

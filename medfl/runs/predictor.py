@@ -61,14 +61,7 @@ class Predictor:
 
 
 def open_predictor(where: str | Path, which: str, site: str | None, device: str, say: Print) -> Predictor:
-    """Open a run's folder, or that of a MONAI bundle with weights.
-
-    Args:
-        where: the folder.
-        which: of a run, the weights of the "last" or of the "best" round.
-        site: of a run whose method has a model for each site, whose.
-        device: auto, cpu or cuda[:i].
-        say: where lines for the user go.
+    """Open a run's folder, or that of a MONAI bundle with weights; arguments are as of `medfl.runs.predict.predict`.
 
     Raises:
         InputError: it is neither, has no weights yet, no such model, or a bundle that inspection refuses.
@@ -91,13 +84,10 @@ def _checked(predictor: Predictor) -> Predictor:
                 "names that differ, in one line, no formula of a spreadsheet, and not id or prediction",
                 "rename it",
             )
-    if odd := next((name for name, tensor in predictor.network.state_dict().items() if not _is_finite(tensor)), None):
+    weights = predictor.network.state_dict().items()  # what is no tensor is a module's extra state
+    if odd := next((name for name, one in weights if isinstance(one, Tensor) and not one.isfinite().all()), None):
         raise InputError(f"{predictor.title}: its weights {odd!r} are not finite", "numbers", "train it again")
     return predictor
-
-
-def _is_finite(tensor: object) -> bool:
-    return not isinstance(tensor, Tensor) or bool(tensor.isfinite().all())
 
 
 def _of_run(path: Path, which: str, site: str | None, device: torch.device, say: Print) -> Predictor:
@@ -105,7 +95,9 @@ def _of_run(path: Path, which: str, site: str | None, device: torch.device, say:
     run, bundle, task = networks.run, networks.bundle, networks.task
     if site == "all" and site not in networks.sites:
         raise InputError("--site all", "the model of one site predicts", f"name one of {', '.join(networks.sites)}")
-    _check_task(task.kind, str(path))
+    if task.kind not in ("classification", "segmentation"):
+        given = f"the model of {path}, a {task.kind} task"
+        raise InputError(given, "classes or masks are predicted", "run its own inference by MONAI")
     (model,) = networks.models(site, None, say)
     if not networks.finished:
         say(f"note: the run in {path} was interrupted: this is round {networks.round} of {run.rounds}")
@@ -149,13 +141,6 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
     chain = without_labels((opened.config.content("preprocessing"),))
     title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
     return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, meta, source)
-
-
-def _check_task(kind: str, where: str) -> None:
-    if kind not in ("classification", "segmentation"):
-        raise InputError(
-            f"the model of {where}, a {kind} task", "classes or masks are predicted", "run its own inference by MONAI"
-        )
 
 
 def _refuse_overlaps(opened: Inference, path: Path) -> None:

@@ -102,9 +102,9 @@ class PublicPlan:
             )
         said += [f"teacher: {teacher.name}" for teacher in self.teachers]
         if public.name == bundle.name:
-            own = {str(item["id"]) for items in used.values() for item in items}
+            site_ids = {str(item["id"]) for items in used.values() for item in items}
             chosen = [public.items(self.section)[i]["id"] for i in self.indices]
-            common = sum(str(ident) in own for ident in chosen)
+            common = sum(str(ident) in site_ids for ident in chosen)
             if common:
                 said.append(f"{common} OF THE PUBLIC ITEMS ARE ALSO ITEMS OF THE SITES: results are optimistic")
         return said
@@ -202,11 +202,7 @@ def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
 
 
 def _depth(public: Bundle, bundle: Bundle, lift: str) -> int:
-    """Return how often a public image is repeated along a third axis.
-
-    Raises:
-        InputError: the dimensions do not go together.
-    """
+    """Return how often a public image is repeated along a third axis; InputError if dimensions do not go together."""
     has, needs = _dimensions(public), _dimensions(bundle)
     if has == needs:
         return 0

@@ -50,15 +50,15 @@ def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> 
     """
     if not place.is_dir():
         return _in_table(place, files, classes)
-    known = defaultdict[str, set[int]](set)
+    form_labels = defaultdict[str, set[int]](set)
     for name, label in _in_folders(place, classes):
         for form in _forms(name):
-            known[form].add(label)
+            form_labels[form].add(label)
     class_indices, bare = {}, Counter(_forms(ident)[-1] for ident in files)
     for ident in files:
         forms = _forms(ident)
         forms = forms if bare[forms[-1]] == 1 else forms[:2]
-        labels = set(next((known[form] for form in forms if form in known), ()))
+        labels = set(next((form_labels[form] for form in forms if form in form_labels), ()))
         if len(labels) > 1:
             named = ", ".join(sorted(classes[label] for label in labels))
             raise InputError(f"--reference {place} has image {ident} as {named}", "one class an image", "give its path")

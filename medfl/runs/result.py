@@ -28,8 +28,7 @@ from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
-from medfl.runs.records import Record, even, typed
-from medfl.runs.result_tables import ResultTables
+from medfl.runs.result_tables import Record, ResultTables, even, typed
 from medfl.runtimes import site_labels
 from medfl.training.accelerate.precision import tf32
 
@@ -107,11 +106,11 @@ class Result(ResultTables):
     @cached_property
     def rounds(self) -> list[Record]:
         """One record a round: seconds, bytes, sites, train_loss, and validation metrics as `val_<name>`."""
-        kept = ("round", "seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down",
+        columns = ("round", "seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down",
                 "train_loss")  # fmt: skip
         rows = [
             {
-                **{name: entry[name] for name in kept if name in entry},
+                **{name: entry[name] for name in columns if name in entry},
                 "sites": len(entry.get("cohort") or ()),
                 **{f"val_{name}": value for name, value in (entry.get("val") or {}).items()},
                 **(entry.get("observed") or {}),
@@ -187,8 +186,8 @@ class Result(ResultTables):
         Raises:
             InputError: as `predictions` and `plan`.
         """
-        known = case_metadata.read(self.plan.bundle, "test", self.plan.run.data.folder)
-        return [{**row, **known.get(row["id"], {})} for row in self.predictions]
+        metadata = case_metadata.read(self.plan.bundle, "test", self.plan.run.data.folder)
+        return [{**row, **metadata.get(row["id"], {})} for row in self.predictions]
 
     def subgroups(self, by: str = "centre", min_count: int = subgroups.MIN_COUNT) -> Subgroups:
         """Return the metrics of the test cases by centre, site, sex, age (bands of 20 years) or localisation.
@@ -254,11 +253,11 @@ class Result(ResultTables):
             return self._predict_new(images, which, site)
         if section not in SECTIONS:
             raise InputError(f"section {section!r}", f"sections are {', '.join(SECTIONS)}", "choose one")
-        known = self.run.partition.sites
-        if site is not None and site not in known:
-            raise InputError(f"site {site!r}", f"the run's sites are {', '.join([*known][:8])}", "name one of them")
+        sites = self.run.partition.sites
+        if site is not None and site not in sites:
+            raise InputError(f"site {site!r}", f"the run's sites are {', '.join([*sites][:8])}", "name one of them")
         prepared, owner = self._prepared(section), self._owners(section)
-        ids = {name: list(own.get(section, ())) for name, own in known.items()}
+        ids = {name: list(own.get(section, ())) for name, own in sites.items()}
         if self.plan.method.judged == "global":
             return self._judge(self.network(which), prepared, ids[site] if site else None, owner)
         networks = self._networks(which, "all" if site is None else site)
@@ -290,8 +289,8 @@ class Result(ResultTables):
         self._refuse_others("activation maps")
         network = self.network(which, site)
         listed = [images] if isinstance(images, str | Path) else list(images)
-        own = self._owners(section) if all(isinstance(entry, str) for entry in listed) else {}
-        if listed and all(entry in own for entry in listed):
+        owners = self._owners(section) if all(isinstance(entry, str) for entry in listed) else {}
+        if listed and all(entry in owners for entry in listed):
             prepared = self._prepared(section)
             shard = _shard(prepared, [str(entry) for entry in listed])
         else:
@@ -349,18 +348,15 @@ class Result(ResultTables):
         return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
 
     def _records(self, cases: Cases) -> list[Record]:
-        rows = []
+        rows, values = [], cases.values
         for index, ident in enumerate(cases.ids):
             row: Record = {"id": ident}
             if cases.is_classification:
-                probabilities = cases.values["probabilities"][index].tolist()
-                row |= {
-                    "label": int(cases.values["label"][index]),
-                    "predicted": probabilities.index(max(probabilities)),
-                }
+                probabilities = values["probabilities"][index].tolist()
+                row |= {"label": int(values["label"][index]), "predicted": probabilities.index(max(probabilities))}
                 row |= {f"p_{name}": value for name, value in zip(self.classes, probabilities, strict=True)}
             else:
-                row |= {name: float(values[index]) for name, values in cases.values.items()}
+                row |= {name: float(numbers[index]) for name, numbers in values.items()}
             rows.append(row)
         return rows
 

@@ -1,8 +1,10 @@
-"""A run's numbers as a pandas table, and as curves of matplotlib."""
+"""A run's numbers as lists of records, as pandas tables, and as curves of matplotlib."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from medfl.core.errors import InputError, did_you_mean, without_package
@@ -12,8 +14,8 @@ if TYPE_CHECKING:
     import pandas
     from matplotlib.axes import Axes
 
-    from medfl.runs.records import Record
-
+Record = dict[str, Any]
+"""Of a list in which all have the same keys and typed values."""
 TABLES = ("rounds", "site_rounds", "sites", "predictions")
 
 
@@ -95,12 +97,12 @@ class ResultTables(ABC):
         """The metric by which the best round is chosen."""
 
     def _column(self, name: str) -> str:
-        known = [key for key, value in self.rounds[-1].items() if isinstance(value, int | float) and key != "round"]
-        known += [key for row in self.rounds for key in row if key.startswith("val_") and key not in known]
-        column = next((key for key in (f"val_{name}", name) if key in known), None)
+        columns = [key for key, value in self.rounds[-1].items() if isinstance(value, int | float) and key != "round"]
+        columns += [key for row in self.rounds for key in row if key.startswith("val_") and key not in columns]
+        column = next((key for key in (f"val_{name}", name) if key in columns), None)
         if column is None:
-            advice = did_you_mean(name, [key.removeprefix("val_") for key in known], "choose one")
-            raise InputError(f"metric {name!r}", f"the rounds have {', '.join(known)}", advice)
+            advice = did_you_mean(name, [key.removeprefix("val_") for key in columns], "choose one")
+            raise InputError(f"metric {name!r}", f"the rounds have {', '.join(columns)}", advice)
         return column
 
     def _site_curves(self, column: str) -> list[list[tuple[int, float]]]:
@@ -116,3 +118,24 @@ class ResultTables(ABC):
 def _label(column: str) -> str:
     name = column.removeprefix("val_")
     return f"{title(name)} (validation)" if column.startswith("val_") else name.replace("_", " ")
+
+
+def even(rows: list[Record]) -> list[Record]:
+    """Give all records the same keys, None where one has no value."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return [{name: row.get(name) for name in names} for row in rows] if rows else []
+
+
+def typed(row: Mapping[str, str]) -> Record:
+    """Return a line of a table with its numbers as such; names stay text, be they of digits ("007")."""
+    return {name: cell if name in ("id", "site") else _value(cell) for name, cell in row.items()}
+
+
+def _value(cell: str) -> Any:
+    """Return a cell as a number where it is one, None where it is blank."""
+    if cell == "":
+        return None
+    for number in (int, float):
+        with suppress(ValueError):
+            return number(cell)
+    return cell

@@ -83,8 +83,8 @@ def with_notes(plan: Plan) -> Plan:
         return plan
     ids = ids_of(plan.bundle)
     lists = [plan.bundle.data(section) for section in SECTIONS]
-    known = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
-    if not (known and all(isinstance(data, list) for data in lists)):
+    is_medfl_new = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
+    if not (is_medfl_new and all(isinstance(data, list) for data in lists)):
         return plan
     items = [item for data in lists for item in data if isinstance(item, Mapping)]
     notes = own.notes(ids["dataset_dir"], items, ids)
@@ -99,15 +99,11 @@ def has_local(path: Path) -> bool:
 
 
 def is_due(run: Run, path: Path) -> bool:
-    """Tell whether a Local reference has still to be trained, or trained on, in its folder.
-
-    Raises:
-        InputError: the folder holds another run or a damaged one, or more rounds.
-    """
+    """Tell whether a Local reference has still to be trained, or trained on; errors are those of `rounds_done`."""
     if _scored(path) == run.rounds:
         _refuse_other(run, read_verified_run(path / "run.json")[0])
         return False
-    known(run, path)
+    rounds_done(run, path)
     return True
 
 
@@ -119,12 +115,8 @@ def _scored(path: Path) -> int | None:
     return None
 
 
-def known(run: Run, path: Path, sums: bool = True) -> int | None:
-    """Return how many rounds of this run are done in a folder, None if it holds no run.
-
-    Raises:
-        InputError: it holds another run or a damaged one, or more rounds.
-    """
+def rounds_done(run: Run, path: Path, sums: bool = True) -> int | None:
+    """Return how many rounds a run has in a folder, None without one; InputError for another, damaged or longer run."""
     if not (path / "run.json").is_file():
         return None
     _refuse_other(run, read_verified_run(path / "run.json")[0])
@@ -141,7 +133,7 @@ def open_folder(
     Returns:
         The folder, and whether the run is gone on with.
     """
-    done = known(plan.run, path, sums=False)
+    done = rounds_done(plan.run, path, sums=False)
     folder = RunFolder.create(path, BESIDE) if done is None else RunFolder.existing(path)
     extra = {**extra, "leaves": federation.policy()}
     if done is not None:

@@ -126,17 +126,17 @@ def of(
     values = _values(rows, by)
     members = {name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)}
     counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
-    kept = [index for name, index in members.items() if counts[name] is not None]
+    told_indices = [index for name, index in members.items() if counts[name] is not None]
 
-    together = np.sort(np.concatenate(kept)) if kept else np.empty(0, np.int64)
+    together = np.sort(np.concatenate(told_indices)) if told_indices else np.empty(0, np.int64)
 
     def group(name: str, index: NDArray[np.int64]) -> Subgroup:
-        own = [rows[i] for i in index]
-        if not own or (index is not together and counts[name] is None):
+        member_rows = [rows[i] for i in index]
+        if not member_rows or (index is not together and counts[name] is None):
             return Subgroup(name, None, {}, {})
         if classes:
-            return _classified(name, own, classes, min_count, seed)
-        return _measured(name, own, seed)
+            return _classified(name, member_rows, classes, min_count, seed)
+        return _measured(name, member_rows, seed)
 
     return Subgroups(by, tuple(group(*entry) for entry in members.items()), group("all of these", together), min_count)
 
@@ -146,10 +146,10 @@ def _values(rows: Sequence[Mapping[str, Any]], by: str) -> NDArray[Any]:
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
     numbers = {name for row in rows for name, value in row.items() if isinstance(value, int | float)} - {"age"}
-    known = [name for name in rows[0] if name not in _NO_GROUPS and name not in numbers]
-    if by not in known:
+    columns = [name for name in rows[0] if name not in _NO_GROUPS and name not in numbers]
+    if by not in columns:
         raise InputError(
-            f"subgroups by {by!r}", f"of these cases is known: {', '.join(known) or 'nothing'}", "choose one of them"
+            f"subgroups by {by!r}", f"of these cases is known: {', '.join(columns) or 'nothing'}", "choose one of them"
         )
     if by == "age":
         return np.array([case_metadata.band(row.get("age")) for row in rows])
@@ -176,9 +176,9 @@ def _classified(
     reported = [int(k) for k in np.flatnonzero(enough)]
     areas = {k: delong.area(label == k, probabilities[:, k]) for k in reported}
     if len(reported) > 1 and not silent:
-        own = [label == k for k in reported]
-        recall = np.stack([times @ (hit & k) / k.sum() for k in own])
-        estimates["balanced_accuracy"] = _estimate(float(np.mean([hit[k].mean() for k in own])), recall.mean(0))
+        is_class = [label == k for k in reported]
+        recall = np.stack([times @ (hit & k) / k.sum() for k in is_class])
+        estimates["balanced_accuracy"] = _estimate(float(np.mean([hit[k].mean() for k in is_class])), recall.mean(0))
     if len(classes) == 2 and 1 in areas:
         estimates["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
     elif areas and not silent:

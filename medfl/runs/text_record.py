@@ -13,7 +13,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -48,11 +47,7 @@ def language_model(method: Method) -> str:
 
 
 def record(bundle: Bundle, method: Method) -> TextRecord | None:
-    """Say which embeddings a method takes of a bundle, None where it takes none.
-
-    Raises:
-        InputError: they are not here, or do not fit the bundle.
-    """
+    """Say which embeddings a method takes of a bundle, None for none; InputError if they are not here or do not fit."""
     plm = language_model(method)
     if not plm or bundle.task not in method.tasks:
         return None
@@ -61,11 +56,7 @@ def record(bundle: Bundle, method: Method) -> TextRecord | None:
 
 
 def keep(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
-    """Write a run's embeddings and initial weights into its folder, unless they are there.
-
-    Raises:
-        RunError: the disk is full.
-    """
+    """Write a run's embeddings and initial weights into its folder, if not there yet; RunError if the disk is full."""
     initial_weights.keep(bundle, run, folder)
     path = folder / FILE
     if run.text is not None and not path.is_file():
@@ -112,19 +103,13 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
 
 def _read(path: Path) -> Tensor:
     try:
-        embeddings = _carried(path) if path.name == CARRIED else _kept(path)
+        embeddings = _carried(path) if path.name == CARRIED else safetensors.torch.load_file(path)["embeddings"]
         if embeddings.ndim != 3 or embeddings.dtype != torch.float32:
             raise ValueError(f"its tensor is {tuple(embeddings.shape)} {embeddings.dtype}")
         if not embeddings.isfinite().all():
             raise ValueError("its values are not finite")
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
         raise InputError(f"{path} is damaged ({error})", "the text embeddings of the run", "restore it") from error
-    return embeddings
-
-
-def _kept(path: Path) -> Tensor:
-    with safetensors.safe_open(path, framework="pt") as file:
-        embeddings: Tensor = file.get_tensor("embeddings")
     return embeddings
 
 

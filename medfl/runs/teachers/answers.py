@@ -7,6 +7,7 @@ of all that the answers depend on: the teacher's weights and facts, the data's c
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -59,11 +60,7 @@ class Noted(Protocol):
 
 
 def split_names(text: str) -> tuple[str, ...]:
-    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one.
-
-    Raises:
-        InputError: an empty place in it.
-    """
+    """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one; InputError for an empty name."""
     names = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
     if "" in names:
         raise InputError(f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much")
@@ -119,20 +116,20 @@ def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, sa
         InputError: the answers are none for these data; names teacher and item.
         RunError: the teacher fails, or the cache cannot be written; what was answered before is kept.
     """
-    kept = _Kept.of(teacher, questions)
-    for note in kept.notes:
+    cached = _Cached.of(teacher, questions)
+    for note in cached.notes:
         say(f"note: {note}")
-    with writing(kept.path, "free some space, or set XDG_CACHE_HOME to a larger disk"):
-        kept.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _alone(kept.path, say):
-            state, why = kept.state()
+    with writing(cached.path, "free some space, or set XDG_CACHE_HOME to a larger disk"):
+        cached.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _alone(cached.path, say):
+            state, why = cached.state()
             if why:
-                say(f"the cached answers of {teacher.name} in {kept.path} are made anew: {why}")
+                say(f"the cached answers of {teacher.name} in {cached.path} are made anew: {why}")
             if state.done < len(questions):
                 already = f", {state.done} of them answered already" if state.done else ""
-                say(f"asking {teacher.name} about {len(questions)} public items{already}; kept in {kept.path}")
-                _ask(teacher, questions, kept, state, progress)
-    return torch.from_numpy(np.lib.format.open_memmap(kept.path, mode="c"))
+                say(f"asking {teacher.name} about {len(questions)} public items{already}; kept in {cached.path}")
+                _ask(teacher, questions, cached, state, progress)
+    return torch.from_numpy(np.lib.format.open_memmap(cached.path, mode="c"))
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Cached:
     """One array of answers in the cache, what they depend on, and the teacher's remarks."""
 
     path: Path
@@ -154,7 +151,7 @@ class _Kept:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, teacher: Teacher, questions: Questions) -> _Kept:
+    def of(cls, teacher: Teacher, questions: Questions) -> _Cached:
         classifies = questions.bundle.task == "classification"
         shape = (len(public_classes(questions.bundle)),) if classifies else questions.grid
         about = {
@@ -224,19 +221,19 @@ class _Kept:
         write_atomic(self.manifest, (json.dumps(document, indent=1) + "\n").encode())
 
 
-def _ask(teacher: Teacher, questions: Questions, kept: _Kept, state: _State, progress: bool) -> None:
+def _ask(teacher: Teacher, questions: Questions, cached: _Cached, state: _State, progress: bool) -> None:
     """Ask about the items that are left; after each batch the answers are on disk and the manifest counts them."""
-    rows = kept.rows(fresh=not state.done)
+    rows = cached.rows(fresh=not state.done)
     created, total = time.strftime("%Y-%m-%dT%H:%M:%S%z"), len(questions)
     asked = f"asking {teacher.name}"
     with terminal.bar(total=total, initial=state.done, desc=asked, unit="image", shown=progress) as bar:
         while state.done < total:
             positions = range(state.done, min(state.done + teacher.batch_size, total))
-            given = _checked(teacher, questions, positions, _answer(teacher, questions, positions))
-            rows[positions.start : positions.stop] = given
+            answers = _checked(teacher, questions, positions, _answer(teacher, questions, positions))
+            rows[positions.start : positions.stop] = answers
             rows.flush()  # type: ignore[attr-defined]
-            state = _State(positions.stop, state.queries + 1, zlib.crc32(given.tobytes(), state.crc32))
-            kept.write(state, created)
+            state = _State(positions.stop, state.queries + 1, zlib.crc32(answers.tobytes(), state.crc32))
+            cached.write(state, created)
             bar.update(len(positions))
 
 
@@ -255,21 +252,17 @@ def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) ->
 
 
 def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor) -> NDArray[Any]:
-    """Return a batch of answers as it is kept.
-
-    Raises:
-        InputError: another shape, no distributions, or NaN.
-    """
+    """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
     values = answer.detach().float().cpu()
     classifies = questions.bundle.task == "classification"
     names = public_classes(questions.bundle)
     shape = (len(positions), *((len(names),) if classifies else questions.grid))
     if tuple(values.shape) != shape:
-        wanted = f"{len(names)} classes" if classifies else f"a grid of {' x '.join(map(str, questions.grid))}"
+        expected = f"{len(names)} classes" if classifies else f"a grid of {' x '.join(map(str, questions.grid))}"
         raise InputError(
             f"teacher {teacher.name!r} answers with {' x '.join(map(str, values.shape))} values about "
             f"{len(positions)} items",
-            f"the public data {questions.bundle.name!r} have {wanted}",
+            f"the public data {questions.bundle.name!r} have {expected}",
             "name a teacher that answers so, or public data that fit it",
         )
     flat = values.flatten(1)
@@ -291,11 +284,6 @@ def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], a
 @contextmanager
 def _alone(path: Path, say: Print) -> Iterator[None]:
     """Let one process at a time ask about the same; the others find what it was told."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        yield
-        return
     with path.with_suffix(".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,39 +24,37 @@ from torch import Tensor, nn
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.text_embeddings import at_hand
 from medfl.core.errors import InputError
+from medfl.core.release import versions_of
 from medfl.core.storage import load_pickled, weights_sha256
 from medfl.datasets.readers.pairs import read_pair
 from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture
 
 HUB = "wanglab/medsam-vit-base"
 _WHERE = "medsam_vit_b.pth, see https://github.com/bowang-lab/MedSAM"
-_RULES = tuple(
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"^image_encoder\.", "vision_encoder."),
-        (r"(?<=vision_encoder\.)blocks\.", "layers."),
-        (r"\bpatch_embed\.proj\.", "patch_embed.projection."),
-        (r"\bneck\.0\.", "neck.conv1."),
-        (r"\bneck\.1\.", "neck.layer_norm1."),
-        (r"\bneck\.2\.", "neck.conv2."),
-        (r"\bneck\.3\.", "neck.layer_norm2."),
-        (r"\bnorm_final_attn\.", "layer_norm_final_attn."),
-        (r"\bnorm([1-4])\.", r"layer_norm\1."),
-        (r"\bmask_downscaling\.0\.", "mask_embed.conv1."),
-        (r"\bmask_downscaling\.1\.", "mask_embed.layer_norm1."),
-        (r"\bmask_downscaling\.3\.", "mask_embed.conv2."),
-        (r"\bmask_downscaling\.4\.", "mask_embed.layer_norm2."),
-        (r"\bmask_downscaling\.6\.", "mask_embed.conv3."),
-        (r"\bpoint_embeddings\.", "point_embed."),
-        (r"\bpe_layer\.positional_encoding_gaussian_matrix$", "shared_embedding.positional_embedding"),
-        (r"\boutput_upscaling\.0\.", "upscale_conv1."),
-        (r"\boutput_upscaling\.1\.", "upscale_layer_norm."),
-        (r"\boutput_upscaling\.3\.", "upscale_conv2."),
-        (r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.0\.", r"\1proj_in."),
-        (r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.1\.", r"\1layers.0."),
-        (r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.2\.", r"\1proj_out."),
-    )
-)
+_RULES = {
+    r"^image_encoder\.": "vision_encoder.",
+    r"(?<=vision_encoder\.)blocks\.": "layers.",
+    r"\bpatch_embed\.proj\.": "patch_embed.projection.",
+    r"\bneck\.0\.": "neck.conv1.",
+    r"\bneck\.1\.": "neck.layer_norm1.",
+    r"\bneck\.2\.": "neck.conv2.",
+    r"\bneck\.3\.": "neck.layer_norm2.",
+    r"\bnorm_final_attn\.": "layer_norm_final_attn.",
+    r"\bnorm([1-4])\.": r"layer_norm\1.",
+    r"\bmask_downscaling\.0\.": "mask_embed.conv1.",
+    r"\bmask_downscaling\.1\.": "mask_embed.layer_norm1.",
+    r"\bmask_downscaling\.3\.": "mask_embed.conv2.",
+    r"\bmask_downscaling\.4\.": "mask_embed.layer_norm2.",
+    r"\bmask_downscaling\.6\.": "mask_embed.conv3.",
+    r"\bpoint_embeddings\.": "point_embed.",
+    r"\bpe_layer\.positional_encoding_gaussian_matrix$": "shared_embedding.positional_embedding",
+    r"\boutput_upscaling\.0\.": "upscale_conv1.",
+    r"\boutput_upscaling\.1\.": "upscale_layer_norm.",
+    r"\boutput_upscaling\.3\.": "upscale_conv2.",
+    r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.0\.": r"\1proj_in.",
+    r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.1\.": r"\1layers.0.",
+    r"((?:output_hypernetworks_mlps\.\d+|iou_prediction_head)\.)layers\.2\.": r"\1proj_out.",
+}
 """From the names of the package segment_anything to those of transformers, in this order."""
 _POSITIONS = "prompt_encoder.shared_embedding.positional_embedding"
 _IMAGE_POSITIONS = "shared_image_embedding.positional_embedding"
@@ -70,7 +67,6 @@ class MedSAM(nn.Module):
     """MedSAM on whole images: pixels and boxes in, probabilities out."""
 
     def __init__(self, sam: Any) -> None:
-        """Keep it."""
         super().__init__()
         self.sam = sam
 
@@ -123,7 +119,6 @@ class BoxOfMaskd(MapTransform):
     """
 
     def __init__(self, keys: str = "label", image: str = "image", box: str = "box") -> None:
-        """Keep the keys."""
         super().__init__(keys, allow_missing_keys=True)
         self.image, self.box = image, box
 
@@ -146,8 +141,8 @@ def renamed(original: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in original.items():
         if name in ("pixel_mean", "pixel_std"):  # SAM's normalisation, which MedSAM does without
             continue
-        for pattern, new in _RULES:
-            name = pattern.sub(new, name)
+        for pattern, new in _RULES.items():
+            name = re.sub(pattern, new, name)
         weights[name] = tensor
     if _POSITIONS in weights:
         weights[_IMAGE_POSITIONS] = weights[_POSITIONS]
@@ -193,10 +188,8 @@ def _from_folder(source: str) -> Any:
 def _from_original(path: Path, config: Any) -> Any:
     import transformers
 
-    config = transformers.SamConfig() if config is None else config
-    state = load_pickled(path)
-    sam: Any = transformers.SamModel(config)
-    sam.load_state_dict(renamed(state))
+    sam: Any = transformers.SamModel(transformers.SamConfig() if config is None else config)
+    sam.load_state_dict(renamed(load_pickled(path)))
     return sam
 
 
@@ -255,6 +248,6 @@ def open_medsam(name: str, where: str, bundle: Bundle, device: torch.device) -> 
         "preprocessing": f"bicubic to {side} x {side}, 8-bit, smallest to largest value to 0..1",
         "prompt": "the tight box of the public mask, or the whole image",
         "output": "sigmoid, then bilinear to the public grid",
-        "versions": {package: metadata.version(package) for package in ("torch", "transformers")},
+        "versions": versions_of("torch", "transformers"),
     }  # fmt: skip
     return MaskTeacher(name, weights_sha256(network.state_dict()), facts, network.to(device), device)

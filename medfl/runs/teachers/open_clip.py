@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import at_hand, unit
 from medfl.core.errors import InputError
+from medfl.core.release import versions_of
 from medfl.core.storage import weights_sha256
 from medfl.runs.teachers.questions import Questions, need_task, read_picture
 
@@ -107,7 +107,7 @@ def open_clip_teacher(name: str, where: str, bundle: Bundle, device: torch.devic
     facts = {
         "kind": "open_clip", "model": MODELS[kind][0], "weights": "local" if path else MODELS[kind][1] or "hub",
         "classes": list(bundle.classes), "concepts": list(text.concepts), "prompts": list(text.prompts),
-        "preprocessing": _plain(open_clip.get_model_preprocess_cfg(model)), "versions": _versions(),
+        "preprocessing": open_clip.get_model_preprocess_cfg(model), "versions": versions_of("torch", "open_clip_torch"),
     }  # fmt: skip
     head = zero_shot_head(model, tokenizer, text, device)
     scale = float(model.logit_scale.detach().exp())
@@ -126,11 +126,3 @@ def zero_shot_head(model: Any, tokenizer: Callable[..., Tensor], text: Text, dev
     """Return w (C, D): of each class the mean of its prompts' embeddings, all of unit norm."""
     means = [unit(model.encode_text(tokenizer(prompts).to(device))).mean(0) for prompts in text.filled()]
     return unit(torch.stack(means))
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: list(value) if isinstance(value, tuple) else value for key, value in settings.items()}
-
-
-def _versions() -> dict[str, str]:
-    return {package: metadata.version(package) for package in ("torch", "open_clip_torch")}

@@ -52,11 +52,7 @@ class Questions:
         return tuple(x.shape[2:])
 
     def entry(self, position: int) -> Mapping[str, Any]:
-        """Return an item as the data list has it: where image and label lie.
-
-        Raises:
-            InputError: the data list says nothing of the kind.
-        """
+        """Return an item as the data list has it: where image and label lie; InputError if it does not say so."""
         data = self.bundle.data(self.section)
         item = data[self.indices[position]] if isinstance(data, list | tuple) else None
         if not isinstance(item, Mapping) or "image" not in item:
@@ -122,9 +118,5 @@ def as_picture(pixels: NDArray[Any]) -> Picture:
 
 
 def read_picture(uri: str) -> Picture:
-    """Read an image as RGB, whatever its own type and channels.
-
-    Raises:
-        InputError: it is no picture (a volume) or cannot be read.
-    """
+    """Read an image as RGB, whatever its type and channels; InputError if it is a volume or cannot be read."""
     return as_picture(read_pixels(uri, channels=3, convert=True))

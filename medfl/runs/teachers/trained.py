@@ -6,10 +6,8 @@ one that its validation or inference takes: without augmentation, at its own siz
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,10 @@ from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import unlike
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
+from medfl.core.release import versions_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_run
-from medfl.core.storage import load_weights, weights_sha256
+from medfl.core.storage import file_sha256, load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.samples import Samples
@@ -146,20 +145,20 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
     """
     folder = Path(where).expanduser()
     run, document = read_run(folder / "run.json")
-    own = bundle_of_run(run, folder, device, bundle.policy)
-    task, classes = str(document.get("task", own.task)), tuple(document.get("classes", ()))
-    _refuse_others(name, task, classes or own.structures, bundle)
+    run_bundle = bundle_of_run(run, folder, device, bundle.policy)
+    task, classes = str(document.get("task", run_bundle.task)), tuple(document.get("classes", ()))
+    _refuse_others(name, task, classes or run_bundle.structures, bundle)
     stem, weights = _weights(folder)
-    network = _global_model(own, Task(task, classes, own.embeddings), weights, folder, run)
-    evaluator = own.evaluator
-    learned, chosen_by = (_ids(run, own, bundle, section) for section in ("train", "validate"))
+    network = _global_model(run_bundle, Task(task, classes, run_bundle.embeddings), weights, folder, run)
+    evaluator = run_bundle.evaluator
+    learned, chosen_by = (_ids(run, run_bundle, bundle, section) for section in ("train", "validate"))
     sections = {section: {str(item["id"]) for item in bundle.items(section)} for section in SECTIONS}
     facts = {
-        "kind": "run", "method": run.method, "bundle": own.name, "bundle_sha256": own.sha256,
+        "kind": "run", "method": run.method, "bundle": run_bundle.name, "bundle_sha256": run_bundle.sha256,
         "config": run.config, "run_hash": run.run_hash, "weights": stem, "trained_on": run.data.source,
         "classes": list(public_classes(bundle)), "preprocessing": "validate#preprocessing of the run's bundle",
         "trained_on_public": {section: len(ids & learned) for section, ids in sections.items()},
-        "versions": _versions(),
+        "versions": versions_of("torch", "monai"),
     }  # fmt: skip
     phantom = (f"teacher {name} was trained on drawn images, not on real ones",) if run.data.source != "real" else ()
     return Trained(
@@ -168,7 +167,7 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
         facts,
         network.eval(),
         device,
-        own.get("validate#preprocessing"),
+        run_bundle.get("validate#preprocessing"),
         getattr(evaluator, "inferer", SimpleInferer()),
         getattr(evaluator, "ends_in_sigmoid", False),
         learned,
@@ -182,9 +181,9 @@ def bundle_of_run(
 ) -> Bundle:
     """Return a recorded run's bundle without its data; InputError if it has changed since, as `reopened` has it."""
     data = {} if bundle_of(run) in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
-    own = reopened(run, {**run.config, **data}, device, policy, folder=folder, changed=changed)
-    text_record.restore(own, run, methods.load(run.method, run.options), folder)
-    return own
+    bundle = reopened(run, {**run.config, **data}, device, policy, folder=folder, changed=changed)
+    text_record.restore(bundle, run, methods.load(run.method, run.options), folder)
+    return bundle
 
 
 def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
@@ -201,7 +200,7 @@ def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
         raise InputError(str(error), "weights that medfl wrote", "restore the file, or name another run") from error
 
 
-def _global_model(own: Bundle, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
+def _global_model(bundle: Bundle, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
     """Return a run's network with its global weights."""
     if any(key.partition("/")[0] in run.partition.sites and "/" in key for key in weights):
         raise InputError(
@@ -211,10 +210,10 @@ def _global_model(own: Bundle, task: Task, weights: Mapping[str, Tensor], folder
         )
     method = methods.load(run.method, run.options)
     try:
-        return network_with(weights, own, method, task, run.seed)
+        return network_with(weights, bundle, method, task, run.seed)
     except ValueError as error:
         raise InputError(
-            f"the weights in {folder} are no single network of method {run.method} on bundle {own.name!r} ({error})",
+            f"the weights in {folder} are no single network of method {run.method} on bundle {bundle.name!r} ({error})",
             "a teacher is one global model of the run's own network",
             "restore the file, or name another run",
         ) from error
@@ -251,16 +250,17 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
     opened = open_inference(where, bundle.policy, device, ("pt", "ts"), f"teacher {name!r}")
     classes = opened.classes or public_classes(bundle)
     _refuse_others(name, opened.task if opened.classes else bundle.task, classes, bundle)
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (opened.weights, opened.file)]
     facts = {
         "kind": "bundle", "bundle": opened.root.name, "version": str(opened.described.get("version", "")),
-        "configuration_sha256": digests[1], "weights": opened.weights.name, "classes": list(classes),
-        "preprocessing": "its inference configuration's", "versions": _versions(),
+        "configuration_sha256": file_sha256(opened.file), "weights": opened.weights.name, "classes": list(classes),
+        "preprocessing": "its inference configuration's", "versions": versions_of("torch", "monai"),
     }  # fmt: skip
     modules = sorted(own_modules(opened.root))
     remarks = (f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",) if modules else ()
     preprocessing = opened.config.content("preprocessing")
-    return Trained(name, digests[0], facts, opened.network, device, preprocessing, opened.inferer, remarks=remarks)
+    return Trained(
+        name, file_sha256(opened.weights), facts, opened.network, device, preprocessing, opened.inferer, remarks=remarks
+    )
 
 
 # Both
@@ -274,14 +274,10 @@ def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Bundle)
             "teacher and public data have one task",
             f"name a teacher for {bundle.task}, or public data for {task}",
         )
-    wanted = public_classes(bundle)
-    if tuple(classes) != wanted:
+    public_names = public_classes(bundle)
+    if tuple(classes) != public_names:
         raise InputError(
-            f"teacher {name!r} has other classes: {unlike(classes, wanted, 8)}",
-            f"the public data {bundle.name!r} have {unlike(wanted, classes, 8)}",
+            f"teacher {name!r} has other classes: {unlike(classes, public_names, 8)}",
+            f"the public data {bundle.name!r} have {unlike(public_names, classes, 8)}",
             "name a teacher with the same classes in the same order",
         )
-
-
-def _versions() -> dict[str, str]:
-    return {package: metadata.version(package) for package in ("torch", "monai")}
