@@ -242,7 +242,9 @@ class Bundle:
     def _trial(self) -> tuple[Any, Any, Any]:
         """Network output, target and input of the first training item, twice in a batch: misfits show here."""
         if self.own_trainer:
-            return own_iteration.tried(self.network)
+            with stream(0, "trial"):
+                self.network()  # shows what it needs; of data there is nothing to tell
+            return None, None, None
         item, source, labelled = (data := self.sections["train"]).first
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare([item], source, data.collate, data.prepare_batch)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.bundle.asked_files import CASE, Layout, Table
-from medfl.bundle.configuration import Configuration, target_name
+from medfl.bundle.configuration import Configuration, components, target_name
 from medfl.bundle.engines import find_evaluator
 from medfl.bundle.failures import missing_names
 from medfl.core.errors import InputError
@@ -46,7 +46,7 @@ class Reading:
         self.config, self._trainer, self._contents = config, trainer, dict[str, Any]()
         for section in ("train", "validate"):
             self._contents |= config.depends(self.dataset(section))
-        self._parts = list(_components(self._contents))
+        self._parts = list(components(self._contents))
         formats: Mapping[str, Any] = metadata.get("network_data_format") or {}
         inputs: Mapping[str, Any] = formats.get("inputs") or {}
         outputs: Mapping[str, Any] = formats.get("outputs") or {}
@@ -75,7 +75,7 @@ class Reading:
 
     def _of_network(self, name: str, kind: type = int) -> Any:
         """Return a network's argument of this type that is written as it is, an empty one if there is none."""
-        parts = _components(self.config.depends(f"{self._trainer}#network"))
+        parts = components(self.config.depends(f"{self._trainer}#network"))
         return next((value for _, node in parts if isinstance(value := node.get(name), kind)), kind())
 
     def _of(self, name: str) -> list[Component]:
@@ -247,17 +247,6 @@ class Reading:
             yield [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
         for content in self._contents.values():
             yield [part for part in content if isinstance(part, str)] if isinstance(content, list | Mapping) else []
-
-
-def _components(contents: Mapping[str, Any]) -> Iterator[Component]:
-    """Yield id and content of every component in contents by id."""
-    todo = list(contents.items())
-    while todo:
-        key, node = todo.pop()
-        if isinstance(node, Mapping) and "_target_" in node:
-            yield key.replace("::", "#"), node
-        inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-        todo += [(f"{key}::{name}", value) for name, value in inner]
 
 
 def _nodes(text: str) -> list[ast.AST]:

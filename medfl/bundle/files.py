@@ -167,9 +167,15 @@ def _named_files(root: Path) -> list[Path]:
     ]  # fmt: skip
 
 
+def tensor_described(metadata: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
+    """Return what metadata.json says of one of the network's `inputs` or `outputs`, {} where it says nothing."""
+    described: Mapping[str, Any] = (metadata.get("network_data_format") or {}).get(part) or {}
+    return described.get(name) or {}
+
+
 def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what metadata.json calls the network's output channels, or some call the labels, in their order."""
-    prediction = metadata.get("network_data_format", {}).get("outputs", {}).get("pred", {})
+    prediction = tensor_described(metadata, "outputs", "pred")
     channels = prediction.get("channel_def") or prediction.get("label_def")
     if channels is None or [*type_errors({"of": channels}, {"of": dict[str, str]})]:
         return ()

@@ -12,7 +12,7 @@ from monai.inferers import SimpleInferer
 from torch import nn
 
 from medfl.bundle.configuration import Configuration
-from medfl.bundle.files import channel_names, config_file, read_metadata
+from medfl.bundle.files import channel_names, config_file, read_metadata, tensor_described
 from medfl.core.errors import InputError
 from medfl.core.storage import load_pickled, load_weights
 from medfl.policy import admission
@@ -46,7 +46,7 @@ class Inference:
     @property
     def task(self) -> str:
         """Classification or segmentation, as metadata.json describes the output."""
-        output = self.described.get("network_data_format", {}).get("outputs", {}).get("pred", {})
+        output = tensor_described(self.described, "outputs", "pred")
         segments = output.get("format") == "segmentation" or bool(output.get("spatial_shape"))
         return "segmentation" if segments else "classification"
 
@@ -100,10 +100,7 @@ def _network(config: Configuration, weights: Path, device: torch.device) -> nn.M
             scripted: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
             return scripted.eval()
         network = config.content("network_def")
-        if weights.suffix == ".safetensors":
-            state: Any = load_weights(weights)
-        else:
-            state = load_pickled(weights)
+        state: Any = load_weights(weights) if weights.suffix == ".safetensors" else load_pickled(weights)
         network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
         placed: nn.Module = network.to(device).eval()
         return placed

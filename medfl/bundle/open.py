@@ -31,7 +31,6 @@ from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
 
-"""What --data takes for drawn images, and the data source of such a run."""
 OWN_SPLIT = "bundle"
 """The split of a bundle that is not ours: its own."""
 
@@ -134,16 +133,15 @@ class Opened:
         """Describe the images; hashes them, so this comes after what is quick to refuse."""
         bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
         if not bundle.is_shipped or bundle.sections.images_only:
-            source = PHANTOM if _is_drawn(bundle, self.folder) else "real"
-            own = bundle.parts.sections.checksum if isinstance(bundle, PartsBundle) else ""
-            checksum = own or _foreign_checksum(bundle)
-            return DataRecord(source, self.folder, checksum, self.split, counts, self.notes)
-        source = PHANTOM if datasets.is_phantom(self.folder) else "real"
-        notes = tuple(datasets.notes(bundle.name, self.folder))
-        checksum = datasets.checksum(bundle.name, self.folder, self.split)
-        if any(NO_LABEL in item for item in bundle.items("train")):
-            checksum = hashlib.sha256(f"{checksum} {_foreign_checksum(bundle)}".encode()).hexdigest()
-        return DataRecord(source, self.folder, checksum, self.split, counts, notes)
+            drawn, notes = _is_drawn(bundle, self.folder), self.notes
+            parts_sections = bundle.parts.sections if isinstance(bundle, PartsBundle) else None
+            checksum = parts_sections.checksum if parts_sections else _foreign_checksum(bundle)
+        else:
+            drawn, notes = datasets.is_phantom(self.folder), tuple(datasets.notes(bundle.name, self.folder))
+            checksum = datasets.checksum(bundle.name, self.folder, self.split)
+            if any(NO_LABEL in item for item in bundle.items("train")):
+                checksum = hashlib.sha256(f"{checksum} {_foreign_checksum(bundle)}".encode()).hexdigest()
+        return DataRecord(PHANTOM if drawn else "real", self.folder, checksum, self.split, counts, notes)
 
 
 def with_data(
@@ -271,8 +269,6 @@ def _paths(entry: object) -> Iterator[Path]:
 
 def prepared_sections(bundle: Bundle, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
     """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
-    sections: dict[str, Prepared] = {}
-    for section in SECTIONS:
-        shared = section == "test" and not bundle.has_test
-        sections[section] = sections["validate"] if shared else bundle.prepared(section, jobs=jobs, progress=progress)
-    return sections
+    own = [section for section in SECTIONS if section != "test" or bundle.has_test]
+    sections = {section: bundle.prepared(section, jobs=jobs, progress=progress) for section in own}
+    return {**sections, "test": sections.get("test", sections["validate"])}

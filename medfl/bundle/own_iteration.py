@@ -165,13 +165,6 @@ def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
     return engine.state
 
 
-def tried(make: Callable[[], nn.Module]) -> tuple[None, None, None]:
-    """Make the networks, by which what they need is known; of data there is nothing to tell."""
-    with stream(0, "trial"):
-        make()
-    return None, None, None
-
-
 def of(network: nn.Module) -> OwnIteration:
     """Return the one that holds a network."""
     own: OwnIteration = vars(network)["own_iteration"]

@@ -110,10 +110,10 @@ class Parts:
 
     def _check_metric(self) -> None:
         own = [f"dice_{name}" for name in self.classes] if self.task == "segmentation" else []
-        known = [*self.metrics, "loss", *([] if self.task == "other" else METRICS), *own]
-        if self.key_metric and self.key_metric not in known:
-            given, advice = f"key_metric={self.key_metric!r}", did_you_mean(self.key_metric, known, "choose one")
-            raise InputError(given, f"one of {', '.join(known)}", advice)
+        metric_names = [*self.metrics, "loss", *([] if self.task == "other" else METRICS), *own]
+        if self.key_metric and self.key_metric not in metric_names:
+            advice = did_you_mean(self.key_metric, metric_names, "choose one")
+            raise InputError(f"key_metric={self.key_metric!r}", f"one of {', '.join(metric_names)}", advice)
 
     @cached_property
     def sections(self) -> PartSections:
@@ -164,8 +164,8 @@ def _told(value: Any) -> str:
 
 def _plain(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are numbers and texts."""
-    known = getattr(value, "__dict__", {})
-    return {key: one for key, one in known.items() if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"}
+    held = getattr(value, "__dict__", {})
+    return {key: one for key, one in held.items() if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"}
 
 
 def _source(value: Any) -> str:
@@ -220,11 +220,16 @@ def known(name: str) -> Parts:
 class PartsBundle(Bundle):
     """What a federation asks of a bundle, answered from `Parts`."""
 
+    is_shipped, own_trainer, amp = False, "", False  # `amp` is a setting of the run
+    metadata: Mapping[str, Any] = {}
+    adapted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
     def __init__(self, parts: Parts, config: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Take the parts; nothing is made yet."""
         self.parts, self.root, self.name = parts, Path(parts.bundle_name), parts.name
-        self.is_shipped, self.own_trainer, self.policy = False, "", Policy()
-        self.device, self.start = torch.device(device), None
+        self.device, self.start, self.policy = torch.device(device), None, Policy()
+        self.sha256, self.protocol = parts.sha256, protocol(parts.bundle_name)
         self.sections, self._embeddings = parts.sections, {}  # type: ignore[assignment]
         self.override(config)
 
@@ -238,21 +243,6 @@ class PartsBundle(Bundle):
     def get(self, key: str) -> Any:
         """Refuse: there is no configuration."""
         raise InputError(f"configuration id {key!r} of parts in Python", "they have none", "give a bundle instead")
-
-    @cached_property
-    def metadata(self) -> Mapping[str, Any]:
-        """Nothing."""
-        return {}
-
-    @cached_property
-    def protocol(self) -> Mapping[str, Any]:
-        """The sites are those of the data."""
-        return protocol(str(self.root))
-
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of the parts."""
-        return self.parts.sha256
 
     def network(self) -> nn.Module:
         """Build the network anew; two calls share nothing."""
@@ -286,18 +276,8 @@ class PartsBundle(Bundle):
             scheduler = None if schedule is None else schedule(self.parts.optimizer(network.parameters()))
         return Optimizers(optimizer, network, scheduler)
 
-    @cached_property
-    def amp(self) -> bool:
-        """False: `amp` is a setting of the run."""
-        return False
-
     def _disk_cache(self, section: str) -> DiskCache | None:
         return None  # what own transforms make of an entry is known to nobody else
-
-    @property
-    def adapted(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
 
     @cached_property
     def task(self) -> str:
@@ -311,12 +291,11 @@ class PartsBundle(Bundle):
             raise InputError(
                 "network returns the same layers at each call", "a function that makes new ones", "make them inside it"
             )
-        output, known = self._trial[0], len(self.parts.classes)
+        output, classes = self._trial[0], self.parts.classes
         outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
-        if self.parts.task != "other" and outputs != known and not (outputs == 1 and known == 2):
-            raise InputError(
-                f"a network with {outputs} outputs", f"{known} classes: {', '.join(self.parts.classes)}", "change one"
-            )
+        if self.parts.task != "other" and outputs != len(classes) and (outputs, len(classes)) != (1, 2):
+            given = f"a network with {outputs} outputs"
+            raise InputError(given, f"{len(classes)} classes: {', '.join(classes)}", "change one")
         return self.parts.task
 
     @cached_property
@@ -354,11 +333,6 @@ class PartsBundle(Bundle):
         if parts.task == "segmentation":
             return OwnMasks(self.loss, parts.classes, parts.inferer, metrics=parts.metrics)
         return OwnCases(self.loss, parts.inferer, parts.metrics)
-
-    @cached_property
-    def notes(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
 
 
 def protocol(name: str) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -105,15 +106,7 @@ class PartSections:
             )
         first = next(iter(loaders.values()), None)
         size = self._batch_size or getattr(first, "batch_size", None) or _BATCH
-        return _Way(int(size), **({} if first is None else {"collate_fn": first.collate_fn}))
-
-
-class _Way:
-    """How a data loader makes batches."""
-
-    def __init__(self, batch_size: int, **collate: Callable[..., Any]) -> None:
-        self.batch_size = batch_size
-        vars(self).update(collate)
+        return SimpleNamespace(batch_size=int(size), **({} if first is None else {"collate_fn": first.collate_fn}))
 
 
 def _identity(function: Any) -> Any:

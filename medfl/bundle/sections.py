@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
+from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
 from medfl.data.lacking import is_unlabelled, lacking, with_all_channels, without_label
 from medfl.data.prepared import Item
@@ -201,8 +202,7 @@ class Sections:
 
     def _with_channels(self, items: list[Item], source: Source) -> tuple[list[Item], Source]:
         """Return a data list in which images whose channels are files have one for each."""
-        image = ((self._config.metadata.get("network_data_format") or {}).get("inputs") or {}).get("image") or {}
-        channels = int(image.get("num_channels") or 0)
+        channels = int(tensor_described(self._config.metadata, "inputs", "image").get("num_channels") or 0)
         if channels < 2 or not source.is_list:
             return items, source
         numbered = "masks" in self._config and "split" in self._config  # medfl new wrote it
@@ -222,15 +222,15 @@ class Sections:
             absent: id -> positions of such channels.
             channels: of an image, 0 where none is absent.
         """
-        kept = self[section]
-        ids = [str(item["id"]) for item in kept.items]
+        before = self[section]
+        ids = [str(item["id"]) for item in before.items]
         entries = [
             {**(without_label(entry) if i in hidden else entry), LACKS: tuple(absent.get(i, ()))}
-            for i, entry in zip(ids, kept.source.entries, strict=True)
+            for i, entry in zip(ids, before.source.entries, strict=True)
         ]
-        items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, kept.items, strict=True)]
-        source = lacking(replace(kept.source, entries=entries), channels)
-        self._opened[section] = replace(kept, items=items, source=source)
+        items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, before.items, strict=True)]
+        source = lacking(replace(before.source, entries=entries), channels)
+        self._opened[section] = replace(before, items=items, source=source)
 
 
 def _without_marks(entry: Any) -> Any:

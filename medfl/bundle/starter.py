@@ -160,14 +160,8 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
             raise InputError(f"{text!r}", names, "rename it")
-    words = {
-        **asdict(seen),
-        "items": seen.items,
-        "name": root.name,
-        "network": chosen,
-        "size": side,
-        "kind_text": _KINDS[seen.kind],
-    }
+    words = {**asdict(seen), "items": seen.items, "kind_text": _KINDS[seen.kind]}
+    words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.bundle"),
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,

@@ -6,7 +6,6 @@ needs neither the language model nor `transformers`.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -26,7 +25,7 @@ from medfl.core.errors import InputError
 from medfl.core.places import cache_folder
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
-from medfl.core.storage import weights_sha256, write_atomic
+from medfl.core.storage import file_sha256, weights_sha256, write_atomic
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",
@@ -263,7 +262,7 @@ def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool
 def _hash(network: nn.Module, folder: str | None) -> str:
     files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)] if folder else []
     if len(files) == 1:
-        return hashlib.sha256(files[0].read_bytes()).hexdigest()
+        return file_sha256(files[0])
     used = {name: t for name, t in network.state_dict().items() if not name.startswith("pooler.")}
     return weights_sha256(used)  # a pooler that the weights lack would be random, and it is not used
 

@@ -5,7 +5,6 @@ They contain no path of the local machine and no item's name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -26,6 +25,7 @@ from medfl.core.places import PHANTOM
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows
+from medfl.core.storage import file_sha256
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
@@ -233,13 +233,10 @@ def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, An
 
 def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return bytes and sha256 of each file of weights, by its path."""
-    files = sorted(path for path in (folder / "models").iterdir() if path.is_file())
     return {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()
-        }
-        for path in files
-    }  # fmt: skip
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted((folder / "models").iterdir())
+    }
 
 
 def readme(
@@ -303,16 +300,16 @@ def tags(meta: Mapping[str, Any], run: Run) -> list[str]:
 
 def large_files(folder: Path, limit: int) -> str:
     """Return large_files.yml for the files above the zoo's limit, "" if there are none."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit]
-    large = [(path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    large = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit]
     if not large:
         return ""
     lines = [
         "# The files are here; whoever publishes the bundle without them says where they lie in `url`.",
         "large_files:",
     ]
-    for path, digest in large:
-        lines += [f"- path: {path}", '  url: ""', f"  hash_val: {digest}", "  hash_type: sha256"]
+    for path in large:
+        lines += [f"- path: {path.relative_to(folder).as_posix()}", '  url: ""']
+        lines += [f"  hash_val: {file_sha256(path)}", "  hash_type: sha256"]
     return "\n".join(lines) + "\n"
 
 

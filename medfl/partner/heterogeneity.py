@@ -69,7 +69,6 @@ class FederationStatistics:
 
     bundle: str
     sites: tuple[SiteStatistics, ...]
-    least: int
 
     @property
     def classes(self) -> list[str]:
@@ -150,18 +149,14 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
                     "sites of one federation use one bundle, --bins and --range",
                     "ask the site to write it again with those of the others",
                 )
-    least = max(int(document["min_count"]) for document in documents)
-    return FederationStatistics(str(documents[0]["bundle"]), sites, least)
+    return FederationStatistics(str(documents[0]["bundle"]), sites)
 
 
 def _document(path: Path) -> Mapping[str, Any]:
     try:
         document = read_plain(decode_text(read_bytes(path, _BYTES)), is_json=True, nodes=1_000_000, depth=8)
-        if (
-            not isinstance(document, dict)
-            or document.get("form") != FORM
-            or not isinstance(document.get("bundle"), str)
-        ):
+        is_ours = isinstance(document, dict) and document.get("form") == FORM
+        if not is_ours or not isinstance(document.get("bundle"), str):
             raise Refused(f"it is no {FORM!r} of a bundle")
     except Refused as error:
         raise InputError(f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one") from error

@@ -267,12 +267,10 @@ def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
 def _memory(report: Preflight, federation: Federation) -> None:
     """Measure one training step: on a GPU its peak there, on the CPU what it adds to a process."""
     run = federation.run
-    where = "on the GPU" if run.device.startswith("cuda") else "of memory"
     if run.device.startswith("cuda"):
-        needed = _cuda_step(federation)
-        free = on_device.free_memory(torch.device(run.device))
+        needed, free, where = _cuda_step(federation), on_device.free_memory(torch.device(run.device)), "on the GPU"
     else:
-        needed, free = step_bytes(federation), free_memory()
+        needed, free, where = step_bytes(federation), free_memory(), "of memory"
     if not needed:
         report.add("memory", FAILED, "one training step fails", "see that the bundle trains by itself")
         return
