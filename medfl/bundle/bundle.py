@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from medfl.bundle import older, own_iteration, text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_trainer, key_metric, own_steps, scoring
-from medfl.bundle.files import channel_names, config_file, find, read_metadata, sha256_of, shipped_folders
+from medfl.bundle.files import channel_names, config_file, find, mask_names, read_metadata, sha256_of, shipped_folders
 from medfl.bundle.files import protocol_of as protocol_of
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
 from medfl.bundle.notes import notes
 from medfl.bundle.optimizers import Optimizers, find_schedule
 from medfl.bundle.prompts import Text, read_text
-from medfl.bundle.sections import SECTIONS, Section, Sections, check_labels
+from medfl.bundle.sections import Section, Sections, check_labels
 from medfl.core.errors import InputError, MedflError, root_cause, told
 from medfl.core.places import cache_folder
 from medfl.core.release import version_of
@@ -311,17 +311,13 @@ class Bundle:
             return ()
         named = channel_names(self.metadata)
         count = len(named) if self.is_shipped else max(2, self._trial[0].shape[1])
-        for section in SECTIONS:
-            check_labels(self.items(section), count, f"section {section!r}", f"bundle {self.name!r}")
+        check_labels(self.items, count, f"bundle {self.name!r}")
         return named if len(named) == count else tuple(f"class {index}" for index in range(count))
 
     @property
     def structures(self) -> tuple[str, ...]:
         """Names of a segmentation mask's values 0, 1, ... (metadata's channel_def), () for other tasks."""
-        if self.task != "segmentation":
-            return ()
-        named = channel_names(self.metadata)
-        return ("background", *named) if len(named) == 1 else named
+        return mask_names(self.metadata) if self.task == "segmentation" else ()
 
     @cached_property
     def text(self) -> Text:
@@ -378,7 +374,7 @@ class Bundle:
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
         if self.task == "classification":
-            batch_size = {} if self.is_shipped else {"batch_size": self.sections.batch_size("validate")}
+            batch_size = {} if self.is_shipped else {"batch_size": self.sections.validation_batch_size()}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
         if self.own_trainer:
             return CaseEvaluator(self.key_metric, lambda value, _: value, lambda x, net: own_iteration.of(net).score(x))

@@ -181,3 +181,9 @@ def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
         return ()
     order = sorted(channels, key=int) if all(map(_INDEX.fullmatch, channels)) else []
     return tuple(channels[key] for key in order)
+
+
+def mask_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of `channel_names`, a single one with the background before it."""
+    named = channel_names(metadata)
+    return ("background", *named) if len(named) == 1 else named

@@ -12,7 +12,7 @@ from monai.inferers import SimpleInferer
 from torch import nn
 
 from medfl.bundle.configuration import Configuration
-from medfl.bundle.files import channel_names, config_file, read_metadata, tensor_described
+from medfl.bundle.files import config_file, mask_names, read_metadata, tensor_described
 from medfl.core.errors import InputError
 from medfl.core.storage import load_pickled, load_weights
 from medfl.policy import admission
@@ -53,8 +53,7 @@ class Inference:
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the output's classes, the background's first; () where metadata.json has none."""
-        named = channel_names(self.described)
-        return ("background", *named) if len(named) == 1 else named
+        return mask_names(self.described)
 
 
 def open_inference(
@@ -97,13 +96,12 @@ def open_inference(
 def _network(config: Configuration, weights: Path, device: torch.device) -> nn.Module:
     try:
         if weights.suffix == ".ts":
-            scripted: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
-            return scripted.eval()
-        network = config.content("network_def")
-        state: Any = load_weights(weights) if weights.suffix == ".safetensors" else load_pickled(weights)
-        network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
-        placed: nn.Module = network.to(device).eval()
-        return placed
+            network: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
+        else:
+            network = config.content("network_def")
+            state: Any = load_weights(weights) if weights.suffix == ".safetensors" else load_pickled(weights)
+            network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
+        return network.to(device).eval()
     except InputError:
         raise
     except Exception as error:  # torch raises several types for damaged files and for other networks

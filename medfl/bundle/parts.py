@@ -26,7 +26,7 @@ from medfl.bundle.optimizers import Optimizers
 from medfl.bundle.parts_data import PartSections
 from medfl.bundle.parts_scores import OwnCases, OwnClasses, OwnMasks
 from medfl.bundle.prompts import Text
-from medfl.bundle.sections import SECTIONS, check_labels
+from medfl.bundle.sections import check_labels
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import check_name
 from medfl.core.seeding import stream
@@ -303,8 +303,7 @@ class PartsBundle(Bundle):
         """The given names, () for other tasks than classification; InputError for a label of none."""
         if self.parts.task != "classification":
             return ()
-        for section in SECTIONS:
-            check_labels(self.items(section), len(self.parts.classes), f"section {section!r}", self.name)
+        check_labels(self.items, len(self.parts.classes), self.name)
         return self.parts.classes
 
     @property

@@ -97,7 +97,10 @@ class PartSections:
     def _loader(self, section: str, given: Mapping[str, Any]) -> Any:
         """Return what says how batches are made: the loaders of all sites agree on it."""
         loaders = {site: one for site, one in given.items() if isinstance(one, DataLoader)}
-        ways = {(one.batch_size, _identity(one.collate_fn)) for one in loaders.values()}
+        ways = {
+            (one.batch_size, getattr(one.collate_fn, "__qualname__", None) or type(one.collate_fn))
+            for one in loaders.values()
+        }
         if len(ways) > 1:
             raise InputError(
                 f"{section} loaders with different batch sizes or collate_fn",
@@ -107,10 +110,6 @@ class PartSections:
         first = next(iter(loaders.values()), None)
         size = self._batch_size or getattr(first, "batch_size", None) or _BATCH
         return SimpleNamespace(batch_size=int(size), **({} if first is None else {"collate_fn": first.collate_fn}))
-
-
-def _identity(function: Any) -> Any:
-    return getattr(function, "__qualname__", None) or type(function)
 
 
 def _dataset(given: Any) -> Any:

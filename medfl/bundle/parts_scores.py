@@ -52,7 +52,6 @@ class OwnCases(CaseEvaluator):
     """Any other task: the loss, and the given metrics."""
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], inferer: Callable[..., Any], metrics: Metrics) -> None:
-        """Keep them."""
         super().__init__("loss", loss, inferer)
         self.metrics = metrics
 

@@ -147,11 +147,10 @@ class Sections:
         loader, _ = config.raw(loader)
         return loader, config.within(loader, "dataset")
 
-    def batch_size(self, section: str) -> int:
-        """Return the items per batch of a section's data loader; its data are opened only where they have to tell."""
-        config = self._evaluation if section == "test" else self._config
-        key = f"{self._loader_ids(config, section)[0]}#batch_size"
-        return int(config.content(key)) if key in config else self[section].batch_size
+    def validation_batch_size(self) -> int:
+        """Return the items per batch of the validation loader; its data are opened only where they have to tell."""
+        key = f"{self._loader_ids(self._config, 'validate')[0]}#batch_size"
+        return int(self._config.content(key)) if key in self._config else self["validate"].batch_size
 
     def __getitem__(self, section: str) -> Section:
         """Return a section, opened once.
@@ -192,8 +191,8 @@ class Sections:
                 "check dataset_dir: give the data folder with --data",
             )
         engine = self._trainer if section == "train" else find_evaluator(config)
-        given = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
-        prepare_batch = config.content(f"{engine}#prepare_batch") if given else default_prepare_batch
+        has_own = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
+        prepare_batch = config.content(f"{engine}#prepare_batch") if has_own else default_prepare_batch
         prepare_batch = _as_loaded if self._whole else prepare_batch
         folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
@@ -249,12 +248,11 @@ def _with(source: Source, more: Unlabelled) -> Source:
     return lacking(replace(source, entries=entries)) if bare else source
 
 
-def check_labels(items: Sequence[Item], count: int, where: str, bundle: str) -> None:
-    """Raise InputError, which names the item, if a label of a section is none of a bundle's classes."""
-    for item in items:
-        if not 0 <= item.get("label", 0) < count:
-            raise InputError(
-                f"item {item['id']!r} of {where} has label {item['label']}",
-                f"{bundle} has {count} classes, labels 0 to {count - 1}",
-                "change this item's label in the data list",
-            )
+def check_labels(items_of: Callable[[str], Sequence[Item]], count: int, bundle: str) -> None:
+    """Raise InputError, which names the item, if a label in a section is none of a bundle's classes."""
+    for section in SECTIONS:
+        for item in items_of(section):
+            if not 0 <= item.get("label", 0) < count:
+                given = f"item {item['id']!r} of section {section!r} has label {item['label']}"
+                allowed = f"{bundle} has {count} classes, labels 0 to {count - 1}"
+                raise InputError(given, allowed, "change this item's label in the data list")

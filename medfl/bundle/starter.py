@@ -163,9 +163,8 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     words = {**asdict(seen), "items": seen.items, "kind_text": _KINDS[seen.kind]}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.bundle"),
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
+        loader=jinja2.PackageLoader("medfl.bundle"), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["yaml"] = json.dumps  # a JSON value is a YAML value, whatever a class is called
     files = {f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words) for name in _FILES}
@@ -269,9 +268,9 @@ def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progr
     counts = tuple(sum(k in one for one in present) for k in range(len(names)))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
+    shown = [one for _, one in seen]
     notes = (*own_folder.of_pairs(place, other, records, endings), *own_folder.odd(layout.folder))
     notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
-    shown = [one for _, one in seen]
     notes += repeats(shown, records)
     about: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
@@ -330,11 +329,8 @@ def _check_values(masks: Path, values: set[int]) -> None:
         advice = "save class indices"
     else:
         return
-    raise InputError(
-        problem,
-        f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure (or 0 and 255)",
-        advice,
-    )
+    allowed = f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure (or 0 and 255)"
+    raise InputError(problem, allowed, advice)
 
 
 def _swapped(record: Record, solid: bool) -> bool:

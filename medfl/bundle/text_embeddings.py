@@ -110,14 +110,14 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
             f"{path} is not a file of text embeddings ({error})", "medfl concepts writes them", "make it anew"
         ) from error
     if text is not None:
-        for what, has, wanted, shown in (
+        for what, in_file, in_bundle, shown in (
             ("classes", stored.concepts, text.concepts, 8),
             ("prompts", stored.prompts, text.prompts, 2),
         ):
-            if has != wanted:
+            if in_file != in_bundle:
                 raise InputError(
-                    f"{path}: made for other {what}: {unlike(has, wanted, shown)}",
-                    f"the bundle has {unlike(wanted, has, shown)}",
+                    f"{path}: made for other {what}: {unlike(in_file, in_bundle, shown)}",
+                    f"the bundle has {unlike(in_bundle, in_file, shown)}",
                     f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {embeddings.plm} "
                     f"--out {path if own else 'FILE.safetensors'}",
                 )
@@ -151,7 +151,7 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     """
     if plm.endswith(".safetensors"):
         return load(Path(plm).expanduser(), text)
-    for path in ([shipped / f"{plm}.safetensors"] if shipped else []) + [cached(plm, text)]:
+    for path in (*([shipped / f"{plm}.safetensors"] if shipped else []), cached(plm, text)):
         if path.is_file():
             return load(path, text, own=True)
     built = build(plm, text)
@@ -160,8 +160,7 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
 
 def cached(plm: str, text: Text) -> Path:
     """Return where the embeddings of a text are kept once they are made ($XDG_CACHE_HOME/medfl/embeddings)."""
-    root = cache_folder("embeddings")
-    return root / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
+    return cache_folder("embeddings") / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
 
 
 def build(
@@ -196,7 +195,7 @@ def build(
     with fits, torch.no_grad(), drawn:
         parts = [encode(flat[i : i + _BATCH]).float().cpu() for i in range(0, len(flat), _BATCH)]
     values = unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
-    pooling = ("masked mean" if masked else "unmasked mean") if plm not in _OPEN_CLIP else "text tower"
+    pooling = "text tower" if plm in _OPEN_CLIP else "masked mean" if masked else "unmasked mean"
     pooling += f", dropout {dropout}" if dropout is not None else ""
     return Embeddings(values, plm, digest, text, pooling)
 
@@ -224,8 +223,7 @@ def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn
         f"language model {plm!r}", "open_clip" if clip else "transformers", advice, instead, download=download
     ):
         network, encode = _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
-        digest = _hash(network, folder)
-    return network, encode, digest
+        return network, encode, _hash(network, folder)
 
 
 @contextmanager
@@ -288,9 +286,8 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        source, trust_remote_code=False
-    )  # else it would ask the user
+    # without trust_remote_code it would ask the user
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     model: Any = transformers.AutoModel.from_pretrained(source, trust_remote_code=False)
 
     def encode(texts: Sequence[str]) -> Tensor:

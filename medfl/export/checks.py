@@ -140,8 +140,8 @@ def load_weights_into(network: nn.Module, folder: Path, what: str) -> None:
     Raises:
         InputError: it has other tensors.
     """
-    kept = torch.load(folder / "models" / "model.pt", weights_only=True)
-    if {name: x.shape for name, x in kept.items()} != {name: x.shape for name, x in network.state_dict().items()}:
+    weights = torch.load(folder / "models" / "model.pt", weights_only=True)
+    if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in network.state_dict().items()}:
         given = f"{what} builds another network than training"
         raise InputError(given, "one network for both", "let both have the same network_def")
-    network.load_state_dict(kept)
+    network.load_state_dict(weights)

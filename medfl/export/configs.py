@@ -28,7 +28,6 @@ class EditedConfig:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read it."""
         self.path, self.comment = path, ""
         self.content = read(path)
         self._text = path.read_text(encoding="utf-8")
@@ -147,8 +146,8 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequen
     if classes:
         writer = {"keys": "pred", "output_dir": "@output_dir", "classes": [*classes]}
         steps = [*steps, {"_target_": "medfl.datasets.WriteClassesd", **writer}]
-        kept = [one for one in file.get("handlers") or [] if one.get("_target_") != "ClassificationSaver"]
-        file.set("handlers", kept)
+        handlers = [one for one in file.get("handlers") or [] if one.get("_target_") != "ClassificationSaver"]
+        file.set("handlers", handlers)
         what = (
             "What models/model.pt says of every image below dataset_dir: output/predictions.csv has id, prediction and"
         )
@@ -184,6 +183,6 @@ def network_without_weights(node: Any) -> Any:
     """Return a `network_def` without the weights that an earlier export added."""
     if not isinstance(node, Mapping) or node.get("_target_") != TARGET:
         return node
-    kept = {key: value for key, value in node.items() if key in ("_target_", *_OF_METHOD)}
-    kept["network"] = network_without_weights(kept["network"])
-    return kept if kept.get("method") else kept["network"]
+    bare = {key: value for key, value in node.items() if key in ("_target_", *_OF_METHOD)}
+    bare["network"] = network_without_weights(bare["network"])
+    return bare if bare.get("method") else bare["network"]

@@ -20,6 +20,7 @@ import jinja2
 
 from medfl import methods
 from medfl.bundle.configuration import target_name
+from medfl.bundle.files import read
 from medfl.bundle.new_metadata import SCHEMA
 from medfl.core.places import PHANTOM
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
@@ -42,6 +43,7 @@ _DEFAULTS = {
     "task": "not stated by the source bundle",
     "description": "A network trained across sites.",
 }
+_OF_FOLDERS = ("--out", "--data", "--from")
 _TENSOR = {
     "type": "image", "format": "magnitude", "modality": "n/a", "spatial_shape": [], "dtype": "float32",
     "value_range": [], "is_patch_data": False,
@@ -120,9 +122,9 @@ def _command(text: str) -> str:
     replaced = []
     for before, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
-        if before in ("--out", "--data", "--from") and word != PHANTOM:
+        if before in _OF_FOLDERS and word != PHANTOM:
             replaced.append("DIR")
-        elif equals and name in ("--out", "--data", "--from") and value != PHANTOM:
+        elif equals and name in _OF_FOLDERS and value != PHANTOM:
             replaced.append(f"{name}=DIR")
         else:
             replaced.append(_without_paths(word))
@@ -243,37 +245,28 @@ def readme(
     meta: Mapping[str, Any],
     result: RunNetworks,
     model: Model,
-    file: str,
-    content: Mapping[str, Any],
+    inference: Path | None,
     notes: Sequence[str],
     any_folder: bool,
 ) -> str:
     """Return docs/README.md by the model zoo's template.
 
-    `file` is the name of the inference configuration, "" if there is none, `content` what it says, and `any_folder`
-    whether it predicts any folder of images.
+    `inference` is the written configuration, None if there is none; `any_folder`: it predicts any folder of images.
     """
     run, own = result.run, structures(result, model)
     single = {f"{kind}_{slug(name)}{end}" for name in own for kind in (*KINDS, "cases") for end in ("", "_cases")}
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.export"),
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        autoescape=False,
+        loader=jinja2.PackageLoader("medfl.export"), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"sized": _sized, "tiny": format_difference}
-    steps = (content.get("preprocessing") or {}).get("transforms") or []
+    steps = ((read(inference) if inference else {}).get("preprocessing") or {}).get("transforms") or []
     text = environment.get_template("export_readme.md.j2").render(
-        meta=meta,
-        run=run,
+        meta=meta, run=run, site=model.site, round=model.round, which=result.which, finished=result.finished,
         install=pip_install() if DISTRIBUTION in meta["required_packages_version"] else "",
-        site=model.site,
-        round=model.round,
-        which=result.which,
-        finished=result.finished,
         paper=methods.load(run.method).paper,
         options=options(run),
-        phantom=run.data.source == PHANTOM,
-        phantom_note=PHANTOM_NOTE,
+        phantom=run.data.source == PHANTOM, phantom_note=PHANTOM_NOTE,
         counts=counts(run, model),
         scores={name: value for name, value in scores(result, model).items() if name not in single},
         structures=own,
@@ -281,13 +274,11 @@ def readme(
         partition=_without_paths(run.partition.spec),
         command=_command(str(result.document.get("command", ""))),
         tags=tags(meta, run),
-        notes=notes,
-        inference=file,
-        any_folder=any_folder,
+        notes=notes, inference=inference.name if inference else "", any_folder=any_folder,
         segments=result.task.kind == "segmentation",
         data_notes=_without_paths(run.data.notes),
         channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
-    )
+    )  # fmt: skip
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 

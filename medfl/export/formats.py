@@ -78,7 +78,6 @@ class ShapeRecorder(nn.Module):
     """A network that records its first input and the shapes of all inputs and outputs."""
 
     def __init__(self, network: nn.Module) -> None:
-        """Start without records."""
         super().__init__()
         self.network = network
         self.first: Tensor | None = None
@@ -88,9 +87,8 @@ class ShapeRecorder(nn.Module):
         """Return the network's output, and record the shapes."""
         output = self.network(x, *others, **named)
         if not isinstance(output, Tensor):
-            raise RunError(
-                f"the network gives a {type(output).__name__}; only networks that give one tensor are exported"
-            )
+            kind = type(output).__name__
+            raise RunError(f"the network gives a {kind}; only networks that give one tensor are exported")
         if self.first is None:
             self.first = x.detach().clone()
         self.shapes.append((tuple(x.shape), tuple(output.shape)))
@@ -134,10 +132,8 @@ def write(
     except MemoryError:
         raise
     except Exception as error:  # torch raises dozens of types
-        reason = " ".join(str(error).split())[:200]
-        raise RunError(
-            f"the network cannot be written as {kind} ({type(error).__name__}: {reason}); {instead}"
-        ) from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise RunError(f"the network cannot be written as {kind} ({reason}); {instead}") from error
     result = measure_agreement(network, other, images, inferer, activation, LIMITS[kind], how)
     if not result.probabilities <= result.limit:
         raise RunError(
@@ -161,17 +157,12 @@ def measure_agreement(
     batches = [image for x in images for image in torch.split(x, 1)]
     count, same_size = len(batches), len({image.shape for image in batches}) == 1
     batches += [torch.cat(batches)] if same_size and count > 1 else []
-    outputs = probabilities = 0.0
+    outputs = probabilities = torch.zeros(())
     for x in batches:
         expected, output = inferer(x, network).float(), inferer(x, other).float()
-        outputs = _larger(outputs, expected - output)
-        probabilities = _larger(probabilities, activation(expected) - activation(output))
-    return Agreement(count, outputs, probabilities, limit, how)
-
-
-def _larger(so_far: float, differences: Tensor) -> float:
-    largest = float(differences.abs().max())
-    return largest if not largest <= so_far else so_far  # NaN stays
+        outputs = outputs.maximum((expected - output).abs().max())  # NaN stays
+        probabilities = probabilities.maximum((activation(expected) - activation(output)).abs().max())
+    return Agreement(count, float(outputs), float(probabilities), limit, how)
 
 
 # TorchScript
@@ -228,10 +219,9 @@ def _onnx(network: nn.Module, seen: ShapeRecorder, path: Path) -> tuple[str, Cal
 
 
 class OnnxNetwork:
-    """An ONNX file that is called like a network."""
+    """An ONNX file that is called like a network; ONNX Runtime computes on one thread of the CPU."""
 
     def __init__(self, path: Path) -> None:
-        """Open it with ONNX Runtime on one thread of the CPU."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()

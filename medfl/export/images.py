@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from monai.data import MetaTensor
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
@@ -19,7 +18,7 @@ from medfl.core.places import PHANTOM
 from medfl.core.run_documents import read_rows
 from medfl.core.terminal import Print
 from medfl.data.prepare import prepare
-from medfl.data.prepared import Prepared, Shard
+from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
 from medfl.evaluation.metrics import Cases
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
@@ -78,14 +77,8 @@ def test_images(result: RunNetworks, model: Model, data: str | None, say: Print)
     entries: Any = [whole[i] for i in positions] if source.is_list else Subset(whole, positions)
     items, chosen = [section.items[i] for i in positions], Source(entries, source.transforms, source.fixed)
     prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
-    inputs = tuple(without_metadata(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
+    inputs = tuple(as_plain(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
     return Images(bundle, from_run, inputs, tuple(entries) if source.is_list else (), prepared)
-
-
-def without_metadata(x: Any) -> Tensor:
-    """Return an image without its metadata, on the CPU."""
-    tensor: Tensor = x.as_tensor() if isinstance(x, MetaTensor) else x
-    return tensor.to(CPU)
 
 
 # The run's own predictions

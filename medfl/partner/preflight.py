@@ -179,14 +179,15 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
             "medfl site inspect --write-policy FILE, then give --policy FILE",
         )  # fmt: skip
     if result.accepted and options.policy is not None:
-        for text in options.policy.outbound.lines():
+        outbound = options.policy.outbound
+        for text in outbound.lines():
             report.add("policy", OK, text)
-        if options.policy.outbound.formal:
+        if outbound.formal:
             with report.errors_as("policy"):
                 from medfl.policy.privacy import epsilon_of
 
-                first = epsilon_of({options.policy.outbound.multiplier: 1}, options.policy.outbound.delta)
-                report.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {options.policy.outbound.delta:g}")
+                first = epsilon_of({outbound.multiplier: 1}, outbound.delta)
+                report.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {outbound.delta:g}")
     return result.accepted
 
 

@@ -21,9 +21,7 @@ from medfl.core import terminal
 from medfl.core.errors import MedflError
 from medfl.data.samples import Samples
 from medfl.data.source import NO_LABEL
-from medfl.datasets.readers.reading import UNREADABLE, archive, orientation, split_uri
-
-_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+from medfl.datasets.readers.reading import IMAGE_SUFFIXES, UNREADABLE, archive, orientation, split_uri
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +66,7 @@ def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[Sc
         ident, entry = str(item["id"]), data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.fixed(index)
-        except (MedflError, *UNREADABLE, RuntimeError) as error:
+        except (MedflError, *UNREADABLE) as error:
             yield ScannedItem(section, ident, None, None, (), (), " ".join(str(error).split()))
             continue
         image, label = _parts(sample)
@@ -114,7 +112,7 @@ def _file(image: Tensor, entry: Any) -> tuple[tuple[int, ...], tuple[float, ...]
 def _picture(uri: str) -> tuple[int, ...]:
     """Return (H, W) of a picture by its header, () for other files."""
     path, part = split_uri(uri)
-    if not (part or path).lower().endswith(_PICTURES) or (part and not path.endswith(".zip")):
+    if not (part or path).lower().endswith(IMAGE_SUFFIXES) or (part and not path.endswith(".zip")):
         return ()
     source: Any = io.BytesIO(archive(path).read(part)) if part else path
     with Image.open(source) as image:
