@@ -226,9 +226,9 @@ def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabe
     if data is not None:
         folder = str(Path(data).expanduser().resolve())
         bundle.override({"dataset_dir": folder})
-    unlabelled = unlabelled and "dataset_dir" in bundle and not isinstance(bundle, PartsBundle)
+    unlabelled = unlabelled and not isinstance(bundle, PartsBundle) and "dataset_dir" in bundle
     bare = _take_unlabelled(bundle, Path(str(bundle.get("dataset_dir")))) if unlabelled else ()
-    notes = bundle.notes + bare
+    notes = bundle.notes + bare  # which open the training data, after it is known that images without labels count
     if _is_drawn(bundle, folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not bundle.has_test:

@@ -144,8 +144,7 @@ class Findings:
         else:
             yield Finding("masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""))
             yield from self._unannotated(declared, values)
-        empty = self._masked - self._masks.get(1.0, 0) if values == [0.0, 1.0] else 0
-        if values == [0.0] or empty == self._masked:
+        if values == [0.0]:
             yield Finding("masks", "warning", "no mask has anything but background", "see that these are the masks")
 
     def _unannotated(self, declared: Sequence[str], values: Sequence[float]) -> Iterator[Finding]:
