@@ -82,11 +82,7 @@ class Configuration:
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 
     def override(self, values: Mapping[str, Any]) -> None:
-        """Give ids other values; nothing is evaluated, and what was evaluated before is forgotten.
-
-        Raises:
-            InputError: there is no such id.
-        """
+        """Give ids other values, unevaluated, and forget what was evaluated; InputError for an id that is not there."""
         ids = list(self._merged.get())
         for key, value in meant(values, self._merged.get()).items():
             if key not in self._merged:
@@ -186,11 +182,7 @@ class Configuration:
     # Evaluating
 
     def content(self, key: str) -> Any:
-        """Return the object that an id stands for; the same one each time.
-
-        Raises:
-            InputError: an id is missing, or an expression fails; names the id and the cause.
-        """
+        """Return the object of an id, the same one each time; InputError names an id that fails, and the cause."""
         with stream(0, "configuration"):  # for lists that the bundle shuffles without a seed of its own
             return self._content_of(self._parser, key)
 

@@ -16,11 +16,7 @@ _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 
 
 def find_trainer(config: Configuration) -> str:
-    """Return the id of a bundle's trainer.
-
-    Raises:
-        InputError: it has none, or one that lacks what federated training needs.
-    """
+    """Return the id of a bundle's trainer; InputError if it lacks one, or what federated training needs of it."""
     key, node = next(((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)), ("", {}))
     if not key:
         raise InputError(

@@ -55,11 +55,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def find(name_or_path: str) -> Path:
-    """Return the folder of a shipped bundle, or of one given by its path.
-
-    Raises:
-        InputError: there is no such bundle, or it has no training configuration.
-    """
+    """Return the folder of a bundle, by its name or path; InputError if none is there, or none that can be trained."""
     if name_or_path in shipped():
         return shipped_folders()[name_or_path]
     path = Path(name_or_path).expanduser().resolve()
@@ -104,11 +100,7 @@ def protocol_of(name_or_path: str) -> Mapping[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file.
-
-    Raises:
-        InputError: it is not valid.
-    """
+    """Return the content of a JSON or YAML file; InputError if it is not valid."""
     try:
         text = path.read_text(encoding="utf-8")
         return dict((json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {})

@@ -100,9 +100,9 @@ def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
 def _carried_over(own: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the channels and dimensions of the network that was there, under the names of the new one."""
     two = {"spatial_dims": 2} if str(own["_target_"]).startswith("medfl.") else {}
-    held, carried = {**two, **own}, dict[str, Any]()
+    before, carried = {**two, **own}, dict[str, Any]()
     for same in _SAME:
-        value = next((held[key] for key in same if key in held), None)
+        value = next((before[key] for key in same if key in before), None)
         key = next((key for key in same if key in parameters), None)
         if value is not None and key is not None:
             carried[key] = value

@@ -68,10 +68,7 @@ def of_files(
 def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device) -> list[dict[str, Any]]:
     """Return id and mask (class indices, uint8) of each image, on its file's grid where that is known.
 
-    A mask is None where the bundle's channels overlap.
-
-    Raises:
-        InputError: the bundle segments nothing.
+    A mask is None where the bundle's channels overlap; InputError if it segments nothing.
     """
     evaluator = bundle.evaluator
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):

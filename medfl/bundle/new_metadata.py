@@ -31,15 +31,15 @@ def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]
         "dtype": "float32", "value_range": [0, 1], "is_patch_data": seen.kind == "volumes",
         "channel_def": {str(index): text for index, text in enumerate(seen.classes)},
     }  # fmt: skip
-    known = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
+    versions = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
         "changelog": {"0.1.0": "written by medfl new"},
-        "monai_version": known["monai"],
-        "pytorch_version": known["torch"].partition("+")[0],
-        "numpy_version": known["numpy"],
-        "required_packages_version": {DISTRIBUTION: known["medfl"]},
+        "monai_version": versions["monai"],
+        "pytorch_version": versions["torch"].partition("+")[0],
+        "numpy_version": versions["numpy"],
+        "required_packages_version": {DISTRIBUTION: versions["medfl"]},
         "supported_apps": {},
         "name": name,
         "task": f"{'Segmentation' if segments else 'Classification'}: {', '.join(seen.classes)}",

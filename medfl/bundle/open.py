@@ -269,6 +269,6 @@ def _paths(entry: object) -> Iterator[Path]:
 
 def prepared_sections(bundle: Bundle, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
     """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
-    own = [section for section in SECTIONS if section != "test" or bundle.has_test]
-    sections = {section: bundle.prepared(section, jobs=jobs, progress=progress) for section in own}
+    names = [section for section in SECTIONS if section != "test" or bundle.has_test]
+    sections = {section: bundle.prepared(section, jobs=jobs, progress=progress) for section in names}
     return {**sections, "test": sections.get("test", sections["validate"])}

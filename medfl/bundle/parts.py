@@ -189,11 +189,7 @@ def given(bundle: str | Path | Parts) -> str:
 def opened(
     name: str, config: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", policy: Policy | None = None
 ) -> Bundle:
-    """Return the bundle of a name or folder, or the parts that were given under this name.
-
-    Raises:
-        InputError: as `Bundle`; or parts that nobody gave in this process.
-    """
+    """Return the bundle of a name or folder, or the parts of this name; InputError as of `Bundle` and `known`."""
     return PartsBundle(known(name), config or {}, device) if is_parts(name) else Bundle(name, config, device, policy)
 
 
@@ -203,11 +199,7 @@ def is_parts(name: str) -> bool:
 
 
 def known(name: str) -> Parts:
-    """Return the parts of this name.
-
-    Raises:
-        InputError: they were not made in this process, or were others.
-    """
+    """Return the parts of this name; InputError if this process has made none, or others."""
     if name not in _GIVEN:
         raise InputError(
             f"a run of {name}, made of parts in Python",
@@ -281,11 +273,7 @@ class PartsBundle(Bundle):
 
     @cached_property
     def task(self) -> str:
-        """The given task, after network, loss and data were tried together.
-
-        Raises:
-            InputError: they do not fit, or the network has not an output for each class.
-        """
+        """The given task, after network, loss, data and classes were tried together; InputError if they do not fit."""
         first, second = (dict.fromkeys(self.network().parameters()) for _ in range(2))
         if any(parameter in second for parameter in first):
             raise InputError(

@@ -70,11 +70,7 @@ def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> N
 
 
 def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values whose `sites` is a number, with what it said of each site as settings.
-
-    Raises:
-        InputError: it says what is not known of a site.
-    """
+    """Return values whose `sites` is a number, what it said of a site as settings; InputError where that is unknown."""
     sites = values.get("sites")
     if not isinstance(sites, Mapping):
         return dict(values)

@@ -85,8 +85,8 @@ class Sections:
         self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
         self._opened: dict[str, Section] = {}
         self.unread, self._whole = "", whole
-        sets = (key for key in _VALIDATION_SETS if key in config)
-        self._unscored = whole and find_evaluator(config) is None and next(sets, None) is None
+        has_validation = find_evaluator(config) is not None or any(key in config for key in _VALIDATION_SETS)
+        self._unscored = whole and not has_validation
         self.find_unlabelled: Callable[[], Unlabelled] | None = None
 
     @cached_property
@@ -131,20 +131,14 @@ class Sections:
     def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
         """Return the ids of a section's data loader ("" if there is none) and data set."""
         if section == "train":
-            loader = f"{self._trainer}#train_data_loader"
+            loader, _ = config.raw(f"{self._trainer}#train_data_loader")
+        elif evaluator := find_evaluator(config):
+            loader, _ = config.raw(f"{evaluator}#val_data_loader")
+        elif dataset_id := next((key for key in _VALIDATION_SETS if key in config), ""):
+            return "", dataset_id
         else:
-            evaluator = find_evaluator(config)
-            if evaluator is None:
-                dataset_ids = [key for key in _VALIDATION_SETS if key in config]
-                if not dataset_ids:
-                    raise InputError(
-                        f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')",
-                        "a bundle to be federated has validation data",
-                        "add a validate section",
-                    )
-                return "", dataset_ids[0]
-            loader = f"{evaluator}#val_data_loader"
-        loader, _ = config.raw(loader)
+            given = f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')"
+            raise InputError(given, "a bundle to be federated has validation data", "add a validate section")
         return loader, config.within(loader, "dataset")
 
     def validation_batch_size(self) -> int:
@@ -153,11 +147,7 @@ class Sections:
         return int(self._config.content(key)) if key in self._config else self["validate"].batch_size
 
     def __getitem__(self, section: str) -> Section:
-        """Return a section, opened once.
-
-        Raises:
-            InputError: its data set cannot be divided, or is empty; names the id.
-        """
+        """Return a section, opened once; InputError, which names the id, if its data cannot be divided or are none."""
         if section != "train" and (self._unscored or self.images_only):
             return Section(Source([]), [], None, _as_loaded)
         if section == "test" and not self.has_test:

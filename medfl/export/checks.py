@@ -135,11 +135,7 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
 
 
 def load_weights_into(network: nn.Module, folder: Path, what: str) -> None:
-    """Load the written weights into the network that a configuration builds, `what` for the user.
-
-    Raises:
-        InputError: it has other tensors.
-    """
+    """Load the written weights into a network that a configuration (`what`) builds; InputError for other tensors."""
     weights = torch.load(folder / "models" / "model.pt", weights_only=True)
     if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in network.state_dict().items()}:
         given = f"{what} builds another network than training"

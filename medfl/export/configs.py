@@ -21,11 +21,7 @@ _OF_METHOD = ("network", "method", "options", "task", "classes", "embeddings")
 
 
 class EditedConfig:
-    """A configuration file that is changed id by id.
-
-    Raises:
-        InputError: it is not valid.
-    """
+    """A configuration file that is changed id by id; InputError if it is not valid."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.comment = path, ""

@@ -34,11 +34,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def parse_formats(text: str) -> tuple[str, ...]:
-    """Return the formats of a list such as "torchscript,onnx".
-
-    Raises:
-        InputError: no such format, or one whose packages are not installed.
-    """
+    """Return the formats of a list as "torchscript,onnx"; InputError for others, or if their packages are missing."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     names = () if names == ("none",) else names
     for name in names:

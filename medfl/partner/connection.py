@@ -32,11 +32,7 @@ class Kit:
 
     @classmethod
     def open(cls, folder: Path) -> Kit:
-        """Find the certificates in a kit's folder, or in `startup` below it.
-
-        Raises:
-            InputError: they are not there.
-        """
+        """Find the certificates in a kit's folder, or in `startup` below it; InputError if they are not there."""
         for place in (folder, folder / "startup"):
             if all((place / name).is_file() for name in _FILES):
                 return cls(place, *_named(place / "fed_client.json"))
@@ -57,11 +53,7 @@ def _named(path: Path) -> tuple[tuple[str, int] | None, str]:
 
 
 def address(text: str, flag: str = "--server") -> tuple[str, int]:
-    """Read HOST:PORT.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Read HOST:PORT; InputError if it is something else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(f"{flag} {printable(text)}", "HOST:PORT, as fl.example.org:8002", "write the host and port")

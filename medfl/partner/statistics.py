@@ -60,11 +60,7 @@ class StatisticsOptions:
 
 
 def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
-    """Return the bins: over the range given as LOW,HIGH, or over the one that metadata.json has for network inputs.
-
-    Raises:
-        InputError: the range is none, or there is none.
-    """
+    """Return bins over the range LOW,HIGH, or that metadata.json has for network inputs; InputError for none."""
     ends: Any = given.split(",") if given else value_range(bundle.metadata)
     if not ends:
         raise InputError(f"bundle {bundle.name!r} without a value_range", "--range LOW,HIGH", "add it, as --range 0,1")
@@ -162,9 +158,7 @@ class _Counts:
 
     def _fixed(self) -> dict[str, Counter[str]]:
         """Return the tables whose cells are known before any image is seen, each with all images."""
-        tables: dict[str, Counter[str]] = {}
-        if self._bundle.task == "classification":
-            tables["class"] = self._closed["class"]
+        tables = {"class": self._closed["class"]} if "class" in self._closed else {}
         for name in self._bundle.structures:
             if name != "background":
                 cells = self._closed.get(f"structure {name}", Counter())
