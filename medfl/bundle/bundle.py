@@ -328,11 +328,8 @@ class Bundle:
         """
         where = config_file(self.root, "federated") or self.root / "configs" / "federated.yaml"
         if "text" not in self.protocol:
-            raise InputError(
-                f"{where} has no key 'text'",
-                "language-built classifiers need each class in words, and prompts",
-                "add it, as in the shipped bundles",
-            )
+            allowed = "language-built classifiers need each class in words, and prompts"
+            raise InputError(f"{where} has no key 'text'", allowed, "add it, as in the shipped bundles")
         classes = channel_names(self.metadata) if self.is_shipped else self.classes  # ours are known without the data
         return read_text(self.protocol["text"], classes, str(where))
 

@@ -63,9 +63,8 @@ def find(name_or_path: str) -> Path:
         return path
     if (path / "configs").is_dir():
         has = ", ".join(sorted(file.name for file in (path / "configs").iterdir()))
-        raise InputError(
-            f"bundle {path} has no configs/train.json or .yaml", f"it has {has}", "give a bundle that says how to train"
-        )
+        problem = f"bundle {path} has no configs/train.json or .yaml"
+        raise InputError(problem, f"it has {has}", "give a bundle that says how to train")
     raise InputError(
         f"bundle {name_or_path!r}",
         f"shipped bundles are {', '.join(shipped()) or 'none'}; a path is a folder with configs/train.json or .yaml",

@@ -79,11 +79,8 @@ def open_inference(
     if file is None or weights is None:
         files = " or ".join(f"models/model.{kind}" for kind in kinds)
         missing = "configs/inference.json or .yaml" if file is None else files
-        raise InputError(
-            f"bundle {root} has no {missing}",
-            "a bundle that predicts has an inference configuration and weights",
-            "add it, or name the folder of a complete bundle",
-        )
+        allowed = "a bundle that predicts has an inference configuration and weights"
+        raise InputError(f"bundle {root} has no {missing}", allowed, "add it, or name the folder of a complete bundle")
     admission.admit(root, policy)
     if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
         given = f"{name} with TorchScript, which can write files"
@@ -105,8 +102,5 @@ def _network(config: Configuration, weights: Path, device: torch.device) -> nn.M
     except InputError:
         raise
     except Exception as error:  # torch raises several types for damaged files and for other networks
-        raise InputError(
-            f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})",
-            "weights of network_def, or TorchScript",
-            "restore the file",
-        ) from error
+        problem = f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})"
+        raise InputError(problem, "weights of network_def, or TorchScript", "restore the file") from error

@@ -219,9 +219,8 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
 
 def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabelled: bool) -> Opened:
     if data == PHANTOM:
-        raise InputError(
-            "--data phantom", "phantoms exist for the shipped bundles", "give this bundle's data folder, or omit --data"
-        )
+        advice = "give this bundle's data folder, or omit --data"
+        raise InputError("--data phantom", "phantoms exist for the shipped bundles", advice)
     folder = str(config.get("dataset_dir", ""))
     if data is not None:
         folder = str(Path(data).expanduser().resolve())

@@ -228,9 +228,8 @@ class PartsBundle(Bundle):
     def override(self, config: Mapping[str, Any]) -> None:
         """Refuse overrides: there is no configuration."""
         if config:
-            raise InputError(
-                f"{next(iter(config))!r} of parts in Python", "they have no configuration", "give other parts"
-            )
+            problem = f"{next(iter(config))!r} of parts in Python"
+            raise InputError(problem, "they have no configuration", "give other parts")
 
     def get(self, key: str) -> Any:
         """Refuse: there is no configuration."""
@@ -276,9 +275,8 @@ class PartsBundle(Bundle):
         """The given task, after network, loss, data and classes were tried together; InputError if they do not fit."""
         first, second = (dict.fromkeys(self.network().parameters()) for _ in range(2))
         if any(parameter in second for parameter in first):
-            raise InputError(
-                "network returns the same layers at each call", "a function that makes new ones", "make them inside it"
-            )
+            problem = "network returns the same layers at each call"
+            raise InputError(problem, "a function that makes new ones", "make them inside it")
         output, classes = self._trial[0], self.parts.classes
         outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
         if self.parts.task != "other" and outputs != len(classes) and (outputs, len(classes)) != (1, 2):

@@ -48,9 +48,8 @@ class PartSections:
         self._opened: dict[str, Section] = {}
         for section in SECTIONS[:2]:
             if not any(section in given for given in self._given.values()):
-                raise InputError(
-                    f"data without {section} items", f"one site or more has a {section} set", f"add {section!r}"
-                )
+                allowed = f"one site or more has a {section} set"
+                raise InputError(f"data without {section} items", allowed, f"add {section!r}")
 
     @cached_property
     def has_test(self) -> bool:
@@ -126,9 +125,8 @@ def _length(site: str, given: Any) -> int:
     try:
         return len(take_apart(_dataset(given)).entries)
     except TypeError as error:
-        raise InputError(
-            f"data of site {site!r}: {error}", "data sets with __len__ and __getitem__", "give such a data set"
-        ) from error
+        allowed = "data sets with __len__ and __getitem__"
+        raise InputError(f"data of site {site!r}: {error}", allowed, "give such a data set") from error
 
 
 def _split(site: str, given: Any) -> dict[str, Any]:
@@ -138,11 +136,8 @@ def _split(site: str, given: Any) -> dict[str, Any]:
     groups_of_items = [item.get("group", item["id"]) for item in items]
     groups = list(dict.fromkeys(groups_of_items))
     if len(groups) < 3:
-        raise InputError(
-            f"data of site {site!r}: {count} items of {len(groups)} groups, to be split",
-            "three or more",
-            'give {"train": ..., "validate": ..., "test": ...}',
-        )
+        problem = f"data of site {site!r}: {count} items of {len(groups)} groups, to be split"
+        raise InputError(problem, "three or more", 'give {"train": ..., "validate": ..., "test": ...}')
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(derive(0, "split", site))).tolist()
     test, validate = (max(1, round(share * len(groups))) for share in _SHARES)
     names = ["test"] * test + ["validate"] * validate + ["train"] * len(groups)

@@ -71,11 +71,8 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
     class_of: dict[str, str] = {}
     for name, phrase in zip(described, concepts.values(), strict=True):
         if (first := class_of.setdefault(phrase, name)) != name:
-            raise InputError(
-                f"{where}: classes {first!r} and {name!r} have the same text concept {phrase!r}",
-                "concepts differ from each other",
-                "put one of the two classes in other words",
-            )
+            problem = f"{where}: classes {first!r} and {name!r} have the same text concept {phrase!r}"
+            raise InputError(problem, "concepts differ from each other", "put one of the two classes in other words")
     return Text(tuple(class_of), tuple(_prompts(node.get("prompts"), where)))
 
 

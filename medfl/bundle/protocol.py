@@ -60,11 +60,8 @@ def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> N
             tables |= {f"{key}: {name}": value for name, value in inner.items()}
     for key, value in tables.items():
         if value is not None and not isinstance(value, Mapping):
-            raise InputError(
-                f"{within}{key} {str(value)!r:.60} in the federated.yaml of bundle {bundle!r}",
-                "a table: NAME: value",
-                "write it as one, or take it out",
-            )
+            problem = f"{within}{key} {str(value)!r:.60} in the federated.yaml of bundle {bundle!r}"
+            raise InputError(problem, "a table: NAME: value", "write it as one, or take it out")
         if key.startswith("presets: "):
             _check_tables(bundle, value or {}, f"{key}: ")
 

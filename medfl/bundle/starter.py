@@ -129,9 +129,8 @@ def survey(
     check_structures(names)
     layout = own_layouts.find(images, masks, labels)
     if names and not layout.masks:
-        raise InputError(
-            "--classes without --masks", "folders of pictures, or their table, name their classes", "rename these"
-        )
+        allowed = "folders of pictures, or their table, name their classes"
+        raise InputError("--classes without --masks", allowed, "rename these")
     return _segmented(layout, names, group_by, progress) if layout.masks else _labelled(layout, group_by, progress)
 
 
@@ -188,11 +187,8 @@ def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
         raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
     reserved = next((name for name in index.classes if re.search(r"[#@$%]|::", name) or not is_plain_text(name)), None)
     if reserved is not None:
-        raise InputError(
-            f"class {'' if layout.labels else 'folder '}{reserved!r}",
-            "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula",
-            "rename it",
-        )
+        allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
+        raise InputError(f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it")
     seen = _each(index.records, lambda record: Picture.of(read_pixels(record.image)), progress)
     counts = tuple(sum(record.label == label for record in index.records) for label in range(len(index.classes)))
     divided = own.sections_of(place, index, group_by)

@@ -106,9 +106,8 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         if not embeddings.values.any(2).all() or not embeddings.values.isfinite().all():
             raise ValueError("an embedding in it is no direction")
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
-        raise InputError(
-            f"{path} is not a file of text embeddings ({error})", "medfl concepts writes them", "make it anew"
-        ) from error
+        problem = f"{path} is not a file of text embeddings ({error})"
+        raise InputError(problem, "medfl concepts writes them", "make it anew") from error
     if text is not None:
         for what, in_file, in_bundle, shown in (
             ("classes", stored.concepts, text.concepts, 8),
@@ -205,11 +204,8 @@ def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn
     if model is not None and not Path(model).expanduser().is_dir():
         raise InputError(f"--model {model}", "it is the folder of a language model", "give the folder of config.json")
     if folder is None and plm not in names():
-        raise InputError(
-            f"language model {plm!r}",
-            f"known ones are {', '.join(names())}, a folder of transformers, or a .safetensors file of embeddings",
-            "choose one of them",
-        )
+        allowed = f"known ones are {', '.join(names())}, a folder of transformers, or a .safetensors file of embeddings"
+        raise InputError(f"language model {plm!r}", allowed, "choose one of them")
     folder = str(Path(folder).expanduser().resolve()) if folder else None
     clip = plm in _OPEN_CLIP or (folder is not None and (Path(folder) / "open_clip_config.json").is_file())
     advice = (
@@ -248,11 +244,8 @@ def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool
         ) from error
     except Exception as error:  # hub, safetensors, tokenizers and network errors have no common base
         text = " ".join(str(error).replace(";", ",").split())
-        raise InputError(
-            f"{what} is not at hand ({type(error).__name__}: {text[:160]})",
-            "its weights are in a folder or in the hub's cache",
-            advice,
-        ) from error
+        problem = f"{what} is not at hand ({type(error).__name__}: {text[:160]})"
+        raise InputError(problem, "its weights are in a folder or in the hub's cache", advice) from error
     finally:
         logging.disable(before)
 

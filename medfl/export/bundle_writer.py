@@ -202,11 +202,8 @@ class _BundleWriter:
                 if self._equal(network, rebuilt):
                     return _NetworkDefinition("medfl", arguments)
         if "torchscript" not in self.formats:
-            raise InputError(
-                f"--formats {','.join(self.formats) or 'none'} with method {self.result.run.method!r}",
-                "its network can only be defined as TorchScript",
-                "add torchscript",
-            )
+            problem = f"--formats {','.join(self.formats) or 'none'} with method {self.result.run.method!r}"
+            raise InputError(problem, "its network can only be defined as TorchScript", "add torchscript")
         return _NetworkDefinition("torchscript", {})
 
     def _arguments(self) -> dict[str, Any]:

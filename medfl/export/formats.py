@@ -43,11 +43,8 @@ def parse_formats(text: str) -> tuple[str, ...]:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None] if "onnx" in names else []
     if missing:
         others = ",".join(name for name in names if name != "onnx") or "none"
-        raise InputError(
-            f"--formats onnx without {', '.join(missing)}",
-            pip_install("export"),
-            f"install it, or use --formats {others}",
-        )
+        problem = f"--formats onnx without {', '.join(missing)}"
+        raise InputError(problem, pip_install("export"), f"install it, or use --formats {others}")
     return names
 
 

@@ -52,11 +52,8 @@ def network(
     """
     if method:
         if method not in methods.names():
-            raise InputError(
-                f"method {method!r} in a configuration",
-                "an exported network names one of medfl's",
-                "export the run again with medfl export",
-            )
+            allowed = "an exported network names one of medfl's"
+            raise InputError(f"method {method!r} in a configuration", allowed, "export the run again with medfl export")
         described = Task(task, tuple(classes), lambda plm: _placeholders(embeddings))
         network = complete(methods.load(method, options or {}).adapt(network, described))
     if weights is not None:

@@ -36,11 +36,8 @@ class Kit:
         for place in (folder, folder / "startup"):
             if all((place / name).is_file() for name in _FILES):
                 return cls(place, *_named(place / "fed_client.json"))
-        raise InputError(
-            f"--kit {printable(folder)}",
-            f"the folder of a site's startup kit, with {', '.join(_FILES)}",
-            "check the path",
-        )
+        allowed = f"the folder of a site's startup kit, with {', '.join(_FILES)}"
+        raise InputError(f"--kit {printable(folder)}", allowed, "check the path")
 
 
 def _named(path: Path) -> tuple[tuple[str, int] | None, str]:
@@ -117,9 +114,6 @@ def _subject(certificate: Any, kit: Kit) -> str:
     name = str(subject.get("commonName", "?"))
     names = {name, *(value for _, value in certificate.get("subjectAltName", ()))}
     if kit.name and kit.name not in names:
-        raise InputError(
-            f"the server's certificate is of {printable(name)}",
-            f"the kit is for {printable(kit.name)}",
-            "check the address",
-        )
+        problem = f"the server's certificate is of {printable(name)}"
+        raise InputError(problem, f"the kit is for {printable(kit.name)}", "check the address")
     return f"certificate of {printable(name)}, valid until {printable(certificate.get('notAfter', '?'))}"

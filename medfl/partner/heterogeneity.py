@@ -229,11 +229,8 @@ def draw(federation: FederationStatistics, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"--out {printable(path)} ({error})",
-            "a file that can be drawn to, as FILE.png",
-            "check its ending and folder",
-        ) from error
+        allowed = "a file that can be drawn to, as FILE.png"
+        raise InputError(f"--out {printable(path)} ({error})", allowed, "check its ending and folder") from error
 
 
 def _sites(axes: Axes, federation: FederationStatistics) -> list[str]:

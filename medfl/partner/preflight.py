@@ -280,9 +280,8 @@ def _cuda_step(federation: Federation) -> int:
             fit(network, site)
             weights = sum(tensor.nbytes for tensor in snapshot(network).values())
     except torch.cuda.OutOfMemoryError as error:
-        raise InputError(
-            "one training step does not fit into the GPU's memory", "it has to", "ask for a smaller --batch-size"
-        ) from error
+        problem = "one training step does not fit into the GPU's memory"
+        raise InputError(problem, "it has to", "ask for a smaller --batch-size") from error
     return int(torch.cuda.max_memory_allocated(federation.run.device)) + 4 * weights
 
 
