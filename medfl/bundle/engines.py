@@ -56,10 +56,8 @@ def find_evaluator(config: Configuration) -> str | None:
 def scoring(config: Configuration) -> tuple[Any, Any]:
     """Return the evaluator's inferer, MONAI's simplest without one, and its postprocessing, None without one."""
     engine = find_evaluator(config)
-    inferer, postprocessing = (
-        config.content(f"{engine}#{part}") if f"{engine}#{part}" in config else None
-        for part in ("inferer", "postprocessing")
-    )
+    keys = f"{engine}#inferer", f"{engine}#postprocessing"
+    inferer, postprocessing = (config.content(key) if key in config else None for key in keys)
     return inferer or SimpleInferer(), postprocessing
 
 

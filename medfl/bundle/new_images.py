@@ -79,11 +79,10 @@ def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device
         known = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
         return to_original(mask, geometry[index]) if known else mask.numpy()
 
+    cases = zip(shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True)
     return [
         {"id": ident, "mask": None if case is None else on_file(index, case.prediction.cpu())}
-        for index, ident, case in zip(
-            shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True
-        )
+        for index, ident, case in cases
     ]
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from medfl.bundle.starter import Survey
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
 
 
 def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]
         "copyright": "to be filled in",
         "data_source": "to be filled in",
         "data_type": "NIfTI" if seen.kind == "volumes" else "pictures",
-        "intended_use": "Research only: not for diagnosis or any other clinical use.",
+        "intended_use": RESEARCH_ONLY,
         "references": [],
         "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": pred}},
     }

@@ -21,7 +21,7 @@ import jinja2
 from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import read
-from medfl.bundle.new_metadata import SCHEMA
+from medfl.bundle.new_metadata import RESEARCH_ONLY, SCHEMA
 from medfl.core.places import PHANTOM
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
@@ -36,11 +36,8 @@ _LOCAL_PATH = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspa
 """A path of the local machine: not of the bundle, no URL, not the zoo's /workspace."""
 _DEFAULTS = {
     "supported_apps": {},
-    "intended_use": "Research only: not for diagnosis or any other clinical use.",
-    "data_source": "not stated by the source bundle",
-    "authors": "not stated by the source bundle",
-    "copyright": "not stated by the source bundle",
-    "task": "not stated by the source bundle",
+    "intended_use": RESEARCH_ONLY,
+    **dict.fromkeys(("data_source", "authors", "copyright", "task"), "not stated by the source bundle"),
     "description": "A network trained across sites.",
 }
 _OF_FOLDERS = ("--out", "--data", "--from")

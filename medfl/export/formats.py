@@ -11,7 +11,7 @@ import io
 import logging
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,10 +227,7 @@ class OnnxNetwork:
         return torch.from_numpy(output)
 
 
-_WRITERS: Mapping[str, Callable[[nn.Module, ShapeRecorder, Path], tuple[str, Callable[[Tensor], Tensor]]]] = {
-    "torchscript": _torchscript,
-    "onnx": _onnx,
-}
+_WRITERS = {"torchscript": _torchscript, "onnx": _onnx}
 
 
 def format_difference(value: float) -> str:
