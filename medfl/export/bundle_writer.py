@@ -40,9 +40,9 @@ from medfl.export.formats import (
     FILES,
     LIMITS,
     Agreement,
+    Comparison,
     ShapeRecorder,
     format_difference,
-    measure_agreement,
     quiet,
     write,
 )
@@ -134,9 +134,9 @@ class _BundleWriter:
         self.bundle = self.images.bundle
         self.root = self.bundle.root
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
-        self.activation = partial(
-            _probabilities, self.task.kind, getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
-        )
+        ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
+        activation = partial(_probabilities, self.task.kind, ends_in_sigmoid)
+        self.comparison = Comparison(self.images.inputs, self.inferer, activation)
         self.data_folder = str(self.bundle.get("dataset_dir")) if "dataset_dir" in self.bundle else None
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
@@ -223,11 +223,8 @@ class _BundleWriter:
             "classes": [*task.classes], **({"embeddings": shapes[0]} if shapes else {}),
         }  # fmt: skip
 
-    @torch.no_grad()
     def _equal(self, network: nn.Module, other: nn.Module) -> bool:
-        other.eval()
-        result = measure_agreement(network, other, self.images.inputs, self.inferer, self.activation, _SAME_NETWORK, "")
-        return result.outputs <= _SAME_NETWORK
+        return self.comparison.agreement(network, other.eval(), _SAME_NETWORK, "").outputs <= _SAME_NETWORK
 
     # Files
 
@@ -235,10 +232,8 @@ class _BundleWriter:
         agreements = {}
         for kind in self.formats:
             only = {"instead": _NO_OTHER} if definition.kind == kind else {}
-            agreements[kind] = measured = write(
-                kind, network, seen, self.folder / FILES[kind],
-                images=self.images.inputs, inferer=self.inferer, activation=self.activation, **only,
-            )  # fmt: skip
+            path = self.folder / FILES[kind]
+            agreements[kind] = measured = write(kind, network, seen, path, self.comparison, **only)
             self.say(
                 f"{kind} ({measured.how}): differs by {format_difference(measured.probabilities)} "
                 f"(outputs {format_difference(measured.outputs)}) on {measured.images} images"

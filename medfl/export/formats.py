@@ -29,9 +29,6 @@ LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
 FILES = {"torchscript": "models/model.ts", "onnx": "models/model.onnx"}
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 
-Inferer = Callable[..., Any]
-Activation = Callable[[Tensor], Tensor]
-
 
 def parse_formats(text: str) -> tuple[str, ...]:
     """Return the formats of a list as "torchscript,onnx"; InputError for others, or if their packages are missing."""
@@ -67,6 +64,34 @@ class Agreement:
     how: str
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """How two networks are compared.
+
+    Attributes:
+        images: batches (B, C, H, W[, D]).
+        inferer: (images, network) -> outputs of whole images.
+        activation: outputs -> probabilities.
+    """
+
+    images: Sequence[Tensor]
+    inferer: Callable[..., Any]
+    activation: Callable[[Tensor], Tensor]
+
+    @torch.no_grad()
+    def agreement(self, network: nn.Module, other: Callable[[Tensor], Tensor], limit: float, how: str) -> Agreement:
+        """Compare on single images and, where these are of one size, on all in one batch."""
+        batches = [image for x in self.images for image in torch.split(x, 1)]
+        count, same_size = len(batches), len({image.shape for image in batches}) == 1
+        batches += [torch.cat(batches)] if same_size and count > 1 else []
+        outputs = probabilities = torch.zeros(())
+        for x in batches:
+            expected, output = self.inferer(x, network).float(), self.inferer(x, other).float()
+            outputs = outputs.maximum((expected - output).abs().max())  # NaN stays
+            probabilities = probabilities.maximum((self.activation(expected) - self.activation(output)).abs().max())
+        return Agreement(count, float(outputs), float(probabilities), limit, how)
+
+
 class ShapeRecorder(nn.Module):
     """A network that records its first input and the shapes of all inputs and outputs."""
 
@@ -98,10 +123,7 @@ def write(
     network: nn.Module,
     seen: ShapeRecorder,
     path: Path,
-    *,
-    images: Sequence[Tensor],
-    inferer: Inferer,
-    activation: Activation,
+    comparison: Comparison,
     instead: str = "leave it out with --formats",
 ) -> Agreement:
     """Write a network in a format and compare the file with it.
@@ -111,9 +133,7 @@ def write(
         network: on the CPU, in evaluation mode.
         seen: inputs of the network in inference: an example, and the axes that vary.
         path: of the file.
-        images: batches (B, C, H, W[, D]) to compare on.
-        inferer: (images, network) -> outputs of whole images.
-        activation: outputs -> probabilities.
+        comparison: of the file with the network.
         instead: advice in the error.
 
     Raises:
@@ -127,35 +147,13 @@ def write(
     except Exception as error:  # torch raises dozens of types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise RunError(f"the network cannot be written as {kind} ({reason}); {instead}") from error
-    result = measure_agreement(network, other, images, inferer, activation, LIMITS[kind], how)
+    result = comparison.agreement(network, other, LIMITS[kind], how)
     if not result.probabilities <= result.limit:
         raise RunError(
             f"{path.name} differs from the network by {result.probabilities:.1e}, more than {result.limit:.0e}, on "
             f"{result.images} images; {instead}"
         )
     return result
-
-
-@torch.no_grad()
-def measure_agreement(
-    network: nn.Module,
-    other: Callable[[Tensor], Tensor],
-    images: Sequence[Tensor],
-    inferer: Inferer,
-    activation: Activation,
-    limit: float,
-    how: str,
-) -> Agreement:
-    """Compare two networks on single images and, where these are of one size, on all in one batch."""
-    batches = [image for x in images for image in torch.split(x, 1)]
-    count, same_size = len(batches), len({image.shape for image in batches}) == 1
-    batches += [torch.cat(batches)] if same_size and count > 1 else []
-    outputs = probabilities = torch.zeros(())
-    for x in batches:
-        expected, output = inferer(x, network).float(), inferer(x, other).float()
-        outputs = outputs.maximum((expected - output).abs().max())  # NaN stays
-        probabilities = probabilities.maximum((activation(expected) - activation(output)).abs().max())
-    return Agreement(count, float(outputs), float(probabilities), limit, how)
 
 
 # TorchScript
