@@ -115,7 +115,7 @@ class Layout:
         """Empty the folder and write lists and arrays, and an empty file for each that a pattern finds."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        pattern_paths = [self._found_by(pattern, case) for pattern in self.patterns for case in range(self.cases)]
+        pattern_paths = [self._matching(pattern, case) for pattern in self.patterns for case in range(self.cases)]
         classes = [folder / _as_folder(name) / "-" for folder in self.listed for name in self.classes]
         for path in (*pattern_paths, *self.tables, *self.arrays, *classes):
             if not Path(os.path.abspath(path)).is_relative_to(self.folder):
@@ -131,18 +131,17 @@ class Layout:
             drawn: dict[str, Any] = {name: np.stack(arrays) for name, arrays in each.items()}
             np.savez_compressed(path, **drawn)
 
-    def _found_by(self, pattern: str, case: int) -> Path:
+    def _matching(self, pattern: str, case: int) -> Path:
         """Return the path of a case that a pattern finds; folders of any name are those of classes."""
         *folders, last = Path(pattern).parts
-        parts = [
-            _filled(part, _as_folder(self.classes[case % len(self.classes)]), case) for part in folders if part != "**"
-        ]
+        class_folder = _as_folder(self.classes[case % len(self.classes)])
+        parts = [_filled(part, class_folder, case) for part in folders if part != "**"]
         name = _filled(last, f"case_{case:03d}", case)
         return Path(*parts, name + ("" if Path(name).suffix else self.end))
 
     def _row(self, table: Table, case: int) -> dict[Any, Any]:
-        values = table.fields.items()
-        return {name: self._files(name, case) if known is None else known[case % len(known)] for name, known in values}
+        fields = table.fields.items()
+        return {name: self._files(name, case) if cells is None else cells[case % len(cells)] for name, cells in fields}
 
     def _files(self, name: Any, case: int) -> Any:
         several = self.per_image > 1 and not shapes.is_mask(name)
@@ -161,10 +160,11 @@ class Layout:
     def _write_csv(self, path: Path, table: Table) -> None:
         by_position = all(isinstance(name, int) for name in table.fields)
         columns = list(range(1 + max(table.fields))) if by_position else list(table.fields)
-        rows = [self._row(table, case) for case in range(self.cases)]
         with path.open("w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([] if by_position else [columns])
-            csv.writer(file).writerows([row.get(column, 0) for column in columns] for row in rows)
+            writer = csv.DictWriter(file, columns, restval=0)
+            if not by_position:
+                writer.writeheader()
+            writer.writerows(self._row(table, case) for case in range(self.cases))
 
 
 def _as_folder(name: str) -> str:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from medfl.bundle import older, own_iteration, text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_trainer, key_metric, own_steps, scoring
-from medfl.bundle.files import channel_names, config_file, find, read_metadata, sha256_of, shipped_folders
+from medfl.bundle.files import channel_names, config_file, find, mask_names, read_metadata, sha256_of, shipped_folders
 from medfl.bundle.files import protocol_of as protocol_of
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
 from medfl.bundle.notes import notes
 from medfl.bundle.optimizers import Optimizers, find_schedule
 from medfl.bundle.prompts import Text, read_text
-from medfl.bundle.sections import SECTIONS, Section, Sections, check_labels
+from medfl.bundle.sections import Section, Sections, check_labels
 from medfl.core.errors import InputError, MedflError, root_cause, told
 from medfl.core.places import cache_folder
 from medfl.core.release import version_of
@@ -242,7 +242,9 @@ class Bundle:
     def _trial(self) -> tuple[Any, Any, Any]:
         """Network output, target and input of the first training item, twice in a batch: misfits show here."""
         if self.own_trainer:
-            return own_iteration.tried(self.network)
+            with stream(0, "trial"):
+                self.network()  # shows what it needs; of data there is nothing to tell
+            return None, None, None
         item, source, labelled = (data := self.sections["train"]).first
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare([item], source, data.collate, data.prepare_batch)
@@ -309,17 +311,13 @@ class Bundle:
             return ()
         named = channel_names(self.metadata)
         count = len(named) if self.is_shipped else max(2, self._trial[0].shape[1])
-        for section in SECTIONS:
-            check_labels(self.items(section), count, f"section {section!r}", f"bundle {self.name!r}")
+        check_labels(self.items, count, f"bundle {self.name!r}")
         return named if len(named) == count else tuple(f"class {index}" for index in range(count))
 
     @property
     def structures(self) -> tuple[str, ...]:
         """Names of a segmentation mask's values 0, 1, ... (metadata's channel_def), () for other tasks."""
-        if self.task != "segmentation":
-            return ()
-        named = channel_names(self.metadata)
-        return ("background", *named) if len(named) == 1 else named
+        return mask_names(self.metadata) if self.task == "segmentation" else ()
 
     @cached_property
     def text(self) -> Text:
@@ -330,11 +328,8 @@ class Bundle:
         """
         where = config_file(self.root, "federated") or self.root / "configs" / "federated.yaml"
         if "text" not in self.protocol:
-            raise InputError(
-                f"{where} has no key 'text'",
-                "language-built classifiers need each class in words, and prompts",
-                "add it, as in the shipped bundles",
-            )
+            allowed = "language-built classifiers need each class in words, and prompts"
+            raise InputError(f"{where} has no key 'text'", allowed, "add it, as in the shipped bundles")
         classes = channel_names(self.metadata) if self.is_shipped else self.classes  # ours are known without the data
         return read_text(self.protocol["text"], classes, str(where))
 
@@ -376,7 +371,7 @@ class Bundle:
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
         if self.task == "classification":
-            batch_size = {} if self.is_shipped else {"batch_size": self.sections.batch_size("validate")}
+            batch_size = {} if self.is_shipped else {"batch_size": self.sections.validation_batch_size()}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
         if self.own_trainer:
             return CaseEvaluator(self.key_metric, lambda value, _: value, lambda x, net: own_iteration.of(net).score(x))

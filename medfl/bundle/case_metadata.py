@@ -8,9 +8,9 @@ folder with a column that names the items (`image_id`, `image`, `file`, `id`, ..
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -47,12 +47,11 @@ def read(bundle: Bundle, section: str, folder: str) -> dict[str, dict[str, Any]]
         for item, entry in zip(items, entries, strict=True):
             cases[str(item["id"])] |= _columns(entry) if isinstance(entry, Mapping) else {}
     for rows in _tables(Path(folder)) if folder and Path(folder).is_dir() else ():
-        by_name = _by_name(rows, list(cases))
-        for ident, row in by_name.items():
+        for ident, row in _by_name(rows, list(cases)).items():
             cases[ident] = {**_columns(row), **cases[ident]}
-    known = [name for name in COLUMNS if any(name in row for row in cases.values())]
+    columns = [name for name in COLUMNS if any(name in row for row in cases.values())]
     for row in cases.values():
-        row |= {name: None if name == "age" else UNKNOWN for name in known if name not in row}
+        row |= {name: None if name == "age" else UNKNOWN for name in columns if name not in row}
     return cases
 
 
@@ -78,10 +77,7 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
             continue
         text = str(value).strip().lower()
         missing = text in ("", "nan", "none", "na", "n/a", "unknown")
-        if name == "age":
-            columns[name] = None if missing else _years(text)
-        else:
-            columns[name] = UNKNOWN if missing else text
+        columns[name] = _years(text) if name == "age" else UNKNOWN if missing else text
     return columns
 
 
@@ -96,25 +92,22 @@ def _years(text: str) -> float | None:
 
 def _tables(folder: Path) -> Iterator[list[dict[str, str]]]:
     for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.suffix.lower() not in _SUFFIXES or path.stat().st_size > _LARGEST:
-            continue
-        try:
-            yield read_csv(path, ())
-        except (InputError, csv.Error):
-            continue  # no table
+        if path.is_file() and path.suffix.lower() in _SUFFIXES and path.stat().st_size <= _LARGEST:
+            with suppress(InputError):  # no table
+                yield read_csv(path, ())
+
+
+def _file_name(path: str) -> str:
+    return PurePosixPath(path).name
 
 
 def _by_name(rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return id -> row, by the first column that names items: whole, by file name, or by that without its ending."""
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in (heads[name] for name in _NAMES if name in heads):
-        for short in (
-            str,
-            lambda text: PurePosixPath(text).name,
-            lambda text: PurePosixPath(text).name.partition(".")[0],
-        ):
-            named = {short(str(row[column])): row for row in rows}
-            own = {short(ident): ident for ident in ids}
-            if len(own) == len(ids) and (both := own.keys() & named.keys()):
-                return {own[name]: named[name] for name in both}
+        for short in (str, _file_name, lambda text: _file_name(text).partition(".")[0]):
+            rows_by_name = {short(str(row[column])): row for row in rows}
+            ids_by_name = {short(ident): ident for ident in ids}
+            if len(ids_by_name) == len(ids) and (both := ids_by_name.keys() & rows_by_name.keys()):
+                return {ids_by_name[name]: rows_by_name[name] for name in both}
     return {}

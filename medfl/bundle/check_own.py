@@ -94,7 +94,6 @@ def _notes(place: Path, ids: Mapping[str, Any], dataset: own.Found, records: Seq
     unknown = bool(records) and all(record.group == record.id for record in records)
     groups = len({record.group for record in records})
     patients = (own.UNKNOWN_PATIENTS,) if unknown else (f"{groups} patients, each in one section",) if records else ()
-    patients = (*own_folder.odd(place), *patients)
-    if ids.get("masks") or ids.get("labels"):
-        return (*dataset.notes, *patients)
-    return (*dataset.notes, *own.beside_classes(place, dataset.records), *patients)
+    in_classes = not (ids.get("masks") or ids.get("labels"))
+    beside = own.beside_classes(place, dataset.records) if in_classes else ()
+    return (*dataset.notes, *beside, *own_folder.odd(place), *patients)

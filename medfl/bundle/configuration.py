@@ -82,11 +82,7 @@ class Configuration:
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 
     def override(self, values: Mapping[str, Any]) -> None:
-        """Give ids other values; nothing is evaluated, and what was evaluated before is forgotten.
-
-        Raises:
-            InputError: there is no such id.
-        """
+        """Give ids other values, unevaluated, and forget what was evaluated; InputError for an id that is not there."""
         ids = list(self._merged.get())
         for key, value in meant(values, self._merged.get()).items():
             if key not in self._merged:
@@ -108,8 +104,8 @@ class Configuration:
 
     def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
         with _told(f"{self.file}: its references (%) cannot be followed", "they name ids and files that exist"):
-            content, own = deepcopy(self._content), own_modules(self.root)
-            parser = guarded_parser(content, self._policy, own, [*self._places])
+            modules = own_modules(self.root)
+            parser = guarded_parser(deepcopy(self._content), self._policy, modules, [*self._places])
             for key in without:
                 parser[key] = None
             parser.parse()
@@ -118,10 +114,14 @@ class Configuration:
     def _harmless(self, node: Any, key: str = "") -> Any:
         if isinstance(node, list):
             return [self._harmless(value) for value in node]
-        if isinstance(node, str) and node.startswith("%") and not self._policy.trusted:
-            self._refuse_file(node)
+        if isinstance(node, str):
+            in_file = node.startswith("%") and ConfigParser.split_path_id(node[1:])[0]
+            if in_file and not self._policy.trusted:
+                given = f"{printable(node)!r}, a part of another file"
+                raise InputError(given, "ids of this configuration", "write it out")
+            return habits.rewritten(key, node, self._device)
         if not isinstance(node, Mapping):
-            return habits.rewritten(key, node, self._device) if isinstance(node, str) else node
+            return node
         old, node = target_name(node), renewed(node)
         safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
         self.adapted |= set() if target == old else {f"{old}:{target}"}
@@ -137,12 +137,6 @@ class Configuration:
             self.dropped.add(target)
             return {"_target_": node["_target_"], "_disabled_": True}
         return safe
-
-    def _refuse_file(self, macro: str) -> None:
-        if ConfigParser.split_path_id(macro[1:])[0]:
-            raise InputError(
-                f"{printable(macro)!r}, a part of another file", "ids of this configuration", "write it out"
-            )
 
     # Looking without evaluating
 
@@ -172,13 +166,7 @@ class Configuration:
 
     def nodes(self, target: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield id and content of every component whose class has this name, wherever it stands."""
-        todo: list[tuple[str, Any]] = [("", self._parser.get())]
-        while todo:
-            key, node = todo.pop()
-            if isinstance(node, Mapping) and target_name(node) == target:
-                yield key, node
-            if isinstance(node, Mapping | list):
-                todo += [(sub, value) for _, sub, value in ReferenceResolver.iter_subconfigs(key, node)]
+        return (part for part in components(self._parser.get()) if target_name(part[1]) == target)
 
     def depends(self, key: str, parser: ConfigParser | None = None) -> dict[str, Any]:
         """Return the unevaluated content of an id and of everything that it refers to."""
@@ -194,11 +182,7 @@ class Configuration:
     # Evaluating
 
     def content(self, key: str) -> Any:
-        """Return the object that an id stands for; the same one each time.
-
-        Raises:
-            InputError: an id is missing, or an expression fails; names the id and the cause.
-        """
+        """Return the object of an id, the same one each time; InputError names an id that fails, and the cause."""
         with stream(0, "configuration"):  # for lists that the bundle shuffles without a seed of its own
             return self._content_of(self._parser, key)
 
@@ -225,9 +209,8 @@ class Configuration:
                     "trainers and evaluators are never made here: their handlers write files",
                     "let it do without",
                 )
-        may = self._policy.trusted or "scripts" in self._policy.allow
-        own = own_python(self.root) if may else nullcontext()
-        with own, older.arrays_in_pickles(), warnings.catch_warnings():
+        has_own = self._policy.trusted or "scripts" in self._policy.allow
+        with own_python(self.root) if has_own else nullcontext(), older.arrays_in_pickles(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)  # `json.load(open(…))` is the bundle's habit
             warnings.filterwarnings("ignore", "This DataLoader will create")  # processes that are never started
             try:
@@ -265,6 +248,17 @@ def target_name(node: Mapping[str, Any]) -> str:
     return target.rpartition(".")[2] if isinstance(target, str) else ""
 
 
+def components(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield id and content of every component in contents by id."""
+    todo: list[tuple[str, Any]] = [("", content)]
+    while todo:
+        key, node = todo.pop()
+        if isinstance(node, Mapping) and "_target_" in node:
+            yield key, node
+        if isinstance(node, Mapping | list):
+            todo += [(sub, value) for _, sub, value in ReferenceResolver.iter_subconfigs(key, node)]
+
+
 @contextmanager
 def _told(given: str, allowed: str) -> Iterator[None]:
     try:
@@ -278,17 +272,16 @@ def own_modules(root: Path) -> frozenset[str]:
     return frozenset([p.parent.name for p in root.glob("*/*.py")] + [p.stem for p in root.glob("*.py")])
 
 
-def own_python(root: Path) -> Any:
-    """Return a context in which the bundle's own modules can be imported; without any it does nothing.
+@contextmanager
+def own_python(root: Path) -> Iterator[None]:
+    """Let a block import the bundle's own modules; without any it does nothing.
 
     Modules of the same name that belong to another bundle are forgotten, and no `__pycache__` is written.
     """
-    return _importable(root) if own_modules(root) else nullcontext()
-
-
-@contextmanager
-def _importable(root: Path) -> Iterator[None]:
-    for package in own_modules(root) & sys.modules.keys():
+    if not (modules := own_modules(root)):
+        yield
+        return
+    for package in modules & sys.modules.keys():
         module = sys.modules[package]
         paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or "/"]
         home = Path(paths[0]).resolve().parent

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.bundle.asked_files import CASE, Layout, Table
-from medfl.bundle.configuration import Configuration, target_name
+from medfl.bundle.configuration import Configuration, components, target_name
 from medfl.bundle.engines import find_evaluator
 from medfl.bundle.failures import missing_names
 from medfl.core.errors import InputError
@@ -46,7 +46,7 @@ class Reading:
         self.config, self._trainer, self._contents = config, trainer, dict[str, Any]()
         for section in ("train", "validate"):
             self._contents |= config.depends(self.dataset(section))
-        self._parts = list(_components(self._contents))
+        self._parts = list(components(self._contents))
         formats: Mapping[str, Any] = metadata.get("network_data_format") or {}
         inputs: Mapping[str, Any] = formats.get("inputs") or {}
         outputs: Mapping[str, Any] = formats.get("outputs") or {}
@@ -62,10 +62,9 @@ class Reading:
         one_hot = isinstance(loss, Mapping) and "BCE" in target_name(loss)
         self.labels: Sequence[Any] = (rows if len(rows) > 1 else [[0.0], [1.0]]) if one_hot else range(count)
         self.classes = classes if len(classes) == count else [f"class_{index}" for index in range(count)]
-        self.names = [names for names in self._written() if len(names) > 1 and not any(map(self._is_key, names))]
-
-    def _is_key(self, name: str) -> bool:
-        return shapes.is_mask(name) or name in {"image", *self.loaded}
+        keys = {"image", *self.loaded}
+        lists = [names for names in self._written() if len(names) > 1 and keys.isdisjoint(names)]
+        self.names = [names for names in lists if not any(map(shapes.is_mask, names))]
 
     def dataset(self, section: str) -> str:
         """Return the id of a section's data set, or of the loader that holds it."""
@@ -75,7 +74,7 @@ class Reading:
 
     def _of_network(self, name: str, kind: type = int) -> Any:
         """Return a network's argument of this type that is written as it is, an empty one if there is none."""
-        parts = _components(self.config.depends(f"{self._trainer}#network"))
+        parts = components(self.config.depends(f"{self._trainer}#network"))
         return next((value for _, node in parts if isinstance(value := node.get(name), kind)), kind())
 
     def _of(self, name: str) -> list[Component]:
@@ -105,8 +104,8 @@ class Reading:
         firsts = self._of(r"EnsureChannelFirst(d|D|Dict)")
         last = bool(firsts) and all(node.get("channel_dim") == -1 for _, node in firsts)
         need = Need((), first=not firsts, last=last, **self._looks(dims))
-        colours, wanted = 3 if dims == 2 and self.channels >= 3 else 1, max(1, self.channels)
-        files = [(colours, 1), *([(1, wanted)] if need.first else []), (wanted, 1)]
+        colours, channels = 3 if dims == 2 and self.channels >= 3 else 1, max(1, self.channels)
+        files = [(colours, 1), *([(1, channels)] if need.first else []), (channels, 1)]
         self._shape = small
         large = [max(sides) for sides in zip(small, [0] * dims if size else self._crops(dims), strict=True)]
         values = [need.values, *([(0,)] if self._points else [])]
@@ -116,9 +115,9 @@ class Reading:
             scaled = any(shapes.is_mask(key) for part in scaling for key in self._keys(part))
             values.sort(reverse=scaled)
         kinds = dict.fromkeys(
-            (replace(need, shape=tuple(shape), channels=channels, values=marks), number)
-            for marks, shape, (channels, number) in product(values, [small, large], files)
-            if math.prod(shape) * channels * number <= _MOST_VOXELS
+            (replace(need, shape=tuple(shape), channels=of_file, values=marks), number)
+            for marks, shape, (of_file, number) in product(values, [small, large], files)
+            if math.prod(shape) * of_file * number <= _MOST_VOXELS
         )
         if not kinds:
             raise ValueError(f"images of {small} with {self.channels} channels are not tiny")
@@ -132,19 +131,17 @@ class Reading:
     def _looks(self, dims: int) -> dict[str, Any]:
         output_format = f"{self._pred.get('type', '')} {self._pred.get('format', '')}".lower()
         is_class = "class" in output_format or "probabilit" in output_format
-        values: Sequence[int] = range((max(2, self._outputs) if self._outputs > 1 else 2) + is_class)
+        values: Sequence[int] = range(max(2, self._outputs) + is_class)
         if self._of(r"ConvertToMultiChannelBasedOnBratsClasses(d|D|Dict)"):
             values = (0, 1, 2, 4)
         elif self._points:
             values = range(self._points + 1)
         spacings = [self._argument(part, "pixdim") for part in self._of(r"Spacing(d|D|Dict)")]
         pixdim = next((p for p in spacings if isinstance(p, list) and len(p) == dims and min(p) > 0), [1] * 3)
-        ranges = [
-            (self._argument(p, "a_min"), self._argument(p, "a_max")) for p in self._of(r"ScaleIntensityRange(d|D|Dict)")
-        ]
-        limits = next(
-            ((float(low), float(high)) for low, high in ranges if None not in (low, high) and low < high), (0.0, 255.0)
-        )
+        scalings = self._of(r"ScaleIntensityRange(d|D|Dict)")
+        ranges = [(self._argument(part, "a_min"), self._argument(part, "a_max")) for part in scalings]
+        ordered = ((float(low), float(high)) for low, high in ranges if None not in (low, high) and low < high)
+        limits = next(ordered, (0.0, 255.0))
         return {"values": tuple(values), "one_value": is_class, "pixdim": tuple(map(float, pixdim)), "limits": limits}
 
     def _crops(self, dims: int) -> list[int]:
@@ -166,8 +163,8 @@ class Reading:
                 groups = part[1].get("col_groups") or {name: [name] for name in part[1].get("col_names") or []}
                 for key, columns in groups.items():
                     places = [max(self._crops(2)) // 2] if re.search(_PLACE, str(key)) else range(2)
-                    known = None if key in {"image", *self.loaded} else places
-                    fields |= dict.fromkeys(columns if isinstance(columns, list) else [columns], known)
+                    cells = None if key in {"image", *self.loaded} else places
+                    fields |= dict.fromkeys(columns if isinstance(columns, list) else [columns], cells)
         folds = ["fold"] if any("datafold_read" in text for text in self._expressions()) else []
         names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label", *folds])]
         return Table(fields or {name: self.values(name) for name in names})
@@ -249,17 +246,6 @@ class Reading:
             yield [part for part in content if isinstance(part, str)] if isinstance(content, list | Mapping) else []
 
 
-def _components(contents: Mapping[str, Any]) -> Iterator[Component]:
-    """Yield id and content of every component in contents by id."""
-    todo = list(contents.items())
-    while todo:
-        key, node = todo.pop()
-        if isinstance(node, Mapping) and "_target_" in node:
-            yield key.replace("::", "#"), node
-        inner = node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
-        todo += [(f"{key}::{name}", value) for name, value in inner]
-
-
 def _nodes(text: str) -> list[ast.AST]:
     try:
         return list(ast.walk(ast.parse(text.strip(), mode="eval")))
@@ -270,9 +256,7 @@ def _nodes(text: str) -> list[ast.AST]:
 def _compared(text: str, name: str) -> Iterator[Any]:
     """Yield the constants with which an expression compares a field of this name."""
     for node in _nodes(text):
-        if isinstance(node, ast.Compare) and re.search(
-            rf"(\['{re.escape(name)}'\]|\.{re.escape(name)})$", ast.unparse(node.left)
-        ):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith((f"[{name!r}]", f".{name}")):
             for other in node.comparators:
                 parts = other.elts if isinstance(other, ast.List | ast.Tuple | ast.Set) else [other]
                 yield from (part.value for part in parts if isinstance(part, ast.Constant))

@@ -181,21 +181,17 @@ class _Drawing:
             notes.append("label images are empty: the values of its points are not in its configuration")
         notes += [f"its {section} images are drawn but not tried: {why}" for section, why in self.untried.items()]
         self._draw_all()
-        data = ("--data", str(self.folder)) if "dataset_dir" in self.overrides else ()
         for key in self.led:
-            own = self.overrides.pop(key)
+            place = self.overrides.pop(key)
             self._configure()
-            if self.config.lists.get(key) != own:  # a run finds it by itself if it has the folder
-                self.overrides[key] = own
-        more = [("--config", f"{key}={_typed(value)}") for key, value in self.overrides.items() if key != "dataset_dir"]
+            if self.config.lists.get(key) != place:  # a run finds it by itself if it has the folder
+                self.overrides[key] = place
+        has_folder = self.overrides.pop("dataset_dir", None) is not None
+        arguments = ["--data", str(self.folder)] if has_folder else []
+        for key, value in self.overrides.items():
+            arguments += ["--config", f"{key}={_typed(value)}"]
         files = sum(path.is_file() for path in self.folder.rglob("*"))
-        return Drawn(
-            self.folder,
-            dict(zip(SECTIONS, counts, strict=False)),
-            files,
-            (*data, *(part for pair in more for part in pair)),
-            tuple(notes),
-        )
+        return Drawn(self.folder, dict(zip(SECTIONS, counts, strict=False)), files, tuple(arguments), tuple(notes))
 
     def _until_it_works(self, sections: Sequence[str]) -> list[int]:
         """Change the layout until the sections can be read; return their numbers of items."""
@@ -269,8 +265,8 @@ class _Drawing:
         label = values.get("label")
         for key, value in values.items():
             for part in value if isinstance(value, list | tuple) else [value]:
-                known = key in self.reading.loaded or (isinstance(key, str) and shapes.ending(part))
-                if not (known and isinstance(part, str | Path)):
+                is_file = key in self.reading.loaded or (isinstance(key, str) and shapes.ending(part))
+                if not (is_file and isinstance(part, str | Path)):
                     continue
                 path, mask = Path(os.path.abspath(part)), shapes.is_mask(key)
                 if mask and self.reading.loaded and key not in self.reading.loaded:
@@ -302,11 +298,11 @@ class _Drawing:
         if not self.supervised:
             return
         x, y = data.prepare_batch(data.collate([sample]), torch.device("cpu"), False)
-        wanted, of_batch = self.reading.channels, len(self.need.shape) + 2
-        if isinstance(x, Tensor) and wanted and x.ndim in (of_batch - 1, of_batch):
+        described, of_batch = self.reading.channels, len(self.need.shape) + 2
+        if isinstance(x, Tensor) and described and x.ndim in (of_batch - 1, of_batch):
             channels = x.shape[1] if x.ndim == of_batch else 0
-            if channels != wanted:
-                raise ValueError(f"inputs have {channels or 'no'} channels where metadata.json says {wanted}")
+            if channels != described:
+                raise ValueError(f"inputs have {channels or 'no'} channels where metadata.json says {described}")
         if isinstance(y, Tensor) and y.ndim == of_batch and len(self.need.values) > 1 and not y.any():
             raise ValueError("no mask has a value but 0")
 

@@ -16,11 +16,7 @@ _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 
 
 def find_trainer(config: Configuration) -> str:
-    """Return the id of a bundle's trainer.
-
-    Raises:
-        InputError: it has none, or one that lacks what federated training needs.
-    """
+    """Return the id of a bundle's trainer; InputError if it lacks one, or what federated training needs of it."""
     key, node = next(((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)), ("", {}))
     if not key:
         raise InputError(
@@ -60,10 +56,8 @@ def find_evaluator(config: Configuration) -> str | None:
 def scoring(config: Configuration) -> tuple[Any, Any]:
     """Return the evaluator's inferer, MONAI's simplest without one, and its postprocessing, None without one."""
     engine = find_evaluator(config)
-    inferer, postprocessing = (
-        config.content(f"{engine}#{part}") if f"{engine}#{part}" in config else None
-        for part in ("inferer", "postprocessing")
-    )
+    keys = f"{engine}#inferer", f"{engine}#postprocessing"
+    inferer, postprocessing = (config.content(key) if key in config else None for key in keys)
     return inferer or SimpleInferer(), postprocessing
 
 

@@ -78,11 +78,10 @@ def _missing_file(cause: BaseException) -> str:
 
 def _without_file(where: str, path: str, file: Path, resolved: Mapping[str, Any]) -> InputError:
     ids = [key for key, value in resolved.items() if isinstance(value, str | Path) and str(value) == path]
-    root = file.parents[1]
-    name = Path(path).name
-    downloads = [some.name for some in root.glob("large_files.y*ml") if name in some.read_text(encoding="utf-8")]
-    advice = [f"{downloads[0]} says where it is downloaded"] if downloads else []
-    advice += [f"--config {ids[0].replace('::', '#')}=FILE names yours"] if ids else []
+    root, name = file.parents[1], Path(path).name
+    lists = [some.name for some in root.glob("large_files.y*ml") if name in some.read_text(encoding="utf-8")]
+    advice = [f"{file_list} says where it is downloaded" for file_list in lists[:1]]
+    advice += [f"--config {key.replace('::', '#')}=FILE names yours" for key in ids[:1]]
     return InputError(
         f"{where} needs the file {path}, which is not there",
         "a file that a bundle reads lies where its configuration says, or as a data list in the folder of --data",
@@ -92,11 +91,11 @@ def _without_file(where: str, path: str, file: Path, resolved: Mapping[str, Any]
 
 def _of_other_version(where: str, cause: BaseException, key: str, metadata: Mapping[str, Any]) -> InputError:
     package = "numpy" if "numpy" in str(cause) else "monai"
-    wanted = metadata.get(f"{package}_version")
+    recorded = metadata.get(f"{package}_version")
     return InputError(
         f"{where} fails with {told(cause)}",
-        f"it is written for {package} {version(package)}, which is installed; metadata.json names {wanted}",
-        f"give another value with --config {key}=..., or install {package}=={wanted} where this bundle is run",
+        f"it is written for {package} {version(package)}, which is installed; metadata.json names {recorded}",
+        f"give another value with --config {key}=..., or install {package}=={recorded} where this bundle is run",
     )
 
 

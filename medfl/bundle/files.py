@@ -55,11 +55,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def find(name_or_path: str) -> Path:
-    """Return the folder of a shipped bundle, or of one given by its path.
-
-    Raises:
-        InputError: there is no such bundle, or it has no training configuration.
-    """
+    """Return the folder of a bundle, by its name or path; InputError if none is there, or none that can be trained."""
     if name_or_path in shipped():
         return shipped_folders()[name_or_path]
     path = Path(name_or_path).expanduser().resolve()
@@ -67,9 +63,8 @@ def find(name_or_path: str) -> Path:
         return path
     if (path / "configs").is_dir():
         has = ", ".join(sorted(file.name for file in (path / "configs").iterdir()))
-        raise InputError(
-            f"bundle {path} has no configs/train.json or .yaml", f"it has {has}", "give a bundle that says how to train"
-        )
+        problem = f"bundle {path} has no configs/train.json or .yaml"
+        raise InputError(problem, f"it has {has}", "give a bundle that says how to train")
     raise InputError(
         f"bundle {name_or_path!r}",
         f"shipped bundles are {', '.join(shipped()) or 'none'}; a path is a folder with configs/train.json or .yaml",
@@ -104,11 +99,7 @@ def protocol_of(name_or_path: str) -> Mapping[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON or YAML file.
-
-    Raises:
-        InputError: it is not valid.
-    """
+    """Return the content of a JSON or YAML file; InputError if it is not valid."""
     try:
         text = path.read_text(encoding="utf-8")
         return dict((json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {})
@@ -167,11 +158,23 @@ def _named_files(root: Path) -> list[Path]:
     ]  # fmt: skip
 
 
+def tensor_described(metadata: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
+    """Return what metadata.json says of one of the network's `inputs` or `outputs`, {} where it says nothing."""
+    described: Mapping[str, Any] = (metadata.get("network_data_format") or {}).get(part) or {}
+    return described.get(name) or {}
+
+
 def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return what metadata.json calls the network's output channels, or some call the labels, in their order."""
-    prediction = metadata.get("network_data_format", {}).get("outputs", {}).get("pred", {})
+    prediction = tensor_described(metadata, "outputs", "pred")
     channels = prediction.get("channel_def") or prediction.get("label_def")
     if channels is None or [*type_errors({"of": channels}, {"of": dict[str, str]})]:
         return ()
     order = sorted(channels, key=int) if all(map(_INDEX.fullmatch, channels)) else []
     return tuple(channels[key] for key in order)
+
+
+def mask_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of `channel_names`, a single one with the background before it."""
+    named = channel_names(metadata)
+    return ("background", *named) if len(named) == 1 else named

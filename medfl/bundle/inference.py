@@ -12,7 +12,7 @@ from monai.inferers import SimpleInferer
 from torch import nn
 
 from medfl.bundle.configuration import Configuration
-from medfl.bundle.files import channel_names, config_file, read_metadata
+from medfl.bundle.files import config_file, mask_names, read_metadata, tensor_described
 from medfl.core.errors import InputError
 from medfl.core.storage import load_pickled, load_weights
 from medfl.policy import admission
@@ -46,15 +46,14 @@ class Inference:
     @property
     def task(self) -> str:
         """Classification or segmentation, as metadata.json describes the output."""
-        output = self.described.get("network_data_format", {}).get("outputs", {}).get("pred", {})
+        output = tensor_described(self.described, "outputs", "pred")
         segments = output.get("format") == "segmentation" or bool(output.get("spatial_shape"))
         return "segmentation" if segments else "classification"
 
     @property
     def classes(self) -> tuple[str, ...]:
         """Names of the output's classes, the background's first; () where metadata.json has none."""
-        named = channel_names(self.described)
-        return ("background", *named) if len(named) == 1 else named
+        return mask_names(self.described)
 
 
 def open_inference(
@@ -80,11 +79,8 @@ def open_inference(
     if file is None or weights is None:
         files = " or ".join(f"models/model.{kind}" for kind in kinds)
         missing = "configs/inference.json or .yaml" if file is None else files
-        raise InputError(
-            f"bundle {root} has no {missing}",
-            "a bundle that predicts has an inference configuration and weights",
-            "add it, or name the folder of a complete bundle",
-        )
+        allowed = "a bundle that predicts has an inference configuration and weights"
+        raise InputError(f"bundle {root} has no {missing}", allowed, "add it, or name the folder of a complete bundle")
     admission.admit(root, policy)
     if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
         given = f"{name} with TorchScript, which can write files"
@@ -97,21 +93,14 @@ def open_inference(
 def _network(config: Configuration, weights: Path, device: torch.device) -> nn.Module:
     try:
         if weights.suffix == ".ts":
-            scripted: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
-            return scripted.eval()
-        network = config.content("network_def")
-        if weights.suffix == ".safetensors":
-            state: Any = load_weights(weights)
+            network: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
         else:
-            state = load_pickled(weights)
-        network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
-        placed: nn.Module = network.to(device).eval()
-        return placed
+            network = config.content("network_def")
+            state: Any = load_weights(weights) if weights.suffix == ".safetensors" else load_pickled(weights)
+            network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
+        return network.to(device).eval()
     except InputError:
         raise
     except Exception as error:  # torch raises several types for damaged files and for other networks
-        raise InputError(
-            f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})",
-            "weights of network_def, or TorchScript",
-            "restore the file",
-        ) from error
+        problem = f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})"
+        raise InputError(problem, "weights of network_def, or TorchScript", "restore the file") from error

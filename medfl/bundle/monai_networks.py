@@ -50,11 +50,11 @@ def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
 
 def names() -> tuple[str, ...]:
     """Return the networks of MONAI that may be named, without MONAI's other spellings of the same."""
-    candidates = ((name, _found(name)) for name in sorted(vars(monai.networks.nets)))
+    candidates = ((name, _network_class(name)) for name in sorted(vars(monai.networks.nets)))
     return tuple(name for name, factory in candidates if factory is not None and factory.__name__ == name)
 
 
-def _found(name: str) -> Callable[..., Any] | None:
+def _network_class(name: str) -> Callable[..., Any] | None:
     """Return what MONAI calls so if it makes a network and inspection lists it."""
     try:
         factory = component(f"monai.networks.nets.{name}")
@@ -66,47 +66,43 @@ def _found(name: str) -> Callable[..., Any] | None:
 
 def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     name = asked.removeprefix(PREFIX)
-    factory = _found(name)
+    factory = _network_class(name)
     if factory is None:
-        known = names()
-        raise InputError(
-            f"--config network={asked}",
-            f"the networks of MONAI are {', '.join(known)}",
-            did_you_mean(name, known, "choose one of these"),
-        )
+        network_names = names()
+        advice = did_you_mean(name, network_names, "choose one of these")
+        raise InputError(f"--config network={asked}", f"the networks of MONAI are {', '.join(network_names)}", advice)
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         raise InputError(f"--config {ARGUMENTS}={arguments}", "arguments by name", f"give {ARGUMENTS}={{name: value}}")
     parameters = _parameters(factory)
     if odd := [key for key in arguments if key not in parameters]:
         advice = did_you_mean(odd[0], parameters, "leave it out")
         raise InputError(f"{odd[0]!r} in {ARGUMENTS}", f"{name} takes {', '.join(parameters)}", advice)
-    given = {**_carried_over(own, parameters), **arguments}
+    values = {**_carried_over(own, parameters), **arguments}
     if "pretrained" in parameters:
-        given.setdefault("pretrained", False)
+        values.setdefault("pretrained", False)
     own_parameters = inspect.signature(factory).parameters.values()
-    missing = [one.name for one in own_parameters if one.name in parameters and one.default is one.empty]
-    missing = [key for key in missing if key not in given]
-    if missing:
+    needed = [one.name for one in own_parameters if one.name in parameters and one.default is one.empty]
+    if missing := [key for key in needed if key not in values]:
         raise InputError(
             f"--config network={asked} without {', '.join(missing)}",
             f"{name} needs them",
             f"add --config {ARGUMENTS}={{{', '.join(f'{key}: ...' for key in missing)}}}",
         )
     try:
-        texts = {key: value for key, value in given.items() if isinstance(value, str)}
+        texts = {key: value for key, value in values.items() if isinstance(value, str)}
         references = {key: ... for key, text in texts.items() if text.startswith(("$", "@", "%"))}
-        check_arguments(factory, (), {**given, **references})
+        check_arguments(factory, (), {**values, **references})
     except Refused as refused:
         raise InputError(f"--config network={asked}: {refused}", "what inspection lists", "leave it out") from refused
-    return {"_target_": f"monai.networks.nets.{name}", **given}
+    return {"_target_": f"monai.networks.nets.{name}", **values}
 
 
 def _carried_over(own: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the channels and dimensions of the network that was there, under the names of the new one."""
     two = {"spatial_dims": 2} if str(own["_target_"]).startswith("medfl.") else {}
-    held, carried = {**two, **own}, dict[str, Any]()
+    before, carried = {**two, **own}, dict[str, Any]()
     for same in _SAME:
-        value = next((held[key] for key in same if key in held), None)
+        value = next((before[key] for key in same if key in before), None)
         key = next((key for key in same if key in parameters), None)
         if value is not None and key is not None:
             carried[key] = value
@@ -116,10 +112,10 @@ def _carried_over(own: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict
 def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return what a network takes, also where it hands arguments on to the class that it is made of."""
     makers = inspect.getmro(factory) if inspect.isclass(factory) else (factory, monai.networks.nets.ResNet)
-    known: dict[str, inspect.Parameter] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     for maker in makers:
-        own = inspect.signature(maker).parameters
-        known = {**own, **known}
-        if not any(one.kind is one.VAR_KEYWORD for one in own.values()):
+        of_maker = inspect.signature(maker).parameters
+        parameters = {**of_maker, **parameters}
+        if not any(one.kind is one.VAR_KEYWORD for one in of_maker.values()):
             break
-    return {key: one for key, one in known.items() if one.kind is one.POSITIONAL_OR_KEYWORD}
+    return {key: one for key, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD}

@@ -14,9 +14,10 @@ import torch
 from monai.transforms import Transform
 from numpy.typing import NDArray
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
 from medfl.data.lacking import without_labels
 from medfl.data.prepare import prepare
@@ -58,8 +59,8 @@ def of_files(
     Raises:
         InputError: an image that the transforms refuse, or masks that they do not read.
     """
-    known = labels or {}
-    entries = [{"image": uri, **({"label": known[i]} if i in known else {})} for i, uri in files.items()]
+    labels = labels or {}
+    entries = [{"image": uri, **({"label": labels[i]} if i in labels else {})} for i, uri in files.items()]
     items = [{"id": ident} for ident in files]
     return prepare(items, Source(entries, (transforms, _Labelled(task))), label="reading images")
 
@@ -67,25 +68,22 @@ def of_files(
 def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device) -> list[dict[str, Any]]:
     """Return id and mask (class indices, uint8) of each image, on its file's grid where that is known.
 
-    A mask is None where the bundle's channels overlap.
-
-    Raises:
-        InputError: the bundle segments nothing.
+    A mask is None where the bundle's channels overlap; InputError if it segments nothing.
     """
     evaluator = bundle.evaluator
-    predicted: list[dict[str, Any]] = []
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         raise InputError(f"masks of bundle {bundle.name!r}, a {bundle.task} task", "a segmentation", "give such a run")
     geometry = shard.prepared.geometry
-    evaluated = zip(shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True)
-    for index, ident, mask in evaluated:
-        drawn = None if mask is None else mask.prediction.cpu()
-        on_file = drawn is not None and bool(geometry) and len(geometry[index].original_shape) == drawn.ndim
-        if drawn is None:
-            predicted.append({"id": ident, "mask": None})
-        else:
-            predicted.append({"id": ident, "mask": to_original(drawn, geometry[index]) if on_file else drawn.numpy()})
-    return predicted
+
+    def on_file(index: int, mask: Tensor) -> NDArray[Any]:
+        known = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
+        return to_original(mask, geometry[index]) if known else mask.numpy()
+
+    cases = zip(shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True)
+    return [
+        {"id": ident, "mask": None if case is None else on_file(index, case.prediction.cpu())}
+        for index, ident, case in cases
+    ]
 
 
 class _Labelled(Transform):
@@ -142,17 +140,12 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
 
 def is_solid(metadata: Mapping[str, Any]) -> bool:
     """Tell whether images are volumes, by a bundle's metadata; where it is silent they are."""
-    return len(_format(metadata).get("spatial_shape") or ()) != 2
+    return len(tensor_described(metadata, "inputs", "image").get("spatial_shape") or ()) != 2
 
 
 def channels_of(metadata: Mapping[str, Any]) -> int:
     """Return how many channels an image has, by a bundle's metadata."""
-    return int(_format(metadata).get("num_channels") or 1)
-
-
-def _format(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    image: Mapping[str, Any] = metadata.get("network_data_format", {}).get("inputs", {}).get("image", {})
-    return image
+    return int(tensor_described(metadata, "inputs", "image").get("num_channels") or 1)
 
 
 def _written(pixels: NDArray[Any], path: Path) -> Path:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from medfl.bundle.starter import Survey
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
 
 
 def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]:
@@ -31,15 +32,15 @@ def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]
         "dtype": "float32", "value_range": [0, 1], "is_patch_data": seen.kind == "volumes",
         "channel_def": {str(index): text for index, text in enumerate(seen.classes)},
     }  # fmt: skip
-    known = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
+    versions = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
         "changelog": {"0.1.0": "written by medfl new"},
-        "monai_version": known["monai"],
-        "pytorch_version": known["torch"].partition("+")[0],
-        "numpy_version": known["numpy"],
-        "required_packages_version": {DISTRIBUTION: known["medfl"]},
+        "monai_version": versions["monai"],
+        "pytorch_version": versions["torch"].partition("+")[0],
+        "numpy_version": versions["numpy"],
+        "required_packages_version": {DISTRIBUTION: versions["medfl"]},
         "supported_apps": {},
         "name": name,
         "task": f"{'Segmentation' if segments else 'Classification'}: {', '.join(seen.classes)}",
@@ -48,7 +49,7 @@ def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]
         "copyright": "to be filled in",
         "data_source": "to be filled in",
         "data_type": "NIfTI" if seen.kind == "volumes" else "pictures",
-        "intended_use": "Research only: not for diagnosis or any other clinical use.",
+        "intended_use": RESEARCH_ONLY,
         "references": [],
         "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": pred}},
     }

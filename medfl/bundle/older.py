@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 FLOAT_LABELS = "labels:float"
-_REBUILDERS: tuple[Any, ...] = tuple(
-    value.__reduce__()[0] for value in (np.zeros(0), np.float64(0))
-)  # each NumPy has its own place
+# each NumPy has its own place for them
+_REBUILDERS: tuple[Any, ...] = tuple(value.__reduce__()[0] for value in (np.zeros(0), np.float64(0)))
 _SAME = {
     "product": "prod", "cumproduct": "cumprod", "alltrue": "all", "sometrue": "any", "row_stack": "vstack",
     "trapz": "trapezoid", "round_": "round", "float_": "float64", "complex_": "complex128", "unicode_": "str_",
@@ -51,9 +50,8 @@ def give_numpy_names(texts: Iterable[str]) -> set[str]:
 
 def python_texts(root: Path) -> list[str]:
     """Return the text of a bundle's own Python files."""
-    return [
-        path.read_text(encoding="utf-8", errors="replace") for path in [*root.glob("*.py"), *root.glob("*/**/*.py")]
-    ]
+    paths = (*root.glob("*.py"), *root.glob("*/**/*.py"))
+    return [path.read_text(encoding="utf-8", errors="replace") for path in paths]
 
 
 def arrays_in_pickles() -> AbstractContextManager[None]:
@@ -65,12 +63,12 @@ def arrays_in_pickles() -> AbstractContextManager[None]:
 def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
     """Return those of a component's arguments that this MONAI does not have, and without which it does the same."""
     if target in _CHECKED_ONLY:
-        known = inspect.signature(getattr(monai.networks.nets, target)).parameters
-        return set(given) & _CHECKED_ONLY[target] - known.keys()
+        parameters = inspect.signature(getattr(monai.networks.nets, target)).parameters
+        return set(given) & _CHECKED_ONLY[target] - parameters.keys()
     if zooming := re.fullmatch(r"(Rand)?Zoom(Box)?(d|D|Dict)?", target):
         home = monai.apps.detection.transforms.dictionary if zooming[2] else monai.transforms
-        known = inspect.signature(getattr(home, target)).parameters
-        return set(given) - known.keys() - _PADDING - _MONAI
+        parameters = inspect.signature(getattr(home, target)).parameters
+        return set(given) - parameters.keys() - _PADDING - _MONAI
     return set()
 
 
@@ -87,14 +85,16 @@ def of_numbers(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @torch.no_grad()
 def needs_numbers(loss: Any, device: torch.device) -> bool:
     """Tell whether a loss of PyTorch's kind fails on labels that are true or false, and not on 1.0 and 0.0."""
-    output, failed = torch.zeros(1, 2, 4, 4, device=device), False
+    if not isinstance(loss, nn.Module):
+        return False
+    output = torch.zeros(1, 2, 4, 4, device=device)
     with suppress(Exception):  # it may take other shapes
         try:
-            _ = loss(output, output > 0) if isinstance(loss, nn.Module) else None
+            loss(output, output > 0)
         except RuntimeError:
             loss(output, output)
-            failed = True
-    return failed
+            return True
+    return False
 
 
 def said(name: str) -> str:

@@ -31,7 +31,6 @@ from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
 
-"""What --data takes for drawn images, and the data source of such a run."""
 OWN_SPLIT = "bundle"
 """The split of a bundle that is not ours: its own."""
 
@@ -134,16 +133,15 @@ class Opened:
         """Describe the images; hashes them, so this comes after what is quick to refuse."""
         bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
         if not bundle.is_shipped or bundle.sections.images_only:
-            source = PHANTOM if _is_drawn(bundle, self.folder) else "real"
-            own = bundle.parts.sections.checksum if isinstance(bundle, PartsBundle) else ""
-            checksum = own or _foreign_checksum(bundle)
-            return DataRecord(source, self.folder, checksum, self.split, counts, self.notes)
-        source = PHANTOM if datasets.is_phantom(self.folder) else "real"
-        notes = tuple(datasets.notes(bundle.name, self.folder))
-        checksum = datasets.checksum(bundle.name, self.folder, self.split)
-        if any(NO_LABEL in item for item in bundle.items("train")):
-            checksum = hashlib.sha256(f"{checksum} {_foreign_checksum(bundle)}".encode()).hexdigest()
-        return DataRecord(source, self.folder, checksum, self.split, counts, notes)
+            drawn, notes = _is_drawn(bundle, self.folder), self.notes
+            parts_sections = bundle.parts.sections if isinstance(bundle, PartsBundle) else None
+            checksum = parts_sections.checksum if parts_sections else _foreign_checksum(bundle)
+        else:
+            drawn, notes = datasets.is_phantom(self.folder), tuple(datasets.notes(bundle.name, self.folder))
+            checksum = datasets.checksum(bundle.name, self.folder, self.split)
+            if any(NO_LABEL in item for item in bundle.items("train")):
+                checksum = hashlib.sha256(f"{checksum} {_foreign_checksum(bundle)}".encode()).hexdigest()
+        return DataRecord(PHANTOM if drawn else "real", self.folder, checksum, self.split, counts, notes)
 
 
 def with_data(
@@ -221,16 +219,15 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
 
 def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabelled: bool) -> Opened:
     if data == PHANTOM:
-        raise InputError(
-            "--data phantom", "phantoms exist for the shipped bundles", "give this bundle's data folder, or omit --data"
-        )
+        advice = "give this bundle's data folder, or omit --data"
+        raise InputError("--data phantom", "phantoms exist for the shipped bundles", advice)
     folder = str(config.get("dataset_dir", ""))
     if data is not None:
         folder = str(Path(data).expanduser().resolve())
         bundle.override({"dataset_dir": folder})
-    unlabelled = unlabelled and "dataset_dir" in bundle and not isinstance(bundle, PartsBundle)
+    unlabelled = unlabelled and not isinstance(bundle, PartsBundle) and "dataset_dir" in bundle
     bare = _take_unlabelled(bundle, Path(str(bundle.get("dataset_dir")))) if unlabelled else ()
-    notes = bundle.notes + bare
+    notes = bundle.notes + bare  # which open the training data, after it is known that images without labels count
     if _is_drawn(bundle, folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not bundle.has_test:
@@ -271,8 +268,6 @@ def _paths(entry: object) -> Iterator[Path]:
 
 def prepared_sections(bundle: Bundle, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
     """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
-    sections: dict[str, Prepared] = {}
-    for section in SECTIONS:
-        shared = section == "test" and not bundle.has_test
-        sections[section] = sections["validate"] if shared else bundle.prepared(section, jobs=jobs, progress=progress)
-    return sections
+    names = [section for section in SECTIONS if section != "test" or bundle.has_test]
+    sections = {section: bundle.prepared(section, jobs=jobs, progress=progress) for section in names}
+    return {**sections, "test": sections.get("test", sections["validate"])}

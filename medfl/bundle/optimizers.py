@@ -52,12 +52,12 @@ class Optimizers:
 
     def rates(self, epoch: int, lr: float | None = None) -> tuple[float, ...]:
         """Return the learning rate of each parameter group in an epoch, from 0; the schedule scales what is given."""
-        given = self._base if lr is None else [lr] * len(self._base)
+        rates = self._base if lr is None else [lr] * len(self._base)
         if self.scheduler is None:
-            return tuple(given)
+            return tuple(rates)
         while len(self._factors) <= epoch:
             self._step()
-        return tuple(lr * factor for lr, factor in zip(given, self._factors[epoch], strict=True))
+        return tuple(rate * factor for rate, factor in zip(rates, self._factors[epoch], strict=True))
 
     def _step(self) -> None:
         with warnings.catch_warnings():
@@ -72,13 +72,11 @@ class Optimizers:
 
         Parameters that a method added to the bundle's network are trained as the first group is.
         """
-        own = dict(network.named_parameters())
-        known = {key: own[name] for key, name in self._names.items() if name in own}  # a method may have left one out
-        optimizer: torch.optim.Optimizer = copy.deepcopy(self._template, known)
-        added = [
-            parameter for name, parameter in own.items() if name not in set(self._names.values())
-        ]  # or put some in
-        optimizer.param_groups[0]["params"] += added
+        parameters = dict(network.named_parameters())
+        # a method may have left one out, or put some in
+        named = {key: parameters.pop(name) for key, name in self._names.items() if name in parameters}
+        optimizer: torch.optim.Optimizer = copy.deepcopy(self._template, named)
+        optimizer.param_groups[0]["params"] += parameters.values()
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
         return optimizer

@@ -47,12 +47,12 @@ class OwnIteration:
         evaluator = find_evaluator(config)
         self._trainer, *others = config.engines(trainer, *([evaluator] if evaluator else []))
         self._evaluator = others[0] if others else None
-        held = {**vars(self._trainer.state), **vars(self._trainer)}
-        optimizers = [value for value in held.values() if isinstance(value, Optimizer)]
+        attributes = {**vars(self._trainer.state), **vars(self._trainer)}
+        optimizers = [value for value in attributes.values() if isinstance(value, Optimizer)]
         self._optimizers = [(one, _copy(one)) for one in optimizers]  # and how they start in each visit
         trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
         networks: dict[str, nn.Module] = {}
-        for key, value in held.items():
+        for key, value in attributes.items():
             new = trained.intersection(map(id, value.parameters())) if isinstance(value, nn.Module) else ()
             if new:  # what another network has already is trained there
                 networks[key], trained = value, trained - new
@@ -64,7 +64,7 @@ class OwnIteration:
             )
         self.model = next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
         vars(self.model)["own_iteration"] = self
-        loss: Any = held.get("loss_function")
+        loss: Any = attributes.get("loss_function")
         if older.needs_numbers(loss, self._trainer.state.device):
             config.adapted.add(older.FLOAT_LABELS)
             self._trainer.loss_function = older.of_numbers(loss)
@@ -85,14 +85,13 @@ class OwnIteration:
         Raises:
             InputError: the method changes the loss or the optimiser, or the gradients of several.
         """
-        changed = changed or ("the gradients" if hook and len(self._optimizers) > 1 else "")
-        if changed:
+        if changed := changed or ("the gradients" if hook and len(self._optimizers) > 1 else ""):
             refuse(f"method {site.method!r}, which changes {changed},", type(self._trainer).__name__)
         for optimizer, first in self._optimizers:
             optimizer.load_state_dict(first.state_dict())
         groups = (group for optimizer, _ in self._optimizers for group in optimizer.param_groups)
-        for group, wanted in zip(groups, site.optimizer(self.model).param_groups, strict=True):
-            group["lr"] = wanted["lr"]
+        for group, of_site in zip(groups, site.optimizer(self.model).param_groups, strict=True):
+            group["lr"] = of_site["lr"]
         self._losses, steps = [], []
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
@@ -117,8 +116,9 @@ class OwnIteration:
                 handle.remove()
         check_finite(self._losses, 0, site)
         mean_loss = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
-        site.journal.append(FitReport(len(steps), mean_loss))
-        return FitReport(len(steps), mean_loss)
+        report = FitReport(len(steps), mean_loss)
+        site.journal.append(report)
+        return report
 
     def score(self, batch: Any) -> float:
         """Return the evaluator's key metric of a batch, NaN where there is none."""
@@ -132,7 +132,7 @@ class OwnIteration:
     def _keep_loss(self, engine: Any) -> None:
         output = engine.state.output[0] if isinstance(engine.state.output, list) else engine.state.output
         named = {str(key): value for key, value in output.items() if str(key).endswith("loss")}
-        parts = [named["loss"]] if "loss" in named else [*named.values()]
+        parts = [named["loss"]] if "loss" in named else named.values()
         losses = [torch.as_tensor(part).detach().float().mean().cpu() for part in parts]
         self._losses += [torch.stack(losses).sum()] if losses else []
 
@@ -163,13 +163,6 @@ def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
     if len(data):
         engine.run()
     return engine.state
-
-
-def tried(make: Callable[[], nn.Module]) -> tuple[None, None, None]:
-    """Make the networks, by which what they need is known; of data there is nothing to tell."""
-    with stream(0, "trial"):
-        make()
-    return None, None, None
 
 
 def of(network: nn.Module) -> OwnIteration:

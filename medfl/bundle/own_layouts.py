@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.datasets import own
-from medfl.datasets.readers import conventions, matching, pairs, volumes
+from medfl.datasets.readers import conventions, matching
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,8 @@ def _beside(place: Path, other: Path, flag: str, what: str) -> Layout:
         folder, images = place.parent, place.name
     else:
         problem = f"--images {place} and {flag} {other}"
-        raise InputError(
-            problem, f"the {what} and the images beside each other, or it among them", "put both into one folder"
-        )
+        allowed = f"the {what} and the images beside each other, or it among them"
+        raise InputError(problem, allowed, "put both into one folder")
     where = path.relative_to(folder).as_posix()
     return Layout(folder, images, labels=where) if flag == "--labels" else Layout(folder, images, where)
 
@@ -86,13 +85,12 @@ def _with_names(layout: Layout) -> Layout:
         return layout
     names = conventions.class_names(path)
     said = layout.said + f"; names of the structures by {conventions.NNUNET}" * bool(layout.said and names)
-    return Layout(layout.folder, layout.images, layout.masks, classes=names, said=said)
+    return replace(layout, classes=names, said=said)
 
 
 def _together(place: Path) -> str:
     """Tell whether a folder has images and their masks beside each other: most images have one; "" where not."""
-    index = volumes.volume_paths if own.is_volumes(place) else pairs.picture_paths
-    images, masks = conventions.apart(index(place))
+    images, masks = own.paths(place, place, lacking=False)
     if not masks or 2 * len(masks) < len(images):
         return ""
     endings = sorted({match[0] for path, _ in masks if (match := matching.ENDING.search(path))})

@@ -26,7 +26,7 @@ from medfl.bundle.optimizers import Optimizers
 from medfl.bundle.parts_data import PartSections
 from medfl.bundle.parts_scores import OwnCases, OwnClasses, OwnMasks
 from medfl.bundle.prompts import Text
-from medfl.bundle.sections import SECTIONS, check_labels
+from medfl.bundle.sections import check_labels
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import check_name
 from medfl.core.seeding import stream
@@ -110,10 +110,10 @@ class Parts:
 
     def _check_metric(self) -> None:
         own = [f"dice_{name}" for name in self.classes] if self.task == "segmentation" else []
-        known = [*self.metrics, "loss", *([] if self.task == "other" else METRICS), *own]
-        if self.key_metric and self.key_metric not in known:
-            given, advice = f"key_metric={self.key_metric!r}", did_you_mean(self.key_metric, known, "choose one")
-            raise InputError(given, f"one of {', '.join(known)}", advice)
+        metric_names = [*self.metrics, "loss", *([] if self.task == "other" else METRICS), *own]
+        if self.key_metric and self.key_metric not in metric_names:
+            advice = did_you_mean(self.key_metric, metric_names, "choose one")
+            raise InputError(f"key_metric={self.key_metric!r}", f"one of {', '.join(metric_names)}", advice)
 
     @cached_property
     def sections(self) -> PartSections:
@@ -164,8 +164,8 @@ def _told(value: Any) -> str:
 
 def _plain(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that are numbers and texts."""
-    known = getattr(value, "__dict__", {})
-    return {key: one for key, one in known.items() if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"}
+    held = getattr(value, "__dict__", {})
+    return {key: one for key, one in held.items() if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"}
 
 
 def _source(value: Any) -> str:
@@ -189,11 +189,7 @@ def given(bundle: str | Path | Parts) -> str:
 def opened(
     name: str, config: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", policy: Policy | None = None
 ) -> Bundle:
-    """Return the bundle of a name or folder, or the parts that were given under this name.
-
-    Raises:
-        InputError: as `Bundle`; or parts that nobody gave in this process.
-    """
+    """Return the bundle of a name or folder, or the parts of this name; InputError as of `Bundle` and `known`."""
     return PartsBundle(known(name), config or {}, device) if is_parts(name) else Bundle(name, config, device, policy)
 
 
@@ -203,11 +199,7 @@ def is_parts(name: str) -> bool:
 
 
 def known(name: str) -> Parts:
-    """Return the parts of this name.
-
-    Raises:
-        InputError: they were not made in this process, or were others.
-    """
+    """Return the parts of this name; InputError if this process has made none, or others."""
     if name not in _GIVEN:
         raise InputError(
             f"a run of {name}, made of parts in Python",
@@ -220,39 +212,28 @@ def known(name: str) -> Parts:
 class PartsBundle(Bundle):
     """What a federation asks of a bundle, answered from `Parts`."""
 
+    is_shipped, own_trainer, amp = False, "", False  # `amp` is a setting of the run
+    metadata: Mapping[str, Any] = {}
+    adapted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
     def __init__(self, parts: Parts, config: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Take the parts; nothing is made yet."""
         self.parts, self.root, self.name = parts, Path(parts.bundle_name), parts.name
-        self.is_shipped, self.own_trainer, self.policy = False, "", Policy()
-        self.device, self.start = torch.device(device), None
+        self.device, self.start, self.policy = torch.device(device), None, Policy()
+        self.sha256, self.protocol = parts.sha256, protocol(parts.bundle_name)
         self.sections, self._embeddings = parts.sections, {}  # type: ignore[assignment]
         self.override(config)
 
     def override(self, config: Mapping[str, Any]) -> None:
         """Refuse overrides: there is no configuration."""
         if config:
-            raise InputError(
-                f"{next(iter(config))!r} of parts in Python", "they have no configuration", "give other parts"
-            )
+            problem = f"{next(iter(config))!r} of parts in Python"
+            raise InputError(problem, "they have no configuration", "give other parts")
 
     def get(self, key: str) -> Any:
         """Refuse: there is no configuration."""
         raise InputError(f"configuration id {key!r} of parts in Python", "they have none", "give a bundle instead")
-
-    @cached_property
-    def metadata(self) -> Mapping[str, Any]:
-        """Nothing."""
-        return {}
-
-    @cached_property
-    def protocol(self) -> Mapping[str, Any]:
-        """The sites are those of the data."""
-        return protocol(str(self.root))
-
-    @cached_property
-    def sha256(self) -> str:
-        """Hash of the parts."""
-        return self.parts.sha256
 
     def network(self) -> nn.Module:
         """Build the network anew; two calls share nothing."""
@@ -286,37 +267,21 @@ class PartsBundle(Bundle):
             scheduler = None if schedule is None else schedule(self.parts.optimizer(network.parameters()))
         return Optimizers(optimizer, network, scheduler)
 
-    @cached_property
-    def amp(self) -> bool:
-        """False: `amp` is a setting of the run."""
-        return False
-
     def _disk_cache(self, section: str) -> DiskCache | None:
         return None  # what own transforms make of an entry is known to nobody else
 
-    @property
-    def adapted(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
-
     @cached_property
     def task(self) -> str:
-        """The given task, after network, loss and data were tried together.
-
-        Raises:
-            InputError: they do not fit, or the network has not an output for each class.
-        """
+        """The given task, after network, loss, data and classes were tried together; InputError if they do not fit."""
         first, second = (dict.fromkeys(self.network().parameters()) for _ in range(2))
         if any(parameter in second for parameter in first):
-            raise InputError(
-                "network returns the same layers at each call", "a function that makes new ones", "make them inside it"
-            )
-        output, known = self._trial[0], len(self.parts.classes)
+            problem = "network returns the same layers at each call"
+            raise InputError(problem, "a function that makes new ones", "make them inside it")
+        output, classes = self._trial[0], self.parts.classes
         outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
-        if self.parts.task != "other" and outputs != known and not (outputs == 1 and known == 2):
-            raise InputError(
-                f"a network with {outputs} outputs", f"{known} classes: {', '.join(self.parts.classes)}", "change one"
-            )
+        if self.parts.task != "other" and outputs != len(classes) and (outputs, len(classes)) != (1, 2):
+            given = f"a network with {outputs} outputs"
+            raise InputError(given, f"{len(classes)} classes: {', '.join(classes)}", "change one")
         return self.parts.task
 
     @cached_property
@@ -324,8 +289,7 @@ class PartsBundle(Bundle):
         """The given names, () for other tasks than classification; InputError for a label of none."""
         if self.parts.task != "classification":
             return ()
-        for section in SECTIONS:
-            check_labels(self.items(section), len(self.parts.classes), f"section {section!r}", self.name)
+        check_labels(self.items, len(self.parts.classes), self.name)
         return self.parts.classes
 
     @property
@@ -354,11 +318,6 @@ class PartsBundle(Bundle):
         if parts.task == "segmentation":
             return OwnMasks(self.loss, parts.classes, parts.inferer, metrics=parts.metrics)
         return OwnCases(self.loss, parts.inferer, parts.metrics)
-
-    @cached_property
-    def notes(self) -> tuple[str, ...]:
-        """Nothing."""
-        return ()
 
 
 def protocol(name: str) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,8 @@ class PartSections:
         self._opened: dict[str, Section] = {}
         for section in SECTIONS[:2]:
             if not any(section in given for given in self._given.values()):
-                raise InputError(
-                    f"data without {section} items", f"one site or more has a {section} set", f"add {section!r}"
-                )
+                allowed = f"one site or more has a {section} set"
+                raise InputError(f"data without {section} items", allowed, f"add {section!r}")
 
     @cached_property
     def has_test(self) -> bool:
@@ -81,43 +81,28 @@ class PartSections:
         return self._opened[section]
 
     def _open(self, section: str) -> Section:
-        given = {site: parts[section] for site, parts in self._given.items() if section in parts}
-        datasets = [_dataset(one) for one in given.values()]
+        of_sites = {site: parts[section] for site, parts in self._given.items() if section in parts}
+        datasets = [_dataset(one) for one in of_sites.values()]
         sources = [take_apart(one) for one in datasets]
         source = _joined(datasets, sources)
-        sites = [site for site, one in zip(given, sources, strict=True) for _ in range(len(one.entries))]
+        sites = [site for site, one in zip(of_sites, sources, strict=True) for _ in range(len(one.entries))]
         items: list[Item] = [
             {**item, "centre": site} for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True)
         ]
         if self._labelled and not all("label" in item for item in items):
             items = [{**item, "label": label} for item, label in zip(items, _labels(source), strict=True)]
-        return Section(source, items, self._loader(section, given), self._prepare_batch)
+        loaders = [one for one in of_sites.values() if isinstance(one, DataLoader)]
+        return Section(source, items, self._loader(section, loaders), self._prepare_batch)
 
-    def _loader(self, section: str, given: Mapping[str, Any]) -> Any:
+    def _loader(self, section: str, loaders: list[DataLoader[Any]]) -> Any:
         """Return what says how batches are made: the loaders of all sites agree on it."""
-        loaders = {site: one for site, one in given.items() if isinstance(one, DataLoader)}
-        ways = {(one.batch_size, _identity(one.collate_fn)) for one in loaders.values()}
-        if len(ways) > 1:
-            raise InputError(
-                f"{section} loaders with different batch sizes or collate_fn",
-                "the same at all sites",
-                "make them alike",
-            )
-        first = next(iter(loaders.values()), None)
+        collates = [getattr(one.collate_fn, "__qualname__", None) or type(one.collate_fn) for one in loaders]
+        if len({(one.batch_size, collate) for one, collate in zip(loaders, collates, strict=True)}) > 1:
+            problem = f"{section} loaders with different batch sizes or collate_fn"
+            raise InputError(problem, "the same at all sites", "make them alike")
+        first = next(iter(loaders), None)
         size = self._batch_size or getattr(first, "batch_size", None) or _BATCH
-        return _Way(int(size), **({} if first is None else {"collate_fn": first.collate_fn}))
-
-
-class _Way:
-    """How a data loader makes batches."""
-
-    def __init__(self, batch_size: int, **collate: Callable[..., Any]) -> None:
-        self.batch_size = batch_size
-        vars(self).update(collate)
-
-
-def _identity(function: Any) -> Any:
-    return getattr(function, "__qualname__", None) or type(function)
+        return SimpleNamespace(batch_size=int(size), **({} if first is None else {"collate_fn": first.collate_fn}))
 
 
 def _dataset(given: Any) -> Any:
@@ -140,31 +125,26 @@ def _length(site: str, given: Any) -> int:
     try:
         return len(take_apart(_dataset(given)).entries)
     except TypeError as error:
-        raise InputError(
-            f"data of site {site!r}: {error}", "data sets with __len__ and __getitem__", "give such a data set"
-        ) from error
+        allowed = "data sets with __len__ and __getitem__"
+        raise InputError(f"data of site {site!r}: {error}", allowed, "give such a data set") from error
 
 
 def _split(site: str, given: Any) -> dict[str, Any]:
     """Divide a data set 70/10/20 %, items of one group together; the same each time."""
     count, dataset = _length(site, given), _dataset(given)
     items = records(take_apart(dataset), "", [])
-    groups = list(dict.fromkeys(item.get("group", item["id"]) for item in items))
+    groups_of_items = [item.get("group", item["id"]) for item in items]
+    groups = list(dict.fromkeys(groups_of_items))
     if len(groups) < 3:
-        raise InputError(
-            f"data of site {site!r}: {count} items of {len(groups)} groups, to be split",
-            "three or more",
-            'give {"train": ..., "validate": ..., "test": ...}',
-        )
+        problem = f"data of site {site!r}: {count} items of {len(groups)} groups, to be split"
+        raise InputError(problem, "three or more", 'give {"train": ..., "validate": ..., "test": ...}')
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(derive(0, "split", site))).tolist()
     test, validate = (max(1, round(share * len(groups))) for share in _SHARES)
     names = ["test"] * test + ["validate"] * validate + ["train"] * len(groups)
     home = {groups[index]: name for index, name in zip(order, names, strict=False)}
-    where: dict[str, list[int]] = {name: [] for name in SECTIONS}
-    for index, item in enumerate(items):
-        where[home[item.get("group", item["id"])]].append(index)
     whole = dataset if isinstance(dataset, torch.utils.data.Dataset) else _Listed(dataset)
-    subsets = {name: Subset(whole, indices) for name, indices in where.items()}
+    places = {name: [i for i, group in enumerate(groups_of_items) if home[group] == name] for name in SECTIONS}
+    subsets = {name: Subset(whole, indices) for name, indices in places.items()}
     if not isinstance(given, DataLoader):
         return subsets
     size = given.batch_size or 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import RunError
-from medfl.data.prepared import Shard, moved
-from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
+from medfl.data.prepared import Shard
+from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator, Names
 from medfl.evaluation.metrics import Cases
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
@@ -24,9 +24,7 @@ class OwnClasses(ClassEvaluator):
 
     metrics: Metrics = field(default_factory=dict)
 
-    def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
-    ) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
         """Return what `ClassEvaluator` does, and one (N,) tensor per metric."""
         cases = super().__call__(network, shard, device, distances=distances)
         rows = zip(*(torch.split(cases.values[name], 1) for name in ("probabilities", "label")), strict=True)
@@ -40,30 +38,25 @@ class OwnMasks(MaskEvaluator):
     metrics: Metrics = field(default_factory=dict)
 
     @torch.no_grad()
-    def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
-    ) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
         """Return what `MaskEvaluator` does, and one (N,) tensor per metric."""
         cases = super().__call__(network, shard, device, distances=distances)
-        return _with(cases, self.metrics, self._outputs(network, shard, device) if self.metrics else ())
+        return _with(cases, self.metrics, self._outputs(network, shard, device))
 
 
 class OwnCases(CaseEvaluator):
     """Any other task: the loss, and the given metrics."""
 
     def __init__(self, loss: Callable[[Any, Any], Tensor], inferer: Callable[..., Any], metrics: Metrics) -> None:
-        """Keep them."""
         super().__init__("loss", loss, inferer)
         self.metrics = metrics
 
     @torch.no_grad()
-    def __call__(
-        self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Sequence[str] = ()
-    ) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
         """Return one (N,) tensor per metric, and of the loss."""
         cases = super().__call__(network, shard, device, distances=distances)
-        outputs = self._outputs(network, shard, device) if self.metrics else ()
-        return _with(cases, self.metrics, ((output, moved(y, device)) for _, y, output, _ in outputs))
+        outputs = self._outputs(network, shard, device)
+        return _with(cases, self.metrics, ((output, target) for _, target, output, _ in outputs))
 
 
 def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) -> Cases:
@@ -83,5 +76,5 @@ def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) ->
 
 def _number(value: Any) -> float:
     """Return a metric's value as a number: the mean of what is known of it, NaN where nothing is."""
-    known = torch.as_tensor(value, dtype=torch.float64).nanmean()
-    return float(known) if known.isfinite() else math.nan
+    mean = torch.as_tensor(value, dtype=torch.float64).nanmean()
+    return float(mean) if mean.isfinite() else math.nan

@@ -51,14 +51,13 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
             f"it has concepts: {{class: phrase}} for {', '.join(classes)}",
             "write them as {class: phrase}, or use a method that needs no text (medfl methods)",
         )
-    given = [str(name) for name in concepts]
-    if given != list(classes):
-        missing, extra = (
-            [name for name in these if name not in those] for these, those in ((classes, given), (given, classes))
-        )
+    described = [str(name) for name in concepts]
+    if described != list(classes):
+        missing = [name for name in classes if name not in described]
+        extra = [name for name in described if name not in classes]
         advice = [f"{verb} {', '.join(names)}" for verb, names in (("add", missing), ("drop", extra)) if names]
         raise InputError(
-            f"{where}: text concepts are given for {', '.join(given) or 'no class'}",
+            f"{where}: text concepts are given for {', '.join(described) or 'no class'}",
             f"the bundle's classes are, in label order, {', '.join(classes)}",
             " and ".join(advice) or "bring them into this order",
         )
@@ -69,16 +68,12 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
             "every class is put in words",
             "write them, in quotation marks if YAML would read something else",
         )
-    phrases = list(concepts.values())
-    twice = [i for i, phrase in enumerate(phrases) if phrases.index(phrase) < i]
-    if twice:
-        first = phrases.index(phrases[twice[0]])
-        raise InputError(
-            f"{where}: classes {given[first]!r} and {given[twice[0]]!r} have the same text concept {phrases[first]!r}",
-            "concepts differ from each other",
-            "put one of the two classes in other words",
-        )
-    return Text(tuple(phrases), tuple(_prompts(node.get("prompts"), where)))
+    class_of: dict[str, str] = {}
+    for name, phrase in zip(described, concepts.values(), strict=True):
+        if (first := class_of.setdefault(phrase, name)) != name:
+            problem = f"{where}: classes {first!r} and {name!r} have the same text concept {phrase!r}"
+            raise InputError(problem, "concepts differ from each other", "put one of the two classes in other words")
+    return Text(tuple(class_of), tuple(_prompts(node.get("prompts"), where)))
 
 
 def _prompts(groups: Any, where: str) -> list[str]:

@@ -8,15 +8,16 @@ ids of the bundle's configuration (`config`), and `presets`: name -> such values
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.settings import ProtocolSettings
 
 _DEFAULTS: Mapping[str, Any] = {
     "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,
-    "lr_decay": 1.0, "decay_per": "round", "site_weights": "samples", "keep_optimizer": False, "patience": 0,
-    "split": None, "methods": {}, "config": {}, "site_labels": "", "partial_loss": "marginal",
-    "site_channels": "",
+    "lr_decay": 1.0, "split": None, "methods": {}, "config": {},
+    **{setting.name: setting.default for setting in fields(ProtocolSettings) if setting.default is not MISSING},
 }  # fmt: skip
 _OF_SITES: Mapping[str, str] = {"labels": "site_labels", "channels": "site_channels"}
 """What `sites` may say of a site -> the setting of the run that it becomes."""
@@ -44,11 +45,10 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
                 f"a preset sets {', '.join(sorted(_DEFAULTS))}",
                 f"take {unknown[0]!r} out of the bundle's federated.yaml",
             )
-        before, given = dict(settled), preset.get("methods") or {}
-        options = {method: {**(settled["methods"].get(method) or {}), **(given[method] or {})} for method in given}
-        settled |= _said_of_sites(bundle, preset)
-        settled["methods"] = {**before["methods"], **options}
-        settled["config"] = {**before["config"], **(preset.get("config") or {})}
+        methods, config = dict(settled["methods"]), {**settled["config"], **(preset.get("config") or {})}
+        for method, options in (preset.get("methods") or {}).items():
+            methods[method] = {**(methods.get(method) or {}), **(options or {})}
+        settled |= {**_said_of_sites(bundle, preset), "methods": methods, "config": config}
     return settled
 
 
@@ -60,21 +60,14 @@ def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> N
             tables |= {f"{key}: {name}": value for name, value in inner.items()}
     for key, value in tables.items():
         if value is not None and not isinstance(value, Mapping):
-            raise InputError(
-                f"{within}{key} {str(value)!r:.60} in the federated.yaml of bundle {bundle!r}",
-                "a table: NAME: value",
-                "write it as one, or take it out",
-            )
+            problem = f"{within}{key} {str(value)!r:.60} in the federated.yaml of bundle {bundle!r}"
+            raise InputError(problem, "a table: NAME: value", "write it as one, or take it out")
         if key.startswith("presets: "):
             _check_tables(bundle, value or {}, f"{key}: ")
 
 
 def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values whose `sites` is a number, with what it said of each site as settings.
-
-    Raises:
-        InputError: it says what is not known of a site.
-    """
+    """Return values whose `sites` is a number, what it said of a site as settings; InputError where that is unknown."""
     sites = values.get("sites")
     if not isinstance(sites, Mapping):
         return dict(values)

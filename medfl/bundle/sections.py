@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
+from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
 from medfl.data.lacking import is_unlabelled, lacking, with_all_channels, without_label
 from medfl.data.prepared import Item
@@ -84,8 +85,8 @@ class Sections:
         self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
         self._opened: dict[str, Section] = {}
         self.unread, self._whole = "", whole
-        sets = (key for key in _VALIDATION_SETS if key in config)
-        self._unscored = whole and find_evaluator(config) is None and next(sets, None) is None
+        has_validation = find_evaluator(config) is not None or any(key in config for key in _VALIDATION_SETS)
+        self._unscored = whole and not has_validation
         self.find_unlabelled: Callable[[], Unlabelled] | None = None
 
     @cached_property
@@ -130,34 +131,23 @@ class Sections:
     def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
         """Return the ids of a section's data loader ("" if there is none) and data set."""
         if section == "train":
-            loader = f"{self._trainer}#train_data_loader"
+            loader, _ = config.raw(f"{self._trainer}#train_data_loader")
+        elif evaluator := find_evaluator(config):
+            loader, _ = config.raw(f"{evaluator}#val_data_loader")
+        elif dataset_id := next((key for key in _VALIDATION_SETS if key in config), ""):
+            return "", dataset_id
         else:
-            evaluator = find_evaluator(config)
-            if evaluator is None:
-                dataset_ids = [key for key in _VALIDATION_SETS if key in config]
-                if not dataset_ids:
-                    raise InputError(
-                        f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')",
-                        "a bundle to be federated has validation data",
-                        "add a validate section",
-                    )
-                return "", dataset_ids[0]
-            loader = f"{evaluator}#val_data_loader"
-        loader, _ = config.raw(loader)
+            given = f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')"
+            raise InputError(given, "a bundle to be federated has validation data", "add a validate section")
         return loader, config.within(loader, "dataset")
 
-    def batch_size(self, section: str) -> int:
-        """Return the items per batch of a section's data loader; its data are opened only where they have to tell."""
-        config = self._evaluation if section == "test" else self._config
-        key = f"{self._loader_ids(config, section)[0]}#batch_size"
-        return int(config.content(key)) if key in config else self[section].batch_size
+    def validation_batch_size(self) -> int:
+        """Return the items per batch of the validation loader; its data are opened only where they have to tell."""
+        key = f"{self._loader_ids(self._config, 'validate')[0]}#batch_size"
+        return int(self._config.content(key)) if key in self._config else self["validate"].batch_size
 
     def __getitem__(self, section: str) -> Section:
-        """Return a section, opened once.
-
-        Raises:
-            InputError: its data set cannot be divided, or is empty; names the id.
-        """
+        """Return a section, opened once; InputError, which names the id, if its data cannot be divided or are none."""
         if section != "train" and (self._unscored or self.images_only):
             return Section(Source([]), [], None, _as_loaded)
         if section == "test" and not self.has_test:
@@ -191,8 +181,8 @@ class Sections:
                 "check dataset_dir: give the data folder with --data",
             )
         engine = self._trainer if section == "train" else find_evaluator(config)
-        given = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
-        prepare_batch = config.content(f"{engine}#prepare_batch") if given else default_prepare_batch
+        has_own = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
+        prepare_batch = config.content(f"{engine}#prepare_batch") if has_own else default_prepare_batch
         prepare_batch = _as_loaded if self._whole else prepare_batch
         folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
@@ -201,8 +191,7 @@ class Sections:
 
     def _with_channels(self, items: list[Item], source: Source) -> tuple[list[Item], Source]:
         """Return a data list in which images whose channels are files have one for each."""
-        image = ((self._config.metadata.get("network_data_format") or {}).get("inputs") or {}).get("image") or {}
-        channels = int(image.get("num_channels") or 0)
+        channels = int(tensor_described(self._config.metadata, "inputs", "image").get("num_channels") or 0)
         if channels < 2 or not source.is_list:
             return items, source
         numbered = "masks" in self._config and "split" in self._config  # medfl new wrote it
@@ -222,15 +211,15 @@ class Sections:
             absent: id -> positions of such channels.
             channels: of an image, 0 where none is absent.
         """
-        kept = self[section]
-        ids = [str(item["id"]) for item in kept.items]
+        before = self[section]
+        ids = [str(item["id"]) for item in before.items]
         entries = [
             {**(without_label(entry) if i in hidden else entry), LACKS: tuple(absent.get(i, ()))}
-            for i, entry in zip(ids, kept.source.entries, strict=True)
+            for i, entry in zip(ids, before.source.entries, strict=True)
         ]
-        items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, kept.items, strict=True)]
-        source = lacking(replace(kept.source, entries=entries), channels)
-        self._opened[section] = replace(kept, items=items, source=source)
+        items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, before.items, strict=True)]
+        source = lacking(replace(before.source, entries=entries), channels)
+        self._opened[section] = replace(before, items=items, source=source)
 
 
 def _without_marks(entry: Any) -> Any:
@@ -249,12 +238,11 @@ def _with(source: Source, more: Unlabelled) -> Source:
     return lacking(replace(source, entries=entries)) if bare else source
 
 
-def check_labels(items: Sequence[Item], count: int, where: str, bundle: str) -> None:
-    """Raise InputError, which names the item, if a label of a section is none of a bundle's classes."""
-    for item in items:
-        if not 0 <= item.get("label", 0) < count:
-            raise InputError(
-                f"item {item['id']!r} of {where} has label {item['label']}",
-                f"{bundle} has {count} classes, labels 0 to {count - 1}",
-                "change this item's label in the data list",
-            )
+def check_labels(items_of: Callable[[str], Sequence[Item]], count: int, bundle: str) -> None:
+    """Raise InputError, which names the item, if a label in a section is none of a bundle's classes."""
+    for section in SECTIONS:
+        for item in items_of(section):
+            if not 0 <= item.get("label", 0) < count:
+                given = f"item {item['id']!r} of section {section!r} has label {item['label']}"
+                allowed = f"{bundle} has {count} classes, labels 0 to {count - 1}"
+                raise InputError(given, allowed, "change this item's label in the data list")

@@ -129,9 +129,8 @@ def survey(
     check_structures(names)
     layout = own_layouts.find(images, masks, labels)
     if names and not layout.masks:
-        raise InputError(
-            "--classes without --masks", "folders of pictures, or their table, name their classes", "rename these"
-        )
+        allowed = "folders of pictures, or their table, name their classes"
+        raise InputError("--classes without --masks", allowed, "rename these")
     return _segmented(layout, names, group_by, progress) if layout.masks else _labelled(layout, group_by, progress)
 
 
@@ -160,18 +159,11 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
             raise InputError(f"{text!r}", names, "rename it")
-    words = {
-        **asdict(seen),
-        "items": seen.items,
-        "name": root.name,
-        "network": chosen,
-        "size": side,
-        "kind_text": _KINDS[seen.kind],
-    }
+    words = {**asdict(seen), "items": seen.items, "kind_text": _KINDS[seen.kind]}
+    words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.bundle"),
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True,
+        loader=jinja2.PackageLoader("medfl.bundle"), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["yaml"] = json.dumps  # a JSON value is a YAML value, whatever a class is called
     files = {f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words) for name in _FILES}
@@ -195,11 +187,8 @@ def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
         raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
     reserved = next((name for name in index.classes if re.search(r"[#@$%]|::", name) or not is_plain_text(name)), None)
     if reserved is not None:
-        raise InputError(
-            f"class {'' if layout.labels else 'folder '}{reserved!r}",
-            "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula",
-            "rename it",
-        )
+        allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
+        raise InputError(f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it")
     seen = _each(index.records, lambda record: Picture.of(read_pixels(record.image)), progress)
     counts = tuple(sum(record.label == label for record in index.records) for label in range(len(index.classes)))
     divided = own.sections_of(place, index, group_by)
@@ -275,9 +264,9 @@ def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progr
     counts = tuple(sum(k in one for one in present) for k in range(len(names)))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
+    shown = [one for _, one in seen]
     notes = (*own_folder.of_pairs(place, other, records, endings), *own_folder.odd(layout.folder))
     notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
-    shown = [one for _, one in seen]
     notes += repeats(shown, records)
     about: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
@@ -336,11 +325,8 @@ def _check_values(masks: Path, values: set[int]) -> None:
         advice = "save class indices"
     else:
         return
-    raise InputError(
-        problem,
-        f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure (or 0 and 255)",
-        advice,
-    )
+    allowed = f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure (or 0 and 255)"
+    raise InputError(problem, allowed, advice)
 
 
 def _swapped(record: Record, solid: bool) -> bool:

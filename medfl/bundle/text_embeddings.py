@@ -6,7 +6,6 @@ needs neither the language model nor `transformers`.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -26,7 +25,7 @@ from medfl.core.errors import InputError
 from medfl.core.places import cache_folder
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
-from medfl.core.storage import weights_sha256, write_atomic
+from medfl.core.storage import file_sha256, weights_sha256, write_atomic
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",
@@ -107,18 +106,17 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         if not embeddings.values.any(2).all() or not embeddings.values.isfinite().all():
             raise ValueError("an embedding in it is no direction")
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
-        raise InputError(
-            f"{path} is not a file of text embeddings ({error})", "medfl concepts writes them", "make it anew"
-        ) from error
+        problem = f"{path} is not a file of text embeddings ({error})"
+        raise InputError(problem, "medfl concepts writes them", "make it anew") from error
     if text is not None:
-        for what, has, wanted, shown in (
+        for what, in_file, in_bundle, shown in (
             ("classes", stored.concepts, text.concepts, 8),
             ("prompts", stored.prompts, text.prompts, 2),
         ):
-            if has != wanted:
+            if in_file != in_bundle:
                 raise InputError(
-                    f"{path}: made for other {what}: {unlike(has, wanted, shown)}",
-                    f"the bundle has {unlike(wanted, has, shown)}",
+                    f"{path}: made for other {what}: {unlike(in_file, in_bundle, shown)}",
+                    f"the bundle has {unlike(in_bundle, in_file, shown)}",
                     f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {embeddings.plm} "
                     f"--out {path if own else 'FILE.safetensors'}",
                 )
@@ -152,7 +150,7 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     """
     if plm.endswith(".safetensors"):
         return load(Path(plm).expanduser(), text)
-    for path in ([shipped / f"{plm}.safetensors"] if shipped else []) + [cached(plm, text)]:
+    for path in (*([shipped / f"{plm}.safetensors"] if shipped else []), cached(plm, text)):
         if path.is_file():
             return load(path, text, own=True)
     built = build(plm, text)
@@ -161,8 +159,7 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
 
 def cached(plm: str, text: Text) -> Path:
     """Return where the embeddings of a text are kept once they are made ($XDG_CACHE_HOME/medfl/embeddings)."""
-    root = cache_folder("embeddings")
-    return root / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
+    return cache_folder("embeddings") / f"{plm.replace('/', '_')}-{text.digest}.safetensors"
 
 
 def build(
@@ -197,7 +194,7 @@ def build(
     with fits, torch.no_grad(), drawn:
         parts = [encode(flat[i : i + _BATCH]).float().cpu() for i in range(0, len(flat), _BATCH)]
     values = unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
-    pooling = ("masked mean" if masked else "unmasked mean") if plm not in _OPEN_CLIP else "text tower"
+    pooling = "text tower" if plm in _OPEN_CLIP else "masked mean" if masked else "unmasked mean"
     pooling += f", dropout {dropout}" if dropout is not None else ""
     return Embeddings(values, plm, digest, text, pooling)
 
@@ -207,11 +204,8 @@ def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn
     if model is not None and not Path(model).expanduser().is_dir():
         raise InputError(f"--model {model}", "it is the folder of a language model", "give the folder of config.json")
     if folder is None and plm not in names():
-        raise InputError(
-            f"language model {plm!r}",
-            f"known ones are {', '.join(names())}, a folder of transformers, or a .safetensors file of embeddings",
-            "choose one of them",
-        )
+        allowed = f"known ones are {', '.join(names())}, a folder of transformers, or a .safetensors file of embeddings"
+        raise InputError(f"language model {plm!r}", allowed, "choose one of them")
     folder = str(Path(folder).expanduser().resolve()) if folder else None
     clip = plm in _OPEN_CLIP or (folder is not None and (Path(folder) / "open_clip_config.json").is_file())
     advice = (
@@ -225,8 +219,7 @@ def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn
         f"language model {plm!r}", "open_clip" if clip else "transformers", advice, instead, download=download
     ):
         network, encode = _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
-        digest = _hash(network, folder)
-    return network, encode, digest
+        return network, encode, _hash(network, folder)
 
 
 @contextmanager
@@ -251,11 +244,8 @@ def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool
         ) from error
     except Exception as error:  # hub, safetensors, tokenizers and network errors have no common base
         text = " ".join(str(error).replace(";", ",").split())
-        raise InputError(
-            f"{what} is not at hand ({type(error).__name__}: {text[:160]})",
-            "its weights are in a folder or in the hub's cache",
-            advice,
-        ) from error
+        problem = f"{what} is not at hand ({type(error).__name__}: {text[:160]})"
+        raise InputError(problem, "its weights are in a folder or in the hub's cache", advice) from error
     finally:
         logging.disable(before)
 
@@ -263,7 +253,7 @@ def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool
 def _hash(network: nn.Module, folder: str | None) -> str:
     files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)] if folder else []
     if len(files) == 1:
-        return hashlib.sha256(files[0].read_bytes()).hexdigest()
+        return file_sha256(files[0])
     used = {name: t for name, t in network.state_dict().items() if not name.startswith("pooler.")}
     return weights_sha256(used)  # a pooler that the weights lack would be random, and it is not used
 
@@ -289,9 +279,8 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        source, trust_remote_code=False
-    )  # else it would ask the user
+    # without trust_remote_code it would ask the user
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     model: Any = transformers.AutoModel.from_pretrained(source, trust_remote_code=False)
 
     def encode(texts: Sequence[str]) -> Tensor:

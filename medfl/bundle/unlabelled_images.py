@@ -52,15 +52,15 @@ def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> Unlabelled:
     """
     place = own.below(root, str(ids.get("images") or "."))
     place = place if place.is_dir() else root
-    group_by, held = ids.get("group_by"), set[str]()
+    group_by, held_out = ids.get("group_by"), set[str]()
     if whole := _alone(root, place, ids, channels):
         dataset = own.Found([], [], cases.read(root, (), whole), unlabelled=whole)
     else:
         dataset = own.found_by(root, ids, lacking=True)
         divided = own.sections_of(root, dataset, group_by, ids.get("split"))
-        held = {record.group for record, section in divided if section != SECTIONS[0]}
+        held_out = {record.group for record, section in divided if section != SECTIONS[0]}
     records = cases.described(root, _grouped(dataset.unlabelled, place, group_by), dataset.rows)
-    taken = [r for r in records if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held]
+    taken = [r for r in records if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held_out]
     return Unlabelled([{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(whole))
 
 
@@ -71,8 +71,8 @@ def _alone(root: Path, place: Path, ids: Mapping[str, Any], channels: int) -> tu
         return () if table.records or table.problems else own.unlabelled(table.unlabelled.items())
     if ids.get("labels"):
         return () if own.below(root, str(ids["labels"])).is_file() else own.unlabelled(tables.image_files(place))
-    known = any(name in ids["classes"] for name in own.image_folders(root))
-    return () if known else own.unlabelled(tables.image_files(root))
+    has_class = any(name in ids["classes"] for name in own.image_folders(root))
+    return () if has_class else own.unlabelled(tables.image_files(root))
 
 
 def _grouped(records: Sequence[Record], place: Path, group_by: str | None) -> Sequence[Record]:

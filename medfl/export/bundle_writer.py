@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,35 +32,21 @@ from medfl.core.seeding import stream
 from medfl.core.storage import save_weights, write_atomic, writing
 from medfl.core.task import Task
 from medfl.core.terminal import Print
+from medfl.data.prepared import as_plain
+from medfl.export import configs, descriptions
 from medfl.export import network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
-from medfl.export.configs import (
-    EditedConfig,
-    network_of_method,
-    network_with_weights,
-    network_without_weights,
-    predict_any_folder,
-)
-from medfl.export.descriptions import (
-    all_options,
-    as_json,
-    bundle_metadata,
-    large_files,
-    readme,
-    run_record,
-    weight_files,
-)
 from medfl.export.formats import (
     FILES,
     LIMITS,
     Agreement,
+    Comparison,
     ShapeRecorder,
     format_difference,
-    measure_agreement,
     quiet,
     write,
 )
-from medfl.export.images import Images, same_predictions, test_images, without_metadata
+from medfl.export.images import Images, same_predictions, test_images
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 
 _TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
@@ -108,23 +95,22 @@ def export(
         say(f"note: the run in {run} was interrupted: this is round {result.round} of {result.run.rounds}")
     models = result.models(site, data, say)
     several = site == "all" and "all" not in result.sites
+    names = [safe_file_name(model.site) if several else "" for model in models]
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         with writing(out, "free some space"):
             temporary.mkdir(parents=True)
             documents = [
-                _BundleWriter(
-                    result, model, temporary / safe_file_name(model.site) if several else temporary, formats, data, say
-                ).write()
-                for model in models
+                _BundleWriter(result, model, temporary / name, formats, data, say).write()
+                for model, name in zip(models, names, strict=True)
             ]
             if out.is_dir():
                 out.rmdir()
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for document, model in zip(documents, models, strict=True):
-        document["folder"] = str(out / safe_file_name(model.site) if several else out)
+    for document, name in zip(documents, names, strict=True):
+        document["folder"] = str(out / name)
     return {"run": str(run), "run_hash": result.run_hash, "data_source": result.run.data.source, "bundles": documents}
 
 
@@ -148,12 +134,10 @@ class _BundleWriter:
         self.bundle = self.images.bundle
         self.root = self.bundle.root
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
-        self.activation = partial(
-            _probabilities, self.task.kind, getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
-        )
-        train = config_file(self.root, "train")
-        has_folder = train is not None and "dataset_dir" in read(train)
-        self.data_folder = str(self.bundle.get("dataset_dir")) if has_folder else None
+        ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
+        activation = partial(_probabilities, self.task.kind, ends_in_sigmoid)
+        self.comparison = Comparison(self.images.inputs, self.inferer, activation)
+        self.data_folder = str(self.bundle.get("dataset_dir")) if "dataset_dir" in self.bundle else None
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
 
@@ -170,13 +154,13 @@ class _BundleWriter:
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
         agreements = self._formats(network, seen, definition)
         self._weights(network, definition)
-        files = weight_files(self.folder)
+        files = descriptions.weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
-        meta = bundle_metadata(self.folder, self.result, self.model, seen, agreements, definition.kind)
+        meta = descriptions.bundle_metadata(self.folder, self.result, self.model, seen, agreements, definition.kind)
         measured = "test images of the run" if self.images.from_run else "drawn images"
         meta["medfl"] |= {"files": files, "measured_on": measured}
-        self._write("configs/metadata.json", as_json(meta))
+        self._write("configs/metadata.json", descriptions.as_json(meta))
         self._read_back(network)
         self._describe(meta)
         failures = problems(self.folder, self.data_folder)
@@ -203,30 +187,23 @@ class _BundleWriter:
     # How the network is defined
 
     def _network_definition(self, network: nn.Module) -> _NetworkDefinition:
-        try:
+        with suppress(RuntimeError):  # other tensors: the method changed it
             with stream(0, "export"):  # keeps the caller's generator
                 unchanged = self.bundle.network().to(CPU)
             unchanged.load_state_dict(network.state_dict())
             if self._equal(network, unchanged):
                 return _NetworkDefinition("configuration", {})
-        except RuntimeError:  # other tensors: the method changed it
-            pass
         if self.result.run.method in methods.names():
             arguments = self._arguments()
-            try:
+            with suppress(RuntimeError):
                 with stream(0, "export"):
                     rebuilt = exported.network(self.bundle.network().to(CPU), **arguments)
                 rebuilt.load_state_dict(exported.complete(network).state_dict())
                 if self._equal(network, rebuilt):
                     return _NetworkDefinition("medfl", arguments)
-            except RuntimeError:
-                pass
         if "torchscript" not in self.formats:
-            raise InputError(
-                f"--formats {','.join(self.formats) or 'none'} with method {self.result.run.method!r}",
-                "its network can only be defined as TorchScript",
-                "add torchscript",
-            )
+            problem = f"--formats {','.join(self.formats) or 'none'} with method {self.result.run.method!r}"
+            raise InputError(problem, "its network can only be defined as TorchScript", "add torchscript")
         return _NetworkDefinition("torchscript", {})
 
     def _arguments(self) -> dict[str, Any]:
@@ -241,14 +218,13 @@ class _BundleWriter:
         task = Task(self.task.kind, self.task.classes, embeddings)
         with stream(0, "export"):
             self.result.method.adapt(self.bundle.network(), task)
-        arguments = {"method": run.method, "options": all_options(run), "task": task.kind, "classes": [*task.classes]}
-        return {**arguments, **({"embeddings": shapes[0]} if shapes else {})}
+        return {
+            "method": run.method, "options": descriptions.all_options(run), "task": task.kind,
+            "classes": [*task.classes], **({"embeddings": shapes[0]} if shapes else {}),
+        }  # fmt: skip
 
-    @torch.no_grad()
     def _equal(self, network: nn.Module, other: nn.Module) -> bool:
-        other.eval()
-        result = measure_agreement(network, other, self.images.inputs, self.inferer, self.activation, _SAME_NETWORK, "")
-        return result.outputs <= _SAME_NETWORK
+        return self.comparison.agreement(network, other.eval(), _SAME_NETWORK, "").outputs <= _SAME_NETWORK
 
     # Files
 
@@ -256,11 +232,8 @@ class _BundleWriter:
         agreements = {}
         for kind in self.formats:
             only = {"instead": _NO_OTHER} if definition.kind == kind else {}
-            agreements[kind] = write(
-                kind, network, seen, self.folder / FILES[kind],
-                images=self.images.inputs, inferer=self.inferer, activation=self.activation, **only,
-            )  # fmt: skip
-            measured = agreements[kind]
+            path = self.folder / FILES[kind]
+            agreements[kind] = measured = write(kind, network, seen, path, self.comparison, **only)
             self.say(
                 f"{kind} ({measured.how}): differs by {format_difference(measured.probabilities)} "
                 f"(outputs {format_difference(measured.outputs)}) on {measured.images} images"
@@ -268,12 +241,11 @@ class _BundleWriter:
         return agreements
 
     def _weights(self, network: nn.Module, definition: _NetworkDefinition) -> None:
-        state = network.state_dict()
         if definition.kind == "torchscript":
             with quiet():
-                loaded: Any = torch.jit.load(str(self.folder / FILES["torchscript"]))  # type: ignore[no-untyped-call]
-            state = loaded.state_dict()
-        state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+                network = torch.jit.load(str(self.folder / FILES["torchscript"]))  # type: ignore[no-untyped-call]
+        tensors = network.state_dict().items()
+        state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
         torch.save(state, self.folder / "models" / "model.pt")
         save_weights(self.folder / "models" / "model.safetensors", state)
 
@@ -283,7 +255,7 @@ class _BundleWriter:
         for stem in ("train", "evaluate", "inference", "federated"):
             if (source := config_file(self.root, stem)) is None:
                 continue
-            file = EditedConfig(source)
+            file = configs.EditedConfig(source)
             if stem != "federated":
                 for key, value in meant(changes, file.content).items():
                     if key != "dataset_dir":
@@ -294,12 +266,12 @@ class _BundleWriter:
                 self._network_def(file, stem, definition, sha256)
             if stem == "inference":
                 file.content = without_fetching(file.content)
-                self.any_folder = predict_any_folder(file, self.task.classes, self.images.inputs[0].shape[1:])
+                self.any_folder = configs.predict_any_folder(file, self.task.classes, self.images.inputs[0].shape[1:])
             self._write(f"configs/{source.name}", file.text())
         if config_file(self.root, "inference") is None:
             self.notes.append("The source bundle has no inference configuration, so this one has none either.")
 
-    def _network_def(self, file: EditedConfig, stem: str, definition: _NetworkDefinition, sha256: str) -> None:
+    def _network_def(self, file: configs.EditedConfig, stem: str, definition: _NetworkDefinition, sha256: str) -> None:
         node = file.get("network_def")
         if node is None:
             if definition.kind != "configuration" and stem == "train":
@@ -315,10 +287,12 @@ class _BundleWriter:
             if not for_training:
                 file.set("network_def", _TORCHSCRIPT)
             return
-        of_method = definition.kind == "medfl"
-        node = network_of_method(node, definition.arguments) if of_method else network_without_weights(node)
+        if definition.kind == "medfl":
+            node = configs.network_of_method(node, definition.arguments)
+        else:
+            node = configs.network_without_weights(node)
         if for_training and "bundle_root" in file:
-            node = network_with_weights(node, sha256)
+            node = configs.network_with_weights(node, sha256)
             if "initial_weights" not in file:
                 file.insert("initial_weights", _INITIAL_WEIGHTS, before="network_def")
         file.set("network_def", node)
@@ -338,12 +312,11 @@ class _BundleWriter:
                 shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
 
     def _describe(self, meta: Mapping[str, Any]) -> None:
-        file = config_file(self.folder, "inference")
-        name, content = (file.name, read(file)) if file else ("", {})
-        text = readme(meta, self.result, self.model, name, content, self.notes, self.any_folder)
+        inference = config_file(self.folder, "inference")
+        text = descriptions.readme(meta, self.result, self.model, inference, self.notes, self.any_folder)
         self._write("docs/README.md", text)
-        self._write("docs/medfl.json", as_json(run_record(self.result)))
-        if text := large_files(self.folder, LARGE):
+        self._write("docs/medfl.json", descriptions.as_json(descriptions.run_record(self.result)))
+        if text := descriptions.large_files(self.folder, LARGE):
             self._write("large_files.yml", text)
 
     def _write(self, name: str, text: str) -> None:
@@ -371,7 +344,7 @@ class _BundleWriter:
         if "preprocessing" in config and self.images.entries:
             preprocess = config.content("preprocessing")
             same = [
-                torch.equal(without_metadata(preprocess(entry)["image"])[None].float(), x.float())
+                torch.equal(as_plain(preprocess(entry)["image"])[None].float(), x.float())
                 for entry, x in zip(self.images.entries, self.images.inputs, strict=True)
             ]
             if not all(same):

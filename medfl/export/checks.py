@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 from medfl.bundle.files import config_file, read
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
+from medfl.core.storage import file_sha256
 from medfl.export.formats import quiet
 
 LARGE = 25_000_000
@@ -74,7 +74,7 @@ def _hashes(folder: Path, meta: dict[str, Any]) -> Iterator[str]:
         what = f"lists {name}, which is not here" if name in listed else f"does not list {name}"
         yield f"metadata.json {what}"
     for name in sorted(here & listed.keys()):
-        if hashlib.sha256((folder / name).read_bytes()).hexdigest() != listed[name]["sha256"]:
+        if file_sha256(folder / name) != listed[name]["sha256"]:
             yield f"{name} has another sha256 than metadata.json says"
 
 
@@ -135,13 +135,9 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
 
 
 def load_weights_into(network: nn.Module, folder: Path, what: str) -> None:
-    """Load the written weights into the network that a configuration builds, `what` for the user.
-
-    Raises:
-        InputError: it has other tensors.
-    """
-    kept = torch.load(folder / "models" / "model.pt", weights_only=True)
-    if {name: x.shape for name, x in kept.items()} != {name: x.shape for name, x in network.state_dict().items()}:
+    """Load the written weights into a network that a configuration (`what`) builds; InputError for other tensors."""
+    weights = torch.load(folder / "models" / "model.pt", weights_only=True)
+    if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in network.state_dict().items()}:
         given = f"{what} builds another network than training"
         raise InputError(given, "one network for both", "let both have the same network_def")
-    network.load_state_dict(kept)
+    network.load_state_dict(weights)

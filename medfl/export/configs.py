@@ -21,14 +21,9 @@ _OF_METHOD = ("network", "method", "options", "task", "classes", "embeddings")
 
 
 class EditedConfig:
-    """A configuration file that is changed id by id.
-
-    Raises:
-        InputError: it is not valid.
-    """
+    """A configuration file that is changed id by id; InputError if it is not valid."""
 
     def __init__(self, path: Path) -> None:
-        """Read it."""
         self.path, self.comment = path, ""
         self.content = read(path)
         self._text = path.read_text(encoding="utf-8")
@@ -48,18 +43,15 @@ class EditedConfig:
 
     def set(self, key: str, value: Any) -> None:
         """Change an id if the file has it."""
-        place = self._place(key)
-        if place is not None:
+        if place := self._place(key):
             parent, name = place
             parent[name] = value
 
     def insert(self, key: str, value: Any, before: str) -> None:
         """Insert a new top-level id before another one."""
-        content: dict[str, Any] = {}
-        for name, held in self.content.items():
-            content |= {key: value} if name == before else {}
-            content[name] = held
-        self.content = {key: value, **content} if key not in content else content
+        ids = list(self.content)
+        at = ids.index(before) if before in ids else 0
+        self.content = {name: self.content.get(name, value) for name in (*ids[:at], key, *ids[at:])}
 
     def text(self) -> str:
         """Return the new text of the file."""
@@ -76,11 +68,8 @@ class EditedConfig:
         node: Any = self.content
         *above, last = re.split("#|::", key)
         for part in above:
-            node = _child(node, part)
-        if isinstance(node, dict) and last in node:
-            return node, last
-        inside = isinstance(node, list) and last.isdecimal() and int(last) < len(node)
-        return (node, int(last)) if inside else None
+            node = node[at] if (at := _position(node, part)) is not None else None
+        return (node, at) if (at := _position(node, last)) is not None else None
 
     def _patched(self) -> str:
         """Return the text with only the blocks of changed ids replaced."""
@@ -128,11 +117,11 @@ _Plain.add_representer(list, _list)
 _Plain.add_representer(tuple, _list)
 
 
-def _child(node: Any, part: str) -> Any:
-    if isinstance(node, Mapping):
-        return node.get(part)
-    inside = isinstance(node, list) and part.isdecimal() and int(part) < len(node)
-    return node[int(part)] if inside else None
+def _position(node: Any, part: str) -> str | int | None:
+    """Return the key or index under which a dict or list holds a part of an id, None where it does not."""
+    if isinstance(node, list):
+        return int(part) if part.isdecimal() and int(part) < len(node) else None
+    return part if isinstance(node, dict) and part in node else None
 
 
 # The images of an export
@@ -153,8 +142,8 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequen
     if classes:
         writer = {"keys": "pred", "output_dir": "@output_dir", "classes": [*classes]}
         steps = [*steps, {"_target_": "medfl.datasets.WriteClassesd", **writer}]
-        kept = [one for one in file.get("handlers") or [] if one.get("_target_") != "ClassificationSaver"]
-        file.set("handlers", kept)
+        handlers = [one for one in file.get("handlers") or [] if one.get("_target_") != "ClassificationSaver"]
+        file.set("handlers", handlers)
         what = (
             "What models/model.pt says of every image below dataset_dir: output/predictions.csv has id, prediction and"
         )
@@ -190,6 +179,6 @@ def network_without_weights(node: Any) -> Any:
     """Return a `network_def` without the weights that an earlier export added."""
     if not isinstance(node, Mapping) or node.get("_target_") != TARGET:
         return node
-    kept = {key: value for key, value in node.items() if key in ("_target_", *_OF_METHOD)}
-    kept["network"] = network_without_weights(kept["network"])
-    return kept if kept.get("method") else kept["network"]
+    bare = {key: value for key, value in node.items() if key in ("_target_", *_OF_METHOD)}
+    bare["network"] = network_without_weights(bare["network"])
+    return bare if bare.get("method") else bare["network"]

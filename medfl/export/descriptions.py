@@ -5,7 +5,6 @@ They contain no path of the local machine and no item's name.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -21,11 +20,13 @@ import jinja2
 
 from medfl import methods
 from medfl.bundle.configuration import target_name
-from medfl.bundle.new_metadata import SCHEMA
+from medfl.bundle.files import read
+from medfl.bundle.new_metadata import RESEARCH_ONLY, SCHEMA
 from medfl.core.places import PHANTOM
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows
+from medfl.core.storage import file_sha256
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
@@ -35,13 +36,11 @@ _LOCAL_PATH = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspa
 """A path of the local machine: not of the bundle, no URL, not the zoo's /workspace."""
 _DEFAULTS = {
     "supported_apps": {},
-    "intended_use": "Research only: not for diagnosis or any other clinical use.",
-    "data_source": "not stated by the source bundle",
-    "authors": "not stated by the source bundle",
-    "copyright": "not stated by the source bundle",
-    "task": "not stated by the source bundle",
+    "intended_use": RESEARCH_ONLY,
+    **dict.fromkeys(("data_source", "authors", "copyright", "task"), "not stated by the source bundle"),
     "description": "A network trained across sites.",
 }
+_OF_FOLDERS = ("--out", "--data", "--from")
 _TENSOR = {
     "type": "image", "format": "magnitude", "modality": "n/a", "spatial_shape": [], "dtype": "float32",
     "value_range": [], "is_patch_data": False,
@@ -120,9 +119,9 @@ def _command(text: str) -> str:
     replaced = []
     for before, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
-        if before in ("--out", "--data", "--from") and word != PHANTOM:
+        if before in _OF_FOLDERS and word != PHANTOM:
             replaced.append("DIR")
-        elif equals and name in ("--out", "--data", "--from") and value != PHANTOM:
+        elif equals and name in _OF_FOLDERS and value != PHANTOM:
             replaced.append(f"{name}=DIR")
         else:
             replaced.append(_without_paths(word))
@@ -233,50 +232,38 @@ def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, An
 
 def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return bytes and sha256 of each file of weights, by its path."""
-    files = sorted(path for path in (folder / "models").iterdir() if path.is_file())
     return {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()
-        }
-        for path in files
-    }  # fmt: skip
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for path in sorted((folder / "models").iterdir())
+    }
 
 
 def readme(
     meta: Mapping[str, Any],
     result: RunNetworks,
     model: Model,
-    file: str,
-    content: Mapping[str, Any],
+    inference: Path | None,
     notes: Sequence[str],
     any_folder: bool,
 ) -> str:
     """Return docs/README.md by the model zoo's template.
 
-    `file` is the name of the inference configuration, "" if there is none, `content` what it says, and `any_folder`
-    whether it predicts any folder of images.
+    `inference` is the written configuration, None if there is none; `any_folder`: it predicts any folder of images.
     """
     run, own = result.run, structures(result, model)
     single = {f"{kind}_{slug(name)}{end}" for name in own for kind in (*KINDS, "cases") for end in ("", "_cases")}
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.export"),
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        autoescape=False,
+        loader=jinja2.PackageLoader("medfl.export"), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"sized": _sized, "tiny": format_difference}
-    steps = (content.get("preprocessing") or {}).get("transforms") or []
+    steps = ((read(inference) if inference else {}).get("preprocessing") or {}).get("transforms") or []
     text = environment.get_template("export_readme.md.j2").render(
-        meta=meta,
-        run=run,
+        meta=meta, run=run, site=model.site, round=model.round, which=result.which, finished=result.finished,
         install=pip_install() if DISTRIBUTION in meta["required_packages_version"] else "",
-        site=model.site,
-        round=model.round,
-        which=result.which,
-        finished=result.finished,
         paper=methods.load(run.method).paper,
         options=options(run),
-        phantom=run.data.source == PHANTOM,
-        phantom_note=PHANTOM_NOTE,
+        phantom=run.data.source == PHANTOM, phantom_note=PHANTOM_NOTE,
         counts=counts(run, model),
         scores={name: value for name, value in scores(result, model).items() if name not in single},
         structures=own,
@@ -284,13 +271,11 @@ def readme(
         partition=_without_paths(run.partition.spec),
         command=_command(str(result.document.get("command", ""))),
         tags=tags(meta, run),
-        notes=notes,
-        inference=file,
-        any_folder=any_folder,
+        notes=notes, inference=inference.name if inference else "", any_folder=any_folder,
         segments=result.task.kind == "segmentation",
         data_notes=_without_paths(run.data.notes),
         channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
-    )
+    )  # fmt: skip
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
@@ -303,16 +288,16 @@ def tags(meta: Mapping[str, Any], run: Run) -> list[str]:
 
 def large_files(folder: Path, limit: int) -> str:
     """Return large_files.yml for the files above the zoo's limit, "" if there are none."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit]
-    large = [(path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
+    large = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit]
     if not large:
         return ""
     lines = [
         "# The files are here; whoever publishes the bundle without them says where they lie in `url`.",
         "large_files:",
     ]
-    for path, digest in large:
-        lines += [f"- path: {path}", '  url: ""', f"  hash_val: {digest}", "  hash_type: sha256"]
+    for path in large:
+        lines += [f"- path: {path.relative_to(folder).as_posix()}", '  url: ""']
+        lines += [f"  hash_val: {file_sha256(path)}", "  hash_type: sha256"]
     return "\n".join(lines) + "\n"
 
 

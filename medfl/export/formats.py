@@ -11,7 +11,7 @@ import io
 import logging
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,16 +29,9 @@ LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
 FILES = {"torchscript": "models/model.ts", "onnx": "models/model.onnx"}
 _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 
-Inferer = Callable[..., Any]
-Activation = Callable[[Tensor], Tensor]
-
 
 def parse_formats(text: str) -> tuple[str, ...]:
-    """Return the formats of a list such as "torchscript,onnx".
-
-    Raises:
-        InputError: no such format, or one whose packages are not installed.
-    """
+    """Return the formats of a list as "torchscript,onnx"; InputError for others, or if their packages are missing."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     names = () if names == ("none",) else names
     for name in names:
@@ -47,11 +40,8 @@ def parse_formats(text: str) -> tuple[str, ...]:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None] if "onnx" in names else []
     if missing:
         others = ",".join(name for name in names if name != "onnx") or "none"
-        raise InputError(
-            f"--formats onnx without {', '.join(missing)}",
-            pip_install("export"),
-            f"install it, or use --formats {others}",
-        )
+        problem = f"--formats onnx without {', '.join(missing)}"
+        raise InputError(problem, pip_install("export"), f"install it, or use --formats {others}")
     return names
 
 
@@ -74,11 +64,38 @@ class Agreement:
     how: str
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """How two networks are compared.
+
+    Attributes:
+        images: batches (B, C, H, W[, D]).
+        inferer: (images, network) -> outputs of whole images.
+        activation: outputs -> probabilities.
+    """
+
+    images: Sequence[Tensor]
+    inferer: Callable[..., Any]
+    activation: Callable[[Tensor], Tensor]
+
+    @torch.no_grad()
+    def agreement(self, network: nn.Module, other: Callable[[Tensor], Tensor], limit: float, how: str) -> Agreement:
+        """Compare on single images and, where these are of one size, on all in one batch."""
+        batches = [image for x in self.images for image in torch.split(x, 1)]
+        count, same_size = len(batches), len({image.shape for image in batches}) == 1
+        batches += [torch.cat(batches)] if same_size and count > 1 else []
+        outputs = probabilities = torch.zeros(())
+        for x in batches:
+            expected, output = self.inferer(x, network).float(), self.inferer(x, other).float()
+            outputs = outputs.maximum((expected - output).abs().max())  # NaN stays
+            probabilities = probabilities.maximum((self.activation(expected) - self.activation(output)).abs().max())
+        return Agreement(count, float(outputs), float(probabilities), limit, how)
+
+
 class ShapeRecorder(nn.Module):
     """A network that records its first input and the shapes of all inputs and outputs."""
 
     def __init__(self, network: nn.Module) -> None:
-        """Start without records."""
         super().__init__()
         self.network = network
         self.first: Tensor | None = None
@@ -88,9 +105,8 @@ class ShapeRecorder(nn.Module):
         """Return the network's output, and record the shapes."""
         output = self.network(x, *others, **named)
         if not isinstance(output, Tensor):
-            raise RunError(
-                f"the network gives a {type(output).__name__}; only networks that give one tensor are exported"
-            )
+            kind = type(output).__name__
+            raise RunError(f"the network gives a {kind}; only networks that give one tensor are exported")
         if self.first is None:
             self.first = x.detach().clone()
         self.shapes.append((tuple(x.shape), tuple(output.shape)))
@@ -107,10 +123,7 @@ def write(
     network: nn.Module,
     seen: ShapeRecorder,
     path: Path,
-    *,
-    images: Sequence[Tensor],
-    inferer: Inferer,
-    activation: Activation,
+    comparison: Comparison,
     instead: str = "leave it out with --formats",
 ) -> Agreement:
     """Write a network in a format and compare the file with it.
@@ -120,9 +133,7 @@ def write(
         network: on the CPU, in evaluation mode.
         seen: inputs of the network in inference: an example, and the axes that vary.
         path: of the file.
-        images: batches (B, C, H, W[, D]) to compare on.
-        inferer: (images, network) -> outputs of whole images.
-        activation: outputs -> probabilities.
+        comparison: of the file with the network.
         instead: advice in the error.
 
     Raises:
@@ -134,44 +145,15 @@ def write(
     except MemoryError:
         raise
     except Exception as error:  # torch raises dozens of types
-        reason = " ".join(str(error).split())[:200]
-        raise RunError(
-            f"the network cannot be written as {kind} ({type(error).__name__}: {reason}); {instead}"
-        ) from error
-    result = measure_agreement(network, other, images, inferer, activation, LIMITS[kind], how)
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise RunError(f"the network cannot be written as {kind} ({reason}); {instead}") from error
+    result = comparison.agreement(network, other, LIMITS[kind], how)
     if not result.probabilities <= result.limit:
         raise RunError(
             f"{path.name} differs from the network by {result.probabilities:.1e}, more than {result.limit:.0e}, on "
             f"{result.images} images; {instead}"
         )
     return result
-
-
-@torch.no_grad()
-def measure_agreement(
-    network: nn.Module,
-    other: Callable[[Tensor], Tensor],
-    images: Sequence[Tensor],
-    inferer: Inferer,
-    activation: Activation,
-    limit: float,
-    how: str,
-) -> Agreement:
-    """Compare two networks on single images and, where these are of one size, on all in one batch."""
-    batches = [image for x in images for image in torch.split(x, 1)]
-    count, same_size = len(batches), len({image.shape for image in batches}) == 1
-    batches += [torch.cat(batches)] if same_size and count > 1 else []
-    outputs = probabilities = 0.0
-    for x in batches:
-        expected, output = inferer(x, network).float(), inferer(x, other).float()
-        outputs = _larger(outputs, expected - output)
-        probabilities = _larger(probabilities, activation(expected) - activation(output))
-    return Agreement(count, outputs, probabilities, limit, how)
-
-
-def _larger(so_far: float, differences: Tensor) -> float:
-    largest = float(differences.abs().max())
-    return largest if not largest <= so_far else so_far  # NaN stays
 
 
 # TorchScript
@@ -228,10 +210,9 @@ def _onnx(network: nn.Module, seen: ShapeRecorder, path: Path) -> tuple[str, Cal
 
 
 class OnnxNetwork:
-    """An ONNX file that is called like a network."""
+    """An ONNX file that is called like a network; ONNX Runtime computes on one thread of the CPU."""
 
     def __init__(self, path: Path) -> None:
-        """Open it with ONNX Runtime on one thread of the CPU."""
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
@@ -244,10 +225,7 @@ class OnnxNetwork:
         return torch.from_numpy(output)
 
 
-_WRITERS: Mapping[str, Callable[[nn.Module, ShapeRecorder, Path], tuple[str, Callable[[Tensor], Tensor]]]] = {
-    "torchscript": _torchscript,
-    "onnx": _onnx,
-}
+_WRITERS = {"torchscript": _torchscript, "onnx": _onnx}
 
 
 def format_difference(value: float) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from monai.data import MetaTensor
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
@@ -19,7 +18,7 @@ from medfl.core.places import PHANTOM
 from medfl.core.run_documents import read_rows
 from medfl.core.terminal import Print
 from medfl.data.prepare import prepare
-from medfl.data.prepared import Prepared, Shard
+from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
 from medfl.evaluation.metrics import Cases
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
@@ -53,26 +52,16 @@ def test_images(result: RunNetworks, model: Model, data: str | None, say: Print)
     Raises:
         InputError: the folder does not have them.
     """
-    run = result.run
-    is_shipped = bundle_of(run) in shipped()
-    folder = data or (run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None)
-    if is_shipped and run.data.source == PHANTOM and data is None:
-        folder = folder or PHANTOM
-    ids = run.partition.sites[model.site]["test"] if model.site else None
-    if folder is not None or not is_shipped:
-        return _opened(result, model, folder, ids)
-    say(f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)")
-    return _opened(result, model, None, None)
-
-
-def _opened(result: RunNetworks, model: Model, folder: str | None, ids: Sequence[str] | None) -> Images:
-    """Open the bundle on a folder, or with None on its phantom."""
     run, name = result.run, bundle_of(result.run)
-    from_run = folder is not None or name not in shipped()
-    split = {"split": run.data.split} if name in shipped() and from_run else {}
+    is_shipped = name in shipped()
+    folder = data or (run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None)
+    from_run = folder is not None or not is_shipped or (run.data.source == PHANTOM and data is None)
+    if not from_run:
+        say(f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)")
+    split = {"split": run.data.split} if is_shipped and from_run else {}
     config = {**run.config, **model.config, **split}
     bundle = reopened(run, config, "cpu", folder=result.path, changed=True)
-    bundle = with_data(name, folder if from_run else PHANTOM, config, "cpu", bundle=bundle).bundle
+    bundle = with_data(name, folder or (PHANTOM if is_shipped else None), config, "cpu", bundle=bundle).bundle
     if bundle.own_trainer:
         raise InputError(
             f"the export of a run with a {bundle.own_trainer}, which has an iteration of its own",
@@ -81,21 +70,15 @@ def _opened(result: RunNetworks, model: Model, folder: str | None, ids: Sequence
         )
     section = bundle.section("test")
     count = _COUNT.get(bundle.task, _DEFAULT_COUNT)
-    wanted = None if ids is None else set(ids)
-    positions = [i for i, item in enumerate(section.items) if wanted is None or item["id"] in wanted]
+    of_site = set(run.partition.sites[model.site]["test"]) if model.site and from_run else None
+    positions = [i for i, item in enumerate(section.items) if of_site is None or item["id"] in of_site]
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
     source, whole = section.source, section.source.entries
     entries: Any = [whole[i] for i in positions] if source.is_list else Subset(whole, positions)
     items, chosen = [section.items[i] for i in positions], Source(entries, source.transforms, source.fixed)
     prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
-    inputs = tuple(without_metadata(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
+    inputs = tuple(as_plain(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
     return Images(bundle, from_run, inputs, tuple(entries) if source.is_list else (), prepared)
-
-
-def without_metadata(x: Any) -> Tensor:
-    """Return an image without its metadata, on the CPU."""
-    tensor: Tensor = x.as_tensor() if isinstance(x, MetaTensor) else x
-    return tensor.to(CPU)
 
 
 # The run's own predictions

@@ -6,7 +6,6 @@ by a name in the configuration: methods are medfl's own, weights are safetensors
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from medfl import methods
 from medfl.core.errors import InputError, RunError
-from medfl.core.storage import load_weights
+from medfl.core.storage import file_sha256, load_weights
 from medfl.core.task import Task
 
 TARGET = "medfl.exported.network"
@@ -53,11 +52,8 @@ def network(
     """
     if method:
         if method not in methods.names():
-            raise InputError(
-                f"method {method!r} in a configuration",
-                "an exported network names one of medfl's",
-                "export the run again with medfl export",
-            )
+            allowed = "an exported network names one of medfl's"
+            raise InputError(f"method {method!r} in a configuration", allowed, "export the run again with medfl export")
         described = Task(task, tuple(classes), lambda plm: _placeholders(embeddings))
         network = complete(methods.load(method, options or {}).adapt(network, described))
     if weights is not None:
@@ -81,7 +77,7 @@ def _placeholders(shape: Sequence[int]) -> Tensor:
 def _start(network: nn.Module, path: Path, sha256: str) -> None:
     advice = "restore the file, or set initial_weights=null to start from new ones"
     try:
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest = file_sha256(path)
         if sha256 and digest != sha256:
             raise InputError(f"weights {path} with sha256 {digest[:12]}", f"the recorded one is {sha256[:12]}", advice)
         network.load_state_dict(load_weights(path))

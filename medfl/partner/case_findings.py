@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
@@ -40,7 +42,7 @@ class Findings:
         self._bundle = bundle
         self.unreadable: list[str] = []
         self.bytes: Counter[str] = Counter()
-        self._read: Counter[str] = Counter()
+        self._read = 0
         self._labels: Counter[int] = Counter()
         self._masks: Counter[float] = Counter()
         self._masked = 0
@@ -60,7 +62,7 @@ class Findings:
             self.unreadable.append(item.problem)
             return
         image, name = item.image, f"{item.section} {item.id}"
-        self._read[item.section] += 1
+        self._read += 1
         self.bytes[item.section] += image.nbytes + (item.label.nbytes if isinstance(item.label, Tensor) else 0)
         self._shapes[name] = item.shape
         if item.spacing:
@@ -70,12 +72,13 @@ class Findings:
         if not bool(torch.isfinite(values).all()):
             self._broken.append(name)
         else:
-            low, high = float(values.min()), float(values.max())
-            self._range[name] = (low, float(values.mean()), high)
+            self._range[name] = (float(values.min()), float(values.mean()), float(values.max()))
             rows = values.flatten(1)
             empty = rows.amin(1) == rows.amax(1)
-            alike = self._empty is None or self._empty.shape == empty.shape
-            self._empty = empty if self._empty is None else self._empty & empty if alike else self._empty
+            if self._empty is None:
+                self._empty = empty
+            elif self._empty.shape == empty.shape:
+                self._empty = self._empty & empty
             if bool(empty.all()):
                 self._flat.append(name)
             else:
@@ -97,11 +100,10 @@ class Findings:
         """Yield a line for each thing that was looked at."""
         for problem in self.unreadable[:_NAMED]:
             yield Finding("files", "FAILED", problem, "restore it from a copy, or remove it")
-        count, read = len(self.unreadable), sum(self._read.values())
-        if count:
-            yield Finding("files", "FAILED", f"{count} of {count + read} items cannot be read", "see above")
+        if count := len(self.unreadable):
+            yield Finding("files", "FAILED", f"{count} of {count + self._read} items cannot be read", "see above")
         else:
-            yield Finding("files", "ok", f"all {read} items can be read")
+            yield Finding("files", "ok", f"all {self._read} items can be read")
         if not self._read:
             return
         if self._broken:
@@ -142,8 +144,7 @@ class Findings:
         else:
             yield Finding("masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""))
             yield from self._unannotated(declared, values)
-        empty = self._masked - self._masks.get(1.0, 0) if values == [0.0, 1.0] else 0
-        if values == [0.0] or empty == self._masked:
+        if values == [0.0]:
             yield Finding("masks", "warning", "no mask has anything but background", "see that these are the masks")
 
     def _unannotated(self, declared: Sequence[str], values: Sequence[float]) -> Iterator[Finding]:
@@ -168,27 +169,24 @@ class Findings:
             text = " x ".join(_span(column) for column in rows.T)
             unit = unit or ("pixels" if usual == 2 else "voxels")
             yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")
-            odd = [name for name, value in of.items() if len(value) != usual]
-            far = [name for name, value in of.items() if len(value) == usual]
-            far = [name for name, is_far in zip(far, _far(rows).any(1), strict=True) if is_far]
-            if odd:
+            if odd := [name for name, value in of.items() if len(value) != usual]:
                 yield Finding(topic, "warning", f"other dimensions: {named(odd)}", "see whether they belong here")
-            if far:
+            if far := _far([name for name, value in of.items() if len(value) == usual], rows):
                 yield Finding(topic, "warning", f"unlike the others: {named(far)}", "see whether they belong here")
         if len(self._channels) > 1:
             few = min(self._channels.values(), key=len)
             text = f"{', '.join(map(str, sorted(self._channels)))} channels; the fewer: {named(few)}"
             yield Finding("channels", "FAILED", text, "convert the odd ones")
-        elif len(known := names(self._bundle)) > 1:
-            yield from self._lacking(known)
+        elif len(channels := names(self._bundle)) > 1:
+            yield from self._lacking(channels)
 
-    def _lacking(self, known: Sequence[str]) -> Iterator[Finding]:
+    def _lacking(self, channels: Sequence[str]) -> Iterator[Finding]:
         """Say which channels have one value in every image."""
         empty = [] if self._empty is None else self._empty.nonzero().flatten().tolist()
-        lacking = [known[i] for i in empty if i < len(known)]
-        yield Finding("channels", "ok", f"{len(known)} in each image: {printable(', '.join(known), 200)}")
+        lacking = [channels[i] for i in empty if i < len(channels)]
+        yield Finding("channels", "ok", f"{len(channels)} in each image: {printable(', '.join(channels), 200)}")
         if lacking:
-            there = ",".join(name for name in known if name not in lacking)
+            there = ",".join(name for name in channels if name not in lacking)
             yield Finding(
                 "channels", "warning", f"nothing in any image of: {printable(', '.join(lacking), 200)}",
                 f"tell the operator which are there: --site-channels SITE={printable(there, 200)}",
@@ -200,7 +198,7 @@ class Findings:
         rows = np.array(list(self._range.values()))
         low, mean, high = (_span(column) for column in rows.T)
         yield Finding("intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them")
-        if far := [name for name, is_far in zip(self._range, _far(rows).any(1), strict=True) if is_far]:
+        if far := _far(self._range, rows):
             yield Finding("intensity", "warning", f"unlike the others: {named(far)}", "look at them")
         if self._flat:
             yield Finding("intensity", "warning", f"of one value all over: {named(self._flat)}", "look at them")
@@ -227,9 +225,8 @@ class Findings:
                     seen[item["group"]].add(section)
         if not seen:
             return
-        leaking = sorted(group for group, splits in seen.items() if len(splits) > 1)
-        if leaking:
-            text = f"{len(leaking)} patients or lesions have images in several sections"
+        if leaking := sum(len(names) > 1 for names in seen.values()):
+            text = f"{leaking} patients or lesions have images in several sections"
             yield Finding("patients", "warning", text, "scores on them are too good: choose another split")
         else:
             yield Finding("patients", "ok", "no patient or lesion has images in several sections")
@@ -246,8 +243,9 @@ def _span(column: Any) -> str:
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
-def _far(rows: Any) -> Any:
-    """Tell for each number whether it is far from the others of its column: (N, K) bool."""
+def _far(names: Iterable[str], rows: NDArray[np.float64]) -> list[str]:
+    """Return the names of rows (N, K) with a number that is far from the others of its column."""
     low, middle, high = np.percentile(rows, (25, 50, 75), axis=0)
     reach = _FAR * np.maximum(high - low, 0.2 * np.abs(middle) + 1e-9)
-    return (rows < low - reach) | (rows > high + reach)
+    is_far = ((rows < low - reach) | (rows > high + reach)).any(1)
+    return list(compress(names, is_far))

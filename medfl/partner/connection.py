@@ -32,19 +32,12 @@ class Kit:
 
     @classmethod
     def open(cls, folder: Path) -> Kit:
-        """Find the certificates in a kit's folder, or in `startup` below it.
-
-        Raises:
-            InputError: they are not there.
-        """
+        """Find the certificates in a kit's folder, or in `startup` below it; InputError if they are not there."""
         for place in (folder, folder / "startup"):
             if all((place / name).is_file() for name in _FILES):
                 return cls(place, *_named(place / "fed_client.json"))
-        raise InputError(
-            f"--kit {printable(folder)}",
-            f"the folder of a site's startup kit, with {', '.join(_FILES)}",
-            "check the path",
-        )
+        allowed = f"the folder of a site's startup kit, with {', '.join(_FILES)}"
+        raise InputError(f"--kit {printable(folder)}", allowed, "check the path")
 
 
 def _named(path: Path) -> tuple[tuple[str, int] | None, str]:
@@ -57,11 +50,7 @@ def _named(path: Path) -> tuple[tuple[str, int] | None, str]:
 
 
 def address(text: str, flag: str = "--server") -> tuple[str, int]:
-    """Read HOST:PORT.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """Read HOST:PORT; InputError if it is something else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(f"{flag} {printable(text)}", "HOST:PORT, as fl.example.org:8002", "write the host and port")
@@ -125,9 +114,6 @@ def _subject(certificate: Any, kit: Kit) -> str:
     name = str(subject.get("commonName", "?"))
     names = {name, *(value for _, value in certificate.get("subjectAltName", ()))}
     if kit.name and kit.name not in names:
-        raise InputError(
-            f"the server's certificate is of {printable(name)}",
-            f"the kit is for {printable(kit.name)}",
-            "check the address",
-        )
+        problem = f"the server's certificate is of {printable(name)}"
+        raise InputError(problem, f"the kit is for {printable(kit.name)}", "check the address")
     return f"certificate of {printable(name)}, valid until {printable(certificate.get('notAfter', '?'))}"

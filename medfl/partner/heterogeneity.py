@@ -8,8 +8,9 @@ site's images, and is marked.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,9 @@ class SiteStatistics:
         total = self.images.get("train")
         if total is None or not self.classes:
             return np.full(len(self.classes), math.nan)
-        known = sum(count for count in self.classes.values() if count is not None)
-        hidden = sum(count is None for count in self.classes.values())
-        rest = max(0, total - known) / hidden if hidden else 0.0
+        counts = [count for count in self.classes.values() if count is not None]
+        hidden = len(self.classes) - len(counts)
+        rest = max(0, total - sum(counts)) / hidden if hidden else 0.0
         return np.array([rest if count is None else count for count in self.classes.values()], np.float64)
 
 
@@ -69,7 +70,6 @@ class FederationStatistics:
 
     bundle: str
     sites: tuple[SiteStatistics, ...]
-    least: int
 
     @property
     def classes(self) -> list[str]:
@@ -92,45 +92,37 @@ class FederationStatistics:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what is computed, for JSON."""
-        classes, intensity = self.class_distances(), self.intensity_distances()
-        return {
-            "bundle": self.bundle,
-            "sites": [
-                {
-                    "site": site.name,
-                    "images": dict(site.images),
-                    "classes": dict(site.classes),
-                    "class_distance": _finite(classes[i]),
-                    "intensity_distance": _finite(intensity[i]),
-                }
-                for i, site in enumerate(self.sites)
-            ],
-        }
+        sites = [
+            {
+                "site": site.name, "images": dict(site.images), "classes": dict(site.classes),
+                "class_distance": _finite(of_classes), "intensity_distance": _finite(of_intensities),
+            }
+            for site, of_classes, of_intensities in self._with_distances()
+        ]  # fmt: skip
+        return {"bundle": self.bundle, "sites": sites}
+
+    def _with_distances(self) -> Iterator[tuple[SiteStatistics, float, float]]:
+        return zip(self.sites, self.class_distances(), self.intensity_distances(), strict=True)
 
     def table(self, width: int) -> list[str]:
         """Return a row a site."""
-        classes, intensity = self.class_distances(), self.intensity_distances()
         head = ["site", *(TITLES[s] for s in self.sites[0].images), "classes told", "classes", "intensities"]
         rows = [
             [
                 printable(site.name, 40),
                 *("?" if count is None else str(count) for count in site.images.values()),
                 f"{sum(c is not None for c in site.classes.values())} of {len(site.classes)}" if site.classes else "-",
-                _number(classes[i]),
-                _number(intensity[i]),
+                _number(of_classes),
+                _number(of_intensities),
             ]
-            for i, site in enumerate(self.sites)
+            for site, of_classes, of_intensities in self._with_distances()
         ]
         note = "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
         return [*terminal.table(head, rows, width), "", *terminal.hanging_indent("", note, width)]
 
 
 def read(paths: Sequence[Path]) -> FederationStatistics:
-    """Read the files that sites have written.
-
-    Raises:
-        InputError: a file is none, or they are of different bundles.
-    """
+    """Read the files that sites have written; InputError if one is none, or they are of different bundles."""
     documents = [_document(path) for path in paths]
     sites = tuple(_site(document, path) for document, path in zip(documents, paths, strict=True))
     histograms = next((site for site in sites if site.shares is not None), sites[0])
@@ -150,18 +142,15 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
                     "sites of one federation use one bundle, --bins and --range",
                     "ask the site to write it again with those of the others",
                 )
-    least = max(int(document["min_count"]) for document in documents)
-    return FederationStatistics(str(documents[0]["bundle"]), sites, least)
+    return FederationStatistics(str(documents[0]["bundle"]), sites)
 
 
 def _document(path: Path) -> Mapping[str, Any]:
     try:
-        document = read_plain(decode_text(read_bytes(path, _BYTES)), is_json=True, nodes=1_000_000, depth=8)
-        if (
-            not isinstance(document, dict)
-            or document.get("form") != FORM
-            or not isinstance(document.get("bundle"), str)
-        ):
+        text = decode_text(read_bytes(path, _BYTES))
+        document: Mapping[str, Any] = read_plain(text, is_json=True, nodes=1_000_000, depth=8)
+        is_ours = isinstance(document, dict) and document.get("form") == FORM
+        if not is_ours or not isinstance(document.get("bundle"), str):
             raise Refused(f"it is no {FORM!r} of a bundle")
     except Refused as error:
         raise InputError(f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one") from error
@@ -191,10 +180,9 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
 
 
 def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
-    usable = [bool(row.size) and not np.isnan(row).any() and row.sum() > 0 for row in rows]
-    pairs = list(zip(rows, usable, strict=True))
-    pooled = sum(row for row, is_usable in pairs if is_usable)
-    return [_distance(row, pooled) if is_usable else math.nan for row, is_usable in pairs]
+    usable = [bool(row.sum() > 0) for row in rows]  # else it is empty, or has NaN
+    pooled = sum(compress(rows, usable))
+    return [_distance(row, pooled) if is_usable else math.nan for row, is_usable in zip(rows, usable, strict=True)]
 
 
 def _distance(row: NDArray[np.float64], pooled: Any) -> float:
@@ -241,11 +229,8 @@ def draw(federation: FederationStatistics, path: Path) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"--out {printable(path)} ({error})",
-            "a file that can be drawn to, as FILE.png",
-            "check its ending and folder",
-        ) from error
+        allowed = "a file that can be drawn to, as FILE.png"
+        raise InputError(f"--out {printable(path)} ({error})", allowed, "check its ending and folder") from error
 
 
 def _sites(axes: Axes, federation: FederationStatistics) -> list[str]:
@@ -314,13 +299,14 @@ def _draw_intensities(axes: Axes, federation: FederationStatistics, channel: int
     """Overlay the sites' histograms of one channel; a gap is a bin that is not told."""
     import matplotlib as mpl
 
+    with_names = channel == channels - 1 and len(federation.sites) <= _ROOM
     colours = mpl.colormaps["viridis"](np.linspace(0, 0.8, len(federation.sites)))
     for site, colour in zip(federation.sites, colours, strict=True):
         if site.shares is None or len(site.shares) <= channel:
             continue
         row = site.shares[channel]
         edges = np.linspace(site.low, site.high, len(row) + 1)
-        label = shorten(site.name, 20) if channel == channels - 1 and len(federation.sites) <= _ROOM else None
+        label = shorten(site.name, 20) if with_names else None
         axes.stairs(row, edges, baseline=None, color=colour, linewidth=1.4, alpha=0.9, label=label)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0, labelcolor=SOFT, labelsize=8)
@@ -331,5 +317,5 @@ def _draw_intensities(axes: Axes, federation: FederationStatistics, channel: int
     axes.set_title(title if channel == 0 else f"channel {channel}", loc="left", size=10, color=INK)
     if channel == 0:
         axes.set_ylabel("share of an image", color=SOFT, size=8)
-    if channel == channels - 1 and len(federation.sites) <= _ROOM:
+    if with_names:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)

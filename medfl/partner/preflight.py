@@ -76,11 +76,7 @@ class Preflight:
             self.add(topic, FAILED, text, advice)
 
     def require(self) -> None:
-        """Raise where something failed.
-
-        Raises:
-            InputError: names the first, and how many there are.
-        """
+        """Raise InputError where something failed: it names the first, and how many there are."""
         failed = [line for line in self.lines if line.level == FAILED]
         if failed:
             more = f" (and {len(failed) - 1} more)" if failed[1:] else ""
@@ -135,15 +131,11 @@ class PreflightOptions:
 
 
 def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
-    """Look at everything.
-
-    Raises:
-        InputError: there is no such bundle.
-    """
+    """Look at everything; InputError if there is no such bundle."""
     report = Preflight(options.bundle, options.data or "the data folder of the bundle")
     accepted = _check_inspection(report, options)
-    here = ", ".join(f"{name} {version}" for name, version in versions().items())
-    report.add("versions", OK, f"{here}, Python {platform.python_version()}")
+    installed = ", ".join(f"{name} {version}" for name, version in versions().items())
+    report.add("versions", OK, f"{installed}, Python {platform.python_version()}")
     if accepted and (bundle := _open(report, options)) is not None:
         _check_packages(report, bundle)
         with report.errors_as("images"):
@@ -179,35 +171,36 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
             "medfl site inspect --write-policy FILE, then give --policy FILE",
         )  # fmt: skip
     if result.accepted and options.policy is not None:
-        for text in options.policy.outbound.lines():
+        outbound = options.policy.outbound
+        for text in outbound.lines():
             report.add("policy", OK, text)
-        if options.policy.outbound.formal:
+        if outbound.formal:
             with report.errors_as("policy"):
                 from medfl.policy.privacy import epsilon_of
 
-                first = epsilon_of({options.policy.outbound.multiplier: 1}, options.policy.outbound.delta)
-                report.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {options.policy.outbound.delta:g}")
+                first = epsilon_of({outbound.multiplier: 1}, outbound.delta)
+                report.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {outbound.delta:g}")
     return result.accepted
 
 
 def _check_packages(report: Preflight, bundle: Bundle) -> None:
     """Compare the installed packages with those that the bundle was written for."""
-    wanted = {package: str(bundle.metadata.get(key, "")) for key, package in _PACKAGES.items()}
-    wanted |= {str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()}
-    for package, least in wanted.items():
+    required = {package: str(bundle.metadata.get(key, "")) for key, package in _PACKAGES.items()}
+    required |= {str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()}
+    for package, least in required.items():
         try:
-            here = version_of(package)
+            installed = version_of(package)
         except metadata.PackageNotFoundError:
             advice = f"install {printable(package)} {printable(least)}"
             report.add("versions", WARNING, f"{printable(package)} is not installed", advice)
             continue
-        if _older(here, least):
-            text = f"{package} {here} is older than the bundle's {printable(least)}"
+        if _older(installed, least):
+            text = f"{package} {installed} is older than the bundle's {printable(least)}"
             report.add("versions", WARNING, text, "update it")
 
 
-def _older(here: str, least: str) -> bool:
-    parts = [[int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit()] for text in (here, least)]
+def _older(installed: str, least: str) -> bool:
+    parts = [[int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit()] for text in (installed, least)]
     return bool(parts[1]) and parts[0] < parts[1]
 
 
@@ -253,13 +246,12 @@ def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
     source = Source(entries, data.source.transforms, data.source.fixed)
     prepared = prepare(items, source, data.collate, data.prepare_batch)
     ids = prepared.ids(range(len(prepared)))
-    held = {section: ids if section == "train" else [] for section in SECTIONS}
+    sites = {"here": {section: ids if section == "train" else [] for section in SECTIONS}}
     run = Run(
         bundle=bundle.name, bundle_path=str(bundle.root), bundle_sha256="", method="fedavg", options={},
-        config=dict(options.config), data=DataRecord("real", "", "", "", {}),
-        partition=PartitionRecord("iid", 0, (), {"here": held}), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
-        lr=None, lr_decay=1.0, seed=0, device=device_named(options.device), amp=False, threads=1, eval_every=1,
-        versions={},
+        config=dict(options.config), data=DataRecord("real", "", "", "", {}), versions={},
+        partition=PartitionRecord("iid", 0, (), sites), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
+        lr=None, lr_decay=1.0, device=device_named(options.device),
     )  # fmt: skip
     return Federation(bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared))
 
@@ -267,12 +259,10 @@ def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
 def _memory(report: Preflight, federation: Federation) -> None:
     """Measure one training step: on a GPU its peak there, on the CPU what it adds to a process."""
     run = federation.run
-    where = "on the GPU" if run.device.startswith("cuda") else "of memory"
     if run.device.startswith("cuda"):
-        needed = _cuda_step(federation)
-        free = on_device.free_memory(torch.device(run.device))
+        needed, free, where = _cuda_step(federation), on_device.free_memory(torch.device(run.device)), "on the GPU"
     else:
-        needed, free = step_bytes(federation), free_memory()
+        needed, free, where = step_bytes(federation), free_memory(), "of memory"
     if not needed:
         report.add("memory", FAILED, "one training step fails", "see that the bundle trains by itself")
         return
@@ -290,9 +280,8 @@ def _cuda_step(federation: Federation) -> int:
             fit(network, site)
             weights = sum(tensor.nbytes for tensor in snapshot(network).values())
     except torch.cuda.OutOfMemoryError as error:
-        raise InputError(
-            "one training step does not fit into the GPU's memory", "it has to", "ask for a smaller --batch-size"
-        ) from error
+        problem = "one training step does not fit into the GPU's memory"
+        raise InputError(problem, "it has to", "ask for a smaller --batch-size") from error
     return int(torch.cuda.max_memory_allocated(federation.run.device)) + 4 * weights
 
 

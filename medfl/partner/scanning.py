@@ -21,9 +21,7 @@ from medfl.core import terminal
 from medfl.core.errors import MedflError
 from medfl.data.samples import Samples
 from medfl.data.source import NO_LABEL
-from medfl.datasets.readers.reading import UNREADABLE, archive, orientation, split_uri
-
-_PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff")
+from medfl.datasets.readers.reading import IMAGE_SUFFIXES, UNREADABLE, archive, orientation, split_uri
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +38,10 @@ class ScannedItem:
 
     section: str
     id: str
-    image: Tensor | None
-    label: Any
-    shape: tuple[int, ...]
-    spacing: tuple[float, ...]
+    image: Tensor | None = None
+    label: Any = None
+    shape: tuple[int, ...] = ()
+    spacing: tuple[float, ...] = ()
     problem: str = ""
 
     @property
@@ -68,17 +66,16 @@ def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[Sc
         ident, entry = str(item["id"]), data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.fixed(index)
-        except (MedflError, *UNREADABLE, RuntimeError) as error:
-            yield ScannedItem(section, ident, None, None, (), (), " ".join(str(error).split()))
+        except (MedflError, *UNREADABLE) as error:
+            yield ScannedItem(section, ident, problem=" ".join(str(error).split()))
             continue
         image, label = _parts(sample)
         if image is None:
-            yield ScannedItem(section, ident, None, None, (), (), f"item {ident!r} has no image tensor")
+            yield ScannedItem(section, ident, problem=f"item {ident!r} has no image tensor")
             continue
         shape, spacing = _file(image, entry)
-        plain = torch.as_tensor(image).as_subclass(Tensor)
         label = item.get("label", label) if NO_LABEL not in item else None
-        yield ScannedItem(section, ident, plain, label, shape, spacing)
+        yield ScannedItem(section, ident, image.as_subclass(Tensor), label, shape, spacing)
 
 
 def _parts(sample: Any) -> tuple[Tensor | None, Any]:
@@ -101,9 +98,9 @@ def _file(image: Tensor, entry: Any) -> tuple[tuple[int, ...], tuple[float, ...]
     if "original_affine" in meta and "spatial_shape" in meta:
         shape = tuple(int(side) for side in np.asarray(meta["spatial_shape"]).reshape(-1))[: image.ndim - 1]
         affine = np.asarray(meta["original_affine"], np.float64)
-        known = len(shape) > 2 or not np.array_equal(affine, np.eye(len(affine)))  # pictures know no millimetres
+        has_spacing = len(shape) > 2 or not np.array_equal(affine, np.eye(len(affine)))  # pictures know no millimetres
         sides = np.linalg.norm(affine[:3, : len(shape)], axis=0)
-        return shape, tuple(round(float(side), 4) for side in sides) if known else ()
+        return shape, tuple(round(float(side), 4) for side in sides) if has_spacing else ()
     uri = entry.get("image") if isinstance(entry, Mapping) else None
     with suppress(*UNREADABLE, MedflError):
         if isinstance(uri, str | Path) and (picture_shape := _picture(str(uri))):
@@ -114,7 +111,7 @@ def _file(image: Tensor, entry: Any) -> tuple[tuple[int, ...], tuple[float, ...]
 def _picture(uri: str) -> tuple[int, ...]:
     """Return (H, W) of a picture by its header, () for other files."""
     path, part = split_uri(uri)
-    if not (part or path).lower().endswith(_PICTURES) or (part and not path.endswith(".zip")):
+    if not (part or path).lower().endswith(IMAGE_SUFFIXES) or (part and not path.endswith(".zip")):
         return ()
     source: Any = io.BytesIO(archive(path).read(part)) if part else path
     with Image.open(source) as image:

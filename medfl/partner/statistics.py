@@ -60,11 +60,7 @@ class StatisticsOptions:
 
 
 def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
-    """Return the bins: over the range given as LOW,HIGH, or over the one that metadata.json has for network inputs.
-
-    Raises:
-        InputError: the range is none, or there is none.
-    """
+    """Return bins over the range LOW,HIGH, or that metadata.json has for network inputs; InputError for none."""
     ends: Any = given.split(",") if given else value_range(bundle.metadata)
     if not ends:
         raise InputError(f"bundle {bundle.name!r} without a value_range", "--range LOW,HIGH", "add it, as --range 0,1")
@@ -81,10 +77,10 @@ def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress:
     """
     summaries = {}
     for section in sections(bundle):
-        known = case_metadata.read(bundle, section, folder)
+        metadata = case_metadata.read(bundle, section, folder)
         counts = _Counts(bundle, options.bins)
         for item in scan(bundle, section, progress=progress):
-            counts.add(item, known.get(item.id, {}))
+            counts.add(item, metadata.get(item.id, {}))
         summaries[section] = counts.told(options)
     return {
         "form": FORM,
@@ -143,10 +139,10 @@ class _Counts:
             table["present" if there else "absent"] += 1
 
     def told(self, options: StatisticsOptions) -> dict[str, Any]:
-        images: int | None = self._images
+        images = self._images
         if options.epsilon is not None:
-            images = max(0, int(add_noise({"all": self._images}, options.epsilon, options.entropy)["all"]))
-        if images is None or images < options.least:
+            images = max(0, int(add_noise({"all": images}, options.epsilon, options.entropy)["all"]))
+        if images < options.least:
             return {"images": None, "tables": {}, "intensity": None}
         if options.epsilon is not None:
             tables = {name: _told(counts, options) for name, counts in self._fixed().items()}
@@ -162,9 +158,7 @@ class _Counts:
 
     def _fixed(self) -> dict[str, Counter[str]]:
         """Return the tables whose cells are known before any image is seen, each with all images."""
-        tables: dict[str, Counter[str]] = {}
-        if self._bundle.task == "classification":
-            tables["class"] = self._closed["class"]
+        tables = {"class": self._closed["class"]} if "class" in self._closed else {}
         for name in self._bundle.structures:
             if name != "background":
                 cells = self._closed.get(f"structure {name}", Counter())
@@ -177,9 +171,9 @@ class _Counts:
         return tables
 
     def _intensity(self, options: StatisticsOptions, images: int) -> dict[str, Any] | None:
-        if self._sums is None:
+        if (totals := self._sums) is None:
             return None
-        totals, channels = self._sums, []
+        channels = []
         for channel, thousandths in enumerate(totals.shares):
             mean, deviation = totals.mean[channel], totals.deviation[channel]
             shares = thousandths / _UNIT / images
@@ -194,12 +188,12 @@ class _Counts:
         return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
 
-def _over(domain: Sequence[str], cells: Mapping[str, int], names: Mapping[str, str] | None = None) -> Counter[str]:
+def _over(domain: Sequence[str], cells: Mapping[str, int], synonyms: Mapping[str, str] | None = None) -> Counter[str]:
     """Return a table over cells that are known beforehand; what is in no other is in the last, `not recorded`."""
     table = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
     for name, count in cells.items():
-        known = (names or {}).get(name, name)
-        table[known if known in table else "other" if "other" in table else UNRECORDED] += count
+        cell = (synonyms or {}).get(name, name)
+        table[cell if cell in table else "other" if "other" in table else UNRECORDED] += count
     return table
 
 
@@ -254,13 +248,12 @@ _DOMAINS: Mapping[str, Sequence[str]] = {
 
 def _tables(statistics: Mapping[str, Any]) -> int:
     """Return how many tables and histograms an image is in: those of one section, the largest number of them."""
-    return max(
-        (
-            1 + len(part["tables"]) + len((part["intensity"] or {"channels": ()})["channels"])
-            for part in statistics.values()
-        ),
-        default=1,
-    )  # fmt: skip
+    return max((1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()), default=1)
+
+
+def _channels(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return what is told of the channels of a section's images."""
+    return part["intensity"]["channels"] if part["intensity"] else ()
 
 
 # For the eye
@@ -274,7 +267,7 @@ def text(document: Mapping[str, Any], width: int) -> list[str]:
         lines += ["", f"{section}: " + (HIDDEN if images is None else f"{images:,} images")]
         rows = {f"  {name}": _cells(cells) for name, cells in part["tables"].items()}
         lines += terminal.definitions(rows, width) if rows else []
-        for index, channel in enumerate((part["intensity"] or {"channels": ()})["channels"]):
+        for index, channel in enumerate(_channels(part)):
             bar = "".join(_block(share, channel["shares"]) for share in channel["shares"])
             lines.append(f"  channel {index}  mean {channel['mean']}, sd {channel['sd']}  |{bar}|")
     lines += ["", *(line for said in covered(document) for line in terminal.hanging_indent("", said, width))]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
 from medfl.core.forms import by_site
 from medfl.core.run import Run
@@ -19,7 +20,7 @@ _FLAG = "--site-channels"
 
 def names(bundle: Bundle) -> tuple[str, ...]:
     """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
-    image = ((bundle.metadata.get("network_data_format") or {}).get("inputs") or {}).get("image") or {}
+    image = tensor_described(bundle.metadata, "inputs", "image")
     definition = image.get("channel_def") or {}
     return tuple(str(definition.get(str(i), i)) for i in range(int(image.get("num_channels") or 0) or bundle.channels))
 
