@@ -254,7 +254,8 @@ class _Drawing:
             self.untried[section], config, data = str(deepest(error)), self.reading.config, None
             entries = config.content(config.within(self.reading.dataset(section), "data"))
             if not len(entries):
-                raise InputError(f"the data list of section {section!r} is empty", "", "") from None
+                problem = f"the data list of section {section!r} is empty"
+                raise InputError(problem, "at least one item", "fill it, or give another list by --config") from None
         return data, [entries[index] for index in range(len(entries))]
 
     # Images

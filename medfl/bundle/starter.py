@@ -175,7 +175,7 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
             write_atomic(root / name, text.encode())
     except (OSError, RunError) as error:
         shutil.rmtree(root, ignore_errors=True)
-        raise InputError(f"{root} cannot be files: {error}", "a new folder", "check its rights and disk") from error
+        raise InputError(f"{root} cannot be written: {error}", "a new folder", "check its rights and disk") from error
     return root
 
 

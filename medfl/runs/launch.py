@@ -132,7 +132,7 @@ def federate(
         RunError: failed while running; the last committed round is intact.
     """
     options, config, requested = options or {}, config or {}, dict(requested or {})
-    out, source = None if out is None else Path(out), None if source is None else Path(source)
+    out, source = Path(out) if out else None, None if source is None else Path(source)
     check_kinds(requested)
     early.refuse(
         bundle, requested, given=bool(options or config), out=out, resume=resume, source=source, runtime=runtime

@@ -243,7 +243,7 @@ class _States:
         with federation.networks.scope():
             server = folder.server_state(self.manifest)
             down = federation.method.broadcast(federation.host(round_), server, name)
-        state_file = folder.readable_state(name, self.result.run.run_hash)
+        state_file = folder.readable_state(name, self.result.run_hash)
         state = None if state_file is None else load_state(state_file)
         with _judged(federation, round_, name, state, down) as (network, _):
             return use_torch_max_pool(deepcopy(network))

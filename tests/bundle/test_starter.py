@@ -493,6 +493,6 @@ def test_a_full_disk_leaves_no_part_of_a_bundle(
         path.touch()
 
     monkeypatch.setattr("medfl.bundle.starter.write_atomic", full)
-    with pytest.raises(InputError, match=r"mine cannot be files: no space left"):
+    with pytest.raises(InputError, match=r"mine cannot be written: no space left"):
         starter.write(tmp_path / "mine", starter.survey(labelled))
     assert not (tmp_path / "mine").exists()

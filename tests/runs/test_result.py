@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import shutil
@@ -283,3 +284,20 @@ def test_a_sites_state_is_found_where_a_site_of_flare_keeps_it(personal: Result,
     for name in personal.run.partition.sites:
         own = personal.network(site=name).state_dict()
         assert all(torch.equal(own[key], value) for key, value in moved.network(site=name).state_dict().items())
+
+
+def test_a_site_s_model_of_a_run_on_flare_and_a_gpu_is_found_where_the_site_keeps_it(
+    personal: Result, tmp_path: Path
+) -> None:
+    """Under the hash of the run as it was made, whose device is part of it."""
+    moved = tmp_path / "run"
+    shutil.copytree(personal.path, moved)
+    made = dataclasses.replace(personal.run, device="cuda")
+    document = {**json.loads((moved / "run.json").read_text()), **made.to_dict(), "run_hash": made.run_hash}
+    (moved / "run.json").write_text(json.dumps(document))
+    (state,) = (moved / "state").glob("*-site-site-1*.safetensors")
+    kept = moved / "state" / "sites" / made.run_hash[:16] / "site-1" / "000002.safetensors"
+    kept.parent.mkdir(parents=True)
+    state.rename(kept)
+    expected = {name: tensor.tolist() for name, tensor in personal.model("site-1").state_dict().items()}
+    assert {n: tensor.tolist() for n, tensor in load_run(moved).model("site-1").state_dict().items()} == expected
