@@ -20,7 +20,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
-from medfl.runtimes.step import StepResult
+from medfl.runtimes.step import StepResult, copied_weights
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16
@@ -72,16 +72,12 @@ class Scoring:
         val_global = summarise(whole) if whole is not None else None
         own = {name: cases["validate"] for name, cases in personal.items()}
         val_personal = summarise(Cases.concat(list(own.values()))) if own else None
-        received = {name: summarise(cases) for name, cases in self._cut(whole, "validate").items()}
+        models = {"received": self._cut(whole, "validate"), "personal": own}
         sites: dict[str, dict[str, Any]] = {}
         for name in self.federation.names:
-            site: dict[str, Any] = {}
-            if name in received:
-                site["received"] = received[name]
-            if name in own:
-                site["personal"] = summarise(own[name])
-            if site:
-                sites[name] = site
+            scores = {model: summarise(cases[name]) for model, cases in models.items() if name in cases}
+            if scores:
+                sites[name] = scores
         val = (val_global if self.method.judged == "global" else val_personal) or {}
         self._remember(round_, server, val)
         return {"val": val, "val_global": val_global, "val_personal": val_personal, "sites": sites}
@@ -125,7 +121,7 @@ class Scoring:
         with self.federation.networks.scope():
             network = self.method.global_predictor(self.federation.host(round_), server)
             if network is not None:
-                return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
+                return copied_weights(network)
         weights = SitesWeights(self.folder.path)
         for name, part in self.dispatcher.at_sites(tasks.CopyWeights, round_, server, self.names):
             weights.add(name, part)
