@@ -92,10 +92,8 @@ class Pictures:
             if generated is not None:
                 images = Stacked([{}] * len(asked), generated.inputs, asked)
                 synthetic, made_labels = self._read(network, Shard.of(images, range(len(asked))))
-        some, of = real[:_MAPPED], labels[:_MAPPED]
-        for picture in model_plots.feature_maps(
-            some, of, synthetic, made_labels, classes, derive(seed, "pictures"), round_
-        ):
+        points = (real[:_MAPPED], labels[:_MAPPED], synthetic, made_labels)
+        for picture in model_plots.feature_maps(*points, classes, derive(seed, "pictures"), round_):
             self._keep(picture, round_)
         spectrum = model_plots.spectrum(real, labels, classes, round_)
         if spectrum is not None:
