@@ -120,19 +120,19 @@ class LocalFederation:
         Raises:
             RunError: after the timeout; names the missing sites.
         """
-        wanted = {name for name in self._processes if name != SERVER}
+        sites = {name for name in self._processes if name != SERVER}
         there, why = set[str](), ""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             try:
                 there = {client.name for client in self._admin().get_system_info().client_info}
-                if wanted <= there:
+                if sites <= there:
                     return
             except Exception as error:  # the server is not up yet, in any of FLARE's ways to say so
                 why = f": {' '.join(str(error).split())}"
             self._forget_session()
             time.sleep(1.0)
-        missing = ", ".join(sorted(wanted - there)) or "the server"
+        missing = ", ".join(sorted(sites - there)) or "the server"
         raise RunError(f"no sign of {missing} after {timeout:g} s{why}; the output is in {self.folder}")
 
     def submit(self, job: Path) -> str:

@@ -58,14 +58,12 @@ class Tolerance:
         """
         if self.min_replies is None:
             return
-        given, size = f"--min-replies {self.min_replies}", len(federation.cohort(1))
-        kind, least = federation.aggregation, federation.aggregation.least
+        flag, size, aggregation = f"--min-replies {self.min_replies}", len(federation.cohort(1)), federation.aggregation
         if self.min_replies > size:
-            raise InputError(given, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
-        if self.min_replies < least:
-            raise InputError(
-                f"{given} with --aggregation {kind}", f"{kind} needs at least {least} replies", "ask for as many"
-            )
+            raise InputError(flag, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
+        if self.min_replies < aggregation.least:
+            needed = f"{aggregation} needs at least {aggregation.least} replies"
+            raise InputError(f"{flag} with --aggregation {aggregation}", needed, "ask for as many")
 
     def set_deadline(self, workers: object) -> None:
         """Tell the deadline to what runs the tasks, if it is anything that can hold to one.

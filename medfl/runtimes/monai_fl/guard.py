@@ -70,11 +70,11 @@ class Guard:
         if self._log is not None:
             self._log.site = site
         if self._rules != Outbound() and self._gate is None:
-            own = None if self._folder is None else self._folder / f"{safe_file_name(site)}.privacy.json"
-            file = account_file(self._folder, data) if self._folder is not None and data else own
+            of_site = None if self._folder is None else self._folder / f"{safe_file_name(site)}.privacy.json"
+            file = account_file(self._folder, data) if self._folder is not None and data else of_site
             account = Account.open(file, self._rules.delta)
-            if own is not None and own != file:
-                account.merge_site_account(own)
+            if of_site is not None and of_site != file:
+                account.merge_site_account(of_site)
             self._gate = Gate(self._rules, account, site)
 
     @property
@@ -164,8 +164,8 @@ class Guard:
         if self._gate is not None or self._log is not None:
             named = {f"{section}/{name}": v for section, one in cases.items() for name, v in summarise(one).items()}
             named |= {f"{section}/cases": len(one) for section, one in cases.items() if counted and len(one)}
-            own = set(state or {}) - {UNSENT}
-            self._numbers(activity, "metrics", named, telling=trained or bool(own) or "train" in cases)
+            trained_before = bool(set(state or {}) - {UNSENT})
+            self._numbers(activity, "metrics", named, telling=trained or trained_before or "train" in cases)
 
     def statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
         """Check and write down statistics of the site's images.
