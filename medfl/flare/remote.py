@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import prepared_sections
 from medfl.bundle.sections import SECTIONS
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
-from medfl.data.prepared import Batch, Prepared, Stacked
+from medfl.data.prepared import Prepared, Stacked
 from medfl.flare.server import FlareWorkers
 from medfl.methods.base import Method
 from medfl.runtimes.federation import Federation
@@ -27,16 +26,9 @@ def federation_of_names(bundle: Bundle, method: Method, run: Run, held_out: bool
 
     With `held_out` the global model is scored on the validation and test items of the bundle, which no site trains on.
     """
-    empty: dict[str, Prepared] = dict.fromkeys(SECTIONS, _NoItems([], torch.empty(0), torch.empty(0)))
+    empty: dict[str, Prepared] = dict.fromkeys(SECTIONS, Stacked([], torch.empty(0), torch.empty(0)))
     sections = prepared_sections(bundle) if held_out else empty
     return Federation(bundle, method, run, prepared={**sections, "train": empty["train"]})
-
-
-class _NoItems(Stacked):
-    """A section without items."""
-
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
-        yield from ()
 
 
 class ReportedRunFolder(RunFolder):
