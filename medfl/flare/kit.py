@@ -45,9 +45,7 @@ def _authorize(path: Path, kind: str) -> None:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(_permissions(path, kind), indent=4).encode())
-    granted = list(_granted(read_kit_file(path), _NEVER[kind]))
-    if granted:
-        role, right = granted[0]
+    for role, right in _granted(read_kit_file(path), _NEVER[kind]):
         raise InputError(
             f"{path} grants {right} to {role}",
             f"none of {', '.join(_NEVER[kind])}: a job brings no code",

@@ -84,12 +84,12 @@ class LocalFederation:
     def start(self, *names: str) -> None:
         """Start the server and all sites, or these."""
         for name in names or (SERVER, *self.sites):
-            server = name == SERVER
-            module = "server.server_train" if server else "client.client_train"
+            role = "server" if name == SERVER else "client"
             settings = ["secure_train=true", f"org={_ORG}", "config_folder=config"]
-            settings += [] if server else [f"uid={name}"]
-            command = [sys.executable, "-u", "-m", f"nvflare.private.fed.app.{module}", "-m", str(self.kit(name))]
-            command += ["-s", "fed_server.json" if server else "fed_client.json", "--set", *settings]
+            settings += [f"uid={name}"] if role == "client" else []
+            module = f"nvflare.private.fed.app.{role}.{role}_train"
+            command = [sys.executable, "-u", "-m", module, "-m", str(self.kit(name))]
+            command += ["-s", f"fed_{role}.json", "--set", *settings]
             with (self.folder / f"{name}.txt").open("ab") as output:
                 self._processes[name] = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,

@@ -265,9 +265,9 @@ class FlareWorkers(Workers):
         count, most = payload.whole_number(wire.SAMPLES), self._roster.get(name)
         if most is not None and count > most:
             raise RunError(f"it tells of {count:,} training images; the server's roster has it with at most {most:,}")
-        known = self.items(name) if self._shown else self.told.setdefault(name, count)
-        if count > known:
-            raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {known:,}")
+        at_first = self.items(name) if self._shown else self.told.setdefault(name, count)
+        if count > at_first:
+            raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {at_first:,}")
         return count
 
     def _heard(self, name: str, payload: Payload) -> None:
@@ -332,13 +332,9 @@ def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, flo
         RunError: a number of cases is no whole one.
     """
     site_metrics = {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
-    odd = [
-        name
-        for name, value in site_metrics.items()
-        if name.endswith("/cases") and not (0 <= value < 2**53 and value % 1 == 0)
-    ]
-    if odd:
-        raise RunError(f"{odd[0]!r} is {site_metrics[odd[0]]:g}; expected a whole number of at least 0")
+    for name, value in site_metrics.items():
+        if name.endswith("/cases") and not (0 <= value < 2**53 and value % 1 == 0):
+            raise RunError(f"{name!r} is {value:g}; expected a whole number of at least 0")
     return site_metrics
 
 

@@ -104,38 +104,39 @@ class SiteConfig:
         advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
         try:
             text = decode_text(path.read_bytes()[:_BYTES])
-            given: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
+            settings: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice) from error
         except (Refused, yaml.YAMLError) as error:
             raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
         keys = [field.name for field in fields(cls)]
-        if not isinstance(given, dict) or not {"bundle", "folder"} <= given.keys() <= set(keys):
+        if not isinstance(settings, dict) or not {"bundle", "folder"} <= settings.keys() <= set(keys):
             raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(keys)} as you like", advice)
-        given |= {name: _listed(given[name]) for name in ("labels", "channels") if name in given}
+        settings |= {name: _listed(settings[name]) for name in ("labels", "channels") if name in settings}
         kinds: dict[str, Any] = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
-        for name, value in given.items():
+        for name, value in settings.items():
             kind = kinds.get(name, str)
             if not matches_type(value, kind):
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
-        if given.get("threads", 1) < 1:
-            raise InputError(f"{path}: threads: {given['threads']}", "a whole number from 1 on", advice)
-        for site, most in given.get("roster", {}).items():
+        if settings.get("threads", 1) < 1:
+            raise InputError(f"{path}: threads: {settings['threads']}", "a whole number from 1 on", advice)
+        for site, most in settings.get("roster", {}).items():
             if not is_flare_name(site) or type(most) is not int or most < 1:
                 raise InputError(f"{path}: roster: {printable(site, 60)}", "sites with whole numbers from 1 on", advice)
-        for one in given.get("classes", ()):
+        for one in settings.get("classes", ()):
             if not _CLASS.fullmatch(one):
                 allowed = "whole class paths, as package.module.Class"
                 raise InputError(f"{path}: classes: {printable(one)}", allowed, advice)
         for name in ("labels", "channels"):
-            if name in given and not (given[name] and all(map(_SAID.fullmatch, given[name]))):
+            if name in settings and not (settings[name] and all(map(_SAID.fullmatch, settings[name]))):
                 raise InputError(f"{path}: {name}", f"names of the bundle's {_OWN[name]}", f"as {name}: [NAME, NAME]")
-        given |= {name: tuple(given[name]) for name in _LISTS if name in given}
+        settings |= {name: tuple(settings[name]) for name in _LISTS if name in settings}
         here = path.parent
-        places = {name: str(here / given[name]) for name in ("folder", "data", "policy", "audit") if given.get(name)}
-        if given["bundle"] not in shipped_folders():
-            places["bundle"] = str(here / given["bundle"])
-        return cls(**{**given, **places})
+        given_paths = [name for name in ("folder", "data", "policy", "audit") if settings.get(name)]
+        places = {name: str(here / settings[name]) for name in given_paths}
+        if settings["bundle"] not in shipped_folders():
+            places["bundle"] = str(here / settings["bundle"])
+        return cls(**{**settings, **places})
 
     def checked_policy(self) -> Policy:
         """Return the policy, after an inspection of the bundle by it.
@@ -150,8 +151,8 @@ class SiteConfig:
 
 def _listed(value: Any) -> Any:
     """Return one name, or a list with names and numbers, as a list of texts; anything else as it is."""
-    given = value if isinstance(value, list) else [value]
-    return [str(one) if type(one) is int else one for one in given]
+    whole = value if isinstance(value, list) else [value]
+    return [str(one) if type(one) is int else one for one in whole]
 
 
 def check_own_word(config: SiteConfig, bundle: Bundle, site: str) -> None:

@@ -89,6 +89,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         cases: section -> outcomes of the trained model, for the sections that `train` was asked to score; they stay
             here.
         renewed: whether the last training left a State.
+
+    Raises:
+        InputError: there is no such kind of host.
     """
 
     def __init__(
@@ -102,11 +105,6 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         audit: Path | str | None = None,
         say: Callable[[str], object] = str,
     ) -> None:
-        """Take the parts; nothing is prepared yet.
-
-        Raises:
-            InputError: there is no such kind of host.
-        """
         if host not in HOSTS:
             raise InputError(f"host {host!r}", f"one of {', '.join(HOSTS)}", "choose one")
         self.name, self.host, self.folder = name, host, folder

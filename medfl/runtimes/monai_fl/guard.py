@@ -40,27 +40,25 @@ def in_words(error: BaseException) -> str:
 class Guard:
     """What stands between a site and everybody else.
 
-    Without a folder the account of the site's privacy lasts in memory; without a name it is told later.
+    Without a folder the account of the site's privacy lasts in memory; the site may be "" until `name`.
 
     Attributes:
         least: of statistics, counts below it are not told.
+
+    Raises:
+        InputError: the log cannot be written.
     """
 
     def __init__(
-        self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Print, site: str = ""
+        self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Print, site: str
     ) -> None:
-        """Take the parts.
-
-        Raises:
-            InputError: the log cannot be written.
-        """
         self._rules, self._folder, self._say = rules or Outbound(), folder, say
         self._log = None if audit is None else Audit(audit, site, say)
         self._gate: Gate | None = None
         self._written: BaseException | None = None
         self.least = self._rules.min_count
 
-    def name(self, site: str, data: str = "") -> None:
+    def name(self, site: str, data: str) -> None:
         """Say which site it is, and of which data folder, on whose account all jobs spend.
 
         Raises:
@@ -143,9 +141,7 @@ class Guard:
             beside = {str(name): value for name, value in numbers.items()}
             self._add(activity, "left", {**about, "numbers": {**about["numbers"], **beside}})
 
-    def scored(
-        self, activity: Activity, function: str, metrics: Any, state: State | None, *, counted: bool = False
-    ) -> None:
+    def scored(self, activity: Activity, function: str, metrics: Any, state: State | None, *, counted: bool) -> None:
         """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
 
         `counted` says whether the number of each section's items is told beside its metrics.

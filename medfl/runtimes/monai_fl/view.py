@@ -55,8 +55,8 @@ class AtSite(Federation):
         """What the run says of this site's data: positions of the `labels` that its masks show, of its `channels`."""
         run, bundle, facts = self.run, self.bundle, dict[str, list[int]]()
         if self.name in site_labels.read(run.site_labels, bundle.structures, self.names):
-            known, all_ = self.known.get(self.name), site_labels.annotated(bundle.structures)
-            facts["labels"] = sorted(all_) if known is None else [*known.classes]
+            known = self.known.get(self.name)
+            facts["labels"] = sorted(site_labels.annotated(bundle.structures)) if known is None else [*known.classes]
         if run.site_channels:
             channels = site_channels.read(run.site_channels, site_channels.names(bundle), self.names)
             facts |= {"channels": [*channels[self.name]]} if self.name in channels else {}

@@ -136,8 +136,8 @@ def _drawn(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
     limit = max(_LEAST * classes, min(_ITEMS, _PIXELS // max(1, x[0, 0].numel())))
     order = torch.randperm(len(pooled), generator=draws)
     if pooled.labels:
-        own = nn.functional.one_hot(torch.tensor(pooled.labels)[order])
-        order = order[(own.cumsum(0) * own).sum(1).argsort(stable=True)]  # first the first of each class
+        one_hot = nn.functional.one_hot(torch.tensor(pooled.labels)[order])
+        order = order[(one_hot.cumsum(0) * one_hot).sum(1).argsort(stable=True)]  # first the first of each class
     return Shard(pooled.prepared, pooled.indices[order[:limit]])
 
 
