@@ -249,7 +249,7 @@ class _States:
             server = self.result.folder.server_state(self.result.manifest)
             down = federation.method.broadcast(federation.host(round_), server, name)
         state = None if kept is None else load_state(kept)
-        with _judged(federation, round_, name, state, down) as (network, _):
+        with _judged(federation, round_, name, state, down) as network:
             return use_torch_max_pool(deepcopy(network))
 
     def _file(self, name: str) -> Path | None:

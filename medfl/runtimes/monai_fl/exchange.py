@@ -99,7 +99,7 @@ class Exchange(Workers):
             return exchange_object(wire.flat(), {ROUND: task.round}), wire.num_bytes
 
     def _arrived(self, name: str, answer: ExchangeObject) -> Message:
-        return self._federation.arrived(name, answer.weights)
+        return self._federation.arrived(name, answer.weights or {})
 
 
 class _TaskStates(States):

@@ -95,14 +95,14 @@ class Tracking(Tracker):
             client.log_batch(self.id, params=params[start : start + _BATCH])
 
 
-_KINDS: Mapping[str, tuple[type[Tracker], str, str]] = {
+_KINDS: Mapping[str, tuple[type[Tracking | Wandb], str, str]] = {
     "mlflow": (Tracking, "mlflow.tracking", "MLflow"),
     "wandb": (Wandb, "wandb", "Weights & Biases"),
 }
 """What `--track` names: its class, the module that it needs, and that in words."""
 
 
-def parse(text: str) -> tuple[type[Tracker], str | None]:
+def parse(text: str) -> tuple[type[Tracking | Wandb], str | None]:
     """Return what `--track` names, and its place, None for the default one.
 
     Raises:
