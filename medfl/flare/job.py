@@ -31,7 +31,6 @@ MOST_SITES = 32
 """Sites of a run on one machine: FLARE has a process for each."""
 REQUEST_INTERVAL = 0.1
 """Seconds between a site's questions for work; FLARE's own default of 2 would be most of a short round."""
-_PACKAGE = "medfl"
 
 
 def require_flare() -> None:
@@ -42,7 +41,7 @@ def require_flare() -> None:
         raise InputError("the runtime flare", "it needs NVIDIA FLARE", pip_install("flare")) from error
 
 
-def recipe(run: Run, carried: Sequence[Path], clients: list[str], controller: Any, executor: Any, least: int) -> Any:
+def recipe(run: Run, carried: Sequence[Path], controller: Any, executor: Any, least: int) -> Any:
     """Return the recipe of a run, for `SimEnv`, `PocEnv`, `ProdEnv` or `export`.
 
     The job takes the `carried` files along; without `least` sites FLARE neither starts it nor lets it go on.
@@ -50,18 +49,15 @@ def recipe(run: Run, carried: Sequence[Path], clients: list[str], controller: An
     from nvflare.job_config.api import FedJob
     from nvflare.recipe.spec import Recipe
 
-    class MedflRecipe(Recipe):  # type: ignore[misc]
-        """A run of medfl."""
-
     job = FedJob(name=f"medfl-{run.run_hash[:16]}", min_clients=least)
-    job.set_app_packages([_PACKAGE])  # installed at every site, never sent
+    job.set_app_packages(["medfl"])  # installed at every site, never sent
     job.to_server(controller)
     job.to_server({"server": {"task_request_interval": REQUEST_INTERVAL}})
     job.to_clients(executor, tasks=["*"])
     for path in carried:
         job.to_server(_ConfigFile(path))
         job.to_clients(_ConfigFile(path))
-    return MedflRecipe(job)
+    return Recipe(job)
 
 
 @dataclass
@@ -93,7 +89,7 @@ def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: An
     places = (str(folder.resolve()), os.getcwd())
     controller = MedflController(*places, min_replies=min_replies, **settings)
     executor = MedflExecutor(*places)
-    return recipe(run, [folder / "run.json"], clients, controller, executor, min_replies or len(clients)), clients
+    return recipe(run, [folder / "run.json"], controller, executor, min_replies or len(clients)), clients
 
 
 def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings: Any) -> dict[str, Any]:

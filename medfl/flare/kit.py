@@ -45,9 +45,7 @@ def _authorize(path: Path, kind: str) -> None:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(_permissions(path, kind), indent=4).encode())
-    granted = list(_granted(read_kit_file(path), _NEVER[kind]))
-    if granted:
-        role, right = granted[0]
+    for role, right in _granted(read_kit_file(path), _NEVER[kind]):
         raise InputError(
             f"{path} grants {right} to {role}",
             f"none of {', '.join(_NEVER[kind])}: a job brings no code",
@@ -61,11 +59,11 @@ def _permissions(path: Path, kind: str) -> dict[str, Any]:
         rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
         return {"format_version": "1.0", "permissions": {role: rights for role in _ROLES}}
     default = path.with_name(f"{path.name}.default")
-    known = read_kit_file(default).get("permissions", {}) if default.is_file() else {"project_admin": "any"}
+    permissions = read_kit_file(default).get("permissions", {}) if default.is_file() else {"project_admin": "any"}
     never = dict.fromkeys(_CODE, "none")
     roles = {
         role: {**(rights if isinstance(rights, dict) else dict.fromkeys((*_JOBS, *_OPERATION), rights)), **never}
-        for role, rights in known.items()
+        for role, rights in permissions.items()
     }
     return {"format_version": "1.0", "permissions": roles}
 

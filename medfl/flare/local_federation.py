@@ -84,12 +84,12 @@ class LocalFederation:
     def start(self, *names: str) -> None:
         """Start the server and all sites, or these."""
         for name in names or (SERVER, *self.sites):
-            server = name == SERVER
-            module = "server.server_train" if server else "client.client_train"
+            role = "server" if name == SERVER else "client"
             settings = ["secure_train=true", f"org={_ORG}", "config_folder=config"]
-            settings += [] if server else [f"uid={name}"]
-            command = [sys.executable, "-u", "-m", f"nvflare.private.fed.app.{module}", "-m", str(self.kit(name))]
-            command += ["-s", "fed_server.json" if server else "fed_client.json", "--set", *settings]
+            settings += [f"uid={name}"] if role == "client" else []
+            module = f"nvflare.private.fed.app.{role}.{role}_train"
+            command = [sys.executable, "-u", "-m", module, "-m", str(self.kit(name))]
+            command += ["-s", f"fed_{role}.json", "--set", *settings]
             with (self.folder / f"{name}.txt").open("ab") as output:
                 self._processes[name] = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
@@ -120,19 +120,19 @@ class LocalFederation:
         Raises:
             RunError: after the timeout; names the missing sites.
         """
-        wanted = {name for name in self._processes if name != SERVER}
+        sites = {name for name in self._processes if name != SERVER}
         there, why = set[str](), ""
         end = time.monotonic() + timeout
         while time.monotonic() < end:
             try:
                 there = {client.name for client in self._admin().get_system_info().client_info}
-                if wanted <= there:
+                if sites <= there:
                     return
             except Exception as error:  # the server is not up yet, in any of FLARE's ways to say so
                 why = f": {' '.join(str(error).split())}"
             self._forget_session()
             time.sleep(1.0)
-        missing = ", ".join(sorted(wanted - there)) or "the server"
+        missing = ", ".join(sorted(sites - there)) or "the server"
         raise RunError(f"no sign of {missing} after {timeout:g} s{why}; the output is in {self.folder}")
 
     def submit(self, job: Path) -> str:

@@ -110,7 +110,7 @@ def export(
         carried = Path(place) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
         controller = RemoteController(resume=resume, **tolerance.record())
-        job = write_job(recipe(run, [carried, *files], list(sites), controller, RemoteExecutor(), least), out)
+        job = write_job(recipe(run, [carried, *files], controller, RemoteExecutor(), least), out)
     return {
         "job": str(job), "sites": list(sites), "bundle": run.bundle, "bundle_sha256": run.bundle_sha256,
         "method": run.method, "rounds": run.rounds, "run_hash": run.run_hash, "data_source": run.data.source,

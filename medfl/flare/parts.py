@@ -48,6 +48,7 @@ from medfl.runs import text_record
 from medfl.runs.plan import repeat
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 
@@ -226,10 +227,8 @@ class RemoteController(_Controller):
         self._run, self._carried = read_run(self.get_app_dir()), Path(self.get_app_dir()) / "config"
         self._config = SiteConfig.read(Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE)
         accepted_run(self._run, None, self._config)  # before its names become a folder's
-        path = (
-            Path(self._config.folder)
-            / f"{self._run.bundle}-{self._run.method}-{without_round_limit(self._run).run_hash[:16]}"
-        )
+        run_hash = without_round_limit(self._run).run_hash
+        path = Path(self._config.folder) / f"{self._run.bundle}-{self._run.method}-{run_hash[:16]}"
         there = (path / "run.json").is_file()
         if there and not self.resume:
             raise InputError(f"the server has this run in {path}", "a new one", "export the job with --resume")
@@ -288,7 +287,7 @@ class _Executor(Executor):  # type: ignore[misc]
 
     def _failed(self, error: Exception, flare_name: str) -> Payload:
         """Return the failure that the server gets for an error outside of the site's answers."""
-        return wire.failure(error if isinstance(error, MedflError) else f"{type(error).__name__}: {error}")
+        return wire.failure(in_words(error))
 
 
 class MedflExecutor(_Executor):
@@ -344,7 +343,6 @@ class RemoteExecutor(_Executor):
 
     def _failed(self, error: Exception, flare_name: str) -> Payload:
         from medfl.flare.site import hidden_failure
-        from medfl.runtimes.monai_fl.guard import Activity, Guard
 
         if self._config is not None and self._config.audit:
             with suppress(MedflError):  # it is in the log of the process anyway

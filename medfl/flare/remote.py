@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import prepared_sections
 from medfl.bundle.sections import SECTIONS
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
-from medfl.data.prepared import Batch, Prepared, Stacked
+from medfl.data.prepared import Prepared, Stacked
 from medfl.flare.server import FlareWorkers
 from medfl.methods.base import Method
 from medfl.runtimes.federation import Federation
@@ -27,17 +26,9 @@ def federation_of_names(bundle: Bundle, method: Method, run: Run, held_out: bool
 
     With `held_out` the global model is scored on the validation and test items of the bundle, which no site trains on.
     """
-    empty: dict[str, Prepared] = dict.fromkeys(SECTIONS, _NoItems([], torch.empty(0), torch.empty(0)))
+    empty: dict[str, Prepared] = dict.fromkeys(SECTIONS, Stacked([], torch.empty(0), torch.empty(0)))
     sections = prepared_sections(bundle) if held_out else empty
     return Federation(bundle, method, run, prepared={**sections, "train": empty["train"]})
-
-
-class _NoItems(Stacked):
-    """A section without items."""
-
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
-        """Yield nothing."""
-        yield from ()
 
 
 class ReportedRunFolder(RunFolder):
@@ -47,13 +38,12 @@ class ReportedRunFolder(RunFolder):
     this mean differs from the value of the pooled cases.
     """
 
-    workers: FlareWorkers | None = None
+    workers: FlareWorkers
 
     def append_round(self, entry: Mapping[str, Any]) -> None:
         """Append a line, with the metrics reported in this round."""
         assert isinstance(entry, dict)
         workers, sites = self.workers, entry["sites"]
-        assert workers is not None
         samples = {name: workers.samples.get(name, 0) for name in sites}
         losses = {name: site.get("train_loss", math.nan) for name, site in sites.items()}
         entry["train_loss"] = _mean(losses, samples)
@@ -67,19 +57,22 @@ class ReportedRunFolder(RunFolder):
 
     def write_table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write a table; that of the sites with the metrics reported last."""
-        workers = self.workers
-        if name == "sites.csv" and workers is not None:
+        if name == "sites.csv":
             sites = self.rounds()[-1]["sites"] if self.rounds() else {}
-            rows = [{"site": row["site"], **_row(sites.get(row["site"], {}), workers, row["site"])} for row in rows]
+            rows = [self._reported_row(row["site"], sites.get(row["site"], {})) for row in rows]
         if rows:
             super().write_table(name, rows)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write the summary, with the means of the metrics reported last, and what the sites told of their data."""
         last = self.rounds()[-1]["told"] if self.rounds() else {}
-        final = mean_reported(self.workers.reported) if self.workers else {}
-        facts = self.workers.by_kind(summary) if self.workers else {}
-        super().write_summary({**summary, **facts, "told": {**last, **final}})
+        final = mean_reported(self.workers.reported)
+        super().write_summary({**summary, **self.workers.by_kind(summary), "told": {**last, **final}})
+
+    def _reported_row(self, name: str, site: Mapping[str, Any]) -> dict[str, Any]:
+        reported = {**site.get("told", {}), **self.workers.reported.get(name, {})}
+        samples = site.get("samples", self.workers.samples.get(name, 0))
+        return {"site": name, "train": samples, **{f"told_{metric}": value for metric, value in reported.items()}}
 
 
 def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:
@@ -95,11 +88,6 @@ def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:
 
 def _mean(values: Mapping[str, float], weights: Mapping[str, int]) -> float:
     """Return the weighted mean of the values that are not NaN, NaN if there are none."""
-    known = {name: value for name, value in values.items() if value == value}
-    total = sum(weights[name] for name in known)
-    return sum(value * weights[name] for name, value in known.items()) / total if total else math.nan
-
-
-def _row(site: Mapping[str, Any], workers: FlareWorkers, name: str) -> dict[str, Any]:
-    reported = {**site.get("told", {}), **workers.reported.get(name, {})}
-    return {"train": site.get("samples", workers.samples.get(name, 0)), **{f"told_{k}": v for k, v in reported.items()}}
+    numbers = {name: value for name, value in values.items() if value == value}
+    total = sum(weights[name] for name in numbers)
+    return sum(value * weights[name] for name, value in numbers.items()) / total if total else math.nan

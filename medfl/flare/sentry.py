@@ -35,7 +35,7 @@ class Sentry(AppValidator):  # type: ignore[misc]
     """
 
     def __init__(self, classes: Sequence[str]) -> None:
-        """Store the list, and remove FLARE's commands that read or change a site's files."""
+        """Remove FLARE's commands that read or change a site's files."""
         self.classes = frozenset(classes)
         processors = ClientRequestProcessors.request_processors
         processors[:] = [processor for processor in processors if not isinstance(processor, _COMMANDS)]

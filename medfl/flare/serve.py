@@ -175,20 +175,20 @@ def _write_own(options: Any, kit: Path) -> None:
 
     path = kit / "local" / CONFIG_FILE
     names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    given = {k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in given.items()}
-    if not given:
+    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
+    settings = {k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in settings.items()}
+    if not settings:
         if not path.is_file():
             what = f"--kit {kit} without local/{CONFIG_FILE}"
             raise InputError(what, "it is written the first time", "give BUNDLE and --folder")
         return
-    if not {"bundle", "folder"} <= given.keys():
+    if not {"bundle", "folder"} <= settings.keys():
         raise InputError("no BUNDLE, or no --folder", "both are needed the first time", "add what is missing")
-    if given["bundle"] not in shipped_folders():
-        given["bundle"] = str(Path(given["bundle"]).expanduser().resolve())
-    text = yaml.safe_dump(given, sort_keys=False, width=1000)
+    if settings["bundle"] not in shipped_folders():
+        settings["bundle"] = str(Path(settings["bundle"]).expanduser().resolve())
+    text = yaml.safe_dump(settings, sort_keys=False, width=1000)
     if path.is_file():
-        if yaml.safe_load(path.read_text()) != given:
+        if yaml.safe_load(path.read_text()) != settings:
             raise InputError(f"{path} says something else", "what a site said is not overwritten", "edit or remove it")
         return
     write_atomic(path, text.encode())

@@ -10,13 +10,13 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
-from medfl.core.seeding import derive
 from medfl.core.terminal import Print
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
@@ -26,7 +26,6 @@ from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Absent
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
-from medfl.runtimes.monai_fl.view import moved_message
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import (
     CopyWeights,
@@ -80,7 +79,7 @@ class Link(Protocol):
 class _Question:
     """A question to one site, whose answer `read` takes; `message` is that of the method, None at the introduction.
 
-    `kept` is the round of the State that the site continues from, 0 for none.
+    `state_round` is that of the State that the site continues from, 0 for none.
     """
 
     index: int
@@ -90,17 +89,14 @@ class _Question:
     message: Message | None
     read: Callable[[Payload], Any]
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    kept: int = 0
+    state_round: int = 0
 
     def same_as(self, other: _Question) -> bool:
         """Return whether two sites are sent the same."""
+        if self.extra or other.extra or (self.task_name, self.numbers) != (other.task_name, other.numbers):
+            return False
         here, there = (q.message.flat() if q.message else {} for q in (self, other))
-        return (
-            (self.task_name, self.numbers, self.extra.keys()) == (other.task_name, other.numbers, other.extra.keys())
-            and not self.extra
-            and here.keys() == there.keys()
-            and all(_same(here[name], there[name]) for name in here)
-        )
+        return here.keys() == there.keys() and all(_same(here[name], there[name]) for name in here)
 
 
 class FlareWorkers(Workers):
@@ -158,43 +154,37 @@ class FlareWorkers(Workers):
     def _question(self, index: int, task: SiteTask) -> _Question:
         """Return the question that asks a site for a task."""
         name = task.site
+        if isinstance(task, Introduce):
+            numbers = wire.question_numbers(0)
+            return _Question(index, name, wire.INTRODUCE, numbers, None, partial(self._introduction, name))
+        assert isinstance(task, RoundTask)
+        with profiling.during(profiling.MESSAGES):
+            message = self._federation.sent(task.round, name, task.broadcast)
+        sections: Sequence[str] = ()
+        save: dict[str, float] = {}
+        extra: dict[str, torch.Tensor] = {}
+        read: Callable[[Payload], Any]
         match task:
-            case Introduce():
-                return _Question(index, name, wire.INTRODUCE, wire.question_numbers(0), None, self._introduction(name))
-            case Train():
-                message = self._wire(task)
-                read = self._trained(name, task.broadcast, task.sections, message.num_bytes)
-                numbers = wire.question_numbers(task.round, task.sections)
-                return _Question(index, name, wire.TRAIN, numbers, message, read, kept=_state_round(task))
-            case TrainToScore():
-                return self._ask(index, wire.TRY, task, self._cases(name, task.sections), task.sections)
-            case ScoreSite():
-                return self._ask(index, wire.JUDGE, task, self._cases(name, task.sections), task.sections)
+            case Train(sections=sections):
+                kind, read = wire.TRAIN, partial(self._trained, task, message.num_bytes)
+            case TrainToScore(sections=sections):
+                kind, read = wire.TRY, partial(self._cases, name, sections)
+            case ScoreSite(sections=sections):
+                kind, read = wire.JUDGE, partial(self._cases, name, sections)
             case ScoreSiteOnAll():
-                return self._ask(index, wire.ABROAD, task, self._abroad(name))
+                kind, read = wire.ABROAD, partial(self._abroad, name)
             case CopyWeights():
-                return self._ask(index, wire.WEIGHTS, task, lambda payload: payload.group("own"))
+                kind, read = wire.WEIGHTS, _weights
             case SegmentSite():
                 ids = self._federation.shard(name, "test").ids
-                positions = torch.tensor([ids.index(ident) for ident in task.ids], dtype=torch.int64)
-                question = self._ask(index, wire.MASKS, task, self._masks(name, ids))
-                question.numbers = {**question.numbers, wire.SAVE: int(task.folder is not None)}
-                question.extra = {"positions/test": positions}
-                return question
-        raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
-
-    def _ask(
-        self, index: int, task_name: str, task: RoundTask, read: Callable[[Payload], Any], sections: Sequence[str] = ()
-    ) -> _Question:
-        message, numbers = self._wire(task), wire.question_numbers(task.round, sections)
-        return _Question(index, task.site, task_name, numbers, message, read, kept=_state_round(task))
-
-    def _wire(self, task: RoundTask) -> Message:
-        """Return a broadcast as it is sent."""
-        federation = self._federation
-        with profiling.during(profiling.MESSAGES):
-            seed = derive(federation.host(task.round).seed, "messages", task.site)
-            return federation.messages.broadcast(task.broadcast, seed)
+                kind, read = wire.MASKS, partial(_masks, ids)
+                save = {wire.SAVE: int(task.folder is not None)}
+                extra = {"positions/test": torch.tensor([ids.index(ident) for ident in task.ids], dtype=torch.int64)}
+            case _:
+                raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
+        numbers = wire.question_numbers(task.round, sections, **save)
+        state_round = 0 if task.state is None else task.state.round
+        return _Question(index, name, kind, numbers, message, read, extra, state_round)
 
     # Waiting
 
@@ -204,7 +194,7 @@ class FlareWorkers(Workers):
         waiting: dict[tuple[int, str], _Question] = {}
         for group in _grouped(questions):
             first = group[0]
-            extra = {**first.extra, **wire.state_rounds({question.site: question.kept for question in group})}
+            extra = {**first.extra, **wire.state_rounds({question.site: question.state_round for question in group})}
             payload = wire.message_payload(first.message or Message(), first.numbers, extra)
             number = self._link.ask(first.task_name, [question.site for question in group], payload, answers)
             waiting |= {(number, question.site): question for question in group}
@@ -257,42 +247,31 @@ class FlareWorkers(Workers):
 
     # Reading
 
-    def _introduction(self, name: str) -> Callable[[Payload], Message]:
-        def read(payload: Payload) -> Message:
-            message = self._arrived(name, payload)
-            self._federation.check(name, message)
-            self.told.pop(name, None)
-            self.facts.pop(name, None)
-            self.samples[name] = self._counted(name, payload)
-            self._heard(name, payload)
-            return message
-
-        return read
+    def _introduction(self, name: str, payload: Payload) -> Message:
+        message = self._federation.arrived(name, payload.group("message"))
+        self._federation.check(name, message)
+        self.told.pop(name, None)
+        self.facts.pop(name, None)
+        self.samples[name] = self._counted(name, payload)
+        self._heard(name, payload)
+        return message
 
     def items(self, name: str) -> int:
         """Return how many training items a site has; where they are its own, what it told first."""
         return super().items(name) if self._shown else self.told.get(name, 0)
 
     def _counted(self, name: str, payload: Payload) -> int:
-        """Return the number of training items that a site tells.
-
-        Raises:
-            RunError: it is more than the operator's roster or the site's introduction says.
-        """
+        """Return the number of training items that a site tells, at most what roster and introduction say."""
         count, most = payload.whole_number(wire.SAMPLES), self._roster.get(name)
         if most is not None and count > most:
             raise RunError(f"it tells of {count:,} training images; the server's roster has it with at most {most:,}")
-        known = self.items(name) if self._shown else self.told.setdefault(name, count)
-        if count > known:
-            raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {known:,}")
+        at_first = self.items(name) if self._shown else self.told.setdefault(name, count)
+        if count > at_first:
+            raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {at_first:,}")
         return count
 
     def _heard(self, name: str, payload: Payload) -> None:
-        """Note what a site with images of its own tells of them, and say it the first time.
-
-        Raises:
-            RunError: it is none of the bundle's, or not what the site told before.
-        """
+        """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
         facts = {} if self._shown else site_facts.read(payload, self._federation.bundle)
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.words(facts)}")
@@ -304,56 +283,42 @@ class FlareWorkers(Workers):
         """Return what the sites told of their data as a run's summary has it."""
         return site_facts.by_kind(self.facts, summary, self._federation.bundle)
 
-    def _trained(
-        self, name: str, down: Message, judge: Sequence[str], bytes_down: int
-    ) -> Callable[[Payload], tuple[StepResult, bool]]:
-        federation, sender = self._federation, f"site {name!r}"
+    def _trained(self, task: Train, bytes_down: int, payload: Payload) -> tuple[StepResult, bool]:
+        """Return what `task` asked for, and whether the site has a new State."""
+        federation, name = self._federation, task.site
+        arrived = federation.arrived(name, payload.group("message"))
+        reply = federation.messages.opened_reply(arrived, task.broadcast, f"site {name!r}")
+        federation.check(name, reply)
+        cases = self._cases(name, task.sections, payload)
+        steps, self.samples[name] = payload.whole_number(wire.STEPS), self._counted(name, payload)
+        self._heard(name, payload)
+        loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site's policy may withhold it
+        renewed = bool(payload.whole_number(wire.RENEWED))
+        return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
-        def read(payload: Payload) -> tuple[StepResult, bool]:
-            arrived = self._arrived(name, payload)
-            reply = federation.messages.opened_reply(arrived, down, sender)
-            federation.check(name, reply)
-            cases = self._cases(name, judge)(payload)
-            steps, self.samples[name] = payload.whole_number(wire.STEPS), self._counted(name, payload)
-            self._heard(name, payload)
-            loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site's policy may withhold it
-            renewed = bool(payload.whole_number(wire.RENEWED))
-            return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
+    def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
+        """Return section -> outcomes of a site's own items, without any where it reports metrics."""
+        if not self._shown:
+            self.reported[name] = {**self.reported.get(name, {}), **reported_metrics(payload, sections)}
+            return {section: Cases((), {}) for section in sections}
+        ids = {section: self._federation.shard(name, section).ids for section in sections}
+        return wire.read_cases(payload, ids, f"site {name!r}")
 
-        return read
-
-    def _cases(self, name: str, sections: Sequence[str]) -> Callable[[Payload], dict[str, Cases]]:
-        def read(payload: Payload) -> dict[str, Cases]:
-            if not self._shown:
-                self.reported[name] = {**self.reported.get(name, {}), **reported_metrics(payload, sections)}
-                return {section: Cases((), {}) for section in sections}
-            ids = {section: self._federation.shard(name, section).ids for section in sections}
-            return wire.read_cases(payload, ids, f"site {name!r}")
-
-        return read
-
-    def _abroad(self, name: str) -> Callable[[Payload], Cases]:
+    def _abroad(self, name: str, payload: Payload) -> Cases:
         ids = self._federation.pooled("test").ids
-        return lambda payload: wire.read_cases(payload, {"test": ids}, f"site {name!r}")["test"]
-
-    def _masks(self, name: str, ids: Sequence[str]) -> Callable[[Payload], dict[str, Masks]]:
-        def read(payload: Payload) -> dict[str, Masks]:
-            parts: dict[int, dict[str, torch.Tensor]] = {}
-            for key, tensor in payload.group("masks").items():
-                position, _, part = key.partition("/")
-                parts.setdefault(int(position), {})[part] = tensor
-            return {ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in parts.items()}
-
-        return read
-
-    def _arrived(self, name: str, payload: Payload) -> Message:
-        message = self._federation.arrived(name, payload.group("message"))
-        return moved_message(message, self._federation.networks.device)
+        return wire.read_cases(payload, {"test": ids}, f"site {name!r}")["test"]
 
 
-def _state_round(task: RoundTask) -> int:
-    """Return the round of the State that a site continues from, 0 for none."""
-    return 0 if task.state is None else task.state.round
+def _weights(payload: Payload) -> dict[str, torch.Tensor]:
+    return payload.group("own")
+
+
+def _masks(ids: Sequence[str], payload: Payload) -> dict[str, Masks]:
+    parts: dict[int, dict[str, torch.Tensor]] = {}
+    for key, tensor in payload.group("masks").items():
+        position, _, part = key.partition("/")
+        parts.setdefault(int(position), {})[part] = tensor
+    return {ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in parts.items()}
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -367,13 +332,9 @@ def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, flo
         RunError: a number of cases is no whole one.
     """
     site_metrics = {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
-    odd = [
-        name
-        for name, value in site_metrics.items()
-        if name.endswith("/cases") and not (0 <= value < 2**53 and value % 1 == 0)
-    ]
-    if odd:
-        raise RunError(f"{odd[0]!r} is {site_metrics[odd[0]]:g}; expected a whole number of at least 0")
+    for name, value in site_metrics.items():
+        if name.endswith("/cases") and not (0 <= value < 2**53 and value % 1 == 0):
+            raise RunError(f"{name!r} is {value:g}; expected a whole number of at least 0")
     return site_metrics
 
 

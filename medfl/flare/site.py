@@ -117,15 +117,15 @@ class FlareSite:
     def _masks(self, payload: Payload) -> Payload:
         """Segment the test items at the positions that the server asks for."""
         folder = self._in_simulation(wire.MASKS)
-        wanted = [int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()]
+        positions = [int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()]
         target = str(folder.predictions_folder(self.name)) if payload.numbers.get(wire.SAVE) else None
 
         def _masks_at(  # this name stands in audit logs
             federation: Federation, round_: int, name: str, state: State | None, down: Message
         ) -> dict[int, Masks]:
             ids = federation.shard(name, "test").ids
-            by_id = site_masks(federation, round_, name, state, down, [ids[i] for i in wanted], target)
-            return {i: by_id[ids[i]] for i in wanted if ids[i] in by_id}
+            by_id = site_masks(federation, round_, name, state, down, [ids[i] for i in positions], target)
+            return {i: by_id[ids[i]] for i in positions if ids[i] in by_id}
 
         named: dict[str, Tensor] = {}
         for position, (prediction, reference, classes) in self.algo.visit(_masks_at, self._said(payload)).items():

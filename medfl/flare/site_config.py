@@ -45,6 +45,7 @@ from medfl.core.names import is_name
 from medfl.core.run import DataRecord, Run
 from medfl.core.settings import SETTINGS
 from medfl.core.terminal import Print
+from medfl.core.type_checks import matches_type
 from medfl.core.untrusted import Refused, decode_text, printable, read_plain
 from medfl.data.prepared import Item
 from medfl.flare.files import OWN_IMAGES
@@ -103,39 +104,39 @@ class SiteConfig:
         advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
         try:
             text = decode_text(path.read_bytes()[:_BYTES])
-            given: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
+            settings: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice) from error
         except (Refused, yaml.YAMLError) as error:
             raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
-        known = [field.name for field in fields(cls)]
-        if not isinstance(given, dict) or not {"bundle", "folder"} <= given.keys() <= set(known):
-            raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(known)} as you like", advice)
-        given |= {name: _listed(given[name]) for name in ("labels", "channels") if name in given}
-        for name, value in given.items():
-            kind: type = list if name in _LISTS else {"threads": int, "roster": dict}.get(name, str)
-            wrong = not isinstance(value, kind) or isinstance(value, bool)
-            if wrong or (kind is list and not all(isinstance(word, str) for word in given[name])):
+        keys = [field.name for field in fields(cls)]
+        if not isinstance(settings, dict) or not {"bundle", "folder"} <= settings.keys() <= set(keys):
+            raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(keys)} as you like", advice)
+        settings |= {name: _listed(settings[name]) for name in ("labels", "channels") if name in settings}
+        kinds: dict[str, Any] = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
+        for name, value in settings.items():
+            kind = kinds.get(name, str)
+            if not matches_type(value, kind):
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
-        if given.get("threads", 1) < 1:
-            raise InputError(f"{path}: threads: {given['threads']}", "a whole number from 1 on", advice)
-        for site, most in given.get("roster", {}).items():
+        if settings.get("threads", 1) < 1:
+            raise InputError(f"{path}: threads: {settings['threads']}", "a whole number from 1 on", advice)
+        for site, most in settings.get("roster", {}).items():
             if not is_flare_name(site) or type(most) is not int or most < 1:
                 raise InputError(f"{path}: roster: {printable(site, 60)}", "sites with whole numbers from 1 on", advice)
-        for one in given.get("classes", ()):
+        for one in settings.get("classes", ()):
             if not _CLASS.fullmatch(one):
-                raise InputError(
-                    f"{path}: classes: {printable(one)}", "whole class paths, as package.module.Class", advice
-                )
+                allowed = "whole class paths, as package.module.Class"
+                raise InputError(f"{path}: classes: {printable(one)}", allowed, advice)
         for name in ("labels", "channels"):
-            if name in given and not (given[name] and all(map(_SAID.fullmatch, given[name]))):
+            if name in settings and not (settings[name] and all(map(_SAID.fullmatch, settings[name]))):
                 raise InputError(f"{path}: {name}", f"names of the bundle's {_OWN[name]}", f"as {name}: [NAME, NAME]")
-        given |= {name: tuple(given[name]) for name in _LISTS if name in given}
+        settings |= {name: tuple(settings[name]) for name in _LISTS if name in settings}
         here = path.parent
-        places = {name: str(here / given[name]) for name in ("folder", "data", "policy", "audit") if given.get(name)}
-        if given["bundle"] not in shipped_folders():
-            places["bundle"] = str(here / given["bundle"])
-        return cls(**{**given, **places})
+        given_paths = [name for name in ("folder", "data", "policy", "audit") if settings.get(name)]
+        places = {name: str(here / settings[name]) for name in given_paths}
+        if settings["bundle"] not in shipped_folders():
+            places["bundle"] = str(here / settings["bundle"])
+        return cls(**{**settings, **places})
 
     def checked_policy(self) -> Policy:
         """Return the policy, after an inspection of the bundle by it.
@@ -150,8 +151,8 @@ class SiteConfig:
 
 def _listed(value: Any) -> Any:
     """Return one name, or a list with names and numbers, as a list of texts; anything else as it is."""
-    given = value if isinstance(value, list) else [value]
-    return [str(one) if type(one) is int else one for one in given]
+    whole = value if isinstance(value, list) else [value]
+    return [str(one) if type(one) is int else one for one in whole]
 
 
 def check_own_word(config: SiteConfig, bundle: Bundle, site: str) -> None:
@@ -210,16 +211,15 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
         return error
 
     document = json.loads(json.dumps(run.to_dict()))
-    error = next(iter(sorted(Draft202012Validator(_SCHEMA).iter_errors(document), key=str)), None)
+    error = min(Draft202012Validator(_SCHEMA).iter_errors(document), key=str, default=None)
     if error is not None:
         where = ".".join(str(part) for part in error.absolute_path) or "the run"
-        raise refuse(
-            f"{printable(where, 60)} is {printable(error.instance, 60)}", "numbers and names as medfl writes them"
-        )
+        given = f"{printable(where, 60)} is {printable(error.instance, 60)}"
+        raise refuse(given, "numbers and names as medfl writes them")
     _check_names(run, name, config.roster, refuse)
-    texts = {setting: value for setting in SETTINGS if isinstance(value := vars(run).get(setting), str)}
-    for setting, text in texts.items():
-        if not text.isprintable():
+    for setting in SETTINGS:
+        text = vars(run).get(setting)
+        if isinstance(text, str) and not text.isprintable():
             raise refuse(f"{setting} {printable(text, 60)}", "text of visible characters, on one line")
     with errors_safe_to_send():
         portable.require(vars(run))
@@ -234,9 +234,8 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     try:
         check_unlabelled(run.unlabelled, run.method, method, run.partition.sites)
     except InputError as error:
-        raise refuse(
-            str(error).partition(";")[0], "sites of the run, not all of them, and a method for them"
-        ) from error
+        given = str(error).partition(";")[0]
+        raise refuse(given, "sites of the run, not all of them, and a method for them") from error
     permits = tuple(run.config) if name is None and not config.permits else config.permits
     _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], permits, refuse)
     if run.threads > config.threads:
@@ -352,7 +351,6 @@ class _BundleWithoutImages(Bundle):
     """A bundle whose images are elsewhere; the task of one that is not shipped is read from its images."""
 
     def items(self, section: str) -> list[Item]:
-        """Return no items."""
         return []
 
 

@@ -41,15 +41,15 @@ def read(payload: Payload, bundle: Bundle) -> dict[str, list[str]]:
 def _named(kind: str, tensor: Tensor, bundle: Bundle) -> list[str]:
     if kind not in _WORDS:
         raise RunError(f"it tells of its {printable(kind, 40)!r}; of its data a site tells {', '.join(_WORDS)}")
-    known = _known(kind, bundle)
-    small = tensor.dtype == torch.int64 and tensor.ndim == 1 and len(tensor) <= len(known)
+    names = _names(kind, bundle)
+    small = tensor.dtype == torch.int64 and tensor.ndim == 1 and len(tensor) <= len(names)
     positions = tensor.tolist() if small else []
-    if not positions or positions != sorted({*positions} & known.keys()):
-        raise RunError(f"its {kind} are not ascending positions among the {len(known)} of the bundle")
-    return [known[position] for position in positions]
+    if not positions or positions != sorted({*positions} & names.keys()):
+        raise RunError(f"its {kind} are not ascending positions among the {len(names)} of the bundle")
+    return [names[position] for position in positions]
 
 
-def _known(kind: str, bundle: Bundle) -> dict[int, str]:
+def _names(kind: str, bundle: Bundle) -> dict[int, str]:
     """Return position -> name of all that a site may have."""
     names = bundle.structures if kind == "labels" else site_channels.names(bundle)
     return {i: name for i, name in enumerate(names) if kind == "channels" or slug(name) != "background"}
@@ -66,6 +66,6 @@ def by_kind(facts: Mapping[str, Facts], summary: Mapping[str, Any], bundle: Bund
     for kind in _WORDS:
         reports = {site: one[kind] for site, one in sorted(facts.items()) if kind in one}
         if each := {**(summary.get(kind) or {}), **reports}:
-            every = len(_known(kind, bundle))
+            every = len(_names(kind, bundle))
             names_by_kind[kind] = {site: names for site, names in each.items() if len(names) < every}
     return names_by_kind

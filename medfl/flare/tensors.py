@@ -23,7 +23,6 @@ class _AllUnreadable(dict[str, Any]):
         return True
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an `Unreadable`."""
         return Unreadable()
 
 

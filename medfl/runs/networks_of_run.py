@@ -245,5 +245,5 @@ class _States:
             down = federation.method.broadcast(federation.host(round_), server, name)
         state_file = folder.readable_state(name, self.result.run_hash)
         state = None if state_file is None else load_state(state_file)
-        with _judged(federation, round_, name, state, down) as (network, _):
+        with _judged(federation, round_, name, state, down) as network:
             return use_torch_max_pool(deepcopy(network))

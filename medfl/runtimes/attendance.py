@@ -33,6 +33,9 @@ class Tolerance:
         min_replies: sites of a cohort that have to reply; None: all of them.
         deadline: seconds that the sites have for their replies of a round; None: as long as they take.
         max_share: of the weight that one of three or more sites may have where the run has no cap; None: any.
+
+    Raises:
+        InputError: the number of replies is below 1, or the deadline not above 0.
     """
 
     min_replies: int | None = None
@@ -40,11 +43,6 @@ class Tolerance:
     max_share: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing.
-
-        Raises:
-            InputError: the number of replies is below 1, or the deadline not above 0.
-        """
         if self.min_replies is not None and self.min_replies < 1:
             raise InputError(f"--min-replies {self.min_replies}", "a whole number of at least 1", "give 1 or more")
         if self.deadline is not None and not 0 < self.deadline < math.inf:
@@ -58,14 +56,12 @@ class Tolerance:
         """
         if self.min_replies is None:
             return
-        given, size = f"--min-replies {self.min_replies}", len(federation.cohort(1))
-        kind, least = federation.aggregation, federation.aggregation.least
+        flag, size, aggregation = f"--min-replies {self.min_replies}", len(federation.cohort(1)), federation.aggregation
         if self.min_replies > size:
-            raise InputError(given, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
-        if self.min_replies < least:
-            raise InputError(
-                f"{given} with --aggregation {kind}", f"{kind} needs at least {least} replies", "ask for as many"
-            )
+            raise InputError(flag, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
+        if self.min_replies < aggregation.least:
+            needed = f"{aggregation} needs at least {aggregation.least} replies"
+            raise InputError(f"{flag} with --aggregation {aggregation}", needed, "ask for as many")
 
     def set_deadline(self, workers: object) -> None:
         """Tell the deadline to what runs the tasks, if it is anything that can hold to one.

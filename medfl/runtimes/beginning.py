@@ -13,6 +13,7 @@ from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods.base import Method
+from medfl.training.site import snapshot
 
 _NAMED = 3  # tensors that an error names
 
@@ -34,43 +35,40 @@ def begun(bundle: Bundle, method: Method, task: Task, run: Run) -> dict[str, Ten
         )
     with stream(run.seed, "network"):
         plain = bundle.network()
-        own = not _differences(plain, bundle.start)
-        if own:
+        is_plain = not _differences(plain, bundle.start)
+        if is_plain:
             plain.load_state_dict(bundle.start)
         adapted = method.adapt(plain, task)
-    if not own:
+    if not is_plain:
         if _differences(adapted, bundle.start):
-            _refuse(run, plain if len(adapted.state_dict()) != len(bundle.start) else adapted, bundle)
+            network = plain if len(adapted.state_dict()) != len(bundle.start) else adapted
+            mismatches = _differences(network, bundle.start)
+            more = f" ({len(mismatches) - _NAMED} more)" if len(mismatches) > _NAMED else ""
+            other = f"--init of another network than that of bundle {bundle.name!r}"
+            raise InputError(
+                f"{other}: {'; '.join(mismatches[:_NAMED])}{more}",
+                f"all {len(network.state_dict())} tensors of the network, by name and shape",
+                "give weights of this network, or choose it with --config network=NAME",
+            )
         adapted.load_state_dict(bundle.start)
-    return {name: tensor.detach().clone() for name, tensor in adapted.state_dict().items()}
+    return snapshot(adapted)
 
 
 def _differences(network: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
     """Say in which tensors weights are not a network's: first those with other forms, then missing ones, then odd."""
-    wanted = network.state_dict()
-    shared = [name for name in wanted if name in weights]
+    state = network.state_dict()
     forms = [
-        f"{name!r} is {_form(weights[name])}, the network's {_form(wanted[name])}"
-        for name in shared
-        if _form(weights[name]) != _form(wanted[name])
+        f"{name!r} is {_form(weights[name])}, the network's {_form(tensor)}"
+        for name, tensor in state.items()
+        if name in weights and _form(weights[name]) != _form(tensor)
     ]
-    missing = [f"{name!r} is missing" for name in wanted if name not in weights]
-    return [*forms, *missing, *(f"the network has no {name!r}" for name in weights if name not in wanted)]
+    missing = [f"{name!r} is missing" for name in state if name not in weights]
+    return [*forms, *missing, *(f"the network has no {name!r}" for name in weights if name not in state)]
 
 
 def _form(tensor: Tensor) -> str:
     kind = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype).removeprefix('torch.')}"
     return f"({', '.join(map(str, tensor.shape))}){kind}"
-
-
-def _refuse(run: Run, network: nn.Module, bundle: Bundle) -> None:
-    mismatches = _differences(network, bundle.start or {})
-    more = f" ({len(mismatches) - _NAMED} more)" if len(mismatches) > _NAMED else ""
-    raise InputError(
-        f"--init of another network than that of bundle {bundle.name!r}: {'; '.join(mismatches[:_NAMED])}{more}",
-        f"all {len(network.state_dict())} tensors of the network, by name and shape",
-        "give weights of this network, or choose it with --config network=NAME",
-    )
 
 
 def refuse_dealt(run: Run) -> None:

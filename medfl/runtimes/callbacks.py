@@ -63,13 +63,13 @@ class RoundEnd:
             InputError: no round has this metric.
         """
         name = metric or self.key_metric
-        known = [(number, values[name]) for number, values in self.history if name in values]
-        if not known:
+        scored = [(number, values[name]) for number, values in self.history if name in values]
+        if not scored:
             others = ", ".join(sorted({key for _, values in self.history for key in values})) or "none: eval_every is 0"
             raise InputError(f"metric {name!r}", f"the rounds have {others}", "name one of these")
         sign = 1.0 if higher_is_better(name) else -1.0
-        best_entry = known[0]
-        for number, value in known[1:]:
+        best_entry = scored[0]
+        for number, value in scored[1:]:
             if sign * (value - best_entry[1]) > min_delta:
                 best_entry = number, value
         return best_entry
@@ -94,13 +94,12 @@ class EarlyStopping:
     min_delta: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if self.patience < 1 or self.min_delta < 0:
             given = f"EarlyStopping(patience={self.patience}, min_delta={self.min_delta})"
             raise InputError(given, "patience from 1, min_delta from 0", "change them")
 
     def __call__(self, ended: RoundEnd) -> str | None:
-        """Say why the run ends, None while it goes on."""
+        """Return why the run ends, None while it goes on."""
         if not ended.metrics:
             return None
         number, value = ended.best(self.metric, self.min_delta)
@@ -123,7 +122,6 @@ class BestCheckpoint:
     metric: str = ""
 
     def __post_init__(self) -> None:
-        """Check the file's name."""
         if Path(self.path).suffix not in (".safetensors", ".pt"):
             raise InputError(f"BestCheckpoint({str(self.path)!r})", "a file .safetensors or .pt", "name it so")
 

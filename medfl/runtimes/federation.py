@@ -22,7 +22,7 @@ from medfl.core.message import Message, is_finite
 from medfl.core.message_limits import MessageLimits
 from medfl.core.run import Run
 from medfl.core.seeding import derive
-from medfl.core.storage import State
+from medfl.core.storage import State, to_device
 from medfl.core.task import Task
 from medfl.data.intensities import constants
 from medfl.data.on_device import Free, free_memory, hold
@@ -49,8 +49,8 @@ POOLED = "central"
 class _Body:
     """What the sites with one network share: the bundle that builds it and its optimiser, and the pool.
 
-    `leaves` is the form of each tensor that may leave, under its flat name in a message, `personal` names those that
-    leave in no group, and `stays` is how many never do.
+    `leaves` is the form of each tensor of the network that may leave, `personal` names those that leave in no group,
+    and `stays` is how many never do.
     """
 
     bundle: Bundle
@@ -155,9 +155,9 @@ class Federation:
             with pool.scope():
                 personal |= self.method.personal_names(pool.lease(pool.initial))
         common = self.networks.initial
-        leaves = {f"weights/{n}": (t.shape, t.dtype) for n, t in common.items() if n not in personal}
+        leaves = {name: (tensor.shape, tensor.dtype) for name, tensor in common.items() if name not in personal}
         whole = methods.keeps_network(self.method, config)
-        staying = [n for n in networks.initial if whole or f"weights/{n}" not in leaves]
+        staying = [name for name in networks.initial if whole or name not in leaves]
         personal |= networks.initial.keys() - common.keys()
         return _Body(bundle, networks, leaves, frozenset(personal), len(staying))
 
@@ -180,25 +180,21 @@ class Federation:
         return frozenset(group.name for group in self.method.groups() if group.like_weights)
 
     def _aggregation(self) -> Aggregation:
-        """Return how replies are made into one; all but the mean stand in for the mean of methods that keep FedAvg's.
-
-        Raises:
-            InputError: the method has a server half of its own, or a cohort is too small.
-        """
-        asked, size = Aggregation.parse(self.run.aggregation), len(self.cohort(1))
-        if not asked.is_mean and not methods.has_fedavg_server(self.method):
+        """Return how replies are made into one; all but the mean stand in for it where FedAvg's server half is kept."""
+        aggregation, size = Aggregation.parse(self.run.aggregation), len(self.cohort(1))
+        if not aggregation.is_mean and not methods.has_fedavg_server(self.method):
             raise InputError(
-                f"--aggregation {asked} with method {self.run.method!r}",
+                f"--aggregation {aggregation} with method {self.run.method!r}",
                 "it is for methods that keep FedAvg's server half (medfl methods); this one has its own",
                 "use one of these, or leave it out",
             )
-        if size < asked.least:
+        if size < aggregation.least:
             raise InputError(
-                f"--aggregation {asked} with {size} sites in a round",
-                f"{asked} needs at least {asked.least}",
+                f"--aggregation {aggregation} with {size} sites in a round",
+                f"{aggregation} needs at least {aggregation.least}",
                 "have more sites in the cohort, or allow for fewer bad ones",
             )
-        return asked
+        return aggregation
 
     @property
     def counting_the_same(self) -> str:
@@ -305,12 +301,11 @@ class Federation:
         text += site_labels.described(self.known, self.bundle)
         if self.messages.lossless:
             return text
-
-        def is_smaller(key: str, form: tuple[torch.Size, torch.dtype]) -> bool:
-            group, _, name = key.partition("/")
-            return self.messages.takes(group, name, form[1], form[0].numel())
-
-        smaller = [sum(is_smaller(*leaf) for leaf in body.leaves.items()) for body in dealt]
+        takes = self.messages.takes
+        smaller = [
+            sum(takes("weights", name, dtype, shape.numel()) for name, (shape, dtype) in body.leaves.items())
+            for body in dealt
+        ]
         exact = [len(body.leaves) - number for body, number in zip(dealt, smaller, strict=True)]
         text += "; replies" if self.messages.kind == "topk" else "; replies and broadcasts"
         return f"{text}: {self.messages}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
@@ -327,20 +322,20 @@ class Federation:
         self.message_limits.checked(flat, f"site {name!r}")
         undeclared = message.tensors.keys() - {"weights", *(group.name for group in self.method.groups() if group.up)}
         for key, tensor in flat.items():
-            group, _, own = key.partition("/")
-            form = body.leaves.get(key)
-            if own in body.personal or (group == "weights" and form is None):
+            group, _, member = key.partition("/")
+            form = body.leaves.get(member) if group == "weights" else None
+            if member in body.personal or (group == "weights" and form is None):
                 raise RunError(f"site {name!r}: tensor {key!r} must not leave it")
             if group in undeclared:
                 raise RunError(f"site {name!r}: {key!r} is in a group that the method's groups() does not declare")
             if group in self.like_weights:
-                like = body.networks.initial.get(own)
+                like = body.networks.initial.get(member)
                 if like is None:
                     raise RunError(f"site {name!r}: {key!r} is no tensor of the network")
                 form = like.shape, like.dtype
             if form is not None and form != (tensor.shape, tensor.dtype):
-                given, wanted = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(form[0])} {form[1]}"
-                raise RunError(f"site {name!r}: {key!r} is {given}; expected {wanted}")
+                sent, expected = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(form[0])} {form[1]}"
+                raise RunError(f"site {name!r}: {key!r} is {sent}; expected {expected}")
             if not is_finite(tensor):
                 raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
 
@@ -352,20 +347,24 @@ class Federation:
         """
         plain = methods.has_fedavg_server(self.method)
         if plain or "weights" in reply:
-            wanted = {key.removeprefix("weights/") for key in self._bodies[name].leaves}
-            missing = wanted - reply.tensors.get("weights", {}).keys()
+            missing = self._bodies[name].leaves.keys() - reply.tensors.get("weights", {}).keys()
             if missing:
                 raise RunError(f"site {name!r}: 'weights/{min(missing)}' is missing in its reply ({len(missing)} such)")
         if plain and "samples" not in reply.scalars:
             raise RunError(f"site {name!r}: its reply does not say of how many items it is")
 
+    def sent(self, round_: int, name: str, broadcast: Message) -> Message:
+        """Return a broadcast as it crosses to a site, made smaller."""
+        return self.messages.broadcast(broadcast, derive(self.host(round_).seed, "messages", name))
+
     def arrived(self, name: str, named: Mapping[Any, Any]) -> Message:
-        """Return what a site sent, restored by some transport under the names of `Message.flat`, as it crossed.
+        """Return what a site sent, restored by some transport under the names of `Message.flat`, on this device.
 
         Raises:
             RunError: it is no message, or more than the limits; names the site.
         """
-        return Message.from_wire(self.message_limits.checked(named, f"site {name!r}"), f"site {name!r}")
+        message = Message.from_wire(self.message_limits.checked(named, f"site {name!r}"), f"site {name!r}")
+        return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
 
     def aggregate(self, round_: int, server: State, replies: Mapping[str, Message]) -> State:
         """Return the server's next State: the method's, or with the mean of FedAvg replaced by something robust.
@@ -392,8 +391,8 @@ class Federation:
         if count == len(self.participants) or (whole is not None and whole.everyone):
             return list(self.participants)
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
-        chosen: Sequence[int] = sorted(torch.randperm(len(self.participants), generator=generator)[:count].tolist())
-        return [self.participants[i] for i in chosen]
+        drawn = torch.randperm(len(self.participants), generator=generator)[:count].sort().values
+        return [self.participants[i] for i in drawn.tolist()]
 
 
 def _span(numbers: Sequence[int]) -> str:

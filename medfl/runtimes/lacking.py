@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import SECTIONS, Sections
 from medfl.core.errors import InputError
@@ -23,28 +21,23 @@ def tell(bundle: Bundle, run: Run) -> None:
     """
     sites = run.partition.sites
     channels = site_channels.names(bundle) if run.site_channels else ()
-    has = site_channels.read(run.site_channels, channels, sites) if run.site_channels else {}
-    bare = [ident for site in site_names(run.unlabelled) for ident in sites.get(site, {}).get("train", ())]
+    site_positions = site_channels.read(run.site_channels, channels, sites)
+    site_lacks = {site: [c for c in range(len(channels)) if c not in has] for site, has in site_positions.items()}
+    bare = {ident for site in site_names(run.unlabelled) for ident in sites.get(site, {}).get("train", ())}
     for section in SECTIONS[: 2 + bundle.has_test]:
         site_of = {ident: site for site in sites for ident in sites[site].get(section, ())}
-        absent = {ident: _absent(has.get(site), len(channels)) for ident, site in site_of.items()}
-        hidden: Collection[str] = {*bare} if section == "train" else ()
+        absent = {ident: site_lacks.get(site, []) for ident, site in site_of.items()}
+        hidden = bare if section == "train" else set()
         for item in bundle.items(section):
             ident = str(item["id"])
-            _require(section, ident, site_of.get(ident, ""), {*item.get(LACKS, ())} - {*absent.get(ident, ())})
+            missing = {*item.get(LACKS, ())} - {*absent.get(ident, ())}
+            if missing:
+                site = site_of.get(ident, "")
+                raise InputError(
+                    f"{section} image {ident!r} of site {site!r} has no file of channel {min(missing)}",
+                    "a file of each channel, or of those that --site-channels says of its site",
+                    f"restore it, or say which channels the site has: --site-channels {site or 'SITE'}=...",
+                )
         listed = isinstance(bundle.sections, Sections) and bundle.section(section).source.is_list
         if listed and (hidden or any(absent.values())):
             bundle.sections.reread(section, hidden, absent, len(channels))
-
-
-def _absent(has: Collection[int] | None, channels: int) -> list[int]:
-    return [] if has is None else [channel for channel in range(channels) if channel not in has]
-
-
-def _require(section: str, ident: str, site: str, missing: Collection[int]) -> None:
-    if missing:
-        raise InputError(
-            f"{section} image {ident!r} of site {site!r} has no file of channel {min(missing)}",
-            "a file of each channel, or of those that --site-channels says of its site",
-            f"restore it, or say which channels the site has: --site-channels {site or 'SITE'}=...",
-        )

@@ -20,8 +20,8 @@ NOTHING: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelle
 def said(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return these settings of a request, or else of the bundle's protocol."""
     values = resolved(bundle, protocol(bundle), requested.get("presets", ()))
-    given = {setting: requested.get(setting) for setting in NOTHING}
-    return {name: str(values.get(name, "") if text is None else text) for name, text in given.items()}
+    asked = {setting: requested.get(setting) for setting in NOTHING}
+    return {name: str(values.get(name, "") if text is None else text) for name, text in asked.items()}
 
 
 def said_of(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,8 +29,8 @@ def said_of(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, A
     settings = said(bundle, requested)
     without = site in site_names(settings.pop("unlabelled"))
     each = {name: _read(name, text) for name, text in settings.items()}
-    own = {name: {site: site_values[site]} if site in site_values else {} for name, site_values in each.items()}
-    return {**texts(own), "unlabelled": site if without else ""}
+    of_site = {name: {site: by_name[site]} if site in by_name else {} for name, by_name in each.items()}
+    return {**texts(of_site), "unlabelled": site if without else ""}
 
 
 def with_own_word(run: Run, site: str, own: Mapping[str, Sequence[str]], say: Print) -> Run:

@@ -60,7 +60,6 @@ class Recorder:
     """
 
     def __init__(self, device: str = "cpu") -> None:
-        """Start before the first round."""
         self.device, self.round = device, 0
         self.walls: dict[int, float] = {}
         self._part: str | None = None
@@ -128,15 +127,15 @@ class Recorder:
 
     def lap(self) -> Lap:
         """Hand over what was recorded so far and forget it."""
-        taken = Lap(self._spans, dict(self._seconds))
+        lap = Lap(self._spans, dict(self._seconds))
         self._spans, self._seconds = [], defaultdict(float)
-        return taken
+        return lap
 
     def gather(self, worker: int, lap: Lap) -> None:
         """Take over what a worker (from 1) has recorded."""
-        kept = lap.spans if self._room > 0 else [span for span in lap.spans if span.name == span.site]
-        self._room -= len(kept)
-        self._laps.setdefault(worker, []).append(Lap(kept, lap.seconds))
+        spans = lap.spans if self._room > 0 else [span for span in lap.spans if span.name == span.site]
+        self._room -= len(spans)
+        self._laps.setdefault(worker, []).append(Lap(spans, lap.seconds))
 
     # What is told
 
@@ -145,9 +144,8 @@ class Recorder:
         wall, durations = sum(self.walls.values()), {}
         for name, laps in self._processes().items():
             seconds = dict.fromkeys(PARTS, 0.0)
-            for (round_, _, part), value in _items(laps):
-                if round_:
-                    seconds[part] += value
+            for _, _, part, value in _in_rounds(laps):
+                seconds[part] += value
             durations[name] = {**seconds, IDLE: wall - sum(seconds.values())}
         return durations
 
@@ -182,12 +180,11 @@ class Recorder:
             events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": name}})
             events.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": row}})
             events += [_event(span, begin, place) for lap in laps for span in lap.spans]
-            for (round_, site, part), value in _items(laps):
-                if round_:
-                    rounds[round_][part] += value
-                if round_ and site:
-                    own = sites.setdefault(site, {})
-                    own[part] = own.get(part, 0.0) + value
+            for round_, site, part, value in _in_rounds(laps):
+                rounds[round_][part] += value
+                if site:
+                    site_seconds = sites.setdefault(site, {})
+                    site_seconds[part] = site_seconds.get(part, 0.0) + value
         timings = {
             "seconds": self.rows(),
             "rounds": [{"round": r, "seconds": self.walls[r], **parts} for r, parts in rounds.items()],
@@ -201,9 +198,12 @@ class Recorder:
         return {"server": [Lap(self._spans, self._seconds)], **workers}
 
 
-def _items(laps: list[Lap]) -> Iterator[tuple[tuple[int, str, str], float]]:
+def _in_rounds(laps: list[Lap]) -> Iterator[tuple[int, str, str, float]]:
+    """Yield round, site, part and seconds of what was recorded in rounds."""
     for lap in laps:
-        yield from lap.seconds.items()
+        for (round_, site, part), seconds in lap.seconds.items():
+            if round_:
+                yield round_, site, part, seconds
 
 
 def _event(span: Span, begin: float, place: Mapping[str, int]) -> dict[str, Any]:

@@ -48,7 +48,6 @@ class Simulator:
     """
 
     def __init__(self, execution: Execution, workers: Callable[[Federation, int], Workers] = Workers) -> None:
-        """Keep the arguments; nothing runs yet."""
         self.execution, self.federation, self.folder = execution, execution.federation, execution.folder
         self.say, self.tolerance, federation = execution.say, execution.tolerance, execution.federation
         self.tolerance.check(federation)
@@ -61,8 +60,8 @@ class Simulator:
         self.recorder = profiling.Recorder(self.run.device) if execution.profile else None
         self.server: State = {}
         self.done, self.stopped = 0, ""
-        patience = execution.federation.run.patience
-        self.callbacks: tuple[Callback, ...] = (*execution.callbacks, *([EarlyStopping(patience)] if patience else []))
+        stopping = [EarlyStopping(self.run.patience)] if self.run.patience else []
+        self.callbacks: tuple[Callback, ...] = (*execution.callbacks, *stopping)
         self.record: dict[str, Any] = {
             "best": None,
             "best_test": None,
@@ -198,9 +197,9 @@ class Simulator:
         """Call the callbacks after a round, and tell whether the run ends with it."""
         if not self.callbacks:
             return False
-        known = [(past["round"], past["val"]) for past in self.folder.rounds() if past["val"]]
+        history = [(past["round"], past["val"]) for past in self.folder.rounds() if past["val"]]
         ended = RoundEnd(
-            entry["round"], self.run.rounds, entry["val"], entry["train_loss"], known, self.key, self.folder.path,
+            entry["round"], self.run.rounds, entry["val"], entry["train_loss"], history, self.key, self.folder.path,
             lambda: self.server.get("weights") or {},
         )  # fmt: skip
         self.stopped = asked_to_stop(self.callbacks, ended)
@@ -235,10 +234,8 @@ class Simulator:
         with profiling.during(profiling.AGGREGATION):
             outcome = next_state(federation, round_, self.server, replies, self.tolerance, left_out, self.say)
         self.server, observed = outcome.server, outcome.observed
-        for name in left_out:
-            results.pop(name, None)
-        renewed = [name for name in renewed if name not in left_out]
-        self.folder.accept_states(round_, renewed)
+        results = {name: results[name] for name in cohort if name in results and name not in left_out}
+        self.folder.accept_states(round_, [name for name in renewed if name in results])
         self.folder.drop_states(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
         bytes_up = sum(result.bytes_up for result in results.values())
@@ -246,8 +243,8 @@ class Simulator:
         self.record["bytes_up"] += bytes_up
         self.record["bytes_down"] += bytes_down
         left_out = dict(sorted(left_out.items()))  # not in the order in which they failed
-        replied = [name for name in cohort if name in results]
-        loss = sum(results[name].loss * samples[name] for name in replied) / max(1, sum(samples[n] for n in replied))
+        trained_on = sum(samples[name] for name in results)
+        loss = sum(result.loss * samples[name] for name, result in results.items()) / max(1, trained_on)
         entry: dict[str, Any] = {
             "round": round_, "cohort": cohort, **({"left_out": left_out} if left_out else {}), "seconds": 0.0,
             "seconds_train": training.overlap + trained - since, "seconds_server": time.perf_counter() - trained,
@@ -255,7 +252,7 @@ class Simulator:
             "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
             **({"observed": observed} if observed else {}),
         }  # fmt: skip
-        return entry, {name: results[name] for name in replied}
+        return entry, results
 
     def _evaluate(
         self, entry: dict[str, Any], results: Mapping[str, StepResult], training: RoundTraining | None
@@ -313,8 +310,8 @@ class Simulator:
         record["seconds"] += time.perf_counter() - started
         public: dict[str, Any] = {}
         if run.public:
-            public = {"bundle": run.public.bundle, "data_source": run.public.data.source, "items": run.public.items}
-            public["teachers"] = [name for name, _ in run.public.teachers]
+            about = {"bundle": run.public.bundle, "data_source": run.public.data.source, "items": run.public.items}
+            public["public"] = {**about, "teachers": [name for name, _ in run.public.teachers]}
         summary = {
             "method": run.method,
             "bundle": run.bundle,
@@ -323,10 +320,9 @@ class Simulator:
             "status": "stopped" if self.done < run.rounds else "finished",
             **({"stopped": self.stopped} if self.done < run.rounds else {}),
             "data_source": run.data.source,
-            **({"public": public} if run.public else {}),
+            **public,
             **scores,
-            **({"absent": record["absent"]} if record["absent"] else {}),
-            **({"left_out": record["left_out"]} if record["left_out"] else {}),
+            **{key: record[key] for key in ("absent", "left_out") if record[key]},
             "bytes_up": record["bytes_up"],
             "bytes_down": record["bytes_down"],
             "seconds": record["seconds"],

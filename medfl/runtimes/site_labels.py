@@ -33,12 +33,12 @@ def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[s
     allowed = f"the structures of the bundle are {', '.join(named) or 'not named'}"
     advice, site_labels = "choose among them, or auto: those that its masks show", by_site(_FLAG)(text)
     require_sites(_FLAG, site_labels, sites, "=...")
-    chosen: dict[str, tuple[int, ...] | None] = {}
-    for site, names in site_labels.items():
-        plain = {name: slug(name) for name in names}
-        automatic = names == (FOUND,)
-        chosen[site] = None if automatic else positions("label", site, plain, named, allowed, advice)
-    return chosen
+    return {
+        site: None
+        if names == (FOUND,)
+        else positions("label", site, {n: slug(n) for n in names}, named, allowed, advice)
+        for site, names in site_labels.items()
+    }
 
 
 def annotated(structures: Sequence[str]) -> set[int]:

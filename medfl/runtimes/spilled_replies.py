@@ -32,9 +32,9 @@ class TensorStore:
     """
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
-        self.held = 0
-        given = BUDGET if budget is None else budget
-        self._folder, self._budget = folder, min(_MOST, free_memory() // 8) if given is None else given
+        self.held, self._folder = 0, folder
+        most = BUDGET if budget is None else budget
+        self._budget = min(_MOST, free_memory() // 8) if most is None else most
         self._file: Any = None
 
     def keep(self, tensors: Weights) -> Weights:
@@ -118,28 +118,24 @@ class _TensorsOnDisk(_ByPlace):
 
 
 class Replies(Mapping[str, Message]):
-    """One message of each site, as `Method.aggregate` takes them; put in as they arrive, listed in the sites' order."""
+    """Messages of sites as `Method.aggregate` takes them: those that have arrived, in the sites' order."""
 
     def __init__(self, names: Sequence[str], folder: Path, budget: int | None = None) -> None:
-        """Expect these sites' messages."""
         self._names, self._store = names, TensorStore(folder, budget)
         self._messages: dict[str, Message] = {}
 
     def add(self, name: str, message: Message) -> None:
         """Take a site's message."""
-        kept = {group: self._store.keep(members) for group, members in message.tensors.items()}
-        self._messages[name] = Message(kept, message.scalars)
+        groups = {group: self._store.keep(members) for group, members in message.tensors.items()}
+        self._messages[name] = Message(groups, message.scalars)
 
     def __getitem__(self, name: str) -> Message:
-        """Return a site's message; KeyError if it has not arrived."""
         return self._messages[name]
 
     def __iter__(self) -> Iterator[str]:
-        """List the sites whose messages have arrived."""
         return (name for name in self._names if name in self._messages)
 
     def __len__(self) -> int:
-        """Return how many have arrived."""
         return len(self._messages)
 
 
@@ -152,10 +148,9 @@ class SitesWeights(_ByPlace):
 
     def add(self, name: str, weights: Weights) -> None:
         """Take a site's weights."""
-        kept = self._store.keep(weights)
-        self._places |= {f"{name}/{key}": (kept, key) for key in kept}
+        stored = self._store.keep(weights)
+        self._places |= {f"{name}/{key}": (stored, key) for key in stored}
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return one tensor."""
-        kept, key = self._places[name]
-        return kept[key]
+        stored, key = self._places[name]
+        return stored[key]

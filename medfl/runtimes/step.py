@@ -71,14 +71,14 @@ def site_step(
         federation.check(name, reply)
         cases = {}
         if judge and "weights" in reply:
-            cases = _scores(federation, _trained(federation, site, state, received, reply), site, judge)
+            cases = _scores(federation, _trained(federation, site, state, received, reply), name, judge)
         wire, unsent = messages.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = messages.opened_reply(wire, down, f"site {name!r}")
         if not messages.lossless:
             federation.check(name, arrived)
     report = summed(site.journal)
     beside = {UNSENT: unsent, OPTIMIZERS: site.optimizers or {}}
-    next_state = {**state, **{key: kept for key, kept in beside.items() if kept}}
+    next_state = {**state, **{key: value for key, value in beside.items() if value}}
     return StepResult(next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, report.eager)
 
 
@@ -86,29 +86,28 @@ def _trained(federation: Federation, site: Site, state: State, received: Message
     """Return the network as trained: that of a whole reply, or what the site would make of its own reply."""
     if reply["weights"].keys() == site.initial_weights.keys():
         return site.model(reply["weights"])
-    own = Message({**received.tensors, **reply.tensors}, {**received.scalars, **reply.scalars})
-    return federation.method.predictor(site, state, own)
+    updated = Message({**received.tensors, **reply.tensors}, {**received.scalars, **reply.scalars})
+    return federation.method.predictor(site, state, updated)
 
 
 def site_judge(
     federation: Federation, round_: int, name: str, state: State | None, down: Message, sections: Sequence[str]
 ) -> dict[str, Cases]:
     """Score the network that the site is judged by on its own items; nothing is trained."""
-    with _judged(federation, round_, name, state, down) as (network, site):
-        return _scores(federation, network, site, sections)
+    with _judged(federation, round_, name, state, down) as network:
+        return _scores(federation, network, name, sections)
 
 
 def site_abroad(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Cases:
     """Score the network that a site is judged by on everybody's test items."""
-    with _judged(federation, round_, name, state, down) as (network, site):
-        everybody, slow = federation.pooled("test"), federation.distances
-        return federation.bundle.evaluator(network, everybody, site.device, distances=slow)
+    with _judged(federation, round_, name, state, down) as network:
+        return score(federation, network, federation.pooled("test"), "test")
 
 
 def site_weights(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> State:
     """Return a copy of the weights that the site is judged by (leaves the site in a simulation only)."""
-    with _judged(federation, round_, name, state, down) as (network, _):
-        return {key: tensor.detach().cpu().clone() for key, tensor in network.state_dict().items()}
+    with _judged(federation, round_, name, state, down) as network:
+        return copied_weights(network)
 
 
 def site_masks(
@@ -127,7 +126,7 @@ def site_masks(
     Returns:
         id -> masks; without the cases whose channels overlap, of which nothing is written.
     """
-    with _judged(federation, round_, name, state, down) as (network, _):
+    with _judged(federation, round_, name, state, down) as network:
         return segment(federation, network, name, wanted, folder)
 
 
@@ -141,14 +140,14 @@ def introduce(federation: Federation, name: str) -> Message:
 
 def _delivered(federation: Federation, round_: int, name: str, down: Message) -> tuple[Message, int]:
     """Return a broadcast as a site receives it, and its bytes as it crossed."""
-    wire = federation.messages.broadcast(down, derive(federation.host(round_).seed, "messages", name))
+    wire = federation.sent(round_, name, down)
     return federation.messages.opened_broadcast(wire), wire.num_bytes
 
 
 def _own(federation: Federation, site: Site, state: State | None) -> State:
     """Return the State that the method knows: without what is kept beside it; the first one where nothing is left."""
-    own = {key: value for key, value in (state or {}).items() if key not in (UNSENT, OPTIMIZERS)}
-    return own if own or state == {} else federation.method.init_site(site)
+    entries = {key: value for key, value in (state or {}).items() if key not in (UNSENT, OPTIMIZERS)}
+    return entries if entries or state == {} else federation.method.init_site(site)
 
 
 def refuse_other_state(
@@ -180,21 +179,28 @@ def _unlike(state: Any, first: Any, path: str) -> str:
 
 
 @contextmanager
-def _judged(
-    federation: Federation, round_: int, name: str, state: State | None, down: Message
-) -> Iterator[tuple[nn.Module, Site]]:
-    """Give the network that a site is judged by, and the site."""
+def _judged(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Iterator[nn.Module]:
+    """Give the network that a site is judged by."""
     site = federation.site(name, round_)
     with federation.scope():
         received, _ = _delivered(federation, round_, name, down)
-        yield federation.method.predictor(site, _own(federation, site, state), received), site
+        yield federation.method.predictor(site, _own(federation, site, state), received)
 
 
-def _scores(federation: Federation, network: nn.Module, site: Site, sections: Sequence[str]) -> dict[str, Cases]:
-    """Score a network on a site's own sections; what takes long is computed on test items only."""
-    score, slow = federation.bundle.evaluator, {"test": federation.distances}
-    shards = {section: federation.shard(site.name, section) for section in sections}
-    return {s: score(network, shard, site.device, distances=slow.get(s, ())) for s, shard in shards.items()}
+def copied_weights(network: nn.Module) -> dict[str, Tensor]:
+    """Return a network's state dict as copies on the CPU."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
+
+
+def _scores(federation: Federation, network: nn.Module, site: str, sections: Sequence[str]) -> dict[str, Cases]:
+    """Score a network on a site's own sections."""
+    return {section: score(federation, network, federation.shard(site, section), section) for section in sections}
+
+
+def score(federation: Federation, network: nn.Module, items: Shard, section: str) -> Cases:
+    """Score a network on items of a section; what takes long is computed on test items only."""
+    distances = federation.distances if section == "test" else ()
+    return federation.bundle.evaluator(network, items, federation.networks.device, distances=distances)
 
 
 def segment(
@@ -212,9 +218,8 @@ def segment(
         if masks is None:
             continue
         if folder is not None:
-            save(
-                masks.prediction, masks.classes, part.prepared.geometry[index], Path(folder) / readable_file_name(ident)
-            )
+            path = Path(folder) / readable_file_name(ident)
+            save(masks.prediction, masks.classes, part.prepared.geometry[index], path)
         if ident in wanted:
             shown[ident] = masks
     return shown

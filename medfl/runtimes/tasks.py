@@ -26,6 +26,7 @@ from medfl.runtimes.step import (
     StepResult,
     introduce,
     refuse_other_state,
+    score,
     segment,
     site_abroad,
     site_judge,
@@ -223,8 +224,7 @@ class ScoreGlobal(Task):
                 return None
             pooled = federation.pooled(self.section)
             part = replace(pooled, indices=pooled.indices[self.start : self.stop])
-            slow = federation.distances if self.section == "test" else ()
-            return federation.bundle.evaluator(network, part, federation.networks.device, distances=slow)
+            return score(federation, network, part, self.section)
 
 
 @dataclass(frozen=True)

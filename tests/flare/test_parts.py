@@ -243,7 +243,7 @@ def test_a_list_of_classes_is_added_to_and_the_rest_kept(tmp_path: Path) -> None
 
 def test_the_recipe_registers_nothing_and_ships_nothing(job: Path, tmp_path: Path) -> None:
     run = read_run(str(job / "app"))
-    made = recipe(run, [job / "app" / "config" / "run.json"], ["north"], RemoteController(), RemoteExecutor(), 1)
+    made = recipe(run, [job / "app" / "config" / "run.json"], RemoteController(), RemoteExecutor(), 1)
     made.export(str(tmp_path / "out"))
     assert not list((tmp_path / "out").rglob("custom"))
     assert not list((tmp_path / "out").rglob("*.py"))

@@ -53,7 +53,6 @@ class TaskGroup:
         on_result: Callable[[], object] = lambda: None,
         folder: Path | None = None,
     ) -> None:
-        """Put the tasks in order."""
         self.round, self.on_result = round_, on_result
         self.pending = list(enumerate(tasks))
         if sizes is not None:
@@ -83,7 +82,7 @@ class Pool:
 
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
-        self._links: list[tuple[Any, Connection]] = []
+        self._processes: dict[Connection, Any] = {}
         self._shared: dict[Connection, tuple[SharedBuffer, SharedBuffer]] = {}  # for tasks, and for answers
         self._queue: deque[TaskGroup] = deque()  # those with tasks that no worker has, the first started first
         self._busy: dict[Connection, tuple[TaskGroup, int]] = {}
@@ -92,12 +91,12 @@ class Pool:
         room = _ROOM * sum(tensor.nbytes for tensor in federation.networks.initial.values()) + _MORE
         for _ in range(jobs):
             here, there = context.Pipe()
-            others = [here, *(link for _, link in self._links)]
+            others = [here, *self._processes]
             self._shared[here] = SharedBuffer(room), SharedBuffer(room)
             process = context.Process(target=_serve, args=(federation, there, others, *self._shared[here]), daemon=True)
             process.start()
             there.close()
-            self._links.append((process, here))
+            self._processes[here] = process
             self._record(here, profiling.Lap([], {}))
 
     def start(self, group: TaskGroup) -> Iterator[tuple[int, Any]]:
@@ -107,7 +106,7 @@ class Pool:
         """
         if group.pending:
             self._queue.append(group)
-        for _, link in self._links:
+        for link in self._processes:
             if link not in self._busy:
                 self._give(link)
         return self._results(group)
@@ -121,7 +120,7 @@ class Pool:
                 index, link, answer = self._next(group)
                 yield index, self._result(link, answer)
 
-    def _next(self, wanted: TaskGroup) -> tuple[int, Connection, Any]:
+    def _next(self, asked: TaskGroup) -> tuple[int, Connection, Any]:
         """Return the next answer of a group: position, worker, answer; keep those of other groups for later."""
         while True:
             if not self._ready:
@@ -133,7 +132,7 @@ class Pool:
             group.running -= 1
             group.on_result()
             self._give(link)
-            if group is wanted:
+            if group is asked:
                 return index, link, answer
             group.put(index, link, pack(answer))
 
@@ -157,7 +156,7 @@ class Pool:
             with profiling.during(profiling.MESSAGES):
                 return unpack(link.recv_bytes(), self._shared[link][1])
         except (EOFError, OSError) as error:
-            process = next(process for process, other in self._links if other == link)
+            process = self._processes[link]
             process.join(5)
             raise RunError(
                 f"a worker process ended unexpectedly (exit code {process.exitcode}; out of memory?); "
@@ -174,16 +173,16 @@ class Pool:
     def _record(self, link: Connection, lap: profiling.Lap | None) -> None:
         recorder = profiling.running()
         if recorder is not None and lap is not None:
-            recorder.gather(1 + [link for _, link in self._links].index(link), lap)
+            recorder.gather(1 + [*self._processes].index(link), lap)
 
     def close(self) -> None:
         """End the workers."""
-        for process, link in self._links:
+        for link, process in self._processes.items():
             link.close()
             process.terminate()
-        for process, _ in self._links:
+        for process in self._processes.values():
             process.join(5)
-        self._links = []
+        self._processes = {}
 
 
 class _Answer(NamedTuple):
@@ -227,7 +226,7 @@ def _serve(
             packed = pack(_Answer(result, failure, lap), answers)
         try:
             link.send_bytes(packed)
-        except (BrokenPipeError, OSError):
+        except OSError:
             os._exit(0)
 
 

@@ -49,12 +49,12 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
             "network, loss and images of the bundle go together",
             "change these values, or leave them out",
         ) from error
-    known = bundle.structures if bundle.is_shipped and bundle.task == "segmentation" else bundle.classes
-    wrong = [count for count in outputs if count != len(known) and not (count == 1 and len(known) == 2)]
-    if known and wrong:
+    classes = bundle.structures if bundle.is_shipped and bundle.task == "segmentation" else bundle.classes
+    wrong = [count for count in outputs if count != len(classes) and not (count == 1 and len(classes) == 2)]
+    if classes and wrong:
         raise InputError(
             f"--config {values}: the network has {wrong[0]} outputs",
-            f"bundle {bundle.name!r} has {len(known)} classes: {', '.join(known)}",
+            f"bundle {bundle.name!r} has {len(classes)} classes: {', '.join(classes)}",
             "leave the number of classes as it is",
         )
 

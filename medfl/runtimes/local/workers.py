@@ -92,7 +92,6 @@ class Workers(AbstractContextManager["Workers"]):
             self._pool.close()
 
     def __exit__(self, *_: object) -> None:
-        """End the workers."""
         self.close()
 
 

@@ -47,7 +47,7 @@ from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.averaging_host import refuse_other_servers
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
-from medfl.runtimes.monai_fl.guard import Activity, Guard
+from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, AtSite
 from medfl.runtimes.step import UNSENT, StepResult, introduce, site_judge, site_step
@@ -89,6 +89,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         cases: section -> outcomes of the trained model, for the sections that `train` was asked to score; they stay
             here.
         renewed: whether the last training left a State.
+
+    Raises:
+        InputError: there is no such kind of host.
     """
 
     def __init__(
@@ -102,11 +105,6 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         audit: Path | str | None = None,
         say: Callable[[str], object] = str,
     ) -> None:
-        """Take the parts; nothing is prepared yet.
-
-        Raises:
-            InputError: there is no such kind of host.
-        """
         if host not in HOSTS:
             raise InputError(f"host {host!r}", f"one of {', '.join(HOSTS)}", "choose one")
         self.name, self.host, self.folder = name, host, folder
@@ -137,8 +135,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._own = AtSite(federation, called, self._stop)
         if self.folder is not None:
             run = replace(federation.run, rounds=0)  # a run may go on for more rounds than were asked for
-            own = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
-            self.states = StatesInFolder(own, federation.networks.device)
+            place = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
+            self.states = StatesInFolder(place, federation.networks.device)
         self._guard.name(called, federation.run.data.folder)
 
     @property
@@ -154,18 +152,18 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
         """
-        own, judge = self._ready(), tuple((extra or {}).get(JUDGE, ()))
+        view, judge = self._ready(), tuple((extra or {}).get(JUDGE, ()))
         self._reply, self._trained, self.cases = None, True, {}
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
-            round_, base, received = self._received(own, data, activity)
+            round_, base, received = self._received(view, data, activity)
             with errors_safe_to_send():
                 before_it = f"a State of round {base}" if base else "none; rounds count from 1"
-                own.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
+                view.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
             result = self._called(profiling.STEP, site_step, round_, before, received, judge)
             with profiling.during(profiling.MESSAGES):
-                reply, state = self._replied(own, round_, result, received)
+                reply, state = self._replied(view, round_, result, received)
             with profiling.during(profiling.CHECKPOINT):
                 self.states.keep(round_, state, base)
             self._reply, self.cases, self.renewed = reply, result.cases, bool(state)
@@ -177,14 +175,14 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             InputError: a best or final model is asked for.
             RunError: the last training failed or was aborted.
         """
-        own, kind = self._ready(), (extra or {}).get(ExtraItems.MODEL_TYPE)
+        view, kind = self._ready(), (extra or {}).get(ExtraItems.MODEL_TYPE)
         if kind is not None:
             raise InputError(f"site {self.name!r}: model type {kind}", "a site keeps no such model", "ask the server")
         if self._reply is None:
             if self._trained:
                 raise RunError(f"site {self.name!r} has nothing to send: its last training did not end")
             with self._busy(FlPhase.GET_WEIGHTS, 0) as activity:
-                self._reply = self._exchanged(own, self._introduction(own), {}, activity)
+                self._reply = self._exchanged(view, self._introduction(view), {}, activity)
         return self._reply
 
     def evaluate(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> ExchangeObject:
@@ -218,9 +216,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             RunError: what was received is not what the method expects, the function fails, or that may not leave.
         """
-        own = self._ready()
+        view = self._ready()
         with self._busy(FlPhase.EVALUATE, self.states.last) as activity:
-            round_, base, received = self._received(own, data, activity)
+            round_, base, received = self._received(view, data, activity)
             with profiling.during(profiling.CHECKPOINT):
                 state = self._state(round_, base)
             result = self._called(part, function, round_, state, received, *rest)
@@ -237,14 +235,14 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             InputError: the bins are none, or not the site's own.
         """
-        own, bins = self._ready(), Bins.of(extra or {})
+        view, bins = self._ready(), Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
-            if bins is not None and self._guard.least and bins != (mine := Bins.own(own.bundle.metadata)):
+            if bins is not None and self._guard.least and bins != (mine := Bins.own(view.bundle.metadata)):
                 allowed = "none" if mine is None else f"{mine.number} from {mine.low:g} to {mine.high:g}"
                 asked = f"{bins.number} bins from {bins.low:g} to {bins.high:g}"
                 raise InputError(f"site {self.name!r}: {asked}", f"with min_count {allowed}", "ask for these, or none")
-            parts = {part: own.shard(self.name, section) for part, section in _PARTS.items()}
-            answer = statistics(parts, own.task, bins, self._guard.least)
+            parts = {part: view.shard(self.name, section) for part, section in _PARTS.items()}
+            answer = statistics(parts, view.task, bins, self._guard.least)
             self._guard.statistics(activity, answer)
             return ExchangeObject(statistics=answer)
 
@@ -275,9 +273,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         try:
             yield activity
         except Aborted as error:
-            raise Aborted(
-                f"site {self.name!r}: {_PHASES[phase][1]} aborted; its State is that of the round before"
-            ) from error
+            aborted = f"site {self.name!r}: {_PHASES[phase][1]} aborted"
+            raise Aborted(f"{aborted}; its State is that of the round before") from error
         except Exception as error:
             self._guard.refused(activity, error)
             raise
@@ -286,18 +283,16 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
     def _called(self, part: str, function: Callable[..., Any], round_: int, *rest: Any) -> Any:
         """Call a function of `step`; what it raises is told in one line."""
-        own = self._ready()
+        view = self._ready()
         try:
             with profiling.during(part):
-                result = function(own, round_, self.name, *rest)
+                result = function(view, round_, self.name, *rest)
         except MedflError:
             raise
         except Exception as error:  # a message may have all the right forms, and yet not be what the method expects
-            what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise RunError(
-                f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]} fails with the server's message: {what}"
-            ) from error
-        own.go_on()
+            doing = f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]}"
+            raise RunError(f"{doing} fails with the server's message: {in_words(error)}") from error
+        view.go_on()
         return result
 
     def _state(self, newest: int, base: int | None) -> State | None:
@@ -309,20 +304,21 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             named.safe_to_send = error.safe_to_send
             raise named from error
 
-    def _received(self, own: AtSite, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
+    def _received(self, view: AtSite, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
             with errors_safe_to_send():
-                own.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
+                view.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
                 named: Any = data.weights
-                own.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
-                own.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
-                own.require(data.optim is None, "it has the state of an optimiser")
+                view.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
+                view.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
+                view.require(data.optim is None, "it has the state of an optimiser")
                 numbers = {ROUND: activity.round, **(data.statistics or {})}
                 round_, base = numbers[ROUND], numbers.get(KEPT)
                 for value in (round_, 0 if base is None else base):
-                    own.require(type(value) is int and value >= 0, f"its round is {str(value)[:40]!r}, no whole number")
-                received = own.averaged(named) if self.host == "averaging" else own.received(named)
+                    is_whole = type(value) is int and value >= 0
+                    view.require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
+                received = view.averaged(named) if self.host == "averaging" else view.received(named)
             self._guard.came(Activity(activity.kind, round_), partial(self._crossed, named))
             return round_, base, received
 
@@ -333,33 +329,33 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         }
         return Message({"weights": tensors}) if self.host == "averaging" else Message.from_flat(tensors)
 
-    def _replied(self, own: AtSite, round_: int, result: StepResult, received: Message) -> tuple[ExchangeObject, State]:
+    def _replied(self, view: AtSite, round_: int, step: StepResult, received: Message) -> tuple[ExchangeObject, State]:
         """Return what leaves after a step, and the State with what was left out of it."""
-        seed = derive(own.site(self.name, round_).seed, "messages")
-        averaging, samples = self.host == "averaging", len(own.work(self.name, "train"))
-        reply = Message({"weights": result.reply["weights"]}) if averaging else result.reply
-        unsent = result.state.get(UNSENT, {})
+        seed = derive(view.site(self.name, round_).seed, "messages")
+        averaging, samples = self.host == "averaging", len(view.work(self.name, "train"))
+        reply = Message({"weights": step.reply["weights"]}) if averaging else step.reply
+        unsent = step.state.get(UNSENT, {})
         if self._guard.limits and unsent:  # what was left of earlier rounds is part of the change that is clipped
             reply, unsent = _added(reply, unsent), {}
         reply = self._guard.reply(reply, received, samples)
-        wire, unsent = own.wire.reply(reply, received, seed, unsent)
-        state = {key: value for key, value in result.state.items() if key != UNSENT}
-        numbers = self._guard.told({FlStatistics.NUM_EXECUTED_ITERATIONS: result.steps, LOSS: result.loss}, LOSS)
+        wire, unsent = view.wire.reply(reply, received, seed, unsent)
+        state = {key: value for key, value in step.state.items() if key != UNSENT}
+        numbers = self._guard.told({FlStatistics.NUM_EXECUTED_ITERATIONS: step.steps, LOSS: step.loss}, LOSS)
         self._guard.spend(Activity("train", round_), reply, wire, samples)
-        exchanged = self._exchanged(own, wire, numbers, Activity("train", round_))
+        exchanged = self._exchanged(view, wire, numbers, Activity("train", round_))
         return exchanged, {**state, UNSENT: unsent} if unsent else state
 
-    def _introduction(self, own: AtSite) -> Message:
+    def _introduction(self, view: AtSite) -> Message:
         if self.host == "averaging":
-            return Message({"weights": {name: own.networks.initial[name] for name in own.leaves}})
-        return introduce(own, self.name)
+            return Message({"weights": {name: view.networks.initial[name] for name in view.leaves}})
+        return introduce(view, self.name)
 
     def _exchanged(
-        self, own: AtSite, message: Message, numbers: Mapping[str, Any], activity: Activity
+        self, view: AtSite, message: Message, numbers: Mapping[str, Any], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
-        samples = len(own.work(self.name, "train"))
-        facts = self._guard.told(own.facts if self.host == "medfl" else {}, *own.facts)
+        samples = len(view.work(self.name, "train"))
+        facts = self._guard.told(view.facts if self.host == "medfl" else {}, *view.facts)
         numbers = {**numbers, FlStatistics.DATA_COUNT: samples, **facts}
         self._guard.leave(activity, message, numbers, telling=self.host == "medfl")
         return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), numbers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -119,8 +120,7 @@ class Sums:
 def sums(x: Tensor, bins: Bins | None) -> Sums:
     """Return the sums over a batch of images (B, C, ...)."""
     rows = x.detach().cpu().to(torch.float64).transpose(0, 1).flatten(1).numpy()
-    counts, present = np.zeros((len(rows), 0), np.int64), np.zeros((len(rows), 0), np.int64)
-    shares = np.zeros((len(rows), 0), np.int64)
+    counts = present = shares = np.zeros((len(rows), 0), np.int64)
     if bins is not None:
         each = np.array([[bins.count(row) for row in image] for image in rows.reshape(len(rows), len(x), -1)])
         counts, present = each.sum(1), (each > 0).sum(1)
@@ -138,9 +138,8 @@ def statistics(parts: Mapping[str, Shard], task: Task, bins: Bins | None = None,
         least: counts below it are None, and enough others that they do not follow from sums.
     """
     sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
-    whole = None
-    for one in sums_of_parts.values():
-        whole = one if whole is None else whole if one is None else whole.add(one)
+    filled = [one for one in sums_of_parts.values() if one is not None]
+    whole = reduce(Sums.add, filled) if filled else None
     statistics_of_parts = {part: _told([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()}
     statistics_of_parts[_TOTAL] = _told(list(parts.values()), whole, task, bins)
     if least > 0:
@@ -194,7 +193,7 @@ def _suppress(
             about["data_stats"] = {}
         for channel, histogram in enumerate(about["data_stats"].get("image_histogram", [])):
             assert present is not None
-            histogram["counts"] = _bins_told(histogram["counts"], present[channel], least)
+            histogram["counts"] = _without(histogram["counts"], hidden_bins(present[channel].tolist(), least))
     whole = result[_TOTAL]
     if any(result[part]["data_count"] is None for part in parts):
         whole["data_count"], whole["data_stats"] = None, {}
@@ -202,14 +201,11 @@ def _suppress(
         if any(result[part]["class_counts"][name] is None for part in parts):
             whole["class_counts"][name] = None
     for channel, histogram in enumerate(whole["data_stats"].get("image_histogram", [])):
-        columns = zip(
-            *(result[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts), strict=True
-        )
-        hidden = [any(count is None for count in column) for column in columns]
-        histogram["counts"] = [None if hide else count for hide, count in zip(hidden, histogram["counts"], strict=True)]
+        of_parts = [result[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts]
+        hidden = [None in column for column in zip(*of_parts, strict=True)]
+        histogram["counts"] = _without(histogram["counts"], hidden)
 
 
-def _bins_told(counts: Sequence[int], images: NDArray[np.int64], least: int) -> list[int | None]:
-    """Return a histogram without the bins of fewer than `least` images, and what would give them away."""
-    hidden = hidden_bins(images.tolist(), least)
-    return [None if hide else int(count) for hide, count in zip(hidden, counts, strict=True)]
+def _without(counts: Sequence[int], hidden: Sequence[bool]) -> list[int | None]:
+    """Return a histogram with None in its hidden bins."""
+    return [None if hide else count for hide, count in zip(hidden, counts, strict=True)]

@@ -13,14 +13,12 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core.message import Message
-from medfl.core.seeding import derive
 from medfl.core.storage import State, load_state, save_state, to_device
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import JUDGE, LOSS, ROUND, MedflClientAlgo, exchange_object
 from medfl.runtimes.monai_fl.states import States
-from medfl.runtimes.monai_fl.view import moved_message
 from medfl.runtimes.registry import Runtime
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import StepResult
@@ -36,7 +34,6 @@ class Exchange(Workers):
     """
 
     def __init__(self, federation: Federation, jobs: int = 1) -> None:
-        """Make the sites; there are no other processes."""
         super().__init__(federation, 1)
         self.sites = {name: MedflClientAlgo(federation, name) for name in federation.participants}
 
@@ -97,15 +94,12 @@ class Exchange(Workers):
 
     def _sent(self, task: RoundTask) -> tuple[ExchangeObject, int]:
         """Return a broadcast as it crosses, and its bytes."""
-        federation = self._federation
         with profiling.during(profiling.MESSAGES):
-            seed = derive(federation.host(task.round).seed, "messages", task.site)
-            wire = federation.messages.broadcast(task.broadcast, seed)
+            wire = self._federation.sent(task.round, task.site, task.broadcast)
             return exchange_object(wire.flat(), {ROUND: task.round}), wire.num_bytes
 
     def _arrived(self, name: str, answer: ExchangeObject) -> Message:
-        federation = self._federation
-        return moved_message(federation.arrived(name, answer.weights or {}), federation.networks.device)
+        return self._federation.arrived(name, answer.weights or {})
 
 
 class _TaskStates(States):

@@ -40,27 +40,25 @@ def in_words(error: BaseException) -> str:
 class Guard:
     """What stands between a site and everybody else.
 
-    Without a folder the account of the site's privacy lasts in memory; without a name it is told later.
+    Without a folder the account of the site's privacy lasts in memory; the site may be "" until `name`.
 
     Attributes:
         least: of statistics, counts below it are not told.
+
+    Raises:
+        InputError: the log cannot be written.
     """
 
     def __init__(
-        self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Print, site: str = ""
+        self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Print, site: str
     ) -> None:
-        """Take the parts.
-
-        Raises:
-            InputError: the log cannot be written.
-        """
         self._rules, self._folder, self._say = rules or Outbound(), folder, say
         self._log = None if audit is None else Audit(audit, site, say)
         self._gate: Gate | None = None
         self._written: BaseException | None = None
         self.least = self._rules.min_count
 
-    def name(self, site: str, data: str = "") -> None:
+    def name(self, site: str, data: str) -> None:
         """Say which site it is, and of which data folder, on whose account all jobs spend.
 
         Raises:
@@ -70,11 +68,11 @@ class Guard:
         if self._log is not None:
             self._log.site = site
         if self._rules != Outbound() and self._gate is None:
-            own = None if self._folder is None else self._folder / f"{safe_file_name(site)}.privacy.json"
-            file = account_file(self._folder, data) if self._folder is not None and data else own
+            of_site = None if self._folder is None else self._folder / f"{safe_file_name(site)}.privacy.json"
+            file = account_file(self._folder, data) if self._folder is not None and data else of_site
             account = Account.open(file, self._rules.delta)
-            if own is not None and own != file:
-                account.merge_site_account(own)
+            if of_site is not None and of_site != file:
+                account.merge_site_account(of_site)
             self._gate = Gate(self._rules, account, site)
 
     @property
@@ -143,9 +141,7 @@ class Guard:
             beside = {str(name): value for name, value in numbers.items()}
             self._add(activity, "left", {**about, "numbers": {**about["numbers"], **beside}})
 
-    def scored(
-        self, activity: Activity, function: str, metrics: Any, state: State | None, *, counted: bool = False
-    ) -> None:
+    def scored(self, activity: Activity, function: str, metrics: Any, state: State | None, *, counted: bool) -> None:
         """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
 
         `counted` says whether the number of each section's items is told beside its metrics.
@@ -164,8 +160,8 @@ class Guard:
         if self._gate is not None or self._log is not None:
             named = {f"{section}/{name}": v for section, one in cases.items() for name, v in summarise(one).items()}
             named |= {f"{section}/cases": len(one) for section, one in cases.items() if counted and len(one)}
-            own = set(state or {}) - {UNSENT}
-            self._numbers(activity, "metrics", named, telling=trained or bool(own) or "train" in cases)
+            trained_before = bool(set(state or {}) - {UNSENT})
+            self._numbers(activity, "metrics", named, telling=trained or trained_before or "train" in cases)
 
     def statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
         """Check and write down statistics of the site's images.

@@ -37,11 +37,11 @@ class States:
         """
         rounds = self._rounds()
         if round_ and round_ not in rounds:
-            known = ", ".join(map(str, sorted(rounds))) or "none"
+            listed = ", ".join(map(str, sorted(rounds))) or "none"
             with errors_safe_to_send():
                 raise RunError(
                     f"the server goes on from its State of round {round_}, which it does not have (those that it has: "
-                    f"{known}); put back the folder of its States, or start the run anew"
+                    f"{listed}); put back the folder of its States, or start the run anew"
                 )
         return self._load(round_) or None if round_ else None
 
@@ -76,7 +76,6 @@ class StatesInFolder(States):
     """States in files, from which a site goes on after it was stopped; the folder is this site's and run's alone."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        """Point at the folder."""
         self.folder, self._device = folder, device
 
     def _rounds(self) -> set[int]:

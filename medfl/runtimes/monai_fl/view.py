@@ -15,6 +15,7 @@ from torch import Tensor
 from medfl.core.compression import Compression
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
+from medfl.core.storage import to_device
 from medfl.data.prepared import Batch, Shard
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
@@ -46,7 +47,7 @@ class AtSite(Federation):
         self.name, self.wire, self.messages = name, federation.messages, Compression()
         self._stop = stop
         body = self._bodies[name]
-        self.leaves = {key.removeprefix("weights/"): form for key, form in body.leaves.items()}
+        self.leaves = body.leaves
         self._forms = {key: (tensor.shape, tensor.dtype) for key, tensor in body.networks.initial.items()}
 
     @cached_property
@@ -54,8 +55,8 @@ class AtSite(Federation):
         """What the run says of this site's data: positions of the `labels` that its masks show, of its `channels`."""
         run, bundle, facts = self.run, self.bundle, dict[str, list[int]]()
         if self.name in site_labels.read(run.site_labels, bundle.structures, self.names):
-            known, all_ = self.known.get(self.name), site_labels.annotated(bundle.structures)
-            facts["labels"] = sorted(all_) if known is None else [*known.classes]
+            known = self.known.get(self.name)
+            facts["labels"] = sorted(site_labels.annotated(bundle.structures)) if known is None else [*known.classes]
         if run.site_channels:
             channels = site_channels.read(run.site_channels, site_channels.names(bundle), self.names)
             facts |= {"channels": [*channels[self.name]]} if self.name in channels else {}
@@ -107,7 +108,7 @@ class AtSite(Federation):
         self.require(len(message.tensors) <= _MOST_GROUPS, f"it has {len(message.tensors)} groups of tensors")
         for name, number in message.scalars.items():
             self.require(math.isfinite(number), f"'scalars/{name}' is {number}")
-        return moved_message(message, self.networks.device)
+        return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
 
     def averaged(self, named: Mapping[Any, Any]) -> Message:
         """Return weights that arrived under their own names, from a host that knows of nothing else.
@@ -121,12 +122,12 @@ class AtSite(Federation):
         weights = self.message_limits.checked(named, f"site {self.name!r}: the server's message")
         for name, tensor in weights.items():
             self._check_finite(f"weights/{name}", tensor)
-            wanted = self.leaves[name][1] if name in self.leaves else tensor.dtype
-            if tensor.is_floating_point() and wanted != tensor.dtype:
-                weights[name] = (tensor if wanted.is_floating_point else tensor.round()).to(wanted)
+            dtype = self.leaves[name][1] if name in self.leaves else tensor.dtype
+            if tensor.is_floating_point() and dtype != tensor.dtype:
+                weights[name] = (tensor if dtype.is_floating_point else tensor.round()).to(dtype)
                 self._check_finite(f"weights/{name}", weights[name])
         self._check_weights(weights)
-        return moved_message(Message({"weights": weights}), self.networks.device)
+        return Message({"weights": to_device(weights, self.networks.device)})
 
     def require(self, holds: bool, what: str) -> None:
         """Raise RunError about what was received unless something holds."""
@@ -154,12 +155,6 @@ class AtSite(Federation):
         self.require(is_finite(tensor), f"{key!r} has NaN or infinite values")
 
 
-def moved_message(message: Message, device: torch.device) -> Message:
-    """Return the same message with its tensors on a device."""
-    groups = {group: {name: t.to(device) for name, t in part.items()} for group, part in message.tensors.items()}
-    return Message(groups, message.scalars)
-
-
 @dataclass(frozen=True)
 class _Watched(Shard):
     """Items of which no more batches come once somebody has said stop."""
@@ -167,7 +162,6 @@ class _Watched(Shard):
     stop: threading.Event = field(default_factory=threading.Event)
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
-        """Yield batches; Aborted in the place of the next one."""
         for batch in super().batches(size, generator):
             _go_on(self.stop)
             yield batch

@@ -18,11 +18,9 @@ class Events:
     """TensorBoard event files of a run of which `done` rounds are done, continued after a resume."""
 
     def __init__(self, path: Path, done: int, *places: Tracker) -> None:
-        """Point at the folder of the files."""
         self.path, self.done, self.places = path, done, places
 
     def __enter__(self) -> Events:
-        """Open the files, and the other places."""
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
 
         self._writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
@@ -33,7 +31,6 @@ class Events:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close them."""
         try:
             with suppress(OSError) if kind else writing(self.path):
                 self._writer.close()

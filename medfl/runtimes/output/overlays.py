@@ -38,40 +38,38 @@ def drawn(
     if dice:
         yield from dice_strips({site: list(values.values()) for site, values in dice.items()})
     for site, ranks in chosen(cases).items():
-        site_masks, outcomes = masks.get(site, {}), cases[site]
-        ranked_masks = {ident: masks for ident, masks in site_masks.items() if ident in ranks}
-        if not ranked_masks:
+        shown = {ident: masks[site][ident] for ident in ranks if ident in masks.get(site, {})}
+        if not shown:
             continue
         examples = [
-            _example(federation, site, ident, rank, outcomes, ranked_masks[ident])
-            for ident, rank in ranks.items()
-            if ident in ranked_masks
+            _example(federation, site, ident, ranks[ident], cases[site], masks_of_case)
+            for ident, masks_of_case in shown.items()
         ]
         median = float(np.nanmedian(list(dice[site].values())))
-        structures = _structures(federation, max(masks.classes for masks in ranked_masks.values()))
+        structures = _structures(federation, max(masks_of_case.classes for masks_of_case in shown.values()))
         yield overlays.mask_overlays(f"masks-{safe_file_name(site)}", site, examples, structures, median)
 
 
 def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
     """Return site -> id -> Dice of the sites that have any."""
-    known = {
+    by_site = {
         site: dict(zip(c.ids, c.values["dice"].tolist(), strict=True))
         for site, c in cases.items()
         if "dice" in c.values
     }
-    return {site: dice for site, dice in known.items() if any(value == value for value in dice.values())}
+    return {site: dice for site, dice in by_site.items() if any(value == value for value in dice.values())}
 
 
 def _drawn_sites(dice: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
     if len(dice) <= SITES:
         return dict(dice)
     by_median = sorted(dice, key=lambda site: float(np.nanmedian(list(dice[site].values()))))
-    kept = {by_median[i] for i in np.linspace(0, len(dice) - 1, SITES).round().astype(int)}
-    return {site: values for site, values in dice.items() if site in kept}
+    drawn_sites = {by_median[i] for i in np.linspace(0, len(dice) - 1, SITES).round().astype(int)}
+    return {site: values for site, values in dice.items() if site in drawn_sites}
 
 
 def _example(federation: Federation, site: str, ident: str, rank: str, cases: Cases, masks: Masks) -> Example:
-    image, geometry = given(federation, site, ident)
+    image, geometry = test_item(federation, site, ident)
     row = cases.select([ident]).values
     return Example(
         rank,
@@ -84,7 +82,7 @@ def _example(federation: Federation, site: str, ident: str, rank: str, cases: Ca
     )
 
 
-def given(federation: Federation, site: str, ident: str) -> tuple[Any, Geometry | None]:
+def test_item(federation: Federation, site: str, ident: str) -> tuple[Any, Geometry | None]:
     """Return a test item (1, C, H, W[, D]) as networks are given it, and where it lies in its file if that is known."""
     shard = federation.shard(site, "test")
     index = int(shard.indices[shard.ids.index(ident)])

@@ -92,10 +92,8 @@ class Pictures:
             if generated is not None:
                 images = Stacked([{}] * len(asked), generated.inputs, asked)
                 synthetic, made_labels = self._read(network, Shard.of(images, range(len(asked))))
-        some, of = real[:_MAPPED], labels[:_MAPPED]
-        for picture in model_plots.feature_maps(
-            some, of, synthetic, made_labels, classes, derive(seed, "pictures"), round_
-        ):
+        points = (real[:_MAPPED], labels[:_MAPPED], synthetic, made_labels)
+        for picture in model_plots.feature_maps(*points, classes, derive(seed, "pictures"), round_):
             self._keep(picture, round_)
         spectrum = model_plots.spectrum(real, labels, classes, round_)
         if spectrum is not None:
@@ -138,8 +136,8 @@ def _drawn(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
     limit = max(_LEAST * classes, min(_ITEMS, _PIXELS // max(1, x[0, 0].numel())))
     order = torch.randperm(len(pooled), generator=draws)
     if pooled.labels:
-        own = nn.functional.one_hot(torch.tensor(pooled.labels)[order])
-        order = order[(own.cumsum(0) * own).sum(1).argsort(stable=True)]  # first the first of each class
+        one_hot = nn.functional.one_hot(torch.tensor(pooled.labels)[order])
+        order = order[(one_hot.cumsum(0) * one_hot).sum(1).argsort(stable=True)]  # first the first of each class
     return Shard(pooled.prepared, pooled.indices[order[:limit]])
 
 

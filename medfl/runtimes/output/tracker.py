@@ -18,6 +18,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
+from medfl.runtimes.output.events import scalars
 
 _APART = ("bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes", "partition.sites")
 """Parts of a record that are no settings: where things lie, and which items each site has."""
@@ -30,6 +31,7 @@ class Tracker(ABC):
     kind.
 
     Attributes:
+        known: what the file in the run folder says; {} without one that can be read.
         title: its name in lines for the user.
         file: in a run folder, which run elsewhere it is.
         shown: the place in lines for the user, without secrets.
@@ -41,14 +43,14 @@ class Tracker(ABC):
     shown = ""
     secret = ""
 
-    def __init__(self, folder: RunFolder, place: str | None, say: Print) -> None:
+    def __init__(self, folder: RunFolder, say: Print) -> None:
         """Connect to nothing yet."""
-        self.folder, self.place, self.say, self._on = folder, place, say, False
+        self.folder, self.say, self._on = folder, say, False
         self.known = self._known()
 
     @abstractmethod
-    def _open(self, done: int) -> None:
-        """Begin the run there, or go on with it and write the rounds up to `done` that it lacks."""
+    def _open(self) -> None:
+        """Begin the run there, or go on with it."""
 
     @abstractmethod
     def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
@@ -59,9 +61,12 @@ class Tracker(ABC):
         """Say that the run is over, or was cut short."""
 
     def open(self, done: int) -> None:
-        """Begin, of a run of which `done` rounds are done."""
+        """Begin, of a run of which `done` rounds are done, and write those of them that are not there."""
         with self._kept_going():
-            self._open(done)
+            self._open()
+            for entry in self.folder.rounds():
+                if entry["round"] <= done:
+                    self._log(entry["round"], scalars(entry))
             self._on = True
 
     def log(self, round_: int, numbers: Mapping[str, float]) -> None:
@@ -76,16 +81,16 @@ class Tracker(ABC):
             with self._kept_going():
                 self._close(finished)
 
-    def note(self, **told: str) -> None:
+    def note(self, **place: str) -> None:
         """Write down where the run is tracked, also before anything is there: a resumed run then tries again."""
-        write_atomic(self.folder.path / self.file, json.dumps(told).encode())
+        write_atomic(self.folder.path / self.file, json.dumps(place).encode())
 
     def _known(self) -> dict[str, str]:
         try:
-            known = json_values(self.folder.path / self.file, 2**16)
+            document = json_values(self.folder.path / self.file, 2**16)
         except Refused:
             return {}
-        return {key: str(value) for key, value in known.items()} if isinstance(known, dict) else {}
+        return {key: str(value) for key, value in document.items()} if isinstance(document, dict) else {}
 
     @contextmanager
     def _kept_going(self) -> Iterator[None]:

@@ -13,13 +13,11 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.release import pip_install
 from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
-from medfl.runtimes.output.events import scalars
 from medfl.runtimes.output.tracker import Tracker, settings_of
 from medfl.runtimes.output.wandb_runs import Wandb
 
@@ -44,15 +42,14 @@ class Tracking(Tracker):
     title, file = "MLflow", FILE
 
     def __init__(self, folder: RunFolder, uri: str | None, say: Print) -> None:
-        """Connect to nothing yet."""
-        super().__init__(folder, uri, say)
-        own = f"sqlite:///{(folder.path / STORE).resolve()}"
-        self.uri = uri or self.known.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or own
+        super().__init__(folder, say)
+        in_folder = f"sqlite:///{(folder.path / STORE).resolve()}"
+        self.uri = uri or self.known.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or in_folder
         self.shown, self.secret = _without_password(self.uri), self.uri
         self.id = self.known.get("run_id", "") if self.known.get("uri") == self.shown else ""
         self._there: set[int] = set()
 
-    def _open(self, done: int) -> None:
+    def _open(self) -> None:
         from mlflow.tracking import MlflowClient  # imports for seconds
 
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each table that it makes
@@ -64,11 +61,8 @@ class Tracking(Tracker):
             self._there = {metric.step for metric in self._client.get_metric_history(self.id, _MARK)}
             self._client.set_terminated(self.id, "RUNNING")
         else:
-            self._begin(self._client)
+            self._begin()
         self.say(f"MLflow: run {self.id} at {self.shown}")
-        for entry in self.folder.rounds():
-            if entry["round"] <= done:
-                self._log(entry["round"], scalars(entry))
 
     def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
         if round_ in self._there:
@@ -83,9 +77,10 @@ class Tracking(Tracker):
     def _close(self, finished: bool) -> None:
         self._client.set_terminated(self.id, "FINISHED" if finished else "KILLED")
 
-    def _begin(self, client: Any) -> None:
+    def _begin(self) -> None:
         from mlflow.entities import Param
 
+        client = self._client
         run, document = self.folder.read_run()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         there = client.get_experiment_by_name(name)
@@ -100,14 +95,14 @@ class Tracking(Tracker):
             client.log_batch(self.id, params=params[start : start + _BATCH])
 
 
-_KINDS: Mapping[str, tuple[type[Tracker], str, str]] = {
+_KINDS: Mapping[str, tuple[type[Tracking | Wandb], str, str]] = {
     "mlflow": (Tracking, "mlflow.tracking", "MLflow"),
     "wandb": (Wandb, "wandb", "Weights & Biases"),
 }
 """What `--track` names: its class, the module that it needs, and that in words."""
 
 
-def parse(text: str) -> tuple[type[Tracker], str | None]:
+def parse(text: str) -> tuple[type[Tracking | Wandb], str | None]:
     """Return what `--track` names, and its place, None for the default one.
 
     Raises:

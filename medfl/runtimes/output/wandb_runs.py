@@ -12,7 +12,6 @@ from typing import Any
 
 from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
-from medfl.runtimes.output.events import scalars
 from medfl.runtimes.output.tracker import Tracker, settings_of
 
 PROJECT = "medfl"
@@ -24,13 +23,12 @@ class Wandb(Tracker):
     title, file = "Weights & Biases", "wandb.json"
 
     def __init__(self, folder: RunFolder, project: str | None, say: Print) -> None:
-        """Connect to nothing yet."""
-        super().__init__(folder, project, say)
+        super().__init__(folder, say)
         self.project = project or self.known.get("project") or PROJECT
         self.shown = f"project {self.project}"
         self.id = self.known.get("run_id", "") if self.known.get("project") == self.project else ""
 
-    def _open(self, done: int) -> None:
+    def _open(self) -> None:
         import wandb
 
         self.note(project=self.project, run_id=self.id)
@@ -43,13 +41,11 @@ class Wandb(Tracker):
         self.id = str(self._run.id)
         self.note(project=self.project, run_id=self.id)
         self.say(f"{self.title}: run {self.id} of {self.shown}")
-        there = int(self._run.step or 0)  # it takes no numbers of earlier rounds than this
-        for entry in self.folder.rounds():
-            if there <= entry["round"] <= done:
-                self._log(entry["round"], scalars(entry))
+        self._there = int(self._run.step or 0)  # it takes no numbers of earlier rounds than this
 
     def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=round_)
+        if round_ >= self._there:
+            self._run.log(dict(numbers), step=round_)
 
     def _close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)

@@ -13,7 +13,7 @@ from medfl.evaluation.slices import planes, true_colours
 from medfl.report.picture import Picture, image_picture
 from medfl.report.saved_pictures import WORST
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.output.overlays import given
+from medfl.runtimes.output.overlays import test_item
 
 
 def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Picture]:
@@ -31,10 +31,11 @@ def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Pictur
     order = sorted(losses, key=lambda ident: (-losses[ident][0], ident))[:WORST]
     for rank, ident in enumerate(order, 1):
         loss, site, row = losses[ident]
-        image, known = given(federation, site, ident)
+        image, geometry = test_item(federation, site, ident)
         if not isinstance(image, Tensor) or image.ndim not in (4, 5):
             return
-        geometry = known or (_upright(tuple(image.shape[2:])) if rows_first else None)
+        if geometry is None and rows_first:
+            geometry = _upright(tuple(image.shape[2:]))
         nothing = np.zeros(image.shape[2:], np.int64)
         pixels = true_colours(image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms)
         plane = planes(pixels, nothing, nothing, geometry)[0]

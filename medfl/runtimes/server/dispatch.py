@@ -39,8 +39,7 @@ class Dispatcher:
         """
         names = self.federation.participants
         results = self.workers.run([partial(Introduce, name) for name in names])
-        checked = ((index, self._checked(names[index], result)) for index, result in results)
-        return self._attendance(names, missing, "introductions").present(checked)
+        return self._present(names, results, missing, "introductions")
 
     def train(
         self,
@@ -73,8 +72,14 @@ class Dispatcher:
             on_result=on_result,
             folder=self.folder.path,
         )
+        return self._present(names, results, left_out, f"round {round_}")
+
+    def _present(
+        self, names: Sequence[str], results: Iterator[tuple[int, Any]], left_out: dict[str, str], what: str
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""
         checked = ((index, self._checked(names[index], result)) for index, result in results)
-        return self._attendance(names, left_out, f"round {round_}").present(checked)
+        return Attendance(names, self.tolerance.min_replies, left_out, what, self.say).present(checked)
 
     def _checked(self, name: str, result: Any) -> Any:
         """Return an introduction or a training's result, or `Absent` if it lacks or claims what it should not."""
@@ -113,9 +118,6 @@ class Dispatcher:
 
     def _shown(self, count: int, results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         yield from bar(results, count, desc="scoring", unit="part", shown=self.progress)
-
-    def _attendance(self, names: Sequence[str], left_out: dict[str, str], what: str) -> Attendance:
-        return Attendance(names, self.tolerance.min_replies, left_out, what, self.say)
 
     def _make(self, task: Callable[..., RoundTask], round_: int, server: State, name: str) -> RoundTask:
         with profiling.during(profiling.MESSAGES), self.federation.networks.scope():

@@ -76,8 +76,7 @@ def next_state(
             check_marks(method, server, before)
 
     with federation.networks.scope():
-        broadcasts = [federation.method.broadcast(federation.host(round_), server, name) for name in cohort[:1]]
-    sent = broadcasts[0].tensors if broadcasts else {}
+        sent = federation.method.broadcast(federation.host(round_), server, cohort[0]).tensors
     attendance.refuse(odd_replies(replies, sent, {"weights"} | federation.like_weights))
     usable = {name: reply for name, reply in replies.items() if name not in left_out}
     attendance.refuse(far_replies(federation, usable, sent))
@@ -129,9 +128,9 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
         for why in _flaws(server, None, "", federation.names, federation.task.num_classes):
             raise _Unusable(why)
         with federation.scope():
-            for name in federation.cohort(round_)[:1]:
-                down = method.broadcast(federation.host(round_), server, name)
-                federation.check(name, Message({"weights": down.tensors.get("weights", {})}))  # of the same forms
+            name = federation.cohort(round_)[0]
+            down = method.broadcast(federation.host(round_), server, name)
+            federation.check(name, Message({"weights": down.tensors.get("weights", {})}))  # of the same forms
             method.global_predictor(federation.host(round_), server)
     except Exception as error:  # a State of any form may make it fail in any way
         raise InputError(
@@ -220,9 +219,8 @@ def _at_fault(
     if not at_fault:
         healing = [name for name in names if failure([other for other in names if other != name]) is None]
         at_fault = dict.fromkeys(healing or names, error)
-    return {
-        name: "the server's half can do nothing with its reply: " + _in_one_line(why) for name, why in at_fault.items()
-    }
+    unusable = "the server's half can do nothing with its reply"
+    return {name: f"{unusable}: {_in_one_line(why)}" for name, why in at_fault.items()}
 
 
 def _in_one_line(error: Exception) -> str:
@@ -253,10 +251,10 @@ def odd_replies(
         tied = {form for form, n in others if n == count}
         right = most if not tied else next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
         for name, form in owners.items():
-            wrong = [tensor for tensor, own in form.items() if own != right]
+            wrong = [tensor for tensor, its_form in form.items() if its_form != right]
             if wrong and name not in reasons:
-                wanted = "the other sites' is another" if right is None else f"expected {_form_text(right)}"
-                reasons[name] = f"{printable(wrong[0], 80)!r} is {_form_text(form[wrong[0]])}; {wanted}"
+                others_have = "the other sites' is another" if right is None else f"expected {_form_text(right)}"
+                reasons[name] = f"{printable(wrong[0], 80)!r} is {_form_text(form[wrong[0]])}; {others_have}"
     return reasons
 
 
@@ -311,6 +309,5 @@ def _naming_flaws(
         yield f"{path + '/' + min(lost)!r} is gone"
     for name in sorted(new) if was or by_class else ():
         if not by_class or not _is_class(name) or (classes and int(name) >= classes):
-            yield f"{printable(path + '/' + name, 80)!r} was not in it before" + (
-                " and is no class" if by_class else ""
-            )
+            no_class = " and is no class" if by_class else ""
+            yield f"{printable(path + '/' + name, 80)!r} was not in it before{no_class}"

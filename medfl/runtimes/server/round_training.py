@@ -21,7 +21,6 @@ class RoundTraining:
     results: Iterator[tuple[str, tuple[StepResult, bool]]]
 
     def __init__(self, round_: int, cohort: list[str], on_result: Callable[[], object]) -> None:
-        """Start the clock."""
         self.round, self.cohort = round_, cohort
         self.left_out: dict[str, str] = {}
         self.started, self.overlap = time.perf_counter(), 0.0

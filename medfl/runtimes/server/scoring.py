@@ -20,7 +20,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
-from medfl.runtimes.step import StepResult
+from medfl.runtimes.step import StepResult, copied_weights
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16
@@ -70,18 +70,14 @@ class Scoring:
         if personal is None:
             personal = {name: result.cases for name, result in results.items() if result.cases}
         val_global = summarise(whole) if whole is not None else None
-        own = {name: cases["validate"] for name, cases in personal.items()}
-        val_personal = summarise(Cases.concat(list(own.values()))) if own else None
-        received = {name: summarise(cases) for name, cases in self._cut(whole, "validate").items()}
+        own_models = {name: cases["validate"] for name, cases in personal.items()}
+        val_personal = summarise(Cases.concat(list(own_models.values()))) if own_models else None
+        models = {"received": self._cut(whole, "validate"), "personal": own_models}
         sites: dict[str, dict[str, Any]] = {}
         for name in self.federation.names:
-            site: dict[str, Any] = {}
-            if name in received:
-                site["received"] = received[name]
-            if name in own:
-                site["personal"] = summarise(own[name])
-            if site:
-                sites[name] = site
+            scores = {model: summarise(cases[name]) for model, cases in models.items() if name in cases}
+            if scores:
+                sites[name] = scores
         val = (val_global if self.method.judged == "global" else val_personal) or {}
         self._remember(round_, server, val)
         return {"val": val, "val_global": val_global, "val_personal": val_personal, "sites": sites}
@@ -125,7 +121,7 @@ class Scoring:
         with self.federation.networks.scope():
             network = self.method.global_predictor(self.federation.host(round_), server)
             if network is not None:
-                return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
+                return copied_weights(network)
         weights = SitesWeights(self.folder.path)
         for name, part in self.dispatcher.at_sites(tasks.CopyWeights, round_, server, self.names):
             weights.add(name, part)
@@ -137,13 +133,12 @@ class Scoring:
         """Score on the test items, and write tables and weights."""
         last, judged = self.last, self.method.judged
         whole = self._global(last, "test", server)
-        own = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
+        own_models = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
         cut = self._cut(whole, "test")
         received = {name: summarise(cases) for name, cases in cut.items()}
-        mine = {name: summarise(cases) for name, cases in own.items()}
-        everybody = Cases.concat(list(own.values())) if own else None
-        last_global = self._scored(last, whole) if whole is not None else None
-        last_personal = self._scored(last, everybody) if everybody is not None else None
+        personal = {name: summarise(cases) for name, cases in own_models.items()}
+        everybody = Cases.concat(list(own_models.values())) if own_models else None
+        last_global, last_personal = self._scored(last, whole), self._scored(last, everybody)
         weights = self._judged_weights(last, server)
         self.folder.write_weights("weights", weights)
         best_global = self._best_global(whole)
@@ -151,7 +146,8 @@ class Scoring:
         if self.record["best_test"] and everybody is not None:
             classes = self._classes(self.record["best_test"], everybody)
             best_personal = {"round": self.record["best"]["round"], **self.record["best_test"], **classes}
-        by_site = {n: scores.get(self.key) for n, scores in (received if judged == "global" else mine).items()}
+        judged_cases, judged_scores = (cut, received) if judged == "global" else (own_models, personal)
+        by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
         summary = {
             "judged": judged,
             "last": last_global if judged == "global" else last_personal,
@@ -168,14 +164,16 @@ class Scoring:
         }
         columns = {
             name: _columns("received", received.get(name), self._classes(received.get(name), cut.get(name)))
-            | _columns("personal", mine.get(name), self._classes(mine.get(name), own.get(name)))
+            | _columns("personal", personal.get(name), self._classes(personal.get(name), own_models.get(name)))
             for name in self.federation.names
         }
         self._write_tables(columns, whole if judged == "global" else None, everybody)
-        return Final(summary, cut if judged == "global" else own)
+        return Final(summary, judged_cases)
 
-    def _scored(self, round_: int, cases: Cases) -> dict[str, Any]:
-        """Return a round with the metrics of these cases, of a segmentation each structure's among them."""
+    def _scored(self, round_: int, cases: Cases | None) -> dict[str, Any] | None:
+        """Return a round with the metrics of its cases, of a segmentation each structure's among them."""
+        if cases is None:
+            return None
         metrics = summarise(cases)
         return {"round": round_, **metrics, **self._classes(metrics, cases)}
 
@@ -202,12 +200,12 @@ class Scoring:
         Returns:
             site -> id -> masks, and how many were written, None if there was nothing to write.
         """
-        last, wanted = self.last, chosen(cases)
-        names = [name for name in cases if wanted.get(name) or (save and len(cases[name]))]
+        last, shown = self.last, chosen(cases)
+        names = [name for name in cases if shown.get(name) or (save and len(cases[name]))]
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
         folders = {name: str(self.folder.predictions_folder(name)) if save else None for name in names}
-        ids = {name: list(wanted.get(name, {})) for name in names}
+        ids = {name: list(shown.get(name, {})) for name in names}
         if self.method.judged == "global":
             segment = partial(tasks.SegmentGlobal, last, server)
             at_server = [partial(segment, name, ids[name], folders[name]) for name in names]
@@ -245,10 +243,10 @@ class Scoring:
 
     def _personal_model(self) -> dict[str, str]:
         """Say what the personal model is, where one is scored."""
-        own = methods.has_site_models(self.method)
-        if own or (self.run.score_trained and not self.method.pools_data):
-            return {"personal_model": _OWN if own else _TRAINED_ONCE_MORE}
-        return {}
+        if methods.has_site_models(self.method):
+            return {"personal_model": _OWN}
+        trained = self.run.score_trained and not self.method.pools_data
+        return {"personal_model": _TRAINED_ONCE_MORE} if trained else {}
 
     def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
@@ -267,7 +265,7 @@ class Scoring:
             return None
         last = best["round"] == self.last
         tested = whole if last else self._global(best["round"], "test", self.folder.best_state())
-        return self._scored(best["round"], tested) if tested is not None else None
+        return self._scored(best["round"], tested)
 
     def _write_tables(
         self, columns: Mapping[str, dict[str, Any]], whole: Cases | None, everybody: Cases | None
