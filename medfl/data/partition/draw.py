@@ -292,9 +292,6 @@ def _class_notes(
     return notes
 
 
-# Small helpers
-
-
 def group_of(item: Item) -> str:
     """Return the patient or lesion of an item, its id where that is not known."""
     return str(item.get("group") or item["id"])

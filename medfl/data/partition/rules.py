@@ -122,32 +122,28 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
     data = {name: list(sections.get(name, ())) for name in SECTIONS}
     _check_ids(data)
     names = _check_labels(data, classes, spec, required=kind in ("dirichlet", "classes", "shots"))
-    if kind in OWN_SITES:
-        if kind == "counts":
-            order = [f"site-{i + 1}" for i in range(_check_sites(spec, len(values), data["train"]))]
-            homes, notes = by_counts(Rule(kind, values, len(order), names, seed), data)
-        else:
-            homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
-            order = sorted({home for section in homes.values() for home in section if home}, key=_place(spec))
+    if kind in ("centre", "file"):
+        homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
+        order = sorted({home for section in homes.values() for home in section if home}, key=_place(spec))
         if kind == "centre":
-            homes, said = limit_centres(values, data, homes)
-            notes += said
-        if sites is not None and sites != len(order):
-            raise InputError(
-                f"{sites} sites with partition {spec!r}",
-                f"it has {len(order)}: {listed(order)}",
-                "leave the number of sites out or make it agree",
-            )
-        _check_trained(spec, order, homes["train"])
+            homes, limit_notes = limit_centres(values, data, homes)
+            notes += limit_notes
     else:
-        count = _check_sites(spec, sites, data["train"])
+        count = _check_sites(spec, len(values) if kind == "counts" else sites, data["train"])
+        order = [f"site-{i + 1}" for i in range(count)]
         if kind == "size":
             _check_sizes(data)
             homes, notes = by_size(count, data), []
-            _check_trained(spec, [f"site-{i + 1}" for i in range(count)], homes["train"])
         else:
-            homes, notes = draw(Rule(kind, values, count, names, seed), data)
-        order = [f"site-{i + 1}" for i in range(count)]
+            by_rule = by_counts if kind == "counts" else draw
+            homes, notes = by_rule(Rule(kind, values, count, names, seed), data)
+    if kind in OWN_SITES and sites is not None and sites != len(order):
+        raise InputError(
+            f"{sites} sites with partition {spec!r}",
+            f"it has {len(order)}: {listed(order)}",
+            "leave the number of sites out or make it agree",
+        )
+    _check_trained(spec, order, homes["train"])
     held: dict[str, dict[str, list[int]]] = {site: {name: [] for name in SECTIONS} for site in order}
     for name, section in homes.items():
         for i, home in enumerate(section):
