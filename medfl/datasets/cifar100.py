@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.cifar10 import CITATION, LICENCE, SOURCE, batches_layout, batches_writer
+from medfl.datasets.cifar10 import CITATION, LICENCE, SOURCE, batches_layout
 from medfl.datasets.phantoms.phantom import draw_stacked
 from medfl.datasets.phantoms.scenes_natural import things
 from medfl.datasets.readers.splitting import validation_from_train
-from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100
+from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100, write_cifar
 
 # The fine labels, which are in alphabetical order.
 CLASSES = (
@@ -35,7 +37,7 @@ DATASET = DataSet(
     licence=LICENCE,
     source=SOURCE,
     citation=CITATION,
-    draw=draw_stacked(len(CLASSES), things(len(CLASSES)), batches_writer(CIFAR100)),
+    draw=draw_stacked(len(CLASSES), things(len(CLASSES)), partial(write_cifar, CIFAR100)),
     per_class=12,
     size=32,
     notes=(

@@ -34,10 +34,6 @@ def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[P
     return table
 
 
-def _read_centres(folder: Path) -> Table:
-    return _read_ham(folder / "labels.csv", "centre", centre_roots(folder), centre_roots(folder, "masks"))
-
-
 def _has_ham(folder: Path) -> bool:
     return bool(first(folder, *METADATA) and part_roots(folder) and first(folder, HAM_MASKS, f"{HAM_MASKS}.zip"))
 
@@ -104,7 +100,9 @@ DATASET = DataSet(
             lambda folder: (
                 (folder / "labels.csv").is_file() and bool(centre_roots(folder)) and bool(centre_roots(folder, "masks"))
             ),
-            _read_centres,
+            lambda folder: _read_ham(
+                folder / "labels.csv", "centre", centre_roots(folder), centre_roots(folder, "masks")
+            ),
         ),
         Layout(
             "HAM10000_metadata[.csv|.tab] (dataset = centre) + HAM10000_images_part_1, _part_2 + "

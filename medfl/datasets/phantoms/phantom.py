@@ -55,11 +55,9 @@ def write_phantom(
     if side < MINIMUM_SIZE:
         raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "raise --size")
     empty_folder(target)
-    partial: Path | None = None
+    partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-        partial.mkdir()
+        partial.mkdir(parents=True)
         images = dataset.draw(partial, np.random.default_rng(derive(seed, "phantom", name)), count, side)
         write_marker(partial, name, images, seed, size=side)
         if target.exists():
@@ -68,8 +66,7 @@ def write_phantom(
     except OSError as error:
         raise RunError(f"the phantom cohort cannot be written to {target}: {error}") from error
     finally:
-        if partial is not None and partial.exists():
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -114,22 +111,20 @@ class Case:
         return np.random.default_rng(derive(self.shape, "shot", self.shot))
 
 
-def mixed_cases(rng: Generator, mix: Sequence[Sequence[int]], total: int, repeat: float = 0.25) -> list[Case]:
+def mixed_cases(rng: Generator, mix: Sequence[Sequence[int]], total: int) -> list[Case]:
     """Return about `total` cases, one group after the other; `mix` holds the real counts (centre, class).
 
     Counts follow the square root of the real ones, so that rare classes stay rare but can be learned; a real zero stays
-    zero. A share `repeat` of the groups has two images.
+    zero. A quarter of the groups that could have two images has them.
     """
     weight = np.sqrt(np.asarray(mix, dtype=np.float64))
-    counts = np.ceil(weight / weight.sum() * total - 0.5).astype(int) + (
-        (weight > 0) & (weight / weight.sum() * total < 0.5)
-    )
+    shares = weight / weight.sum() * total
+    counts = np.ceil(shares - 0.5).astype(int) + ((weight > 0) & (shares < 0.5))
     cases: list[Case] = []
     for centre, row in enumerate(counts):
-        for label, wanted in enumerate(row):
-            left = int(wanted)
+        for label, left in enumerate(row.tolist()):
             while left:
-                shots = 2 if left > 1 and rng.uniform() < repeat else 1
+                shots = 2 if left > 1 and rng.uniform() < 0.25 else 1
                 group, shape = len(cases), int(rng.integers(2**62))
                 cases += [Case(label, centre, group, shape, shot) for shot in range(shots)]
                 left -= shots
@@ -167,10 +162,8 @@ def save(path: Path, pixels: NDArray[np.uint8]) -> None:
 
 
 def _plain(rng: Generator, classes: int, per_class: int) -> list[Case]:
-    shapes = rng.integers(2**62, size=(per_class, classes))
-    return [
-        Case(label, 0, index, int(shapes[index, label]), 0) for index in range(per_class) for label in range(classes)
-    ]
+    shapes = rng.integers(2**62, size=(per_class, classes)).tolist()
+    return [Case(label, 0, index, shape, 0) for index, row in enumerate(shapes) for label, shape in enumerate(row)]
 
 
 def draw_folders(
@@ -215,8 +208,8 @@ def draw_medmnist(stem: str, classes: int, scene: Scene, class_names: Sequence[s
     """Return the writer of `<stem>[_<size>].npz` with the arrays of MedMNIST, the classes equally often."""
 
     def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-        images, known, parts = _stack(rng, classes, per_class, size, scene, SHARES)
-        labels = known.astype(np.uint8)[:, None]
+        images, numbers, parts = _stack(rng, classes, per_class, size, scene, SHARES)
+        labels = numbers.astype(np.uint8)[:, None]
         arrays: dict[str, Any] = {}
         for part in SHARES:
             arrays[f"{part}_images"], arrays[f"{part}_labels"] = images[parts == part], labels[parts == part]

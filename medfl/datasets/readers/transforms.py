@@ -257,11 +257,8 @@ class WriteClassesd(MapTransform):
         self, keys: KeysCollection = "pred", output_dir: str | Path = "output", *, classes: Sequence[str]
     ) -> None:
         super().__init__(keys)
-        self.file, self.classes, self._begun = (
-            Path(output_dir) / "predictions.csv",
-            [str(one) for one in classes],
-            False,
-        )
+        self.file, self.classes = Path(output_dir) / "predictions.csv", [str(one) for one in classes]
+        self._begun = False
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Write the row of one image; the data stay as they are."""
