@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms import scenes_volumes
 from medfl.datasets.phantoms.phantom import Generator, write_csv
 from medfl.datasets.readers.pairs import paired
-from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
+from medfl.datasets.readers.splitting import Record, by_group, hash_order, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
 from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_files, volume_index
 
@@ -103,7 +102,7 @@ def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 def split_few(records: Sequence[Record]) -> list[str]:
     """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
-    order = sorted(range(len(records)), key=lambda i: hashlib.sha256(f"ixi_brain/{records[i].id}".encode()).digest())
+    order = sorted(range(len(records)), key=lambda i: hash_order("ixi_brain", records[i].id))
     test, validate = max(1, round(0.2 * len(order))), max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
     sections = ["train"] * len(order)
     for place, index in enumerate(order[: test + validate]):

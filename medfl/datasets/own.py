@@ -25,7 +25,6 @@ from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_
 
 UNLABELLED = "unlabelled"
 """Folder beside those of the classes, with images of no known class."""
-_SHARES = (0.7, 0.1, 0.2)
 _ALONE = ", or name a site that has images alone with --unlabelled"
 
 
@@ -346,7 +345,7 @@ def sections_of(
     return list(zip(records, sections, strict=True))
 
 
-_BY_GROUP = by_group(_SHARES, "own", at_centres=False)
+_BY_GROUP = by_group((0.7, 0.1, 0.2), "own", at_centres=False)
 
 
 def _fold(split: str, named: bool) -> Rule:

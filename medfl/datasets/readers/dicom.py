@@ -131,11 +131,15 @@ def picture_affine(file: str) -> NDArray[np.float64]:
     return _affine(_execute(file))
 
 
-def _execute(file: str) -> Any:
+def _reader(file: str) -> Any:
     reader = _sitk().ImageFileReader()
     reader.SetImageIO(_FORMAT)
     reader.SetFileName(file)
-    image = _executed(reader, f"file {file}", "a complete image", "copy the file again")
+    return reader
+
+
+def _execute(file: str) -> Any:
+    image = _executed(_reader(file), f"file {file}", "a complete image", "copy the file again")
     if image.GetDimension() != 3 or image.GetSize()[2] != 1:
         raise InputError(f"DICOM file {file} has several frames", "one picture in a file", "save each as a file")
     return image
@@ -218,14 +222,11 @@ def is_dicom(file: str) -> bool:
 
 
 def _information(file: str) -> Any:
-    reader = _sitk().ImageFileReader()
-    reader.SetImageIO(_FORMAT)
-    reader.SetFileName(file)
+    reader = _reader(file)
     reader.ReadImageInformation()
     return reader
 
 
 def _description(file: str) -> str:
-    reader = _information(file)
-    text = reader.GetMetaData(_DESCRIPTION).strip() if reader.HasMetaDataKey(_DESCRIPTION) else ""
+    text = _text(_information(file), _DESCRIPTION)
     return f"{text!r}, " if text else ""

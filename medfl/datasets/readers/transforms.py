@@ -85,7 +85,6 @@ class ReadPixelsd(MapTransform):
         size: int | tuple[int, int] | None = None,
         own_depth: bool | int = False,
     ) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys)
         if convert and channels not in (1, 3):
             raise InputError(
@@ -143,7 +142,6 @@ class ReadPaird(ReadPixelsd):
         size: int | Shape | None = None,
         own_depth: bool | int = False,
     ) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys, channels, convert, size, own_depth)
         if not 2 <= classes <= 255:
             raise InputError(
@@ -294,7 +292,6 @@ class ReadVolumed(MapTransform):
     """
 
     def __init__(self, keys: KeysCollection = ("image", "label"), classes: int | None = None) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys)
         if len(self.keys) > 2 or (len(self.keys) == 2 and (classes is None or not 2 <= classes <= 256)):
             raise InputError(
@@ -328,7 +325,6 @@ class CheckPatchd(MapTransform):
     """
 
     def __init__(self, keys: KeysCollection, patch_size: int | Sequence[int] | None) -> None:
-        """Keep the patch size."""
         super().__init__(keys)
         self.patch_size = patch_size
 

@@ -89,9 +89,7 @@ def count_voxels(uri: str) -> int | None:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
         return math.prod(map(int, _header(uri).get_data_shape())) or None
-    except (InputError, RuntimeError):
-        return None
-    except _nifti_errors():
+    except (InputError, *_nifti_errors()):
         return None
 
 
@@ -129,9 +127,9 @@ def is_nifti(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def bare(name: str) -> str:
-    """Return a name without the ending of NIfTI files."""
-    ending = next((end for end in SUFFIXES if name.lower().endswith(end)), "")
+def bare(name: str, endings: Sequence[str] = SUFFIXES) -> str:
+    """Return a name without its ending, if it is one of these: by default those of NIfTI files."""
+    ending = next((end for end in endings if name.lower().endswith(end)), "")
     return name[: len(name) - len(ending)]
 
 
