@@ -16,7 +16,6 @@ from torch import nn
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.networks.cifar_resnet import CifarResNet
-from medfl.networks.heads import head_names as head_names
 from medfl.networks.small_cnn import SmallCNN
 from medfl.networks.two_conv import TwoConv
 from medfl.networks.wide_resnet import WideResNet
@@ -101,10 +100,9 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
         InputError: unknown name, or a number that no network can have.
     """
     if name not in _BUILDERS:
-        known = ", ".join(names())
         raise InputError(
             f"network '{name}'",
-            f"the networks are {known}",
+            f"the networks are {', '.join(names())}",
             did_you_mean(str(name), names(), "choose one of these with network=NAME"),
         )
     for what, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):
