@@ -155,7 +155,7 @@ def _after(step: Step, arriving: _Arriving) -> _Arriving | None:
         return arriving
     if set(step.keys) != set(arriving.keys) and arriving.shape != step.size:
         return None
-    return _Arriving(frozenset([step.size]), arriving.channels, arriving.dtype, arriving.keys)
+    return replace(arriving, shapes=frozenset([step.size]))
 
 
 def _flip(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
@@ -223,7 +223,7 @@ def _affine(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step 
     affine, grid = transform.rand_affine, transform.rand_affine.rand_affine_grid
     modes = {key: (str(m), str(p)) for key, m, p in zip(keys, transform.mode, transform.padding_mode, strict=True)}
     fits = arriving.shape is not None and tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
-    if not fits or grid.device is not None or arriving.dtype != torch.float32 or not _known(modes.values()):
+    if not fits or grid.device is not None or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
     ranges = {
         f"{name}_params": [
@@ -241,13 +241,13 @@ def _rotate(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step 
     options = zip(keys, transform.mode, transform.padding_mode, transform.align_corners, strict=True)
     modes = {key: (str(mode), str(padding), bool(corners)) for key, mode, padding, corners in options}
     keeps = inner.keep_size and all(dtype in (np.float32, torch.float32) for dtype in transform.dtype)
-    if arriving.shape is None or not keeps or arriving.dtype != torch.float32 or not _known(modes.values()):
+    if arriving.shape is None or not keeps or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
     ranges = [inner.range_x] if arriving.dimensions == 2 else [inner.range_x, inner.range_y, inner.range_z]
     return Rotate(keys, transform.prob, [(float(low), float(high)) for low, high in ranges], modes)
 
 
-def _known(modes: Any) -> bool:
+def _are_offered(modes: Any) -> bool:
     return all(mode in _MODES and padding in _PADDINGS for mode, padding, *_ in modes)
 
 

@@ -26,16 +26,16 @@ def without_draws(transforms: Sequence[Any], *, whole: bool) -> list[Any]:
         transforms: MONAI's or anybody's; their probabilities are changed in place.
         whole: leave random crops out instead.
     """
-    kept: list[Any] = []
+    without: list[Any] = []
     for transform in transforms:
         crop = _middle(transform) if isinstance(transform, RandomizableTrait) else None
         if crop is not None:
-            kept += [] if whole else [crop]
+            without += [] if whole else [crop]
             continue
         if isinstance(transform, RandomizableTransform):
             transform.prob = 0.0  # it keeps what it does in any case: types, and sizes that are asked for
-        kept.append(transform)
-    return kept
+        without.append(transform)
+    return without
 
 
 def _middle(transform: Any) -> Any:

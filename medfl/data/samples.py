@@ -228,9 +228,9 @@ def random_parts(transform: Any, seen: set[int]) -> list[Any]:
 def _has_own_state(transform: Any) -> bool:
     """Tell whether a transform is one of MONAI's that use neither a global generator nor somebody's own function."""
     module = type(transform).__module__.split(".")
-    known = module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
-    foreign = any(other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM"))
-    return known and not foreign
+    is_listed = module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
+    is_foreign = any(other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM"))
+    return is_listed and not is_foreign
 
 
 def _inner_transforms(dataset: Any) -> list[Any]:

@@ -302,6 +302,11 @@ def images_in(groups: Sequence[Group]) -> int:
     return sum(len(group.members) for group in groups)
 
 
+def homeless(homes: Mapping[str, Sequence[str | None]]) -> str:
+    """Return how many images of each section have no site, "" where all have one."""
+    return listed([f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]])
+
+
 def canonical(kind: str, values: Sequence[Any]) -> str:
     """Write a rule so that equal rules read equal (`dirichlet:.10` as `dirichlet:0.1`)."""
     texts = [repr(v).removesuffix(".0") if isinstance(v, float) else str(v) for v in values]

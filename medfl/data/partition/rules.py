@@ -28,7 +28,7 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition import table as text
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
-from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
+from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, homeless, listed
 
 Sections = Mapping[str, Sequence[Item]]
 
@@ -309,8 +309,8 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
         for name, section in data.items()
     }
     idle = sorted({str(item["centre"]) for item in items} - training, key=natural_key)
-    left_out = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
-    return homes, [f"no sites, as they have no training images: {listed(idle)} ({listed(left_out)})"] if idle else []
+    note = f"no sites, as they have no training images: {listed(idle)} ({homeless(homes)})"
+    return homes, [note] if idle else []
 
 
 def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
@@ -335,9 +335,8 @@ def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, l
                 problem = f"{path}, line {line}: id {key!r} has a second site"
                 raise InputError(problem, "one site an image", "remove one of the lines")
             homes[name][where[name][key]] = site
-    left = {name: homes[name].count(None) for name in SECTIONS if None in homes[name]}
-    notes = [f"not in the file and left out: {listed([f'{n} {name}' for name, n in left.items()])}"] if left else []
-    return homes, notes
+    left_out = homeless(homes)
+    return homes, [f"not in the file and left out: {left_out}"] if left_out else []
 
 
 def _rows(path: str) -> list[tuple[int, dict[str, str]]]:
