@@ -207,11 +207,7 @@ def _decoded(sample: Any) -> Any:
     """Return a sample as the transforms gave it."""
     if not isinstance(sample, Mapping) or not any(isinstance(value, Coded) for value in sample.values()):
         return sample
-    restored = dict(sample)
-    for key, value in sample.items():
-        if isinstance(value, Coded):
-            restored[key] = value.restored() if isinstance(value, Tracked) else decoded(value)
-    return restored
+    return {key: value.restored() if isinstance(value, Tracked) else decoded(value) for key, value in sample.items()}
 
 
 def random_parts(transform: Any, seen: set[int]) -> list[Any]:

@@ -186,36 +186,34 @@ def draw_stacked(classes: int, scene: Scene, write: Callable[[Path, str, NDArray
     """Return the writer of the parts "train" and "test" as stacks: write(folder, part, images, labels) keeps one."""
 
     def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-        images, labels, parts = _stack(rng, classes, per_class, size, scene, {"train": 0.8, "test": 0.2})
-        for part in ("train", "test"):
-            write(folder, part, images[parts == part], labels[parts == part])
-        return len(images)
+        for part, stacks in _stacks(rng, classes, per_class, size, scene, {"train": 0.8, "test": 0.2}).items():
+            write(folder, part, *stacks)
+        return per_class * classes
 
     return draw
 
 
-def _stack(
+def _stacks(
     rng: Generator, classes: int, per_class: int, size: int, scene: Scene, shares: Mapping[str, float]
-) -> tuple[NDArray[np.uint8], Labels, NDArray[np.str_]]:
-    """Draw as many images of each class; return them with their labels and parts."""
+) -> dict[str, tuple[NDArray[np.uint8], Labels]]:
+    """Draw as many images of each class; return images and labels of each part."""
     cases = _plain(rng, classes, per_class)
-    labels = [case.label for case in cases]
-    parts = np.asarray(cut(rng, labels, shares))
-    return np.stack([render(scene, case, size) for case in cases]), np.asarray(labels), parts
+    labels = np.asarray([case.label for case in cases])
+    parts = np.asarray(cut(rng, labels.tolist(), shares))
+    images = np.stack([render(scene, case, size) for case in cases])
+    return {part: (images[parts == part], labels[parts == part]) for part in shares}
 
 
 def draw_medmnist(stem: str, classes: int, scene: Scene, class_names: Sequence[str] = ()) -> Draw:
     """Return the writer of `<stem>[_<size>].npz` with the arrays of MedMNIST, the classes equally often."""
 
     def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-        images, numbers, parts = _stack(rng, classes, per_class, size, scene, SHARES)
-        labels = numbers.astype(np.uint8)[:, None]
         arrays: dict[str, Any] = {}
-        for part in SHARES:
-            arrays[f"{part}_images"], arrays[f"{part}_labels"] = images[parts == part], labels[parts == part]
+        for part, (images, labels) in _stacks(rng, classes, per_class, size, scene, SHARES).items():
+            arrays[f"{part}_images"], arrays[f"{part}_labels"] = images, labels.astype(np.uint8)[:, None]
         if class_names:
             arrays["class_names"] = np.asarray(class_names)
         np.savez_compressed(folder / (f"{stem}.npz" if size == 28 else f"{stem}_{size}.npz"), **arrays)
-        return len(images)
+        return per_class * classes
 
     return draw

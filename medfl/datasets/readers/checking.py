@@ -95,16 +95,16 @@ def check(
 
 
 def counted(
-    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], known: Sequence[str] = ()
+    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], named: Sequence[str] = ()
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return section -> centre -> number of images of each column; of `known` centres, if it is one, it has all."""
-    has_centres = len(known) != 1 or any(record.centre in known for record in records)
+    """Return section -> centre -> number of images of each column; of `named` centres, if it is one, it has all."""
+    has_centres = len(named) != 1 or any(record.centre in named for record in records)
     counts = Counter(
-        (section, record.centre if has_centres else known[0], record.label)
+        (section, record.centre if has_centres else named[0], record.label)
         for record, section in zip(records, assigned, strict=False)
     )
     present = {centre for _, centre, _ in counts}
-    centres = [*(c for c in known if c in present), *sorted(present.difference(known))]
+    centres = [*(c for c in named if c in present), *sorted(present.difference(named))]
     return {
         section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in centres}
         for section in SECTIONS

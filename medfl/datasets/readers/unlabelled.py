@@ -67,13 +67,15 @@ def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
     for ident in files:
         if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
             parts[match[1] + match[2]].append(ident)
-    whole = {own[0]: name for name, own in parts.items() if len(own) == channels and name not in files}
-    others = {ident for own in parts.values() if own[0] in whole for ident in own[1:]}
-    return {
-        whole.get(ident, ident): JOINED.join(files[i] for i in sorted(parts[whole[ident]])) if ident in whole else uri
-        for ident, uri in files.items()
-        if ident not in others
-    }
+    whole = {idents[0]: name for name, idents in parts.items() if len(idents) == channels and name not in files}
+    others = {ident for idents in parts.values() if idents[0] in whole for ident in idents[1:]}
+    images = {}
+    for ident, uri in files.items():
+        if ident in whole:
+            images[whole[ident]] = JOINED.join(files[channel] for channel in sorted(parts[whole[ident]]))
+        elif ident not in others:
+            images[ident] = uri
+    return images
 
 
 def is_channel(ident: str) -> bool:
