@@ -80,7 +80,7 @@ DATASET = DataSet(
         Layout(
             f"oasis_<id>_t1ss.nii.gz + oasis_<id>_tissue.nii.gz + {SUBJECTS} (id, subject, age)",
             ("subject", "age"),
-            lambda folder: (folder / SUBJECTS).is_file() and bool(_files(folder)),
+            lambda folder: (folder / SUBJECTS).is_file() and _files(folder),
             _read,
         ),
     ),

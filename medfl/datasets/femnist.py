@@ -149,7 +149,7 @@ DATASET = DataSet(
             "LEAF's JSON files all_data_<number>.json (users, num_samples, user_data), in the folder, its all_data/ or "
             "data/all_data/; or both of [data/]train/ and [data/]test/",
             ("writers", "seeded"),
-            lambda folder: bool(_files(folder)),
+            _files,
             _read,
         ),
     ),

@@ -107,14 +107,14 @@ DATASET = DataSet(
             "labels.csv (image_id, lesion_id, dx, centre[, flamby_fold]) + images_<centre>/ or images_<centre>.zip "
             "[+ dermamnist_split.csv]",
             ("lesion", "flamby", "dermamnist"),
-            lambda folder: (folder / "labels.csv").is_file() and bool(centre_roots(folder)),
+            lambda folder: (folder / "labels.csv").is_file() and centre_roots(folder),
             lambda folder: _read(folder, folder / "labels.csv", "centre", centre_roots(folder)),
         ),
         Layout(
             "HAM10000_metadata[.csv|.tab] (dataset = centre) + HAM10000_images_part_1, _part_2 as folders or zips "
             "[+ dermamnist_split.csv]",
             ("lesion", "dermamnist"),
-            lambda folder: first(folder, *METADATA) is not None and bool(part_roots(folder)),
+            lambda folder: first(folder, *METADATA) and part_roots(folder),
             _read_published,
         ),
         medmnist(

@@ -114,7 +114,7 @@ DATASET = DataSet(
             f"{IMAGES}_preprocessed or {IMAGES} (folder or zip) + train_test_split[.csv] (image, target, center, fold) "
             "[+ HAM10000_metadata[.csv]]",
             ("flamby", "lesion"),
-            lambda folder: first(folder, *TABLES) is not None and bool(_image_roots(folder)),
+            lambda folder: first(folder, *TABLES) and _image_roots(folder),
             _read_flamby,
         ),
         Layout(
@@ -123,8 +123,8 @@ DATASET = DataSet(
             ("flamby", "lesion"),
             lambda folder: (
                 (folder / "ham10000" / "labels.csv").is_file()
-                and first(folder / "flamby_meta", *TABLES) is not None
-                and bool(centre_roots(folder / "ham10000"))
+                and first(folder / "flamby_meta", *TABLES)
+                and centre_roots(folder / "ham10000")
             ),
             _read_subset,
             notes=(

@@ -143,7 +143,7 @@ DATASET = DataSet(
             "[IXI_sample/]IXI<number>-<hospital>-<number>/{T1,label}/*.nii.gz, as folders or in a zip "
             "[+ metadata_tiny.csv (Patient ID, Manufacturer, Split)]",
             ("flamby", "subject"),
-            lambda folder: _root(folder) is not None,
+            _root,
             _read_flamby,
             notes=(
                 "the hospital is in a subject's name; the fold is that of metadata_tiny.csv if it lies in the folder, "

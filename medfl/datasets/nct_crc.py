@@ -46,7 +46,7 @@ def _layout(root: str, *, tested: bool) -> Layout:
     return Layout(
         f"{root}/<class>/*.tif" + (f" + {OTHERS}/<class>/*.tif" if tested else "") + ", as folders or zips",
         ("seeded", "official") if tested else ("seeded",),
-        lambda folder: tree.find(folder) and (not tested or _others(folder) is not None),
+        lambda folder: tree.find(folder) and (not tested or _others(folder)),
         read,
         notes=("the colours are as scanned, not normalised",) if root == RAW else (),
     )

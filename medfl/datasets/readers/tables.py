@@ -37,11 +37,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a data set lies on disk: its text, the splits it offers, how to find and to read it."""
+    """One way in which a data set lies on disk: its text, the splits it offers, how to find and to read it.
+
+    `find` gives something true of a folder of this layout.
+    """
 
     text: str
     splits: tuple[str, ...]
-    find: Callable[[Path], bool]
+    find: Callable[[Path], object]
     read: Callable[[Path], Table]
     notes: tuple[str, ...] = ()
 
@@ -147,7 +150,7 @@ def class_folders(
                 records.setdefault(match[1], Record(uri, label[match[3]], match[1], centre, key, section))
         return Table(list(records.values()))
 
-    return Layout(text, splits, lambda folder: bool(places(folder)), read, notes)
+    return Layout(text, splits, places, read, notes)
 
 
 def _matches(root: Path, pattern: re.Pattern[str]) -> dict[re.Match[str], str]:
@@ -219,7 +222,7 @@ def stacked(
                 table.records.append(Record(f"{images}#{row}", label, key, centre, key, {split: SECTION_NAMES[part]}))
         return table
 
-    return Layout(text, (split, *more_splits), lambda folder: bool(find(folder)), read, notes)
+    return Layout(text, (split, *more_splits), find, read, notes)
 
 
 def label_of(value: str, labels: Mapping[str, int], what: str, table: Table) -> int | None:
