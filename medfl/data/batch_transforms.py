@@ -87,14 +87,14 @@ class _Arriving:
     keys: tuple[str, ...]
 
     @property
-    def shape(self) -> Shape | None:
-        """The one size, None where there are several."""
-        return next(iter(self.shapes)) if len(self.shapes) == 1 else None
+    def uniform(self) -> bool:
+        """Whether they have one size."""
+        return len(self.shapes) == 1
 
     @property
-    def dimensions(self) -> int:
-        """Number of spatial axes."""
-        return len(next(iter(self.shapes)))
+    def shape(self) -> Shape:
+        """The size, that of any where they differ."""
+        return next(iter(self.shapes))
 
 
 def recipe(
@@ -124,6 +124,8 @@ def recipe(
         keys = tuple(dict.fromkeys(getattr(transform, "keys", ())))
         if convert is None or len(keys) < len(transform.keys) or not set(keys) <= set(arriving.keys):
             return None
+        if not arriving.uniform and convert is not _crop:
+            return None
         try:
             step = convert(transform, keys, arriving)
         except (TypeError, ValueError):  # malformed arguments: item by item the error names the item
@@ -132,7 +134,7 @@ def recipe(
             return None
         steps.append(step)
         arriving = _after(step, arriving)
-    if arriving is None or arriving.shape is None or not arriving.dimensions:
+    if arriving is None or not arriving.uniform or not arriving.shape:
         return None
     return BatchRecipe(tuple(steps), masks)
 
@@ -153,22 +155,18 @@ def _after(step: Step, arriving: _Arriving) -> _Arriving | None:
     """Return what arrives at the next step; None where images and masks would no longer have one size."""
     if not isinstance(step, Crop):
         return arriving
-    if set(step.keys) != set(arriving.keys) and arriving.shape != step.size:
+    if set(step.keys) != set(arriving.keys) and arriving.shapes != {step.size}:
         return None
     return replace(arriving, shapes=frozenset([step.size]))
 
 
 def _flip(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
-    if arriving.shape is None:
-        return None
-    return Flip(keys, transform.prob, _dims(transform.flipper.spatial_axis, arriving.dimensions))
+    return Flip(keys, transform.prob, _dims(transform.flipper.spatial_axis, len(arriving.shape)))
 
 
 def _rotate90(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
-    if arriving.shape is None or transform.max_k < 1:
-        return None
-    dims = _dims(transform.spatial_axes, arriving.dimensions)
-    if len(dims) != 2 or arriving.shape[dims[0] - 2] != arriving.shape[dims[1] - 2]:
+    dims = _dims(transform.spatial_axes, len(arriving.shape))
+    if transform.max_k < 1 or len(dims) != 2 or arriving.shape[dims[0] - 2] != arriving.shape[dims[1] - 2]:
         return None
     return Rotate90(keys, transform.prob, int(transform.max_k), (dims[0], dims[1]))
 
@@ -190,8 +188,7 @@ def _crop(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | 
 
 
 def _is_intensity(keys: tuple[str, ...], arriving: _Arriving, dtype: Any = np.float32) -> bool:
-    images = arriving.shape is not None and arriving.dtype == torch.float32 and keys == _KEYS[:1]
-    return images and dtype in (np.float32, torch.float32)
+    return arriving.dtype == torch.float32 and keys == _KEYS[:1] and dtype in (np.float32, torch.float32)
 
 
 def _scale(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
@@ -222,8 +219,8 @@ def _noise(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
 def _affine(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     affine, grid = transform.rand_affine, transform.rand_affine.rand_affine_grid
     modes = {key: (str(m), str(p)) for key, m, p in zip(keys, transform.mode, transform.padding_mode, strict=True)}
-    fits = arriving.shape is not None and tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
-    if not fits or grid.device is not None or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
+    keeps_size = tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
+    if not keeps_size or grid.device is not None or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
     ranges = {
         f"{name}_params": [
@@ -241,9 +238,9 @@ def _rotate(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step 
     options = zip(keys, transform.mode, transform.padding_mode, transform.align_corners, strict=True)
     modes = {key: (str(mode), str(padding), bool(corners)) for key, mode, padding, corners in options}
     keeps = inner.keep_size and all(dtype in (np.float32, torch.float32) for dtype in transform.dtype)
-    if arriving.shape is None or not keeps or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
+    if not keeps or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
-    ranges = [inner.range_x] if arriving.dimensions == 2 else [inner.range_x, inner.range_y, inner.range_z]
+    ranges = [inner.range_x] if len(arriving.shape) == 2 else [inner.range_x, inner.range_y, inner.range_z]
     return Rotate(keys, transform.prob, [(float(low), float(high)) for low, high in ranges], modes)
 
 

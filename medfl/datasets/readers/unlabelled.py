@@ -12,8 +12,7 @@ from medfl.core.errors import InputError
 from medfl.core.places import require_there
 from medfl.core.untrusted import printable
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import JOINED, archive, array_shape, files_below, shown_files
-from medfl.datasets.readers.tables import IMAGE_SUFFIXES
+from medfl.datasets.readers.reading import IMAGE_SUFFIXES, JOINED, archive, array_shape, files_below, shown_files
 from medfl.datasets.readers.volumes import SUFFIXES, bare
 
 ENDINGS = (*IMAGE_SUFFIXES, *SUFFIXES)
