@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -271,7 +272,8 @@ def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int,
 def _read(name: str, place: Path, version: tuple[tuple[str, int, int], ...]) -> Table:
     table = layout_of(name, place)[1].read(place)
     table.records.sort(key=lambda record: record.id)
-    table.check_ids()
+    times = Counter(record.id for record in table.records)
+    table.problems += [f"image {ident} is listed {count} times" for ident, count in times.items() if count > 1]
     if not table.records and not table.problems:
         table.problems.append(f"{place} holds no image")
     return table

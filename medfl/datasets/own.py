@@ -189,8 +189,8 @@ def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[s
     if not {str(item.get("image")) for item in items if "label" in item} <= images <= used_images:
         return ()
     left_out = dataset.notes if used_images == images else ()
-    patients = (UNKNOWN_PATIENTS,) if grouping.are_unknown(items) else ()
-    return (*left_out, *own_folder.odd(root), *patients)
+    are_unknown = all(item.get("group") == item["id"] for item in items)
+    return (*left_out, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if are_unknown else ()))
 
 
 NO_PATIENTS = (

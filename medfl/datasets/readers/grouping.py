@@ -7,7 +7,7 @@ groups, no references back, no looking ahead or behind, and at most three repeat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from medfl.core.errors import InputError
 
@@ -84,8 +84,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
             "write a simpler one",
         )
     return expression
-
-
-def are_unknown(items: Iterable[Mapping[str, object]]) -> bool:
-    """Tell whether each item of a data list is its own group: nothing is known of patients."""
-    return all(item.get("group") == item["id"] for item in items)

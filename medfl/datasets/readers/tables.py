@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +27,6 @@ class Table:
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unlabelled: dict[str, str] = field(default_factory=dict)
-
-    def check_ids(self) -> None:
-        """Add a problem for each id that occurs more than once."""
-        counts = Counter(record.id for record in self.records)
-        self.problems += [f"image {id_} is listed {count} times" for id_, count in counts.items() if count > 1]
 
 
 @dataclass(frozen=True)
