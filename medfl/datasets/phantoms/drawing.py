@@ -49,8 +49,7 @@ def noise(rng: np.random.Generator, size: int, cells: int) -> Array:
 
 def inside(distance: Array, softness: float = 0.06) -> Array:
     """Return 1 where a signed distance is negative, 0 where positive, with a soft edge."""
-    clipped: Array = np.clip(0.5 - distance / (2 * softness), 0, 1)
-    return clipped
+    return np.clip(0.5 - distance / (2 * softness), 0, 1)
 
 
 def blob(
@@ -70,8 +69,7 @@ def blob(
 def paint(picture: Array, mask: Array, colour: ArrayLike, strength: float = 1.0) -> Array:
     """Lay `colour` over an RGB or grey picture where `mask` is 1."""
     cover = (mask[..., None] if picture.ndim == 3 else mask) * strength
-    painted: Array = picture + cover * (np.asarray(colour, dtype=np.float64) - picture)
-    return painted
+    return picture + cover * (np.asarray(colour, dtype=np.float64) - picture)
 
 
 def centre_look(picture: Array, centre: int) -> Array:

@@ -108,8 +108,7 @@ def read_picture(file: str) -> NDArray[np.uint8]:
             low, high = turned - high, turned - low
     elif pixels.dtype == np.uint8:
         low, high = 0.0, 255.0
-    shown: NDArray[np.uint8] = np.rint(np.clip((pixels - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
-    return shown
+    return np.rint(np.clip((pixels - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
 
 
 def _text(image: Any, tag: str) -> str:

@@ -295,8 +295,7 @@ def _square(numbers: Any) -> Pixels:
     side = math.isqrt(values.size)
     if values.ndim != 1 or side == 0 or side * side != values.size or not ((values >= 0) & (values <= 1)).all():
         raise ValueError("it is not a list of as many numbers in 0..1 as a square image has pixels")
-    pixels: Pixels = np.rint(values * 255).astype(np.uint8).reshape(side, side)
-    return pixels
+    return np.rint(values * 255).astype(np.uint8).reshape(side, side)
 
 
 def orientation(image: Image.Image) -> int:
