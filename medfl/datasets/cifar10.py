@@ -13,11 +13,6 @@ from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
 from medfl.datasets.readers.tables import Layout, first, stacked
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-LICENCE = "none is stated on its page, which asks to cite the technical report"
-SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-CITATION = (
-    "Krizhevsky: Learning multiple layers of features from tiny images. Technical report, University of Toronto (2009)"
-)
 
 
 def batches_layout(kind: str, classes: int) -> Layout:
@@ -41,9 +36,10 @@ DATASET = DataSet(
     folders=("cifar10", "CIFAR10", "cifar-10"),
     readers=(batches_layout(CIFAR10, len(CLASSES)),),
     rules={"official": validation_from_train("official")},
-    licence=LICENCE,
-    source=SOURCE,
-    citation=CITATION,
+    licence="none is stated on its page, which asks to cite the technical report",
+    source="https://www.cs.toronto.edu/~kriz/cifar.html",
+    citation="Krizhevsky: Learning multiple layers of features from tiny images. Technical report, University of "
+    "Toronto (2009)",
     draw=draw_stacked(len(CLASSES), things(len(CLASSES)), partial(write_cifar, CIFAR10)),
     per_class=60,
     size=32,
