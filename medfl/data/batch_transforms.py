@@ -13,19 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.transforms import (
-    Compose,
-    EnsureTyped,
-    RandAffined,
-    RandFlipd,
-    RandGaussianNoised,
-    RandRotate90d,
-    RandRotated,
-    RandScaleIntensityd,
-    RandShiftIntensityd,
-    RandSpatialCropd,
-    ToTensord,
-)
+from monai import transforms as mt
 from monai.transforms.utils import map_spatial_axes
 from monai.utils import fall_back_tuple
 from torch import Tensor
@@ -98,7 +86,7 @@ class _Arriving:
 
 
 def recipe(
-    compose: Compose, first: int, shapes: frozenset[Shape], channels: int, dtype: torch.dtype, masks: bool
+    compose: mt.Compose, first: int, shapes: frozenset[Shape], channels: int, dtype: torch.dtype, masks: bool
 ) -> BatchRecipe | None:
     """Return the transforms from position `first` on as steps for batches, None where one of them has no such form.
 
@@ -141,12 +129,12 @@ def recipe(
 
 def _changes_nothing(transform: Any, keys: Sequence[str]) -> bool:
     """Tell whether a transform only makes tensors of what are tensors already."""
-    if type(transform) not in (EnsureTyped, ToTensord) or not set(transform.keys) <= set(keys):
+    if type(transform) not in (mt.EnsureTyped, mt.ToTensord) or not set(transform.keys) <= set(keys):
         return False
     converter = transform.converter
     if converter.dtype is not None or converter.device is not None:
         return False
-    return type(transform) is ToTensord or (
+    return type(transform) is mt.ToTensord or (
         converter.data_type == "tensor" and all(dtype is None for dtype in transform.dtype)
     )
 
@@ -249,13 +237,13 @@ def _are_offered(modes: Any) -> bool:
 
 
 _CONVERTERS: dict[type, Callable[[Any, tuple[str, ...], _Arriving], Step | None]] = {
-    RandFlipd: _flip,
-    RandRotate90d: _rotate90,
-    RandSpatialCropd: _crop,
-    RandScaleIntensityd: _scale,
-    RandShiftIntensityd: _shift,
-    RandGaussianNoised: _noise,
-    RandAffined: _affine,
-    RandRotated: _rotate,
+    mt.RandFlipd: _flip,
+    mt.RandRotate90d: _rotate90,
+    mt.RandSpatialCropd: _crop,
+    mt.RandScaleIntensityd: _scale,
+    mt.RandShiftIntensityd: _shift,
+    mt.RandGaussianNoised: _noise,
+    mt.RandAffined: _affine,
+    mt.RandRotated: _rotate,
 }
 """By exact type: a subclass may do something else."""
