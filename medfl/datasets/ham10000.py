@@ -42,7 +42,8 @@ def _sections(folder: Path) -> Mapping[str, str]:
     return {row["image_id"]: SECTION_NAMES[row["split"]] for row in rows if row["split"] in SECTION_NAMES}
 
 
-def _read(folder: Path, table_path: Path, centre_column: str, roots: list[Path]) -> Table:
+def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list[Path]) -> Table:
+    assert table_path is not None  # by it the layout was found
     rows = read_csv(table_path, ("image_id", "lesion_id", "dx", centre_column))
     images, derma = image_index(roots), _sections(folder)
     table, labels = Table(), {name: number for number, name in enumerate(CLASSES)}
@@ -59,12 +60,6 @@ def _read(folder: Path, table_path: Path, centre_column: str, roots: list[Path])
                 sections["flamby"] = row["flamby_fold"]
             table.records.append(Record(images[key], label, key, row[centre_column], row["lesion_id"], sections))
     return table
-
-
-def _read_published(folder: Path) -> Table:
-    path = first(folder, *METADATA)
-    assert path is not None
-    return _read(folder, path, "dataset", part_roots(folder))
 
 
 def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
@@ -115,7 +110,7 @@ DATASET = DataSet(
             "[+ dermamnist_split.csv]",
             ("lesion", "dermamnist"),
             lambda folder: first(folder, *METADATA) and part_roots(folder),
-            _read_published,
+            lambda folder: _read(folder, first(folder, *METADATA), "dataset", part_roots(folder)),
         ),
         medmnist(
             "MedMNIST dermamnist[_64|_128|_224].npz",
