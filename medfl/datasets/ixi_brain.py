@@ -49,10 +49,8 @@ def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
     for row in read_csv(path, ("Patient ID", "Manufacturer", "Split")):
         key, centre, fold = row["Patient ID"], row["Manufacturer"], row["Split"]
         if not key.isdecimal() or centre not in ("0", "1", "2") or fold not in ("train", "test"):
-            table.problems.append(
-                f"{path} has Patient ID {key!r}, Manufacturer {centre!r}, Split {fold!r}; they are a number, 0 to 2, "
-                "train or test"
-            )
+            row_text = f"Patient ID {key!r}, Manufacturer {centre!r}, Split {fold!r}"
+            table.problems.append(f"{path} has {row_text}; they are a number, 0 to 2, train or test")
         else:
             folds[int(key)] = (CENTRES[int(centre)], fold)
     return folds
@@ -75,15 +73,14 @@ def _read_flamby(folder: Path) -> Table:
     folds = _folds(path, table) if path else {}
     for subject, volumes in sorted(files.items()):
         number, centre = numbers[subject]
-        known, fold = folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
+        listed, fold = folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
         if centre not in CENTRES:
             table.problems.append(f"subject {subject} is of hospital {centre}, the hospitals are {', '.join(CENTRES)}")
         elif len(volumes) < 2:
             table.problems.append(f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}")
-        elif known != centre:
-            table.problems.append(
-                f"subject {subject} " + (f"is of hospital {known} in {path}" if known else f"is not in {path}")
-            )
+        elif listed != centre:
+            problem = f"is of hospital {listed} in {path}" if listed else f"is not in {path}"
+            table.problems.append(f"subject {subject} {problem}")
         else:
             image, mask = volumes["T1"], volumes["label"]
             size = count_voxels(image)

@@ -88,11 +88,9 @@ def paired(
     for key in sorted(images.keys() & masks.keys()):
         table.records.append(Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key]))
     table.problems += [f"mask {masks[key]} has no image" for key in sorted(masks.keys() - images.keys())]
-    if maskless := sorted(images.keys() - masks.keys()):
-        table.unlabelled = {key: images[key] for key in maskless}
-        table.notes.append(
-            f"{len(maskless)} of {len(images)} images have no mask and are left out, first {maskless[0]}"
-        )
+    if lone := sorted(images.keys() - masks.keys()):
+        table.unlabelled = {key: images[key] for key in lone}
+        table.notes.append(f"{len(lone)} of {len(images)} images have no mask and are left out, first {lone[0]}")
     return table
 
 
