@@ -92,10 +92,8 @@ class Partition:
         where = {name: {str(item["id"]): i for i, item in enumerate(sections.get(name, ()))} for name in SECTIONS}
         sites = {}
         for site in sorted(ids, key=_place(spec)):
-            gone = [
-                f"{i!r} ({name})" for name in SECTIONS for i in ids[site].get(name, ()) if str(i) not in where[name]
-            ]
-            if gone:
+            stored = [(name, i) for name in SECTIONS for i in ids[site].get(name, ())]
+            if gone := [f"{i!r} ({name})" for name, i in stored if str(i) not in where[name]]:
                 raise InputError(
                     f"{len(gone)} image(s) that the stored partition gives to site {site!r} are gone, first {gone[0]}",
                     "every stored id must be in the same section of the data",

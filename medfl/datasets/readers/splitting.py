@@ -79,9 +79,8 @@ def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
         for empty in needed:
             group = None if empty in sections else _spare(records, sections)
             if group is not None:
-                sections = [
-                    empty if record.group == group else own for record, own in zip(records, sections, strict=True)
-                ]
+                pairs = zip(records, sections, strict=True)
+                sections = [empty if record.group == group else section for record, section in pairs]
         return sections
 
     return with_each
@@ -143,8 +142,8 @@ def fold(number: int, count: int, salt: str) -> Rule:
         tested = set(order[number - 1 :: count])
         others = [record for record in records if record.group not in tested]
         divided = filled(by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",))(others)
-        section = {record.group: own for record, own in zip(others, divided, strict=True)}
-        return [section.get(record.group, "test") for record in records]
+        section_of = {record.group: section for record, section in zip(others, divided, strict=True)}
+        return [section_of.get(record.group, "test") for record in records]
 
     return rule
 
