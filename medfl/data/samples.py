@@ -236,5 +236,5 @@ def _inner_transforms(dataset: Any) -> list[Any]:
     inner = [getattr(dataset, name) for name in ("dataset", "data") if hasattr(dataset, name)]
     parts = [*inner, *getattr(dataset, "datasets", [])]
     deeper = [transform for part in parts for transform in _inner_transforms(part)]
-    own = [dataset, getattr(dataset, "transform", None)]
-    return [*deeper, *(part for part in own if hasattr(part, "set_random_state"))]
+    outer = [dataset, getattr(dataset, "transform", None)]
+    return [*deeper, *(part for part in outer if hasattr(part, "set_random_state"))]

@@ -201,8 +201,7 @@ def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
 
 def _check_ids(data: Mapping[str, Sequence[Item]]) -> None:
     for name, items in data.items():
-        repeated = [i for i, n in Counter(str(item["id"]) for item in items).items() if n > 1]
-        if repeated:
+        if repeated := [ident for ident, n in Counter(str(item["id"]) for item in items).items() if n > 1]:
             raise InputError(
                 f"id {repeated[0]!r} stands for several images of section {name!r}",
                 "every image needs its own id",
@@ -216,8 +215,8 @@ def _check_labels(
     """Check every label and return the class names; () when no item has a label."""
     items = [item for section in data.values() for item in section]
     labelled = [item for item in items if item.get("label") is not None]
-    if required and len(labelled) < len(items):
-        gaps = [item["id"] for item in items if item.get("label") is None]
+    gaps = [item["id"] for item in items if item.get("label") is None]
+    if required and gaps:
         raise InputError(
             f"partition {spec!r}, but {len(gaps)} of {len(items)} images have no class label, first {gaps[0]!r}",
             "this rule divides by class",
@@ -231,13 +230,12 @@ def _check_labels(
                 "labels are whole numbers from 0" + ("" if classes is None else f" to {limit - 1}"),
                 "change the label in the data list, or add the class to the bundle",
             )
-    seen = {int(item["label"]) for item in data["train"] if item.get("label") is not None}
     if not labelled:
         return ()
     if classes is None:
         classes = [f"class {c}" for c in range(max(int(item["label"]) for item in labelled) + 1)]
-    absent = [f"{name!r} (label {c})" for c, name in enumerate(classes) if c not in seen]
-    if absent:
+    trained = {int(item["label"]) for item in data["train"] if item.get("label") is not None}
+    if absent := [f"{name!r} (label {c})" for c, name in enumerate(classes) if c not in trained]:
         raise InputError(
             f"no training image of class {listed(absent)}",
             "every class needs at least one training image",
@@ -263,8 +261,7 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
 
 def _check_sizes(data: Mapping[str, Sequence[Item]]) -> None:
     items = [item for section in data.values() for item in section]
-    gaps = [item["id"] for item in items if item.get("size") is None]
-    if gaps:
+    if gaps := [item["id"] for item in items if item.get("size") is None]:
         raise InputError(
             f"partition 'size', but the sizes of {len(gaps)} of {len(items)} images are not known, first {gaps[0]!r}",
             "this rule divides by the number of pixels or voxels that the data list gives",
@@ -344,8 +341,7 @@ def _rows(path: str) -> list[tuple[int, dict[str, str]]]:
         names, rows = read_table(Path(path).expanduser())
     except (Refused, RuntimeError) as error:  # RuntimeError: ~nobody
         raise InputError(f"partition file {path!r}: {error}", "a readable CSV file", advice) from error
-    missing = [column for column in ("id", "site") if column not in names]
-    if missing:
+    if missing := [column for column in ("id", "site") if column not in names]:
         raise InputError(
             f"partition file {path!r} has no column {' or '.join(missing)}",
             f"it has {', '.join(names) or 'none'}",

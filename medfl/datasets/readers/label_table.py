@@ -83,9 +83,9 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         image: {name: str(rows[number][head] or "").strip() for name, head in case_heads.items()}
         for image, number in index.items()
     }
-    taken = [f"images by column {heads[column]!r}", f"classes by {label}"]
-    taken += [f"{name}s by {head!r}" for name, head in case_heads.items()]
-    return Labels(classes, cases_of, ", ".join(taken), tuple(notes))
+    by = [f"images by column {heads[column]!r}", f"classes by {label}"]
+    by += [f"{name}s by {head!r}" for name, head in case_heads.items()]
+    return Labels(classes, cases_of, ", ".join(by), tuple(notes))
 
 
 def _matched(path: Path, rows: Sequence[Mapping[str, str]], column: str, images: Sequence[str]) -> dict[str, int]:

@@ -171,8 +171,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
     values = np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)
     if classes == 2 and set(values.tolist()) <= {0, 255}:
         return (plane > 0).astype(np.uint8)
-    wrong = [value for value in values.tolist() if value not in range(classes)]
-    if wrong:
+    if wrong := [value for value in values.tolist() if value not in range(classes)]:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InputError(
             f"mask {uri} of image {image} has the values {', '.join(f'{v:g}' for v in wrong[:_SHOWN])}{more}",

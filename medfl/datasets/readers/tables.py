@@ -61,8 +61,7 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         raise InputError(
             f"table {path} cannot be read ({error})", "a UTF-8 text table with a header", "save it as such a file"
         ) from error
-    missing = [column for column in columns if column not in names]
-    if missing:
+    if missing := [column for column in columns if column not in names]:
         raise InputError(
             f"{path} has no column {missing[0]!r}",
             f"it needs {', '.join(columns)} and has {', '.join(names) or 'none'}",

@@ -203,8 +203,7 @@ class WriteMaskd(MapTransform):
         """Write the predictions of one image; the data stay as they are."""
         image = data[self.image]
         meta = image.meta if isinstance(image, MetaTensor) else {}
-        missing = {"original_affine", "spatial_shape", "filename_or_obj"} - meta.keys()
-        if missing:
+        if missing := {"original_affine", "spatial_shape", "filename_or_obj"} - meta.keys():
             raise InputError(
                 f"item {self.image!r} does not say where its pixels lie in the file (no {', '.join(sorted(missing))})",
                 "an image as ReadPaird reads it",

@@ -233,8 +233,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
 def _values(uri: str, raw: _Raw) -> Array:
     with np.errstate(over="ignore"):
         voxels: Array = raw.voxels.astype(np.float32)
-    wrong = voxels.size - int(np.isfinite(voxels).sum())
-    if wrong:
+    if wrong := voxels.size - int(np.isfinite(voxels).sum()):
         raise InputError(
             f"volume {uri} has NaN or infinite values at {wrong} of {voxels.size} voxels",
             "every voxel has a finite value",
