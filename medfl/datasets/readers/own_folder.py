@@ -8,11 +8,11 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import folders_below, printable
-from medfl.datasets.readers import matching, tables
+from medfl.datasets.readers import cases, conventions, matching, tables
 from medfl.datasets.readers.reading import JOINED, is_hidden, is_odd, is_text
 from medfl.datasets.readers.splitting import Record
 
-_KNOWN = ("cases.csv", "dataset.json", "dataset_description.json")
+_TABLES = (cases.TABLE, conventions.NNUNET, conventions.BIDS)
 _SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
 _IMAGES = {"image", "images", "img", "imgs"}
 _MASKS = {
@@ -67,7 +67,7 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
         folders[:] = sorted(n for n in folders if not is_hidden(n) and os.path.join(base, n) not in used_paths)
         for name in sorted(n for n in files if not is_hidden(n)):
             path = Path(base, name)
-            if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != place or name not in _KNOWN):
+            if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != place or name not in _TABLES):
                 image = name.lower().endswith(tuple(endings))
                 (images if image else others).append(path.relative_to(place).as_posix())
     return tuple(
