@@ -248,17 +248,11 @@ def cohort_of(places: Iterable[str | Path]) -> Path | None:
 
 
 def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
-    """Return a record for each image that has a mask.
-
-    Raises:
-        InputError: a folder is missing, there are no pairs, or a mask is not that of one image.
-    """
+    """Return a record for each image that has a mask."""
     for place in (images, masks):
         if not place.is_dir():
-            raise InputError(
-                f"{place} is no folder", "a folder of images and one of their masks",
-                f"give the paths of both folders{_ALONE}",
-            )  # fmt: skip
+            advice = f"give the paths of both folders{_ALONE}"
+            raise InputError(f"{place} is no folder", "a folder of images and one of their masks", advice)
     image_paths, mask_paths = paths(images, masks, lacking)
     table = pairs.paired(*matching.match(image_paths, mask_paths))
     if table.problems or not table.records:

@@ -103,10 +103,8 @@ def normalisation(text: str) -> Constants:
     except ValueError:
         mean, sd = (), ()
     if not mean or len(mean) != len(sd) or not all(map(math.isfinite, (*mean, *sd))) or min(sd) <= 0:
-        raise InputError(
-            f"normalise={text}", f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel",
-            "for example normalise=0.5/0.25",
-        )  # fmt: skip
+        allowed = f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel"
+        raise InputError(f"normalise={text}", allowed, "for example normalise=0.5/0.25")
     return mean, sd
 
 
