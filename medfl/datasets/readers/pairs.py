@@ -7,7 +7,6 @@ joined by ` | `: a pixel has the highest class that a file gives it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -120,7 +119,7 @@ def read_pair(
     """
     pixels, shape = read_image(image_uri, channels, size, convert)
     parts = [_read_mask(uri, image_uri, shape, classes) for uri in mask_uri.split(JOINED)]
-    mask = functools.reduce(np.maximum, parts)
+    mask = np.maximum.reduce(parts)
     return pixels, mask if size in (None, shape) else _resized(mask, size or shape, classes), shape
 
 
