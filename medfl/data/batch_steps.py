@@ -29,11 +29,6 @@ Shape = tuple[int, ...]
 """(H, W[, D])."""
 
 
-def _chosen(draws: Tensor, prob: float) -> Tensor:
-    """Return the positions of the items that a step is applied to: an item's first number decides."""
-    return torch.where(draws[:, 0] < prob)[0]
-
-
 def _between(draws: Tensor, low: float, high: float) -> Tensor:
     return low + (high - low) * draws
 
@@ -51,26 +46,35 @@ def _changed(rows: Column, chosen: Tensor, change: Callable[[Tensor], Tensor]) -
 
 
 @dataclass(frozen=True)
-class Flip:
-    """RandFlipd: with `prob`, mirror along `dims` of (B, C, ...)."""
+class _Random:
+    """What each item undergoes with the chance `prob`."""
 
     keys: tuple[str, ...]
     prob: float
+    only_moves: ClassVar[bool] = False
+
+    def _chosen(self, draws: Tensor) -> Tensor:
+        """Return the positions of the items that are changed: an item's first number decides."""
+        return torch.where(draws[:, 0] < self.prob)[0]
+
+
+@dataclass(frozen=True)
+class Flip(_Random):
+    """RandFlipd: with `prob`, mirror along `dims` of (B, C, ...)."""
+
     dims: tuple[int, ...]
     only_moves: ClassVar[bool] = True
     width: ClassVar[int] = 1
 
     def __call__(self, key: str, rows: Column, draws: Tensor) -> Column:
         """Flip the chosen items."""
-        return _changed(rows, _chosen(draws, self.prob), lambda part: part.flip(self.dims))
+        return _changed(rows, self._chosen(draws), lambda part: part.flip(self.dims))
 
 
 @dataclass(frozen=True)
-class Rotate90:
+class Rotate90(_Random):
     """RandRotate90d: with `prob`, turn 1..max_k times by 90 degrees, each as likely, in the plane of `dims`."""
 
-    keys: tuple[str, ...]
-    prob: float
     max_k: int
     dims: tuple[int, int]
     only_moves: ClassVar[bool] = True
@@ -78,7 +82,7 @@ class Rotate90:
 
     def __call__(self, key: str, rows: Column, draws: Tensor) -> Column:
         """Turn the chosen items."""
-        chosen = _chosen(draws, self.prob)
+        chosen = self._chosen(draws)
         times = (draws[chosen, 1] * self.max_k).long() + 1
         for k in range(1, self.max_k + 1):
             rows = _changed(rows, chosen[times == k], lambda part, k=k: torch.rot90(part, k, self.dims))  # type: ignore[misc]
@@ -104,16 +108,13 @@ class Crop:
 
     def __call__(self, key: str, rows: Any, draws: Tensor) -> Column:
         """Cut the patches out."""
-        if isinstance(rows, Coded):
-            return rows.rearranged(lambda codes: self._cut(codes, draws))
         if isinstance(rows, Tensor):
             return self._cut(rows, draws)
-        return stacked([self._cut_item(row, drawn[None]) for row, drawn in zip(rows, draws, strict=True)], share=False)
-
-    def _cut_item(self, row: Tensor | Coded, draws: Tensor) -> Tensor | Coded:
-        if isinstance(row, Coded):
-            return row.rearranged(lambda codes: self._cut(codes, draws))
-        return self._cut(row[None], draws)[0]
+        if isinstance(rows, Coded):
+            return rows.rearranged(lambda codes: self._cut(codes, draws))
+        batches = (row if isinstance(row, Coded) else row[None] for row in rows)  # of one each
+        cut = [self(key, batch, drawn[None]) for batch, drawn in zip(batches, draws, strict=True)]
+        return stacked([patch if isinstance(patch, Coded) else patch[0] for patch in cut], share=False)
 
     def _cut(self, values: Tensor, draws: Tensor) -> Tensor:
         sides = list(zip(values.shape[2:], self.size, strict=True))
@@ -121,14 +122,12 @@ class Crop:
             corners = [[n // 2 - s // 2 for n, s in sides]] * len(values)
         else:
             corners = (draws * torch.tensor([n - s + 1 for n, s in sides])).long().tolist()
-        patches = []
-        for row, corner in zip(values, corners, strict=True):
-            patches.append(row[(slice(None), *(slice(c, c + s) for c, s in zip(corner, self.size, strict=True)))])
-        return torch.stack(patches)
+        places = [[slice(c, c + s) for c, s in zip(corner, self.size, strict=True)] for corner in corners]
+        return torch.stack([row[(slice(None), *place)] for row, place in zip(values, places, strict=True)])
 
 
 @dataclass(frozen=True)
-class Intensity:
+class Intensity(_Random):
     """RandScaleIntensityd, RandShiftIntensityd: with `prob`, multiply by 1 + f or add f, f uniform in [low, high).
 
     Attributes:
@@ -136,13 +135,10 @@ class Intensity:
         shift: add instead of multiply.
     """
 
-    keys: tuple[str, ...]
-    prob: float
     low: float
     high: float
     draws: int
     shift: bool
-    only_moves: ClassVar[bool] = False
 
     @property
     def width(self) -> int:
@@ -151,7 +147,7 @@ class Intensity:
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Change the chosen items."""
-        chosen = _chosen(draws, self.prob)
+        chosen = self._chosen(draws)
         f = _between(draws[chosen, 1:], self.low, self.high)
         if self.shift:
             return _changed(rows, chosen, lambda part: part + _for_channels(f, part))
@@ -164,23 +160,20 @@ def _for_channels(numbers: Tensor, rows: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Noise:
+class Noise(_Random):
     """RandGaussianNoised: with `prob`, add normal noise, its deviation `std` or uniform in [0, std).
 
     An item's noise comes from a CPU generator that its second number seeds, the same on any device.
     """
 
-    keys: tuple[str, ...]
-    prob: float
     mean: float
     std: float
     sampled: bool
-    only_moves: ClassVar[bool] = False
     width: ClassVar[int] = 3
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Add noise to the chosen items."""
-        chosen = _chosen(draws, self.prob)
+        chosen = self._chosen(draws)
         deviations = _between(draws[chosen, 2], 0.0, self.std) if self.sampled else torch.full((len(chosen),), self.std)
 
         def add(part: Tensor) -> Tensor:
@@ -195,7 +188,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Affine:
+class Affine(_Random):
     """RandAffined: with `prob`, resample at coordinates that rotation, shear, translation and scale have moved.
 
     As in MONAI the coordinates are float32, the interpolation float64, the result float32, applied or not.
@@ -205,11 +198,8 @@ class Affine:
         modes: key -> mode and padding mode of `grid_sample`.
     """
 
-    keys: tuple[str, ...]
-    prob: float
     ranges: Mapping[str, Sequence[tuple[float, float]]]
     modes: Mapping[str, tuple[str, str]]
-    only_moves: ClassVar[bool] = False
 
     @property
     def width(self) -> int:
@@ -218,7 +208,7 @@ class Affine:
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Resample the chosen items."""
-        chosen, (mode, padding) = _chosen(draws, self.prob), self.modes[key]
+        chosen, (mode, padding) = self._chosen(draws), self.modes[key]
         shape = tuple(rows.shape[2:])
 
         def resample(part: Tensor) -> Tensor:
@@ -243,7 +233,7 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Rotate:
+class Rotate(_Random):
     """RandRotated: with `prob`, rotate by an angle an axis, keeping the size; the result is float32, applied or not.
 
     Attributes:
@@ -251,11 +241,8 @@ class Rotate:
         modes: key -> mode, padding mode and whether corners are aligned.
     """
 
-    keys: tuple[str, ...]
-    prob: float
     ranges: Sequence[tuple[float, float]]
     modes: Mapping[str, tuple[str, str, bool]]
-    only_moves: ClassVar[bool] = False
 
     @property
     def width(self) -> int:
@@ -264,7 +251,7 @@ class Rotate:
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Rotate the chosen items."""
-        chosen, (mode, padding, corners) = _chosen(draws, self.prob), self.modes[key]
+        chosen, (mode, padding, corners) = self._chosen(draws), self.modes[key]
         shape = tuple(rows.shape[2:])
 
         def rotate(part: Tensor) -> Tensor:

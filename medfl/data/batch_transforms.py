@@ -13,19 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from monai.transforms import (
-    Compose,
-    EnsureTyped,
-    RandAffined,
-    RandFlipd,
-    RandGaussianNoised,
-    RandRotate90d,
-    RandRotated,
-    RandScaleIntensityd,
-    RandShiftIntensityd,
-    RandSpatialCropd,
-    ToTensord,
-)
+from monai import transforms as mt
 from monai.transforms.utils import map_spatial_axes
 from monai.utils import fall_back_tuple
 from torch import Tensor
@@ -87,18 +75,18 @@ class _Arriving:
     keys: tuple[str, ...]
 
     @property
-    def shape(self) -> Shape | None:
-        """The one size, None where there are several."""
-        return next(iter(self.shapes)) if len(self.shapes) == 1 else None
+    def uniform(self) -> bool:
+        """Whether they have one size."""
+        return len(self.shapes) == 1
 
     @property
-    def dimensions(self) -> int:
-        """Number of spatial axes."""
-        return len(next(iter(self.shapes)))
+    def shape(self) -> Shape:
+        """The size, that of any where they differ."""
+        return next(iter(self.shapes))
 
 
 def recipe(
-    compose: Compose, first: int, shapes: frozenset[Shape], channels: int, dtype: torch.dtype, masks: bool
+    compose: mt.Compose, first: int, shapes: frozenset[Shape], channels: int, dtype: torch.dtype, masks: bool
 ) -> BatchRecipe | None:
     """Return the transforms from position `first` on as steps for batches, None where one of them has no such form.
 
@@ -124,6 +112,8 @@ def recipe(
         keys = tuple(dict.fromkeys(getattr(transform, "keys", ())))
         if convert is None or len(keys) < len(transform.keys) or not set(keys) <= set(arriving.keys):
             return None
+        if not arriving.uniform and convert is not _crop:
+            return None
         try:
             step = convert(transform, keys, arriving)
         except (TypeError, ValueError):  # malformed arguments: item by item the error names the item
@@ -132,19 +122,19 @@ def recipe(
             return None
         steps.append(step)
         arriving = _after(step, arriving)
-    if arriving is None or arriving.shape is None or not arriving.dimensions:
+    if arriving is None or not arriving.uniform or not arriving.shape:
         return None
     return BatchRecipe(tuple(steps), masks)
 
 
 def _changes_nothing(transform: Any, keys: Sequence[str]) -> bool:
     """Tell whether a transform only makes tensors of what are tensors already."""
-    if type(transform) not in (EnsureTyped, ToTensord) or not set(transform.keys) <= set(keys):
+    if type(transform) not in (mt.EnsureTyped, mt.ToTensord) or not set(transform.keys) <= set(keys):
         return False
     converter = transform.converter
     if converter.dtype is not None or converter.device is not None:
         return False
-    return type(transform) is ToTensord or (
+    return type(transform) is mt.ToTensord or (
         converter.data_type == "tensor" and all(dtype is None for dtype in transform.dtype)
     )
 
@@ -153,22 +143,18 @@ def _after(step: Step, arriving: _Arriving) -> _Arriving | None:
     """Return what arrives at the next step; None where images and masks would no longer have one size."""
     if not isinstance(step, Crop):
         return arriving
-    if set(step.keys) != set(arriving.keys) and arriving.shape != step.size:
+    if set(step.keys) != set(arriving.keys) and arriving.shapes != {step.size}:
         return None
-    return _Arriving(frozenset([step.size]), arriving.channels, arriving.dtype, arriving.keys)
+    return replace(arriving, shapes=frozenset([step.size]))
 
 
 def _flip(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
-    if arriving.shape is None:
-        return None
-    return Flip(keys, transform.prob, _dims(transform.flipper.spatial_axis, arriving.dimensions))
+    return Flip(keys, transform.prob, _dims(transform.flipper.spatial_axis, len(arriving.shape)))
 
 
 def _rotate90(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
-    if arriving.shape is None or transform.max_k < 1:
-        return None
-    dims = _dims(transform.spatial_axes, arriving.dimensions)
-    if len(dims) != 2 or arriving.shape[dims[0] - 2] != arriving.shape[dims[1] - 2]:
+    dims = _dims(transform.spatial_axes, len(arriving.shape))
+    if transform.max_k < 1 or len(dims) != 2 or arriving.shape[dims[0] - 2] != arriving.shape[dims[1] - 2]:
         return None
     return Rotate90(keys, transform.prob, int(transform.max_k), (dims[0], dims[1]))
 
@@ -190,8 +176,7 @@ def _crop(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | 
 
 
 def _is_intensity(keys: tuple[str, ...], arriving: _Arriving, dtype: Any = np.float32) -> bool:
-    images = arriving.shape is not None and arriving.dtype == torch.float32 and keys == _KEYS[:1]
-    return images and dtype in (np.float32, torch.float32)
+    return arriving.dtype == torch.float32 and keys == _KEYS[:1] and dtype in (np.float32, torch.float32)
 
 
 def _scale(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
@@ -222,8 +207,8 @@ def _noise(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
 def _affine(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     affine, grid = transform.rand_affine, transform.rand_affine.rand_affine_grid
     modes = {key: (str(m), str(p)) for key, m, p in zip(keys, transform.mode, transform.padding_mode, strict=True)}
-    fits = arriving.shape is not None and tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
-    if not fits or grid.device is not None or arriving.dtype != torch.float32 or not _known(modes.values()):
+    keeps_size = tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
+    if not keeps_size or grid.device is not None or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
     ranges = {
         f"{name}_params": [
@@ -241,24 +226,24 @@ def _rotate(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step 
     options = zip(keys, transform.mode, transform.padding_mode, transform.align_corners, strict=True)
     modes = {key: (str(mode), str(padding), bool(corners)) for key, mode, padding, corners in options}
     keeps = inner.keep_size and all(dtype in (np.float32, torch.float32) for dtype in transform.dtype)
-    if arriving.shape is None or not keeps or arriving.dtype != torch.float32 or not _known(modes.values()):
+    if not keeps or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
-    ranges = [inner.range_x] if arriving.dimensions == 2 else [inner.range_x, inner.range_y, inner.range_z]
+    ranges = [inner.range_x] if len(arriving.shape) == 2 else [inner.range_x, inner.range_y, inner.range_z]
     return Rotate(keys, transform.prob, [(float(low), float(high)) for low, high in ranges], modes)
 
 
-def _known(modes: Any) -> bool:
+def _are_offered(modes: Any) -> bool:
     return all(mode in _MODES and padding in _PADDINGS for mode, padding, *_ in modes)
 
 
 _CONVERTERS: dict[type, Callable[[Any, tuple[str, ...], _Arriving], Step | None]] = {
-    RandFlipd: _flip,
-    RandRotate90d: _rotate90,
-    RandSpatialCropd: _crop,
-    RandScaleIntensityd: _scale,
-    RandShiftIntensityd: _shift,
-    RandGaussianNoised: _noise,
-    RandAffined: _affine,
-    RandRotated: _rotate,
+    mt.RandFlipd: _flip,
+    mt.RandRotate90d: _rotate90,
+    mt.RandSpatialCropd: _crop,
+    mt.RandScaleIntensityd: _scale,
+    mt.RandShiftIntensityd: _shift,
+    mt.RandGaussianNoised: _noise,
+    mt.RandAffined: _affine,
+    mt.RandRotated: _rotate,
 }
 """By exact type: a subclass may do something else."""

@@ -52,20 +52,20 @@ class Channels(Prepared):
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches with zeros in the channels that are lacking; what is dropped is drawn on the CPU first."""
-        kept = self.present[indices]
+        present = self.present[indices]
         if generator is not None and self.drop:
-            draws = torch.where(kept, torch.rand(kept.shape, generator=generator), -1.0)
-            kept = (draws >= self.drop) | (draws == draws.amax(1, keepdim=True))
+            draws = torch.where(present, torch.rand(present.shape, generator=generator), -1.0)
+            present = (draws >= self.drop) | (draws == draws.amax(1, keepdim=True))
         batches = self.prepared.batches(indices, size, generator)
-        return ((_zeroed(x, rows), y) for (x, y), rows in zip(batches, torch.split(kept, size), strict=True))
+        return ((_zeroed(x, rows), y) for (x, y), rows in zip(batches, torch.split(present, size), strict=True))
 
 
-def _zeroed(x: Any, kept: Tensor) -> Tensor:
-    if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[1] != kept.shape[1]:
-        given = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"that are a {type(x).__name__}"
+def _zeroed(x: Any, present: Tensor) -> Tensor:
+    if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[1] != present.shape[1]:
+        form = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"that are a {type(x).__name__}"
         raise InputError(
-            f"images {given} with --site-channels or --channel-drop",
-            f"{kept.shape[1]} channels, as the bundle's metadata.json says of its images",
+            f"images {form} with --site-channels or --channel-drop",
+            f"{present.shape[1]} channels, as the bundle's metadata.json says of its images",
             "correct num_channels there, or leave the two out",
         )
-    return torch.where(kept.reshape(*kept.shape, *[1] * (x.ndim - 2)).to(x.device), x, 0)
+    return torch.where(present.reshape(*present.shape, *[1] * (x.ndim - 2)).to(x.device), x, 0)

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from monai.transforms import (
-    CenterScaleCrop,
-    CenterScaleCropd,
-    CenterSpatialCrop,
-    CenterSpatialCropd,
-    MapTransform,
-    RandomizableTrait,
-    RandomizableTransform,
-)
+from monai import transforms as mt
 
 
 def without_draws(transforms: Sequence[Any], *, whole: bool) -> list[Any]:
@@ -26,16 +18,16 @@ def without_draws(transforms: Sequence[Any], *, whole: bool) -> list[Any]:
         transforms: MONAI's or anybody's; their probabilities are changed in place.
         whole: leave random crops out instead.
     """
-    kept: list[Any] = []
+    without: list[Any] = []
     for transform in transforms:
-        crop = _middle(transform) if isinstance(transform, RandomizableTrait) else None
+        crop = _middle(transform) if isinstance(transform, mt.RandomizableTrait) else None
         if crop is not None:
-            kept += [] if whole else [crop]
+            without += [] if whole else [crop]
             continue
-        if isinstance(transform, RandomizableTransform):
+        if isinstance(transform, mt.RandomizableTransform):
             transform.prob = 0.0  # it keeps what it does in any case: types, and sizes that are asked for
-        kept.append(transform)
-    return kept
+        without.append(transform)
+    return without
 
 
 def _middle(transform: Any) -> Any:
@@ -46,12 +38,12 @@ def _middle(transform: Any) -> Any:
     while hasattr(cropper, "cropper"):
         cropper = cropper.cropper
     for name, array, mapped in (
-        ("roi_scale", CenterScaleCrop, CenterScaleCropd),
-        ("roi_size", CenterSpatialCrop, CenterSpatialCropd),
-        ("spatial_size", CenterSpatialCrop, CenterSpatialCropd),
+        ("roi_scale", mt.CenterScaleCrop, mt.CenterScaleCropd),
+        ("roi_size", mt.CenterSpatialCrop, mt.CenterSpatialCropd),
+        ("spatial_size", mt.CenterSpatialCrop, mt.CenterSpatialCropd),
     ):
         size = getattr(cropper, name, None)
-        if size is not None and isinstance(transform, MapTransform):
+        if size is not None and isinstance(transform, mt.MapTransform):
             return mapped(transform.keys, size, allow_missing_keys=transform.allow_missing_keys)
         if size is not None:
             return array(size)

@@ -15,7 +15,7 @@ _KEEPING = tuple(f"monai.transforms.{room}." for room in ("io", "spatial", "crop
 _CHANGING = ("Lambda", "Add", "Histogram")
 
 
-def constants(steps: Sequence[Any], key: str = "image") -> Constants:
+def constants(steps: Sequence[Any]) -> Constants:
     """Return the constants by which transforms bring a picture from 0..1 to what a network is given.
 
     Random transforms vary that, and are left out.
@@ -26,7 +26,7 @@ def constants(steps: Sequence[Any], key: str = "image") -> Constants:
     mean: Any = None
     sd: Any = None
     for step in Compose([*steps]).flatten().transforms:  # type: ignore[no-untyped-call]
-        if key not in getattr(step, "keys", (key,)):
+        if "image" not in getattr(step, "keys", ("image",)):
             continue
         by = getattr(step, "scaler", getattr(step, "normalizer", step))
         kind = type(by).__name__

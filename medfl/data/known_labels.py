@@ -56,10 +56,10 @@ class Known:
                 "name in the bundle's metadata.json (channel_def) what each channel is",
             )
         channels = output.unbind(1)
-        known = [channels[c] for c in self.classes]
+        shown = [channels[c] for c in self.classes]
         if not self.exclusive:
-            return torch.stack(known, 1)
-        return torch.stack([torch.stack([channels[c] for c in self.others], 1).logsumexp(1), *known], 1)
+            return torch.stack(shown, 1)
+        return torch.stack([torch.stack([channels[c] for c in self.others], 1).logsumexp(1), *shown], 1)
 
     def reference(self, target: Tensor) -> Tensor:
         """Return masks numbered as the channels of `merged`: class indices (B, 1, ...) or (B, ...), or binary channels.
@@ -67,24 +67,25 @@ class Known:
         Whatever they show of other structures becomes background.
         """
         if self._in_channels(target):
-            known = [target[:, c] for c in self.classes]
-            return torch.stack([self._rest(target), *known] if self.exclusive else known, 1)
-        masks = torch.zeros_like(target)
-        for number, value in enumerate(self.classes, 1):
-            masks = torch.where(target == value, number, masks)
-        return masks.to(target.dtype)
+            shown = [target[:, c] for c in self.classes]
+            return torch.stack([self._rest(target), *shown] if self.exclusive else shown, 1)
+        return self._numbered(target, range(1, len(self.classes) + 1))
 
     def hidden(self, target: Tensor) -> Tensor:
         """Return masks with their own numbers, in which whatever they show of other structures is background."""
         if self._in_channels(target):
-            known = [target[:, c] if c in self.classes else torch.zeros_like(target[:, c]) for c in range(self.count)]
+            shown = [target[:, c] if c in self.classes else torch.zeros_like(target[:, c]) for c in range(self.count)]
             if self.exclusive:
-                known[0] = self._rest(target)
-            return torch.stack(known, 1)
+                shown[0] = self._rest(target)
+            return torch.stack(shown, 1)
+        return self._numbered(target, self.classes)
+
+    def _numbered(self, target: Tensor, numbers: Sequence[int]) -> Tensor:
+        """Return class indices with these numbers in the place of `classes`, 0 in that of others."""
         masks = torch.zeros_like(target)
-        for value in self.classes:
-            masks = torch.where(target == value, target, masks)
-        return masks
+        for value, number in zip(self.classes, numbers, strict=True):
+            masks = torch.where(target == value, number, masks)
+        return masks.to(target.dtype)
 
     def _rest(self, target: Tensor) -> Tensor:
         return torch.stack([target[:, c] for c in self.others], 1).amax(1)

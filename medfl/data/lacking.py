@@ -92,7 +92,6 @@ class ZeroChannels(Transform):
     keys = ()
 
     def __init__(self, channels: int) -> None:
-        """Take C."""
         self.channels = channels
 
     def __call__(self, data: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -58,14 +58,13 @@ def hold(
     moved: dict[int, Prepared] = {}
     sets: dict[str, list[str]] = {"held": [], "large": [], "single": []}
     for name, prepared in sections.items():
-        data = moved.get(id(prepared))
-        if data is None:
-            data = prepared.to(device, left) if prepared.nbytes else prepared
-            left -= 0 if data is prepared else prepared.nbytes
-            if data is prepared and device.type == "cuda":  # a copy, whose batches come in pinned memory
-                data = copy.copy(prepared)
-                data.pinned = True
-            moved[id(prepared)] = data
+        if id(prepared) not in moved:
+            placed = prepared.to(device, left) if prepared.nbytes else prepared
+            left -= 0 if placed is prepared else prepared.nbytes
+            if placed is prepared and device.type == "cuda":  # a copy, whose batches come in pinned memory
+                placed = copy.copy(prepared)
+                placed.pinned = True
+            moved[id(prepared)] = placed
         fate = "single" if not prepared.nbytes else "large" if moved[id(prepared)].device.type == "cpu" else "held"
         sets[fate].append(f"{name} ({_size(prepared.nbytes)})" if prepared.nbytes else name)
     return {name: moved[id(prepared)] for name, prepared in sections.items()}, _line(sets, device, memory)

@@ -58,8 +58,8 @@ def prepare(
     prepared = _prepared(items, samples, collate, prepare_batch)
     if not samples.random:
         cached = samples.cached or []
-        kept = [beside(sample) for sample in cached] if isinstance(cached, list) else cached
-        prepared.others = lambda index: collate([beside(kept[index])])
+        light = [beside(sample) for sample in cached] if isinstance(cached, list) else cached  # without pixels
+        prepared.others = lambda index: collate([beside(light[index])])
         geometries = [_geometry(sample, samples.reads_rows_first) for sample in samples.cached or []]
         if all(geometries):
             prepared.geometry = [geometry for geometry in geometries if geometry is not None]
@@ -86,7 +86,7 @@ def _prepared(
         if samples.cached is not None:  # else the data set may draw while it is read
             without_draws = samples.without_draws
     in_threads = samples.has_own_state if samples.random else isinstance(cached, OnDisk)
-    unpack_batch = _unpacking(prepare_batch)
+    unpack_batch = partial(_unpack_batch, prepare_batch)
     return Sampled(items, samples, reseed, collate, unpack_batch, samples.clone if in_threads else None, without_draws)
 
 
@@ -109,24 +109,21 @@ def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
     return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
 
 
-def _unpacking(prepare_batch: Callable[..., Any]) -> Callable[[Any], Batch]:
-    def unpack_batch(batch: Any) -> Batch:
-        if not isinstance(batch, Mapping | tuple | list | torch.Tensor):
-            raise InputError(
-                f"collate_fn makes a {type(batch).__name__} of samples",
-                "a batch is a dict, a pair or a tensor",
-                "let the data loader collate as MONAI does: leave collate_fn out",
-            )
-        pair = prepare_batch(batch, torch.device("cpu"), False)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise InputError(
-                f"prepare_batch returns {len(pair) if isinstance(pair, tuple | list) else 'one value'}",
-                "a supervised batch is a pair of inputs and targets",
-                "let it return (inputs, targets)",
-            )
-        return as_plain(pair[0]), as_plain(pair[1])
-
-    return unpack_batch
+def _unpack_batch(prepare_batch: Callable[..., Any], batch: Any) -> Batch:
+    if not isinstance(batch, Mapping | tuple | list | torch.Tensor):
+        raise InputError(
+            f"collate_fn makes a {type(batch).__name__} of samples",
+            "a batch is a dict, a pair or a tensor",
+            "let the data loader collate as MONAI does: leave collate_fn out",
+        )
+    pair = prepare_batch(batch, torch.device("cpu"), False)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise InputError(
+            f"prepare_batch returns {len(pair) if isinstance(pair, tuple | list) else 'one value'}",
+            "a supervised batch is a pair of inputs and targets",
+            "let it return (inputs, targets)",
+        )
+    return as_plain(pair[0]), as_plain(pair[1])
 
 
 def _make(samples: Samples, indices: Sequence[int], label: str, jobs: int, progress: bool) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -84,15 +85,16 @@ class Sampled(Prepared):
         for samples in batches:
             yield self.collate(samples)
 
-    def _make(self, work: list[tuple[int, int]]) -> list[Any]:
-        """Make one batch's samples in this thread."""
-        if self.reseed is None:
-            return [self.sample(index) for index, _ in work]
+    def _make(self, work: list[tuple[int, int]], clone: Sampler | None = None) -> list[Any]:
+        """Make one batch's samples, with a clone in a thread beside this one."""
+        sample, reseed = clone or (self.sample, self.reseed)
         samples = []
         for index, seed in work:
-            with stream(seed, "sample"):  # for transforms that draw from the global generators
-                self.reseed(seed)
-                samples.append(self.sample(index))
+            # Only in this thread transforms may draw from the global generators.
+            with nullcontext() if clone or reseed is None else stream(seed, "sample"):
+                if reseed is not None:
+                    reseed(seed)
+                samples.append(sample(index))
         return samples
 
     def _in_threads(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Any]]:
@@ -116,11 +118,6 @@ class Sampled(Prepared):
             clone = self._clones.pop()
         except IndexError:
             clone = self.clone()
-        sample, reseed = clone
-        samples = []
-        for index, seed in work:
-            if reseed is not None:
-                reseed(seed)
-            samples.append(sample(index))
+        samples = self._make(work, clone)
         self._clones.append(clone)
         return samples

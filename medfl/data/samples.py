@@ -207,11 +207,7 @@ def _decoded(sample: Any) -> Any:
     """Return a sample as the transforms gave it."""
     if not isinstance(sample, Mapping) or not any(isinstance(value, Coded) for value in sample.values()):
         return sample
-    restored = dict(sample)
-    for key, value in sample.items():
-        if isinstance(value, Coded):
-            restored[key] = value.restored() if isinstance(value, Tracked) else decoded(value)
-    return restored
+    return {key: value.restored() if isinstance(value, Tracked) else decoded(value) for key, value in sample.items()}
 
 
 def random_parts(transform: Any, seen: set[int]) -> list[Any]:
@@ -228,9 +224,9 @@ def random_parts(transform: Any, seen: set[int]) -> list[Any]:
 def _has_own_state(transform: Any) -> bool:
     """Tell whether a transform is one of MONAI's that use neither a global generator nor somebody's own function."""
     module = type(transform).__module__.split(".")
-    known = module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
-    foreign = any(other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM"))
-    return known and not foreign
+    is_listed = module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
+    is_foreign = any(other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM"))
+    return is_listed and not is_foreign
 
 
 def _inner_transforms(dataset: Any) -> list[Any]:
@@ -240,5 +236,5 @@ def _inner_transforms(dataset: Any) -> list[Any]:
     inner = [getattr(dataset, name) for name in ("dataset", "data") if hasattr(dataset, name)]
     parts = [*inner, *getattr(dataset, "datasets", [])]
     deeper = [transform for part in parts for transform in _inner_transforms(part)]
-    own = [dataset, getattr(dataset, "transform", None)]
-    return [*deeper, *(part for part in own if hasattr(part, "set_random_state"))]
+    outer = [dataset, getattr(dataset, "transform", None)]
+    return [*deeper, *(part for part in outer if hasattr(part, "set_random_state"))]

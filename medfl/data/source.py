@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,16 @@ def take_apart(dataset: Any) -> Source:
     """
     if isinstance(dataset, Subset):
         inner = take_apart(dataset.dataset)
-        entries = (
-            [inner.entries[i] for i in dataset.indices] if inner.is_list else Subset(inner.entries, dataset.indices)
-        )
-        return Source(entries, inner.transforms, inner.fixed)
+        if inner.is_list:
+            return replace(inner, entries=[inner.entries[i] for i in dataset.indices])
+        return replace(inner, entries=Subset(inner.entries, dataset.indices))
     if isinstance(dataset, ConcatDataset):
         parts = [take_apart(part) for part in dataset.datasets]
         if all(part.is_list and part.transforms == parts[0].transforms for part in parts):
             return Source([entry for part in parts for entry in part.entries], parts[0].transforms)
     if isinstance(dataset, Dataset) and type(dataset)._transform in (Dataset._transform, CacheDataset._transform):
         inner = take_apart(dataset.data)
-        return Source(inner.entries, inner.transforms + _transforms(dataset), inner.fixed)
+        return replace(inner, transforms=inner.transforms + _transforms(dataset))
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(f"a {type(dataset).__name__} has no length or no positions")
     if not isinstance(dataset, torch.utils.data.Dataset):
@@ -89,8 +88,7 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
     """
     items: list[Item] = []
     taken: set[str] = set()
-    for index in range(len(source.entries)):
-        entry = source.entries[index] if source.is_list else None
+    for index, entry in enumerate(source.entries if source.is_list else [None] * len(source.entries)):
         entry = entry if isinstance(entry, Mapping) else {}
         ident = str(entry["id"]) if "id" in entry else _path(entry, folders) or f"{section}-{index}"
         ident = f"{ident}#{index}" if ident in taken else ident

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ class Unlabelled(Prepared):
     labelled = False
 
     def __init__(self, prepared: Prepared) -> None:
-        """Hold the items; nothing is copied."""
         super().__init__(_WithoutLabels(prepared.items))
         self.prepared, self.geometry, self.pinned = prepared, prepared.geometry, prepared.pinned
 
@@ -45,15 +44,8 @@ class _WithoutLabels(Sequence[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Item]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return _WithoutLabels(self._items[index])
-        record: Mapping[str, Any] = self._items[index]
-        return {key: value for key, value in record.items() if key != "label"}
+    def __getitem__(self, index: Any) -> Any:
+        return {key: value for key, value in self._items[index].items() if key != "label"}
 
 
 def unlabelled(shard: Shard) -> Shard:

@@ -45,12 +45,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-_TRANSFORMS = ("CheckPatchd", "ReadPaird", "ReadPixelsd", "ReadVolumed", "WriteClassesd", "WriteMaskd")
-
-
 def __getattr__(name: str) -> Any:
     """Import a transform when it is first used: MONAI takes seconds."""
-    if name not in _TRANSFORMS:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from medfl.datasets.readers import transforms
 

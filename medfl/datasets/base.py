@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import os
 import pkgutil
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -118,10 +119,8 @@ class DataSet:
 
 @functools.cache
 def _registry() -> Mapping[str, DataSet]:
-    package = importlib.import_module("medfl.datasets")
-    modules = (
-        importlib.import_module(f"medfl.datasets.{module.name}") for module in pkgutil.iter_modules(package.__path__)
-    )
+    names_here = (module.name for module in pkgutil.iter_modules([os.path.dirname(__file__)]))
+    modules = (importlib.import_module(f"medfl.datasets.{name}") for name in names_here)
     return MappingProxyType({module.DATASET.name: module.DATASET for module in modules if hasattr(module, "DATASET")})
 
 
@@ -152,25 +151,26 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
         InputError: none of the folders has a known layout.
     """
     dataset = get(name)
-    known = "known layouts: " + " | ".join(dataset.layouts)
+    layouts = f"known layouts: {' | '.join(dataset.layouts)}"
     if folder is None and not os.environ.get("MEDFL_DATA"):
         raise InputError(
-            f"no folder is given for {name} and MEDFL_DATA is not set", known, "give --data, or set MEDFL_DATA"
+            f"no folder is given for {name} and MEDFL_DATA is not set", layouts, "give --data, or set MEDFL_DATA"
         )
     root = Path(os.environ["MEDFL_DATA"] if folder is None else folder)
     if not root.is_dir():
-        raise InputError(f"{root} is not a folder", known, f"give the folder that holds {name} with --data")
-    places = [root, *(root / known_name for known_name in dataset.folders)]
+        raise InputError(f"{root} is not a folder", layouts, f"give the folder that holds {name} with --data")
+    places = [root, *(root / folder_name for folder_name in dataset.folders)]
     for place in places:
         if dataset.layout(place) is not None:
             return place
     looked = ", ".join(place.name for place in places[1:])
     raise InputError(
-        f"{root} holds no {name} data, nor does a folder {looked} in it", known, "give its folder with --data"
+        f"{root} holds no {name} data, nor does a folder {looked} in it", layouts, "give its folder with --data"
     )
 
 
-def _layout(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
+def layout_of(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
+    """Return the folder that holds data set `name`, as `locate` does, and its layout."""
     place = locate(name, folder)
     layout = get(name).layout(place)
     assert layout is not None, place
@@ -179,7 +179,7 @@ def _layout(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
 
 def splits(name: str, folder: str | Path) -> tuple[str, ...]:
     """Return the splits that the layout of `folder` offers; the first is used where none is named."""
-    return _layout(name, folder)[1].splits
+    return layout_of(name, folder)[1].splits
 
 
 def trial(name: str, split: str, number: int) -> str:
@@ -193,7 +193,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
     Raises:
         InputError: it does not offer this split, or the split has no trials.
     """
-    place, layout = _layout(name, folder)
+    place, layout = layout_of(name, folder)
     split = split or layout.splits[0]
     if rule := fold_of(split, name):
         return split, rule
@@ -204,7 +204,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
         return split, rule
     if isinstance(rule, WholeCentres) and number.isdecimal():
         return split, dataclasses.replace(rule, trial=int(number))
-    forms = [f"{known}[:TRIAL]" if isinstance(rule, WholeCentres) else known for known, rule in rules.items()]
+    forms = [f"{offered}[:TRIAL]" if isinstance(rule, WholeCentres) else offered for offered, rule in rules.items()]
     raise InputError(
         f"split {split!r} is not offered by {name} in {place}",
         f"splits there: {', '.join(forms)}",
@@ -214,7 +214,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
 
 def notes(name: str, folder: str | Path) -> tuple[str, ...]:
     """Return what a user of the data in `folder` must know: of the data set, of this layout, of a phantom."""
-    place, layout = _layout(name, folder)
+    place, layout = layout_of(name, folder)
     phantom = (f"{place} is a phantom: drawn images, not real ones",) if is_phantom(place) else ()
     try:
         of_table = tuple(read_table(name, place).notes)
@@ -260,7 +260,7 @@ def sections(name: str, folder: str | Path, split: str | None = None) -> Mapping
 
 def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int, int], ...]]:
     """Return where the data lie, and names, times and sizes that change with the folder's content."""
-    place, layout = _layout(name, folder)
+    place, layout = layout_of(name, folder)
     with os.scandir(place) as entries:
         files = [
             (entry.name, (stat := entry.stat(follow_symlinks=False)).st_mtime_ns, stat.st_size) for entry in entries
@@ -270,9 +270,10 @@ def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int,
 
 @functools.lru_cache(maxsize=8)
 def _read(name: str, place: Path, version: tuple[tuple[str, int, int], ...]) -> Table:
-    table = _layout(name, place)[1].read(place)
+    table = layout_of(name, place)[1].read(place)
     table.records.sort(key=lambda record: record.id)
-    table.check_ids()
+    times = Counter(record.id for record in table.records)
+    table.problems += [f"image {ident} is listed {count} times" for ident, count in times.items() if count > 1]
     if not table.records and not table.problems:
         table.problems.append(f"{place} holds no image")
     return table

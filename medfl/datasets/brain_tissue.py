@@ -35,20 +35,17 @@ def _read(folder: Path) -> Table:
     for key, files in _files(folder).items():
         row = rows.get(key)
         if len(files) < 2:
-            table.problems.append(
-                f"{next(iter(files.values()))} has no {'mask' if 't1ss' in files else 'image'} beside it"
-            )
+            (uri,) = files.values()
+            table.problems.append(f"{uri} has no {'mask' if 't1ss' in files else 'image'} beside it")
         elif row is None:
             table.problems.append(f"{files['t1ss']}: scan {key} is not in {path}")
         elif not row["age"].replace(".", "", 1).isdecimal():
             table.problems.append(f"{path}: scan {key} has age {row['age']!r}, an age is a number of years")
         else:
             sections = {"age": "test" if float(row["age"]) >= OLD else "train"}
-            image, mask = files["t1ss"], files["tissue"]
+            image, ident = files["t1ss"], f"oasis_{key}"
             size = count_voxels(image)
-            table.records.append(
-                Record(image, 0, f"oasis_{key}", "unknown", row["subject"], sections, mask=mask, size=size)
-            )
+            table.records.append(Record(image, 0, ident, "unknown", row["subject"], sections, files["tissue"], size))
     return table
 
 
@@ -80,7 +77,7 @@ DATASET = DataSet(
         Layout(
             f"oasis_<id>_t1ss.nii.gz + oasis_<id>_tissue.nii.gz + {SUBJECTS} (id, subject, age)",
             ("subject", "age"),
-            lambda folder: (folder / SUBJECTS).is_file() and bool(_files(folder)),
+            lambda folder: (folder / SUBJECTS).is_file() and _files(folder),
             _read,
         ),
     ),

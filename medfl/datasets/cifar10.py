@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
@@ -13,32 +13,18 @@ from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
 from medfl.datasets.readers.tables import Layout, first, stacked
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-LICENCE = "none is stated on its page, which asks to cite the technical report"
-SOURCE = "https://www.cs.toronto.edu/~kriz/cifar.html"
-CITATION = (
-    "Krizhevsky: Learning multiple layers of features from tiny images. Technical report, University of Toronto (2009)"
-)
 
 
 def batches_layout(kind: str, classes: int) -> Layout:
     """Return the layout of one of the CIFARs: its folder of batches, or the archive with it."""
 
     def find(folder: Path) -> dict[str, tuple[str, str]]:
-        place = (
-            folder
-            if folder.name == kind and (folder / "batches.meta").exists()
-            else first(folder, kind, ARCHIVES[kind])
-        )
-        return (
-            {part: (f"{place}!{part}_images", f"{place}!{part}_labels") for part in ("train", "test")} if place else {}
-        )
+        is_inside = folder.name == kind and (folder / "batches.meta").exists()
+        place = folder if is_inside else first(folder, kind, ARCHIVES[kind])
+        parts = ("train", "test") if place else ()
+        return {part: (f"{place}!{part}_images", f"{place}!{part}_labels") for part in parts}
 
     return stacked(f"torchvision's {kind}/ (Python pickles), or {ARCHIVES[kind]}", find, classes, "official")
-
-
-def batches_writer(kind: str) -> Callable[..., None]:
-    """Return what writes one part of a phantom."""
-    return lambda folder, part, images, labels: write_cifar(folder, kind, part, images, labels)
 
 
 DATASET = DataSet(
@@ -50,10 +36,11 @@ DATASET = DataSet(
     folders=("cifar10", "CIFAR10", "cifar-10"),
     readers=(batches_layout(CIFAR10, len(CLASSES)),),
     rules={"official": validation_from_train("official")},
-    licence=LICENCE,
-    source=SOURCE,
-    citation=CITATION,
-    draw=draw_stacked(len(CLASSES), things(len(CLASSES)), batches_writer(CIFAR10)),
+    licence="none is stated on its page, which asks to cite the technical report",
+    source="https://www.cs.toronto.edu/~kriz/cifar.html",
+    citation="Krizhevsky: Learning multiple layers of features from tiny images. Technical report, University of "
+    "Toronto (2009)",
+    draw=draw_stacked(len(CLASSES), things(len(CLASSES)), partial(write_cifar, CIFAR10)),
     per_class=60,
     size=32,
     notes=("50,000 training images, of which 10 % become validation, and 10,000 test images",),

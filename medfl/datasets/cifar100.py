@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from medfl.datasets.base import DataSet, Download
-from medfl.datasets.cifar10 import CITATION, LICENCE, SOURCE, batches_layout, batches_writer
+from dataclasses import replace
+from functools import partial
+
+from medfl.datasets import cifar10
+from medfl.datasets.base import Download
 from medfl.datasets.phantoms.phantom import draw_stacked
 from medfl.datasets.phantoms.scenes_natural import things
-from medfl.datasets.readers.splitting import validation_from_train
-from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100
+from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100, write_cifar
 
 # The fine labels, which are in alphabetical order.
 CLASSES = (
@@ -23,21 +25,16 @@ CLASSES = (
     *("train", "trout", "tulip", "turtle", "wardrobe", "whale", "willow_tree", "wolf", "woman", "worm"),
 )
 
-DATASET = DataSet(
+DATASET = replace(
+    cifar10.DATASET,
     name="cifar100",
     title="CIFAR-100: a hundred kinds of thing",
     classes=CLASSES,
     concepts=tuple(name.replace("_", " ") for name in CLASSES),
-    channels=3,
     folders=("cifar100", "CIFAR100", "cifar-100"),
-    readers=(batches_layout(CIFAR100, len(CLASSES)),),
-    rules={"official": validation_from_train("official")},
-    licence=LICENCE,
-    source=SOURCE,
-    citation=CITATION,
-    draw=draw_stacked(len(CLASSES), things(len(CLASSES)), batches_writer(CIFAR100)),
+    readers=(cifar10.batches_layout(CIFAR100, len(CLASSES)),),
+    draw=draw_stacked(len(CLASSES), things(len(CLASSES)), partial(write_cifar, CIFAR100)),
     per_class=12,
-    size=32,
     notes=(
         "50,000 training images, of which 10 % become validation, and 10,000 test images; the 100 fine labels are used",
     ),

@@ -69,10 +69,10 @@ def skim(text: bytes) -> Any:
     def pairs() -> Iterator[tuple[str, Any]]:
         inner = until(b"}")
         for key in inner:
-            held = next(inner, None)
-            if held is None:
+            first = next(inner, None)
+            if first is None:
                 raise ValueError(f"key {key[0].decode()} has no value")
-            yield json.loads(key[0]), value(held)
+            yield json.loads(key[0]), value(first)
 
     return value(next(tokens))
 
@@ -98,16 +98,14 @@ def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: A
     users, data = content["users"], content["user_data"]
     sizes = json.loads(text[content["num_samples"]])
     if not len(users) == len(sizes) == len(data):
-        table.problems.append(
-            f"{path} has {len(users)} users, {len(sizes)} num_samples and {len(data)} entries in user_data"
-        )
+        counts = f"{len(users)} users, {len(sizes)} num_samples and {len(data)} entries in user_data"
+        table.problems.append(f"{path} has {counts}")
     for writer, size in zip(users, sizes, strict=False):
         images, labels = data[writer]["x"], json.loads(text[data[writer]["y"]])
         images = [] if isinstance(images, slice) else images  # an empty list is an innermost one
         if not len(images) == len(labels) == size:
-            table.problems.append(
-                f"{path}: {writer} has {len(images)} images, {len(labels)} labels, num_samples {size}"
-            )
+            counts = f"{len(images)} images, {len(labels)} labels, num_samples {size}"
+            table.problems.append(f"{path}: {writer} has {counts}")
         for place, label in zip(images, labels, strict=False):
             row = rows[writer] = rows.get(writer, -1) + 1
             if type(label) is not int or not 0 <= label < len(CLASSES):
@@ -149,7 +147,7 @@ DATASET = DataSet(
             "LEAF's JSON files all_data_<number>.json (users, num_samples, user_data), in the folder, its all_data/ or "
             "data/all_data/; or both of [data/]train/ and [data/]test/",
             ("writers", "seeded"),
-            lambda folder: bool(_files(folder)),
+            _files,
             _read,
         ),
     ),

@@ -1,14 +1,15 @@
-"""Fashion-MNIST: grey pictures of garments, in the idx files that torchvision keeps."""
+"""Fashion-MNIST: grey pictures of garments, in idx files as those of MNIST."""
 
 from __future__ import annotations
 
-from medfl.datasets.base import DataSet
-from medfl.datasets.mnist import idx_downloads, idx_layout, idx_writer
+from dataclasses import replace
+
+from medfl.datasets import mnist
 from medfl.datasets.phantoms.phantom import draw_stacked
 from medfl.datasets.phantoms.scenes_natural import garment
-from medfl.datasets.readers.splitting import validation_from_train
 
-DATASET = DataSet(
+DATASET = replace(
+    mnist.DATASET,
     name="fmnist",
     title="Fashion-MNIST: ten kinds of garment",
     classes=(
@@ -16,19 +17,14 @@ DATASET = DataSet(
         *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
     ),
     concepts=("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
-    channels=1,
     folders=("fmnist", "FashionMNIST", "fashion-mnist"),
-    readers=(idx_layout("FashionMNIST", 10),),
-    rules={"official": validation_from_train("official")},
+    readers=(mnist.idx_layout("FashionMNIST", 10),),
     licence="MIT",
     source="https://github.com/zalandoresearch/fashion-mnist",
     citation="Xiao, Rasul, Vollgraf: Fashion-MNIST: a novel image dataset for benchmarking machine learning "
     "algorithms. arXiv:1708.07747 (2017)",
-    draw=draw_stacked(10, garment, idx_writer("FashionMNIST")),
-    per_class=60,
-    size=28,
-    notes=("60,000 training images, of which 10 % become validation, and 10,000 test images",),
-    downloads=idx_downloads(
+    draw=draw_stacked(10, garment, mnist.idx_writer("FashionMNIST")),
+    downloads=mnist.idx_downloads(
         "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion",
         {
             "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",

@@ -42,7 +42,8 @@ def _sections(folder: Path) -> Mapping[str, str]:
     return {row["image_id"]: SECTION_NAMES[row["split"]] for row in rows if row["split"] in SECTION_NAMES}
 
 
-def _read(folder: Path, table_path: Path, centre_column: str, roots: list[Path]) -> Table:
+def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list[Path]) -> Table:
+    assert table_path is not None  # by it the layout was found
     rows = read_csv(table_path, ("image_id", "lesion_id", "dx", centre_column))
     images, derma = image_index(roots), _sections(folder)
     table, labels = Table(), {name: number for number, name in enumerate(CLASSES)}
@@ -59,12 +60,6 @@ def _read(folder: Path, table_path: Path, centre_column: str, roots: list[Path])
                 sections["flamby"] = row["flamby_fold"]
             table.records.append(Record(images[key], label, key, row[centre_column], row["lesion_id"], sections))
     return table
-
-
-def _read_published(folder: Path) -> Table:
-    path = first(folder, *METADATA)
-    assert path is not None
-    return _read(folder, path, "dataset", part_roots(folder))
 
 
 def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
@@ -107,15 +102,15 @@ DATASET = DataSet(
             "labels.csv (image_id, lesion_id, dx, centre[, flamby_fold]) + images_<centre>/ or images_<centre>.zip "
             "[+ dermamnist_split.csv]",
             ("lesion", "flamby", "dermamnist"),
-            lambda folder: (folder / "labels.csv").is_file() and bool(centre_roots(folder)),
+            lambda folder: (folder / "labels.csv").is_file() and centre_roots(folder),
             lambda folder: _read(folder, folder / "labels.csv", "centre", centre_roots(folder)),
         ),
         Layout(
             "HAM10000_metadata[.csv|.tab] (dataset = centre) + HAM10000_images_part_1, _part_2 as folders or zips "
             "[+ dermamnist_split.csv]",
             ("lesion", "dermamnist"),
-            lambda folder: first(folder, *METADATA) is not None and bool(part_roots(folder)),
-            _read_published,
+            lambda folder: first(folder, *METADATA) and part_roots(folder),
+            lambda folder: _read(folder, first(folder, *METADATA), "dataset", part_roots(folder)),
         ),
         medmnist(
             "MedMNIST dermamnist[_64|_128|_224].npz",

@@ -38,7 +38,7 @@ def _layout(text: str, names: tuple[str, str]) -> Layout:
         table.records = [replace(record, size=count_voxels(record.image)) for record in table.records]
         return table
 
-    return Layout(text, ("seeded",), lambda folder: _place(folder, names) is not None, read)
+    return Layout(text, ("seeded",), lambda folder: _place(folder, names), read)
 
 
 def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:

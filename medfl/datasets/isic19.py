@@ -39,25 +39,23 @@ def _lesions(path: Path | None) -> Mapping[str, str]:
 
 
 def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], absent: tuple[str, ...] = ()) -> Table:
-    table = Table()
-    labels, centres = ({str(number): number for number in range(len(names))} for names in (CLASSES, CENTRES))
+    table, labels = Table(), {str(number): number for number in range(len(CLASSES))}
+    centres = {str(number): name for number, name in enumerate(CENTRES)}
     for row in read_csv(path, ("image", "target", "center", "fold")):
-        key, where = row["image"], f"{row['image']} in {path}"
+        key, centre, where = row["image"], centres.get(row["center"]), f"{row['image']} in {path}"
         label = label_of(row["target"], labels, where, table)
-        if row["center"] not in centres:
+        if centre is None:
             table.problems.append(f"{where} has center {row['center']!r}, the centers are {', '.join(centres)}")
         elif row["fold"] not in ("train", "test"):
             table.problems.append(f"{where} has fold {row['fold']!r}, the folds are train, test")
-        elif CENTRES[centres[row["center"]]] in absent:
+        elif centre in absent:
             continue
         elif key not in images:
             table.problems.append(f"{where}: image {key}.jpg is missing")
         elif label is not None:
             # Tables of HAM10000 know its images without the suffix that ISIC gave to scaled ones.
             group = lesions.get(key.removesuffix("_downsampled"), key)
-            table.records.append(
-                Record(images[key], label, key, CENTRES[centres[row["center"]]], group, {"flamby": row["fold"]})
-            )
+            table.records.append(Record(images[key], label, key, centre, group, {"flamby": row["fold"]}))
     return table
 
 
@@ -116,7 +114,7 @@ DATASET = DataSet(
             f"{IMAGES}_preprocessed or {IMAGES} (folder or zip) + train_test_split[.csv] (image, target, center, fold) "
             "[+ HAM10000_metadata[.csv]]",
             ("flamby", "lesion"),
-            lambda folder: first(folder, *TABLES) is not None and bool(_image_roots(folder)),
+            lambda folder: first(folder, *TABLES) and _image_roots(folder),
             _read_flamby,
         ),
         Layout(
@@ -125,8 +123,8 @@ DATASET = DataSet(
             ("flamby", "lesion"),
             lambda folder: (
                 (folder / "ham10000" / "labels.csv").is_file()
-                and first(folder / "flamby_meta", *TABLES) is not None
-                and bool(centre_roots(folder / "ham10000"))
+                and first(folder / "flamby_meta", *TABLES)
+                and centre_roots(folder / "ham10000")
             ),
             _read_subset,
             notes=(

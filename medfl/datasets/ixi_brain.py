@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms import scenes_volumes
 from medfl.datasets.phantoms.phantom import Generator, write_csv
 from medfl.datasets.readers.pairs import paired
-from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
+from medfl.datasets.readers.splitting import Record, by_group, hash_order, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
 from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_files, volume_index
 
@@ -50,10 +49,8 @@ def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
     for row in read_csv(path, ("Patient ID", "Manufacturer", "Split")):
         key, centre, fold = row["Patient ID"], row["Manufacturer"], row["Split"]
         if not key.isdecimal() or centre not in ("0", "1", "2") or fold not in ("train", "test"):
-            table.problems.append(
-                f"{path} has Patient ID {key!r}, Manufacturer {centre!r}, Split {fold!r}; they are a number, 0 to 2, "
-                "train or test"
-            )
+            row_text = f"Patient ID {key!r}, Manufacturer {centre!r}, Split {fold!r}"
+            table.problems.append(f"{path} has {row_text}; they are a number, 0 to 2, train or test")
         else:
             folds[int(key)] = (CENTRES[int(centre)], fold)
     return folds
@@ -76,15 +73,14 @@ def _read_flamby(folder: Path) -> Table:
     folds = _folds(path, table) if path else {}
     for subject, volumes in sorted(files.items()):
         number, centre = numbers[subject]
-        known, fold = folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
+        listed, fold = folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
         if centre not in CENTRES:
             table.problems.append(f"subject {subject} is of hospital {centre}, the hospitals are {', '.join(CENTRES)}")
         elif len(volumes) < 2:
             table.problems.append(f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}")
-        elif known != centre:
-            table.problems.append(
-                f"subject {subject} " + (f"is of hospital {known} in {path}" if known else f"is not in {path}")
-            )
+        elif listed != centre:
+            problem = f"is of hospital {listed} in {path}" if listed else f"is not in {path}"
+            table.problems.append(f"subject {subject} {problem}")
         else:
             image, mask = volumes["T1"], volumes["label"]
             size = count_voxels(image)
@@ -103,7 +99,7 @@ def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
 
 def split_few(records: Sequence[Record]) -> list[str]:
     """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
-    order = sorted(range(len(records)), key=lambda i: hashlib.sha256(f"ixi_brain/{records[i].id}".encode()).digest())
+    order = sorted(range(len(records)), key=lambda i: hash_order("ixi_brain", records[i].id))
     test, validate = max(1, round(0.2 * len(order))), max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
     sections = ["train"] * len(order)
     for place, index in enumerate(order[: test + validate]):
@@ -144,7 +140,7 @@ DATASET = DataSet(
             "[IXI_sample/]IXI<number>-<hospital>-<number>/{T1,label}/*.nii.gz, as folders or in a zip "
             "[+ metadata_tiny.csv (Patient ID, Manufacturer, Split)]",
             ("flamby", "subject"),
-            lambda folder: _root(folder) is not None,
+            _root,
             _read_flamby,
             notes=(
                 "the hospital is in a subject's name; the fold is that of metadata_tiny.csv if it lies in the folder, "

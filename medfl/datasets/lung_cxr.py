@@ -54,7 +54,7 @@ def _roots(folder: Path) -> list[Path]:
     return [path for path in plain if path.is_dir()] + packed
 
 
-def _found(folder: Path) -> bool:
+def _has_sets(folder: Path) -> bool:
     def has_images(root: Path) -> bool:
         return root.name == "CXR_png" if root.is_dir() else any("CXR_png/" in name for name in archive(root).namelist())
 
@@ -105,7 +105,7 @@ DATASET = DataSet(
         Layout(
             "labels.csv (file, site, patient[, width, height]) + images/ + masks/ (folders or zips) of the same names",
             SPLITS,
-            lambda folder: (folder / "labels.csv").is_file() and bool(pair_folders(folder)),
+            lambda folder: (folder / "labels.csv").is_file() and pair_folders(folder),
             _read_sources,
             notes=("an image's licence is that of its source, see the column licence of labels.csv",),
         ),
@@ -113,14 +113,14 @@ DATASET = DataSet(
             "CXR_png/{MCUCXR,CHNCXR}_*.png + ManualMask/{leftMask,rightMask}/, mask/ or masks/, here or in "
             "MontgomerySet/, ChinaSet_AllFiles/ or Lung Segmentation/; also in their zips",
             SPLITS,
-            _found,
+            _has_sets,
             _read_sets,
             notes=("an image counts as its own patient",),
         ),
         Layout(
             "images/ + masks/ (folders or zips), masks named <image>[_mask].png",
             SPLITS,
-            lambda folder: bool(pair_folders(folder)),
+            pair_folders,
             functools.partial(read_pair_folders, centre=_centre),
             notes=("neither patients nor, but for names in MCUCXR_ and CHNCXR_, centres are known",),
         ),

@@ -13,6 +13,7 @@ from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.tables import Layout, first, stacked
 
 STEMS = {"train": "train", "test": "t10k"}
+KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
 FILES = "{train,t10k}-{images-idx3,labels-idx1}-ubyte[.gz]"
 
 
@@ -21,13 +22,11 @@ def idx_layout(root: str, classes: int) -> Layout:
 
     def find(folder: Path) -> dict[str, tuple[str, str]]:
         for place in (folder / root / "raw", folder / "raw", folder):
-            names = [(f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte") for stem in STEMS.values()]
-            pairs = [[first(place, name, f"{name}.gz") for name in pair] for pair in names]
-            if all(path for pair in pairs for path in pair):
-                return {
-                    part: (f"{images}!idx", f"{labels}!idx")
-                    for part, (images, labels) in zip(STEMS, pairs, strict=True)
-                }
+            pairs = {
+                part: [first(place, f"{s}-{kind}", f"{s}-{kind}.gz") for kind in KINDS] for part, s in STEMS.items()
+            }
+            if all(map(all, pairs.values())):
+                return {part: (f"{images}!idx", f"{labels}!idx") for part, (images, labels) in pairs.items()}
         return {}
 
     return stacked(f"torchvision's {root}/raw/{FILES}, or these files in the folder itself", find, classes, "official")
@@ -38,8 +37,8 @@ def idx_writer(root: str) -> Callable[[Path, str, stacks.Array, Labels], None]:
 
     def write(folder: Path, part: str, images: stacks.Array, labels: Labels) -> None:
         stem = folder / root / "raw" / STEMS[part]
-        stacks.write_idx(Path(f"{stem}-images-idx3-ubyte.gz"), images)
-        stacks.write_idx(Path(f"{stem}-labels-idx1-ubyte.gz"), labels)
+        for kind, values in zip(KINDS, (images, labels), strict=True):
+            stacks.write_idx(Path(f"{stem}-{kind}.gz"), values)
 
     return write
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from PIL import Image
@@ -38,22 +39,19 @@ def _layout(root: str, *, tested: bool) -> Layout:
     tree = _tree(root)
 
     def read(folder: Path) -> Table:
-        table = Table([_in(record, "train") for record in tree.read(folder).records])
         others = _others(folder) if tested else None
-        table.records += [_in(record, "test") for record in (others.records if others else ())]
-        return table
+        parts = {"train": tree.read(folder), "test": others or Table()}
+        return Table(
+            [replace(record, sections={"official": part}) for part, table in parts.items() for record in table.records]
+        )
 
     return Layout(
         f"{root}/<class>/*.tif" + (f" + {OTHERS}/<class>/*.tif" if tested else "") + ", as folders or zips",
         ("seeded", "official") if tested else ("seeded",),
-        lambda folder: tree.find(folder) and (not tested or _others(folder) is not None),
+        lambda folder: tree.find(folder) and (not tested or _others(folder)),
         read,
         notes=("the colours are as scanned, not normalised",) if root == RAW else (),
     )
-
-
-def _in(record: Record, part: str) -> Record:
-    return Record(record.image, record.label, record.id, record.centre, record.group, {"official": part})
 
 
 def seeded(records: Sequence[Record]) -> list[str]:

@@ -25,7 +25,6 @@ from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_
 
 UNLABELLED = "unlabelled"
 """Folder beside those of the classes, with images of no known class."""
-_SHARES = (0.7, 0.1, 0.2)
 _ALONE = ", or name a site that has images alone with --unlabelled"
 
 
@@ -115,9 +114,9 @@ def in_folders(root: Path, classes: Sequence[str]) -> Found:
     if unknown or not folders:
         foreign = tables.several([repr(name) for name in unknown], "folders")
         problem = f"folder {foreign} in {root} is of no class" if unknown else f"{root} has no folder with images"
-        any_known = any(name in classes for name in folders)
-        advice = "give the folder that holds these folders with --data" + _ALONE
-        advice = "rename it, or move it away" if any_known else advice
+        advice = f"give the folder that holds these folders with --data{_ALONE}"
+        if any(name in classes for name in folders):
+            advice = "rename it, or move it away"
         raise InputError(problem, f"a folder for each class: {', '.join(classes)}", advice)
     entries = [(name, path, uri) for name in folders for path, uri in tables.image_files(root / name)]
     records = [_record(uri, classes.index(name), f"{name}/{path}") for name, path, uri in entries]
@@ -181,17 +180,17 @@ def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[s
 
     Items of another kind of data list have no notes. `ids` are `images`, `masks`, `labels`, `classes` of the bundle.
     """
-    root, used = Path(folder), {str(item.get("image")) for item in items}
+    root, used_images = Path(folder), {str(item.get("image")) for item in items}
     try:
         dataset = found_by(root, ids)
     except InputError:
         return ()
-    known = {record.image for record in dataset.records}
-    if not {str(item.get("image")) for item in items if "label" in item} <= known <= used:
+    images = {record.image for record in dataset.records}
+    if not {str(item.get("image")) for item in items if "label" in item} <= images <= used_images:
         return ()
-    unknown = grouping.are_unknown(items)
-    left_out = dataset.notes if used == known else ()
-    return (*left_out, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if unknown else ()))
+    left_out = dataset.notes if used_images == images else ()
+    are_unknown = all(item.get("group") == item["id"] for item in items)
+    return (*left_out, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if are_unknown else ()))
 
 
 NO_PATIENTS = (
@@ -249,17 +248,11 @@ def cohort_of(places: Iterable[str | Path]) -> Path | None:
 
 
 def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
-    """Return a record for each image that has a mask.
-
-    Raises:
-        InputError: a folder is missing, there are no pairs, or a mask is not that of one image.
-    """
+    """Return a record for each image that has a mask."""
     for place in (images, masks):
         if not place.is_dir():
-            raise InputError(
-                f"{place} is no folder", "a folder of images and one of their masks",
-                f"give the paths of both folders{_ALONE}",
-            )  # fmt: skip
+            advice = f"give the paths of both folders{_ALONE}"
+            raise InputError(f"{place} is no folder", "a folder of images and one of their masks", advice)
     image_paths, mask_paths = paths(images, masks, lacking)
     table = pairs.paired(*matching.match(image_paths, mask_paths))
     if table.problems or not table.records:
@@ -315,7 +308,8 @@ def below(root: Path, name: str) -> Path:
 
 
 def _items(root: Path, dataset: Found, section: str, group_by: str | None, split: str | None) -> list[Item]:
-    chosen = [record for record, own in sections_of(root, dataset, group_by, split) if own == section]
+    divided = sections_of(root, dataset, group_by, split)
+    chosen = [record for record, its_section in divided if its_section == section]
     return [item_of(record) for record in sorted(chosen, key=lambda record: record.id)]
 
 
@@ -346,17 +340,16 @@ def sections_of(
     return list(zip(records, sections, strict=True))
 
 
-_BY_GROUP = by_group(_SHARES, "own", at_centres=False)
+_BY_GROUP = by_group((0.7, 0.1, 0.2), "own", at_centres=False)
 
 
 def _fold(split: str, named: bool) -> Rule:
     rule = fold_of(split, "own-fold")
     if rule is None or named:
+        advice = "take the column 'section' out of the table, or leave --folds out"
         raise InputError(
             f"split {split!r}{' of images whose table names their sections' * named}",
             "fold:NUMBER/COUNT, as fold:2/5, of images without sections of their own",
-            "take the column 'section' out of the table, or leave --folds out"
-            if named
-            else "write it so, or leave it out",
+            advice if named else "write it so, or leave it out",
         )
     return rule

@@ -34,16 +34,12 @@ def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[P
     return table
 
 
-def _read_centres(folder: Path) -> Table:
-    return _read_ham(folder / "labels.csv", "centre", centre_roots(folder), centre_roots(folder, "masks"))
-
-
-def _has_ham(folder: Path) -> bool:
-    return bool(first(folder, *METADATA) and part_roots(folder) and first(folder, HAM_MASKS, f"{HAM_MASKS}.zip"))
+def _ham_masks(folder: Path) -> Path | None:
+    return first(folder, HAM_MASKS, f"{HAM_MASKS}.zip")
 
 
 def _read_published(folder: Path) -> Table:
-    path, masks = first(folder, *METADATA), first(folder, HAM_MASKS, f"{HAM_MASKS}.zip")
+    path, masks = first(folder, *METADATA), _ham_masks(folder)
     assert path is not None
     assert masks is not None
     return _read_ham(path, "dataset", part_roots(folder), [masks])
@@ -101,16 +97,16 @@ DATASET = DataSet(
             "labels.csv (image_id, lesion_id, centre) + images_<centre>/ and masks_<centre>/ (folders or zips), masks "
             "named <image_id>[_segmentation].png",
             ("lesion",),
-            lambda folder: (
-                (folder / "labels.csv").is_file() and bool(centre_roots(folder)) and bool(centre_roots(folder, "masks"))
+            lambda folder: (folder / "labels.csv").is_file() and centre_roots(folder) and centre_roots(folder, "masks"),
+            lambda folder: _read_ham(
+                folder / "labels.csv", "centre", centre_roots(folder), centre_roots(folder, "masks")
             ),
-            _read_centres,
         ),
         Layout(
             "HAM10000_metadata[.csv|.tab] (dataset = centre) + HAM10000_images_part_1, _part_2 + "
             f"{HAM_MASKS} (folders or zips)",
             ("lesion",),
-            _has_ham,
+            lambda folder: first(folder, *METADATA) and part_roots(folder) and _ham_masks(folder),
             _read_published,
         ),
         Layout(
@@ -134,7 +130,7 @@ DATASET = DataSet(
         Layout(
             "images/ + masks/ (folders or zips), masks named <image>[_segmentation|_mask].png",
             ("image",),
-            lambda folder: bool(pair_folders(folder)),
+            pair_folders,
             read_pair_folders,
             notes=(_LESIONS_UNKNOWN,),
         ),

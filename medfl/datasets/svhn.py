@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.phantom import Labels, draw_stacked
+from medfl.datasets.phantoms.phantom import draw_stacked
 from medfl.datasets.phantoms.scenes_natural import DIGITS, house_number
-from medfl.datasets.readers import stacks
 from medfl.datasets.readers.splitting import validation_from_train
+from medfl.datasets.readers.stacks import write_svhn
 from medfl.datasets.readers.tables import stacked
 
 FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
@@ -18,10 +18,6 @@ def _find(folder: Path) -> dict[str, tuple[str, str]]:
     if not all((folder / file).is_file() for file in FILES.values()):
         return {}
     return {part: (f"{folder / file}!X", f"{folder / file}!y") for part, file in FILES.items()}
-
-
-def _write(folder: Path, part: str, images: stacks.Array, labels: Labels) -> None:
-    stacks.write_svhn(folder / FILES[part], images, labels)
 
 
 DATASET = DataSet(
@@ -37,7 +33,7 @@ DATASET = DataSet(
     source="https://ufldl.stanford.edu/housenumbers",
     citation="Netzer, Wang, Coates, Bissacco, Wu, Ng: Reading digits in natural images with unsupervised feature "
     "learning. NIPS Workshop on Deep Learning and Unsupervised Feature Learning (2011)",
-    draw=draw_stacked(10, house_number, _write),
+    draw=draw_stacked(10, house_number, lambda folder, part, *arrays: write_svhn(folder / FILES[part], *arrays)),
     per_class=60,
     size=32,
     notes=(

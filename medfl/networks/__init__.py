@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 
 from monai.networks.nets.basic_unet import BasicUNet
 from monai.networks.nets.efficientnet import EfficientNetBN
@@ -16,7 +17,6 @@ from torch import nn
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.networks.cifar_resnet import CifarResNet
-from medfl.networks.heads import head_names as head_names
 from medfl.networks.small_cnn import SmallCNN
 from medfl.networks.two_conv import TwoConv
 from medfl.networks.wide_resnet import WideResNet
@@ -60,15 +60,11 @@ def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> n
     return network
 
 
-def _unet(width: int) -> Callable[[int, int, int], nn.Module]:
+def _unet(width: int, in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
     """MONAI's BasicUNet with features (f, f, 2f, 4f, 8f, f) and BatchNorm; f = `width`."""
-
-    def build_unet(in_channels: int, num_classes: int, spatial_dims: int) -> nn.Module:
-        features = (width, width, 2 * width, 4 * width, 8 * width, width)
-        with redirect_stdout(None):  # it prints its features
-            return BasicUNet(spatial_dims, in_channels, num_classes, features, norm=("batch", {"eps": 1e-5}))
-
-    return build_unet
+    features = (width, width, 2 * width, 4 * width, 8 * width, width)
+    with redirect_stdout(None):  # it prints its features
+        return BasicUNet(spatial_dims, in_channels, num_classes, features, norm=("batch", {"eps": 1e-5}))
 
 
 SEGMENTERS = tuple(f"unet{width}" for width in (8, 16, 32, 64))
@@ -77,15 +73,15 @@ SEGMENTERS = tuple(f"unet{width}" for width in (8, 16, 32, 64))
 _BUILDERS: dict[str, Callable[[int, int, int], nn.Module]] = {
     "efficientnet_b0": _efficientnet_b0,
     "resnet18": _resnet18,
-    "resnet18s": lambda channels, classes, dims: _resnet18(channels, classes, dims, small_images=True),
-    "resnet20": lambda channels, classes, dims: CifarResNet(20, channels, classes, dims),
-    "resnet110": lambda channels, classes, dims: CifarResNet(110, channels, classes, dims),
+    "resnet18s": partial(_resnet18, small_images=True),
+    "resnet20": partial(CifarResNet, 20),
+    "resnet110": partial(CifarResNet, 110),
     "small_cnn": SmallCNN,
     "two_conv": TwoConv,
-    "two_conv_18": lambda channels, classes, dims: TwoConv(channels, classes, dims, width=18),
-    "two_conv_22": lambda channels, classes, dims: TwoConv(channels, classes, dims, width=22),
-    **{name: _unet(int(name.removeprefix("unet"))) for name in SEGMENTERS},
-    "wrn28_10": lambda channels, classes, dims: WideResNet(28, 10, channels, classes, dims),
+    "two_conv_18": partial(TwoConv, width=18),
+    "two_conv_22": partial(TwoConv, width=22),
+    **{name: partial(_unet, int(name.removeprefix("unet"))) for name in SEGMENTERS},
+    "wrn28_10": partial(WideResNet, 28, 10),
 }
 
 
@@ -101,10 +97,9 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
         InputError: unknown name, or a number that no network can have.
     """
     if name not in _BUILDERS:
-        known = ", ".join(names())
         raise InputError(
             f"network '{name}'",
-            f"the networks are {known}",
+            f"the networks are {', '.join(names())}",
             did_you_mean(str(name), names(), "choose one of these with network=NAME"),
         )
     for what, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):

@@ -103,10 +103,8 @@ def normalisation(text: str) -> Constants:
     except ValueError:
         mean, sd = (), ()
     if not mean or len(mean) != len(sd) or not all(map(math.isfinite, (*mean, *sd))) or min(sd) <= 0:
-        raise InputError(
-            f"normalise={text}", f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel",
-            "for example normalise=0.5/0.25",
-        )  # fmt: skip
+        allowed = f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel"
+        raise InputError(f"normalise={text}", allowed, "for example normalise=0.5/0.25")
     return mean, sd
 
 
@@ -119,7 +117,7 @@ def check_images(images: Tensor, constants: Constants) -> None:
     channels = images.shape[1]
     if len(constants[0]) not in (1, channels):
         raise InputError(
-            f"normalise={_told(constants)} for images of {channels} channel{'s' if channels != 1 else ''}",
+            f"normalise={_as_text(constants)} for images of {channels} channel{'s' if channels != 1 else ''}",
             f"it has means for {len(constants[0])}",
             "leave normalise out, or say what the bundle's transforms do",
         )
@@ -128,13 +126,13 @@ def check_images(images: Tensor, constants: Constants) -> None:
     low, high = float(units.min()), float(units.max())
     if low < -_BEYOND or high > 1 + _BEYOND:
         raise InputError(
-            f"normalise={_told(constants)} for images that it brings back to {low:.3g}..{high:.3g}",
+            f"normalise={_as_text(constants)} for images that it brings back to {low:.3g}..{high:.3g}",
             "pictures are 0..1 before they are normalised",
             "say what the bundle's transforms do with --set normalise=MEAN/SD",
         )
 
 
-def _told(constants: Constants) -> str:
+def _as_text(constants: Constants) -> str:
     return "/".join(",".join(f"{number:g}" for number in part) for part in constants)
 
 

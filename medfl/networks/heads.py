@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 
-_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+"""What may be a head: linear and convolution layers."""
 
 
 def head_name(network: nn.Module) -> str:
@@ -22,7 +22,7 @@ def head_name(network: nn.Module) -> str:
     Raises:
         InputError: the network has neither.
     """
-    names: list[str] = [name for name, module in network.named_modules() if isinstance(module, _LAYERS)]
+    names: list[str] = [name for name, module in network.named_modules() if isinstance(module, LAYERS)]
     if names:
         return names[-1]
     raise InputError(
@@ -43,14 +43,14 @@ def head_names(network: nn.Module, layers: Sequence[str] = ()) -> frozenset[str]
     Raises:
         InputError: no such layer.
     """
-    known = dict(network.named_modules())
-    chosen = tuple(layers) or (head_name(network),)
-    for layer in chosen:
-        if layer not in known:
+    modules = dict(network.named_modules())
+    layers = layers or (head_name(network),)
+    for layer in layers:
+        if layer not in modules:
             raise InputError(
-                f"head layer {layer!r}", f"layers are {', '.join(n for n in known if n)[:300]}", "name one of them"
+                f"head layer {layer!r}", f"layers are {', '.join(n for n in modules if n)[:300]}", "name one of them"
             )
-    return frozenset(f"{layer}.{name}" for layer in chosen for name in known[layer].state_dict())
+    return frozenset(f"{layer}.{name}" for layer in layers for name in modules[layer].state_dict())
 
 
 def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
@@ -88,10 +88,7 @@ def frozen(network: nn.Module) -> nn.Module:
     return network
 
 
-@torch.no_grad()
 def replace_head(network: nn.Module, layer: nn.Module) -> nn.Module:
     """Put another layer in the head's place, in the same network."""
-    name = head_name(network)
-    parent, _, leaf = name.rpartition(".")
-    setattr(network.get_submodule(parent), leaf, layer)
+    network.set_submodule(head_name(network), layer)
     return network

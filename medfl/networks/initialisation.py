@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from medfl.core.errors import InputError
+from medfl.networks.heads import LAYERS
 
 INIT_WEIGHTS = "init_weights"
 """Name of the choice among ids of a bundle's configuration that are overridden."""
-_DRAWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def drawn(network: nn.Module, overrides: Mapping[str, Any]) -> nn.Module:
@@ -27,6 +27,6 @@ def drawn(network: nn.Module, overrides: Mapping[str, Any]) -> nn.Module:
     if by not in ("monai", "pytorch"):
         raise InputError(f"--config {INIT_WEIGHTS}={by}", "monai or pytorch", "choose one of them")
     for layer in network.modules() if by == "pytorch" else ():
-        if isinstance(layer, _DRAWN):
+        if isinstance(layer, LAYERS):
             layer.reset_parameters()
     return network

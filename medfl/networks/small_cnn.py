@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from monai.networks.layers.factories import Conv, Pool
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ class SmallCNN(nn.Module):
         conv, pool = Conv[Conv.CONV, spatial_dims], Pool[Pool.MAX, spatial_dims]
         layers: list[nn.Module] = []
         widths = (in_channels, 32, 64, 72)
-        for narrow, wide in zip(widths, widths[1:], strict=False):
+        for narrow, wide in pairwise(widths):
             layers += [conv(narrow, wide, 3, padding=1), nn.ReLU(inplace=True), pool(2)]
         self.body = nn.Sequential(*layers, Pool[Pool.ADAPTIVEAVG, spatial_dims](1))
         self.fc = nn.Linear(widths[-1], num_classes)

@@ -17,12 +17,12 @@ from torch.nn import functional
 class _Block(nn.Module):
     """Pre-activated: normalise, ReLU, convolve, twice, dropout in between; 1x1 shortcut where the shape changes."""
 
-    def __init__(self, channels_in: int, channels_out: int, stride: int, dropout: float, spatial_dims: int) -> None:
+    def __init__(self, channels_in: int, channels_out: int, stride: int, spatial_dims: int) -> None:
         super().__init__()
         conv, norm = Conv[Conv.CONV, spatial_dims], Norm[Norm.BATCH, spatial_dims]
         self.bn1 = norm(channels_in)
         self.conv1 = conv(channels_in, channels_out, 3, padding=1)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(0.3)
         self.bn2 = norm(channels_out)
         self.conv2 = conv(channels_out, channels_out, 3, stride=stride, padding=1)
         same = stride == 1 and channels_in == channels_out
@@ -41,9 +41,7 @@ class WideResNet(nn.Module):
     With 3 channels and 100 classes, WRN-28-10 has 36,546,980 parameters; its feature has 64 * width entries.
     """
 
-    def __init__(
-        self, depth: int, width: int, in_channels: int, num_classes: int, spatial_dims: int = 2, dropout: float = 0.3
-    ) -> None:
+    def __init__(self, depth: int, width: int, in_channels: int, num_classes: int, spatial_dims: int = 2) -> None:
         """Build the network; Xavier initialisation of the convolutions, with the gain of a ReLU."""
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
@@ -53,7 +51,7 @@ class WideResNet(nn.Module):
         blocks, channels = [], 16
         for stage, base in enumerate((16, 32, 64)):
             for index in range((depth - 4) // 6):
-                blocks.append(_Block(channels, base * width, 2 if stage and not index else 1, dropout, spatial_dims))
+                blocks.append(_Block(channels, base * width, 2 if stage and not index else 1, spatial_dims))
                 channels = base * width
         self.blocks = nn.Sequential(*blocks)
         self.bn1 = norm(channels, momentum=0.9)

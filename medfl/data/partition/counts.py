@@ -16,7 +16,7 @@ import numpy as np
 
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
-from medfl.data.partition.draw import SECTIONS, Group, Item, Rule, gathered, images_in, listed
+from medfl.data.partition.draw import SECTIONS, Group, Item, Rule, gathered, homeless, images_in, listed
 
 _Data = Mapping[str, Sequence[Item]]
 _Homes = dict[str, list[str | None]]
@@ -73,9 +73,10 @@ def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
     are scaled alike.
     """
     sites = [f"site-{i + 1}" for i in range(len(rule.values))]
-    homes, notes = _divide(data, sites, rule.values, lambda section, label: rule.stream(0, section, label))
-    left_out = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
-    return homes, notes + ([f"images that belong to no site: {listed(left_out)}"] if left_out else [])
+    homes, notes = _divide(data, sites, rule.values, partial(rule.stream, 0))
+    if left_out := homeless(homes):
+        notes.append(f"images that belong to no site: {left_out}")
+    return homes, notes
 
 
 def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[_Homes, list[str]]:
@@ -98,12 +99,12 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
             )
         stream = _fixed(limit)
         images = {name: [data[name][i] for i in places] for name, places in positions.items()}
-        kept, more_notes = _divide(images, [limit.centre], [limit.count], stream)
+        limited, more_notes = _divide(images, [limit.centre], [limit.count], stream)
         notes += more_notes
         for name, places in positions.items():
-            for i, home in zip(places, kept[name], strict=True):
+            for i, home in zip(places, limited[name], strict=True):
                 result[name][i] = home
-        left_out = [f"{kept[name].count(None)} of {len(kept[name])} {name}" for name in SECTIONS if None in kept[name]]
+        left_out = [f"{part.count(None)} of {len(part)} {name}" for name, part in limited.items() if None in part]
         notes += [f"images of {limit.centre} that are left out: {listed(left_out)}"] if left_out else []
     return result, notes
 
@@ -120,18 +121,16 @@ def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: 
         fitted[kind], more_notes = _feasible([getattr(count, kind) for count in counts], number, sites, kind)
         notes += more_notes
     validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
-    validate = [
-        min(n, all_ - 1) for n, all_ in zip(apportion(fitted["train"], validated), fitted["train"], strict=True)
-    ]
-    train = [all_ - n for n, all_ in zip(validate, fitted["train"], strict=True)]
-    wanted = {"train": train, "validate": validate, "test": fitted["test"]}
+    validate = np.minimum(apportion(fitted["train"], validated), np.array(fitted["train"]) - 1).tolist()
+    train = np.subtract(fitted["train"], validate).tolist()
+    sizes = {"train": train, "validate": validate, "test": fitted["test"]}
 
     labelled = all(item.get("label") is not None for items in data.values() for item in items)
     homes: _Homes = {}
     placed: dict[str, int] = {}
     for name in SECTIONS:
         groups = gathered(data[name], by_label=labelled)
-        deal(groups, wanted[name], partial(stream, name), placed)
+        deal(groups, sizes[name], partial(stream, name), placed)
         homes[name] = [None] * len(data[name])
         for group in groups:
             for i in group.members if placed[group.key] < len(sites) else ():

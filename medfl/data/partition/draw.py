@@ -233,13 +233,13 @@ def divide(
             before[placed[group.key]].append(group)
     result = [before[owner] for owner in share.owners]
     free = [group for group in groups if group.key not in placed]
-    wanted = share.sizes(images_in(groups))
+    sizes = share.sizes(images_in(groups))
     if len(free) < len(groups) and free:
-        missing = np.maximum(wanted - [images_in(part) for part in result], 0)
-        wanted = Share(share.owners, missing / missing.sum()).sizes(images_in(free))
+        missing = np.maximum(sizes - [images_in(part) for part in result], 0)
+        sizes = Share(share.owners, missing / missing.sum()).sizes(images_in(free))
     free = [free[i] for i in rng.permutation(len(free))]
     ends = np.cumsum([0, *(len(group.members) for group in free)])
-    bounds = np.cumsum(wanted)[:-1]
+    bounds = np.cumsum(sizes)[:-1]
     above = np.searchsorted(ends, bounds).clip(1, len(ends) - 1) if free else np.ones(0, int)
     below = above - 1
     cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist() if free else [0] * len(bounds)
@@ -283,16 +283,13 @@ def _class_notes(
     if rule.kind not in ("classes", "shots"):
         return []
     notes = []
-    held = {(home, int(item["label"])) for home, item in zip(homes, train, strict=True) if home is not None}
+    trained = {(home, int(item["label"])) for home, item in zip(homes, train, strict=True) if home is not None}
     if unused := [rule.names[c] for c in range(len(rule.names)) if c not in shares]:
         notes.append(f"drawn by no site: {listed(unused)}")
     for c, share in shares.items():
-        if sites := [f"site-{i + 1}" for i in share.owners if (i, c) not in held]:
+        if sites := [f"site-{i + 1}" for i in share.owners if (i, c) not in trained]:
             notes.append(f"too few images of {rule.names[c]!r} for {listed(sites)}")
     return notes
-
-
-# Small helpers
 
 
 def group_of(item: Item) -> str:
@@ -303,6 +300,11 @@ def group_of(item: Item) -> str:
 def images_in(groups: Sequence[Group]) -> int:
     """Return the number of images in groups."""
     return sum(len(group.members) for group in groups)
+
+
+def homeless(homes: Mapping[str, Sequence[str | None]]) -> str:
+    """Return how many images of each section have no site, "" where all have one."""
+    return listed([f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]])
 
 
 def canonical(kind: str, values: Sequence[Any]) -> str:

@@ -28,7 +28,7 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition import table as text
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
-from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, listed
+from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, homeless, listed
 
 Sections = Mapping[str, Sequence[Item]]
 
@@ -92,10 +92,8 @@ class Partition:
         where = {name: {str(item["id"]): i for i, item in enumerate(sections.get(name, ()))} for name in SECTIONS}
         sites = {}
         for site in sorted(ids, key=_place(spec)):
-            gone = [
-                f"{i!r} ({name})" for name in SECTIONS for i in ids[site].get(name, ()) if str(i) not in where[name]
-            ]
-            if gone:
+            stored = [(name, i) for name in SECTIONS for i in ids[site].get(name, ())]
+            if gone := [f"{i!r} ({name})" for name, i in stored if str(i) not in where[name]]:
                 raise InputError(
                     f"{len(gone)} image(s) that the stored partition gives to site {site!r} are gone, first {gone[0]}",
                     "every stored id must be in the same section of the data",
@@ -122,32 +120,28 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
     data = {name: list(sections.get(name, ())) for name in SECTIONS}
     _check_ids(data)
     names = _check_labels(data, classes, spec, required=kind in ("dirichlet", "classes", "shots"))
-    if kind in OWN_SITES:
-        if kind == "counts":
-            order = [f"site-{i + 1}" for i in range(_check_sites(spec, len(values), data["train"]))]
-            homes, notes = by_counts(Rule(kind, values, len(order), names, seed), data)
-        else:
-            homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
-            order = sorted({home for section in homes.values() for home in section if home}, key=_place(spec))
+    if kind in ("centre", "file"):
+        homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
+        order = sorted({home for section in homes.values() for home in section if home}, key=_place(spec))
         if kind == "centre":
-            homes, said = limit_centres(values, data, homes)
-            notes += said
-        if sites is not None and sites != len(order):
-            raise InputError(
-                f"{sites} sites with partition {spec!r}",
-                f"it has {len(order)}: {listed(order)}",
-                "leave the number of sites out or make it agree",
-            )
-        _check_trained(spec, order, homes["train"])
+            homes, limit_notes = limit_centres(values, data, homes)
+            notes += limit_notes
     else:
-        count = _check_sites(spec, sites, data["train"])
+        count = _check_sites(spec, len(values) if kind == "counts" else sites, data["train"])
+        order = [f"site-{i + 1}" for i in range(count)]
         if kind == "size":
             _check_sizes(data)
             homes, notes = by_size(count, data), []
-            _check_trained(spec, [f"site-{i + 1}" for i in range(count)], homes["train"])
         else:
-            homes, notes = draw(Rule(kind, values, count, names, seed), data)
-        order = [f"site-{i + 1}" for i in range(count)]
+            by_rule = by_counts if kind == "counts" else draw
+            homes, notes = by_rule(Rule(kind, values, count, names, seed), data)
+    if kind in OWN_SITES and sites is not None and sites != len(order):
+        raise InputError(
+            f"{sites} sites with partition {spec!r}",
+            f"it has {len(order)}: {listed(order)}",
+            "leave the number of sites out or make it agree",
+        )
+    _check_trained(spec, order, homes["train"])
     held: dict[str, dict[str, list[int]]] = {site: {name: [] for name in SECTIONS} for site in order}
     for name, section in homes.items():
         for i, home in enumerate(section):
@@ -207,8 +201,7 @@ def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
 
 def _check_ids(data: Mapping[str, Sequence[Item]]) -> None:
     for name, items in data.items():
-        repeated = [i for i, n in Counter(str(item["id"]) for item in items).items() if n > 1]
-        if repeated:
+        if repeated := [ident for ident, n in Counter(str(item["id"]) for item in items).items() if n > 1]:
             raise InputError(
                 f"id {repeated[0]!r} stands for several images of section {name!r}",
                 "every image needs its own id",
@@ -222,8 +215,8 @@ def _check_labels(
     """Check every label and return the class names; () when no item has a label."""
     items = [item for section in data.values() for item in section]
     labelled = [item for item in items if item.get("label") is not None]
-    if required and len(labelled) < len(items):
-        gaps = [item["id"] for item in items if item.get("label") is None]
+    gaps = [item["id"] for item in items if item.get("label") is None]
+    if required and gaps:
         raise InputError(
             f"partition {spec!r}, but {len(gaps)} of {len(items)} images have no class label, first {gaps[0]!r}",
             "this rule divides by class",
@@ -237,13 +230,12 @@ def _check_labels(
                 "labels are whole numbers from 0" + ("" if classes is None else f" to {limit - 1}"),
                 "change the label in the data list, or add the class to the bundle",
             )
-    seen = {int(item["label"]) for item in data["train"] if item.get("label") is not None}
     if not labelled:
         return ()
     if classes is None:
         classes = [f"class {c}" for c in range(max(int(item["label"]) for item in labelled) + 1)]
-    absent = [f"{name!r} (label {c})" for c, name in enumerate(classes) if c not in seen]
-    if absent:
+    trained = {int(item["label"]) for item in data["train"] if item.get("label") is not None}
+    if absent := [f"{name!r} (label {c})" for c, name in enumerate(classes) if c not in trained]:
         raise InputError(
             f"no training image of class {listed(absent)}",
             "every class needs at least one training image",
@@ -269,8 +261,7 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
 
 def _check_sizes(data: Mapping[str, Sequence[Item]]) -> None:
     items = [item for section in data.values() for item in section]
-    gaps = [item["id"] for item in items if item.get("size") is None]
-    if gaps:
+    if gaps := [item["id"] for item in items if item.get("size") is None]:
         raise InputError(
             f"partition 'size', but the sizes of {len(gaps)} of {len(items)} images are not known, first {gaps[0]!r}",
             "this rule divides by the number of pixels or voxels that the data list gives",
@@ -313,8 +304,8 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
         for name, section in data.items()
     }
     idle = sorted({str(item["centre"]) for item in items} - training, key=natural_key)
-    left_out = [f"{homes[name].count(None)} {name}" for name in SECTIONS if None in homes[name]]
-    return homes, [f"no sites, as they have no training images: {listed(idle)} ({listed(left_out)})"] if idle else []
+    note = f"no sites, as they have no training images: {listed(idle)} ({homeless(homes)})"
+    return homes, [note] if idle else []
 
 
 def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
@@ -339,9 +330,8 @@ def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, l
                 problem = f"{path}, line {line}: id {key!r} has a second site"
                 raise InputError(problem, "one site an image", "remove one of the lines")
             homes[name][where[name][key]] = site
-    left = {name: homes[name].count(None) for name in SECTIONS if None in homes[name]}
-    notes = [f"not in the file and left out: {listed([f'{n} {name}' for name, n in left.items()])}"] if left else []
-    return homes, notes
+    left_out = homeless(homes)
+    return homes, [f"not in the file and left out: {left_out}"] if left_out else []
 
 
 def _rows(path: str) -> list[tuple[int, dict[str, str]]]:
@@ -351,8 +341,7 @@ def _rows(path: str) -> list[tuple[int, dict[str, str]]]:
         names, rows = read_table(Path(path).expanduser())
     except (Refused, RuntimeError) as error:  # RuntimeError: ~nobody
         raise InputError(f"partition file {path!r}: {error}", "a readable CSV file", advice) from error
-    missing = [column for column in ("id", "site") if column not in names]
-    if missing:
+    if missing := [column for column in ("id", "site") if column not in names]:
         raise InputError(
             f"partition file {path!r} has no column {' or '.join(missing)}",
             f"it has {', '.join(names) or 'none'}",

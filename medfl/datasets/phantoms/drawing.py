@@ -49,8 +49,7 @@ def noise(rng: np.random.Generator, size: int, cells: int) -> Array:
 
 def inside(distance: Array, softness: float = 0.06) -> Array:
     """Return 1 where a signed distance is negative, 0 where positive, with a soft edge."""
-    clipped: Array = np.clip(0.5 - distance / (2 * softness), 0, 1)
-    return clipped
+    return np.clip(0.5 - distance / (2 * softness), 0, 1)
 
 
 def blob(
@@ -69,12 +68,8 @@ def blob(
 
 def paint(picture: Array, mask: Array, colour: ArrayLike, strength: float = 1.0) -> Array:
     """Lay `colour` over an RGB or grey picture where `mask` is 1."""
-    cover = mask * strength
-    shade = np.asarray(colour, dtype=np.float64)
-    painted: Array = (
-        picture + cover[..., None] * (shade - picture) if picture.ndim == 3 else picture + cover * (shade - picture)
-    )
-    return painted
+    cover = (mask[..., None] if picture.ndim == 3 else mask) * strength
+    return picture + cover * (np.asarray(colour, dtype=np.float64) - picture)
 
 
 def centre_look(picture: Array, centre: int) -> Array:
@@ -84,6 +79,6 @@ def centre_look(picture: Array, centre: int) -> Array:
     return np.clip(shown * np.array(cast) if picture.ndim == 3 else shown, 0, 1)
 
 
-def to_bytes(picture: Array, rng: np.random.Generator, grain: float = 0.03) -> NDArray[np.uint8]:
-    """Return 8-bit pixels with sensor noise of standard deviation `grain`."""
-    return (np.clip(picture + rng.normal(0, grain, picture.shape), 0, 1) * 255).round().astype(np.uint8)
+def to_bytes(picture: Array, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Return 8-bit pixels with sensor noise of standard deviation 0.03."""
+    return (np.clip(picture + rng.normal(0, 0.03, picture.shape), 0, 1) * 255).round().astype(np.uint8)

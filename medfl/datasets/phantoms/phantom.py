@@ -55,11 +55,9 @@ def write_phantom(
     if side < MINIMUM_SIZE:
         raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "raise --size")
     empty_folder(target)
-    partial: Path | None = None
+    partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
-        partial.mkdir()
+        partial.mkdir(parents=True)
         images = dataset.draw(partial, np.random.default_rng(derive(seed, "phantom", name)), count, side)
         write_marker(partial, name, images, seed, size=side)
         if target.exists():
@@ -68,8 +66,7 @@ def write_phantom(
     except OSError as error:
         raise RunError(f"the phantom cohort cannot be written to {target}: {error}") from error
     finally:
-        if partial is not None and partial.exists():
-            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return target
 
 
@@ -114,22 +111,20 @@ class Case:
         return np.random.default_rng(derive(self.shape, "shot", self.shot))
 
 
-def mixed_cases(rng: Generator, mix: Sequence[Sequence[int]], total: int, repeat: float = 0.25) -> list[Case]:
+def mixed_cases(rng: Generator, mix: Sequence[Sequence[int]], total: int) -> list[Case]:
     """Return about `total` cases, one group after the other; `mix` holds the real counts (centre, class).
 
     Counts follow the square root of the real ones, so that rare classes stay rare but can be learned; a real zero stays
-    zero. A share `repeat` of the groups has two images.
+    zero. A quarter of the groups that could have two images has them.
     """
     weight = np.sqrt(np.asarray(mix, dtype=np.float64))
-    counts = np.ceil(weight / weight.sum() * total - 0.5).astype(int) + (
-        (weight > 0) & (weight / weight.sum() * total < 0.5)
-    )
+    shares = weight / weight.sum() * total
+    counts = np.ceil(shares - 0.5).astype(int) + ((weight > 0) & (shares < 0.5))
     cases: list[Case] = []
     for centre, row in enumerate(counts):
-        for label, wanted in enumerate(row):
-            left = int(wanted)
+        for label, left in enumerate(row.tolist()):
             while left:
-                shots = 2 if left > 1 and rng.uniform() < repeat else 1
+                shots = 2 if left > 1 and rng.uniform() < 0.25 else 1
                 group, shape = len(cases), int(rng.integers(2**62))
                 cases += [Case(label, centre, group, shape, shot) for shot in range(shots)]
                 left -= shots
@@ -167,10 +162,8 @@ def save(path: Path, pixels: NDArray[np.uint8]) -> None:
 
 
 def _plain(rng: Generator, classes: int, per_class: int) -> list[Case]:
-    shapes = rng.integers(2**62, size=(per_class, classes))
-    return [
-        Case(label, 0, index, int(shapes[index, label]), 0) for index in range(per_class) for label in range(classes)
-    ]
+    shapes = rng.integers(2**62, size=(per_class, classes)).tolist()
+    return [Case(label, 0, index, shape, 0) for index, row in enumerate(shapes) for label, shape in enumerate(row)]
 
 
 def draw_folders(
@@ -193,36 +186,34 @@ def draw_stacked(classes: int, scene: Scene, write: Callable[[Path, str, NDArray
     """Return the writer of the parts "train" and "test" as stacks: write(folder, part, images, labels) keeps one."""
 
     def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-        images, labels, parts = _stack(rng, classes, per_class, size, scene, {"train": 0.8, "test": 0.2})
-        for part in ("train", "test"):
-            write(folder, part, images[parts == part], labels[parts == part])
-        return len(images)
+        for part, stacks in _stacks(rng, classes, per_class, size, scene, {"train": 0.8, "test": 0.2}).items():
+            write(folder, part, *stacks)
+        return per_class * classes
 
     return draw
 
 
-def _stack(
+def _stacks(
     rng: Generator, classes: int, per_class: int, size: int, scene: Scene, shares: Mapping[str, float]
-) -> tuple[NDArray[np.uint8], Labels, NDArray[np.str_]]:
-    """Draw as many images of each class; return them with their labels and parts."""
+) -> dict[str, tuple[NDArray[np.uint8], Labels]]:
+    """Draw as many images of each class; return images and labels of each part."""
     cases = _plain(rng, classes, per_class)
-    labels = [case.label for case in cases]
-    parts = np.asarray(cut(rng, labels, shares))
-    return np.stack([render(scene, case, size) for case in cases]), np.asarray(labels), parts
+    labels = np.asarray([case.label for case in cases])
+    parts = np.asarray(cut(rng, labels.tolist(), shares))
+    images = np.stack([render(scene, case, size) for case in cases])
+    return {part: (images[parts == part], labels[parts == part]) for part in shares}
 
 
 def draw_medmnist(stem: str, classes: int, scene: Scene, class_names: Sequence[str] = ()) -> Draw:
     """Return the writer of `<stem>[_<size>].npz` with the arrays of MedMNIST, the classes equally often."""
 
     def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-        images, known, parts = _stack(rng, classes, per_class, size, scene, SHARES)
-        labels = known.astype(np.uint8)[:, None]
         arrays: dict[str, Any] = {}
-        for part in SHARES:
-            arrays[f"{part}_images"], arrays[f"{part}_labels"] = images[parts == part], labels[parts == part]
+        for part, (images, labels) in _stacks(rng, classes, per_class, size, scene, SHARES).items():
+            arrays[f"{part}_images"], arrays[f"{part}_labels"] = images, labels.astype(np.uint8)[:, None]
         if class_names:
             arrays["class_names"] = np.asarray(class_names)
         np.savez_compressed(folder / (f"{stem}.npz" if size == 28 else f"{stem}_{size}.npz"), **arrays)
-        return len(images)
+        return per_class * classes
 
     return draw

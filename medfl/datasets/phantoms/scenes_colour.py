@@ -148,19 +148,15 @@ def endoscopy(rng: np.random.Generator, label: int, size: int) -> Array:
     elif label in (2, 5):  # oesophagus: pale above, red below a ring; inflamed tongues with esophagitis
         tongues = 0.22 if label == 2 else 0.06
         angle = np.arctan2(y - at[1], x - at[0])
-        edge = rng.uniform(0.45, 0.65) * (
-            1 + tongues * np.sin(5 * angle + rng.uniform(0, 6)) + 0.04 * np.sin(9 * angle)
-        )
+        radius = rng.uniform(0.45, 0.65)
+        edge = radius * (1 + tongues * np.sin(5 * angle + rng.uniform(0, 6)) + 0.04 * np.sin(9 * angle))
         picture = paint(picture, 1 - inside(away - edge, 0.08), (0.92, 0.76, 0.68), 0.85)
         picture = paint(picture, inside(away - 0.16, 0.12), (0.16, 0.07, 0.06), 0.9)
         if label == 2:
             for _ in range(int(rng.integers(3, 6))):
                 turn = rng.uniform(0, 2 * np.pi)
-                streak = (
-                    inside(np.abs(np.sin(angle - turn)) * away - 0.035, 0.05)
-                    * (np.cos(angle - turn) > 0)
-                    * (away > 0.3)
-                )
+                line = inside(np.abs(np.sin(angle - turn)) * away - 0.035, 0.05)
+                streak = line * (np.cos(angle - turn) > 0) * (away > 0.3)
                 picture = paint(picture, streak, (0.72, 0.16, 0.14), 0.75)
     elif label == 3:  # cecum: crescent folds, vessels
         for fold in range(3):

@@ -75,8 +75,7 @@ def chest(rng: np.random.Generator, label: int, size: int) -> Array:
     picture = paint(picture, inside(np.abs(x - shift) - 0.09, 0.08), 0.74, 0.7)
     heart = blob(rng, size, rng.uniform(0.26, 0.34), 0.05, 3, (shift + 0.16, 0.32))
     picture = paint(picture, heart, 0.72, 0.85)
-    vessels = 0.06 * lungs * np.abs(noise(rng, size, 9))
-    picture += vessels
+    picture += 0.06 * lungs * np.abs(noise(rng, size, 9))  # vessels
     if label == 1:
         for _ in range(int(rng.integers(2, 5))):
             at = (shift + rng.choice((-1, 1)) * rng.uniform(0.25, 0.52), rng.uniform(-0.35, 0.5))
@@ -101,11 +100,8 @@ def _abdomen(rng: np.random.Generator, size: int) -> Array:
     picture = paint(picture, blob(rng, size, 0.36, 0.10, 3, (-0.33, -0.08)), 0.60)
     picture = paint(picture, blob(rng, size, 0.15, 0.08, 3, (0.42, 0.12)), 0.64)
     for _ in range(4):
-        picture = paint(
-            picture,
-            blob(rng, size, 0.10, 0.1, 3, (rng.uniform(-0.1, 0.5), rng.uniform(-0.35, 0.1))),
-            rng.uniform(0.2, 0.6),
-        )
+        loop = blob(rng, size, 0.10, 0.1, 3, (rng.uniform(-0.1, 0.5), rng.uniform(-0.35, 0.1)))
+        picture = paint(picture, loop, rng.uniform(0.2, 0.6))
     return paint(picture, blob(rng, size, 0.11, 0.1, 4, (0.0, 0.38)), 0.92) + 0.03 * noise(rng, size, 10)
 
 

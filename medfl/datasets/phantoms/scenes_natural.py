@@ -43,10 +43,8 @@ def digit(rng: np.random.Generator, label: int, size: int) -> Array:
 
 def house_number(rng: np.random.Generator, label: int, size: int) -> Array:
     """Draw a light digit between parts of two others, on a dark wall, in any colours."""
-    wall, ink = (
-        rng.uniform(0.15, 0.3) + rng.uniform(-0.1, 0.1, 3),
-        rng.uniform(0.85, 0.95) + rng.uniform(-0.25, 0.05, 3),
-    )
+    wall = rng.uniform(0.15, 0.3) + rng.uniform(-0.1, 0.1, 3)
+    ink = rng.uniform(0.85, 0.95) + rng.uniform(-0.25, 0.05, 3)
     picture = np.ones((size, size, 3)) * wall + 0.04 * noise(rng, size, 3)[..., None]
     by, away = hand(rng), round(size * rng.uniform(0.65, 0.8))
     for shift in (-away, away):

@@ -68,8 +68,7 @@ def character(rng: np.random.Generator, text: str, size: int, by: Hand) -> Array
     x, y = side * (0.5 + rng.uniform(-0.06, 0.06, 2))
     back = (a, b, side / 2 - a * x - b * y, d, e, side / 2 - d * x - e * y)
     moved = picture.transform((side, side), Image.Transform.AFFINE, back, Image.Resampling.BILINEAR).reduce(_FINE)
-    drawn: Array = np.asarray(moved, dtype=np.float64) * (by.ink / 255)
-    return drawn
+    return np.asarray(moved, dtype=np.float64) * (by.ink / 255)
 
 
 @functools.lru_cache(maxsize=32)

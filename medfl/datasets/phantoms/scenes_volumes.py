@@ -41,8 +41,7 @@ def noise(rng: np.random.Generator, shape: Shape, cells: int) -> Array:
 def ellipsoid(shape: Shape, radii: Point, centre: Point = CENTRE) -> Array:
     """Return a distance that is 1 on the surface of an ellipsoid; lengths in half sides of the volume."""
     squares = [((axis - at) / radius) ** 2 for axis, at, radius in zip(grid(shape), centre, radii, strict=True)]
-    distance: Array = np.sqrt(squares[0] + squares[1] + squares[2])
-    return distance
+    return np.sqrt(squares[0] + squares[1] + squares[2])
 
 
 def hippocampus(rng: np.random.Generator, shape: Shape) -> tuple[Array, Labels]:

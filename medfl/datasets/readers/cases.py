@@ -24,24 +24,16 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
     Raises:
         InputError: a section that is none.
     """
+    described_records = []
     for record in records:
-        section = rows.get(record.id, {}).get("section", SECTIONS[0]) or ""
-        if section not in SECTIONS:
-            raise InputError(
-                f"{root}: section {section!r} of {record.id}",
-                f"one of {', '.join(SECTIONS)}",
-                "write one of these",
-            )
-    return [_with(record, rows[record.id]) if record.id in rows else record for record in records]
-
-
-def _with(record: Record, row: Mapping[str, str]) -> Record:
-    return replace(
-        record,
-        centre=row.get("centre") or record.centre,
-        group=row.get("patient") or record.group,
-        sections={SPLIT: row["section"]} if "section" in row else {},
-    )
+        row = rows.get(record.id, {})
+        sections = {SPLIT: row["section"] or ""} if "section" in row else {}
+        if sections and sections[SPLIT] not in SECTIONS:
+            allowed = f"one of {', '.join(SECTIONS)}"
+            raise InputError(f"{root}: section {sections[SPLIT]!r} of {record.id}", allowed, "write one of these")
+        centre, patient = row.get("centre") or record.centre, row.get("patient") or record.group
+        described_records.append(replace(record, centre=centre, group=patient, sections=sections))
+    return described_records
 
 
 def read(root: Path, records: Sequence[Record], others: Sequence[Record] = ()) -> Rows:
@@ -85,15 +77,9 @@ def _names(root: Path, record: Record) -> list[str]:
     """Return what a row may call an image, the most exact first."""
     path = PurePosixPath(os.path.relpath(record.image.split(JOINED)[0], root).replace(os.sep, "/"))
     below = PurePosixPath(*path.parts[1:])  # below the folder of all images
-    names = [
-        record.id,
-        str(path),
-        str(path.with_suffix("")),
-        str(below),
-        str(below.with_suffix("")) if below.name else "",
-    ]
-    bare = PurePosixPath(record.id)
-    return [*map(key, filter(None, names)), bare.name, bare.stem, path.name]
+    paths = [path, path.with_suffix(""), below, *([below.with_suffix("")] if below.name else [])]
+    ident = PurePosixPath(record.id)
+    return [*map(key, (record.id, *map(str, paths))), ident.name, ident.stem, path.name]
 
 
 def key(text: str) -> str:

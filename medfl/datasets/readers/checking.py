@@ -10,7 +10,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.terminal import bar
-from medfl.datasets.base import DataSet, choose, get, is_phantom, locate, notes, read_table
+from medfl.datasets.base import DataSet, choose, get, is_phantom, layout_of, notes, read_table
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import SECTIONS, Record
 
@@ -67,12 +67,10 @@ def check(
     Raises:
         InputError: no known layout in the folder, or no such split in it.
     """
-    dataset, place = get(name), locate(name, folder)
-    layout = dataset.layout(place)
-    assert layout is not None, place
+    dataset, (place, layout) = get(name), layout_of(name, folder)
     split, rule = choose(name, place, split)
-    problems: list[str] = []
-    records, assigned = list[Record](), list[str]()
+    columns = dataset.classes if dataset.task == "classification" else ("cases",)
+    problems, records, assigned = list[str](), list[Record](), list[str]()
     try:
         table = read_table(name, place)
         records = table.records
@@ -80,7 +78,7 @@ def check(
         assigned = rule(records)
     except InputError as error:
         problems.append(str(error))
-    counts = counted(_columns(dataset), records, assigned, dataset.centres)
+    counts = counted(columns, records, assigned, dataset.centres)
     problems += _unreadable(dataset, records, progress)
     return CheckReport(
         name=name,
@@ -88,29 +86,25 @@ def check(
         layout=layout.text,
         split=split,
         phantom=is_phantom(place),
-        classes=_columns(dataset),
+        classes=columns,
         counts=counts,
         problems=tuple(problems),
-        warnings=tuple(warnings_of(_columns(dataset), records, assigned, counts)),
+        warnings=tuple(warnings_of(columns, records, assigned, counts)),
         notes=notes(name, place),
     )
 
 
-def _columns(dataset: DataSet) -> tuple[str, ...]:
-    return dataset.classes if dataset.task == "classification" else ("cases",)
-
-
 def counted(
-    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], known: Sequence[str] = ()
+    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], named: Sequence[str] = ()
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return section -> centre -> number of images of each column; of `known` centres, if it is one, it has all."""
-    has_centres = len(known) != 1 or any(record.centre in known for record in records)
+    """Return section -> centre -> number of images of each column; of `named` centres, if it is one, it has all."""
+    has_centres = len(named) != 1 or any(record.centre in named for record in records)
     counts = Counter(
-        (section, record.centre if has_centres else known[0], record.label)
+        (section, record.centre if has_centres else named[0], record.label)
         for record, section in zip(records, assigned, strict=False)
     )
     present = {centre for _, centre, _ in counts}
-    centres = [*(c for c in known if c in present), *sorted(present.difference(known))]
+    centres = [*(c for c in named if c in present), *sorted(present.difference(named))]
     return {
         section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in centres}
         for section in SECTIONS

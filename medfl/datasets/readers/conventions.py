@@ -33,8 +33,8 @@ def apart(files: Named) -> tuple[Named, Named]:
     """Return the images and the masks of one folder: a mask's name is that of an image and `_mask`, `_seg` or so."""
     paths = {path for path, _ in files}
     masks = [(path, uri) for path, uri in files if matching.ENDING.sub("", path) in paths - {path}]
-    taken = {path for path, _ in masks}
-    return [(path, uri) for path, uri in files if path not in taken], masks
+    mask_paths = {path for path, _ in masks}
+    return [(path, uri) for path, uri in files if path not in mask_paths], masks
 
 
 def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
@@ -48,14 +48,14 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
     Raises:
         InputError: an image lacks a channel; names both.
     """
-    taken = {path for path, _ in images}
-    of_mask = {path for path, _ in masks} - taken
+    image_paths = {path for path, _ in images}
+    of_mask = {path for path, _ in masks} - image_paths
     matches = [(_CHANNEL.fullmatch(path), uri) for path, uri in images]
     if not any(match and match[1] in of_mask for match, _ in matches) and (masks or not lacking):
         return images
     parts: dict[str, dict[str, str]] = defaultdict(dict)
     for match, uri in matches:
-        if match and (match[1] in of_mask or (lacking and match[1] not in taken)):
+        if match and (match[1] in of_mask or (lacking and match[1] not in image_paths)):
             parts[match[1]][match[2]] = uri
     every = sorted({number for numbers in parts.values() for number in numbers})
     for path, numbers in parts.items():
@@ -65,14 +65,9 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
                 f"of each image the channels {', '.join(every)}, as files {path}_{every[0]} ...",
                 "add the file, remove the case, or have the run say by --site-channels which channels its site has",
             )
-    single = [
-        (path, uri)
-        for (match, uri), (path, _) in zip(matches, images, strict=True)
-        if not (match and match[1] in parts)
-    ]
-    return sorted(
-        [*single, *((path, JOINED.join(numbers[n] for n in sorted(numbers))) for path, numbers in parts.items())]
-    )
+    single = [(path, uri) for path, uri in images if not ((match := _CHANNEL.fullmatch(path)) and match[1] in parts)]
+    whole = [(path, JOINED.join(numbers[number] for number in sorted(numbers))) for path, numbers in parts.items()]
+    return sorted([*single, *whole])
 
 
 def bids(images: Named, masks: Named) -> tuple[Named, Named]:

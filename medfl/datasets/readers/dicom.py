@@ -108,8 +108,7 @@ def read_picture(file: str) -> NDArray[np.uint8]:
             low, high = turned - high, turned - low
     elif pixels.dtype == np.uint8:
         low, high = 0.0, 255.0
-    shown: NDArray[np.uint8] = np.rint(np.clip((pixels - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
-    return shown
+    return np.rint(np.clip((pixels - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
 
 
 def _text(image: Any, tag: str) -> str:
@@ -131,11 +130,15 @@ def picture_affine(file: str) -> NDArray[np.float64]:
     return _affine(_execute(file))
 
 
-def _execute(file: str) -> Any:
+def _reader(file: str) -> Any:
     reader = _sitk().ImageFileReader()
     reader.SetImageIO(_FORMAT)
     reader.SetFileName(file)
-    image = _executed(reader, f"file {file}", "a complete image", "copy the file again")
+    return reader
+
+
+def _execute(file: str) -> Any:
+    image = _executed(_reader(file), f"file {file}", "a complete image", "copy the file again")
     if image.GetDimension() != 3 or image.GetSize()[2] != 1:
         raise InputError(f"DICOM file {file} has several frames", "one picture in a file", "save each as a file")
     return image
@@ -218,14 +221,11 @@ def is_dicom(file: str) -> bool:
 
 
 def _information(file: str) -> Any:
-    reader = _sitk().ImageFileReader()
-    reader.SetImageIO(_FORMAT)
-    reader.SetFileName(file)
+    reader = _reader(file)
     reader.ReadImageInformation()
     return reader
 
 
 def _description(file: str) -> str:
-    reader = _information(file)
-    text = reader.GetMetaData(_DESCRIPTION).strip() if reader.HasMetaDataKey(_DESCRIPTION) else ""
+    text = _text(_information(file), _DESCRIPTION)
     return f"{text!r}, " if text else ""

@@ -7,7 +7,7 @@ groups, no references back, no looking ahead or behind, and at most three repeat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from medfl.core.errors import InputError
 
@@ -29,18 +29,18 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
             into one patient.
     """
     expression = _compiled(pattern)
-    seen = [name if "/" in pattern else name.rpartition("/")[2] for name in names]
-    if long := next((name for name in seen if len(name) > _LONGEST), None):
+    texts = [name if "/" in pattern else name.rpartition("/")[2] for name in names]
+    if long := next((text for text in texts if len(text) > _LONGEST), None):
         raise InputError(f"path {long}", f"at most {_LONGEST} characters for group-by", "shorten its folders' names")
-    matches = [expression.search(name) for name in seen]
+    matches = [expression.search(text) for text in texts]
     patients = [match[1] or None if match else None for match in matches]
     if not any(patients):
-        given = f"{pattern!r} matches none of {len(names)} names, as {names[0]}"
+        problem = f"{pattern!r} matches none of {len(names)} names, as {names[0]}"
     elif len(names) > 1 and set(patients) == {patients[0]}:
-        given = f"{pattern!r} makes one patient, {patients[0]}, of all {len(names)} images"
+        problem = f"{pattern!r} makes one patient, {patients[0]}, of all {len(names)} images"
     else:
         return patients
-    raise InputError(f"group-by {given}", _EXAMPLE, "write another, or name patients in cases.csv")
+    raise InputError(f"group-by {problem}", _EXAMPLE, "write another, or name patients in cases.csv")
 
 
 def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
@@ -84,8 +84,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
             "write a simpler one",
         )
     return expression
-
-
-def are_unknown(items: Iterable[Mapping[str, object]]) -> bool:
-    """Tell whether each item of a data list is its own group: nothing is known of patients."""
-    return all(item.get("group") == item["id"] for item in items)

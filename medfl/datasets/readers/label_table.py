@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from medfl.core.errors import InputError
@@ -33,7 +33,7 @@ class Labels:
     classes: Mapping[str, str]
     rows: Mapping[str, Mapping[str, str]]
     columns: str
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...]
 
 
 def read(path: Path, images: Sequence[str]) -> Labels:
@@ -61,42 +61,38 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         )
     index = named[column]
     label, class_of = _classes(path, rows, heads, heads[column])
-    given = {image: class_of[number] for image, number in index.items()}
-    known = {name: next((heads[other] for other in others if other in heads), None) for name, others in _CASES.items()}
-    taken = {name: head for name, head in known.items() if head is not None}
-    parts = [
-        f"images by column {heads[column]!r}",
-        f"classes by {label}",
-        *(f"{n}s by {h!r}" for n, h in taken.items()),
-    ]
-    matched = set(index.values())
-    groups = (
-        ("images of the folder are not in the table", [image for image in images if image not in index]),
-        ("images have no class in the table", [image for image, name in given.items() if not name]),
-        (
-            "rows of the table have no image",
-            [str(row[heads[column]]) for n, row in enumerate(rows) if n not in matched],
-        ),
-    )
-    names = sorted({name for name in given.values() if name})
+    classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
+    case_heads = {
+        name: heads[first]
+        for name, others in _CASES.items()
+        if (first := next((other for other in others if other in heads), None))
+    }
+    matched_rows = set(index.values())
+    without_image = [str(row[heads[column]]) for number, row in enumerate(rows) if number not in matched_rows]
+    left_out = {
+        "images of the folder are not in the table": [image for image in images if image not in index],
+        "images have no class in the table": [image for image in index if image not in classes],
+        "rows of the table have no image": without_image,
+    }
+    notes = [f"{len(e)} {what}: left out, {tables.several(e, 'such')}" for what, e in left_out.items() if e]
+    names = sorted(set(classes.values()))
     alike = [[one for one in names if one.casefold() == form] for form in sorted({name.casefold() for name in names})]
-    twice = "; ".join(" and ".join(map(repr, several)) for several in alike if len(several) > 1)
-    return Labels(
-        {image: name for image, name in given.items() if name},
-        {image: {name: str(rows[n][head] or "").strip() for name, head in taken.items()} for image, n in index.items()},
-        ", ".join(parts),
-        (
-            *(f"{len(names)} {what}: left out, {tables.several(names, 'such')}" for what, names in groups if names),
-            *([f"classes that differ in upper and lower case only: {twice}; they count as different"] if twice else []),
-        ),
-    )
+    if twice := "; ".join(" and ".join(map(repr, spellings)) for spellings in alike if len(spellings) > 1):
+        notes.append(f"classes that differ in upper and lower case only: {twice}; they count as different")
+    cases_of = {
+        image: {name: str(rows[number][head] or "").strip() for name, head in case_heads.items()}
+        for image, number in index.items()
+    }
+    by = [f"images by column {heads[column]!r}", f"classes by {label}"]
+    by += [f"{name}s by {head!r}" for name, head in case_heads.items()]
+    return Labels(classes, cases_of, ", ".join(by), tuple(notes))
 
 
 def _matched(path: Path, rows: Sequence[Mapping[str, str]], column: str, images: Sequence[str]) -> dict[str, int]:
     """Return image -> number of its row, the first of equal ones."""
-    forms = [(_forms(image), image) for image in images]
-    times = Counter(form for own, _ in forms for form in own)
-    image_of = {form: image for own, image in forms for form in own if times[form] == 1}
+    forms = [(form, image) for image in images for form in _forms(image)]
+    times = Counter(form for form, _ in forms)
+    image_of = {form: image for form, image in forms if times[form] == 1}
     row_numbers: dict[str, int] = {}
     for number, row in enumerate(rows):
         image = next((image_of[form] for form in _forms(str(row[column] or "")) if form in image_of), None)

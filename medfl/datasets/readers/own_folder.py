@@ -8,11 +8,11 @@ from pathlib import Path
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import folders_below, printable
-from medfl.datasets.readers import matching, tables
+from medfl.datasets.readers import cases, conventions, matching, tables
 from medfl.datasets.readers.reading import JOINED, is_hidden, is_odd, is_text
 from medfl.datasets.readers.splitting import Record
 
-_KNOWN = ("cases.csv", "dataset.json", "dataset_description.json")
+_TABLES = (cases.TABLE, conventions.NNUNET, conventions.BIDS)
 _SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
 _IMAGES = {"image", "images", "img", "imgs"}
 _MASKS = {
@@ -31,7 +31,7 @@ def refuse_other_folders(place: Path, names: Sequence[str]) -> None:
             "a folder for each class, with its images of all sections",
             "put each class's into one folder and say their sections in column 'section' of cases.csv",
         )
-    images, masks = ([lower[name] for name in lower if name in known] for known in (_IMAGES, _MASKS))
+    images, masks = ([lower[name] for name in lower if name in words] for words in (_IMAGES, _MASKS))
     if images and masks and 2 * len(images + masks) > len(lower):
         raise InputError(
             f"folders {images[0]} and {masks[0]} in {place} are named as images and their masks, not classes",
@@ -62,12 +62,12 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
         endings: of images, in lower case.
         what: describes images that are not used, as in "3 images {what}: left out".
     """
-    known, images, others = set(used), list[str](), list[str]()
+    used_paths, images, others = set(used), list[str](), list[str]()
     for base, folders, files in folders_below(place):
-        folders[:] = sorted(n for n in folders if not is_hidden(n) and os.path.join(base, n) not in known)
+        folders[:] = sorted(n for n in folders if not is_hidden(n) and os.path.join(base, n) not in used_paths)
         for name in sorted(n for n in files if not is_hidden(n)):
             path = Path(base, name)
-            if str(path) not in known and not is_odd(str(path)) and (path.parent != place or name not in _KNOWN):
+            if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != place or name not in _TABLES):
                 image = name.lower().endswith(tuple(endings))
                 (images if image else others).append(path.relative_to(place).as_posix())
     return tuple(

@@ -7,7 +7,6 @@ joined by ` | `: a pixel has the highest class that a file gives it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -88,11 +87,9 @@ def paired(
     for key in sorted(images.keys() & masks.keys()):
         table.records.append(Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key]))
     table.problems += [f"mask {masks[key]} has no image" for key in sorted(masks.keys() - images.keys())]
-    if maskless := sorted(images.keys() - masks.keys()):
-        table.unlabelled = {key: images[key] for key in maskless}
-        table.notes.append(
-            f"{len(maskless)} of {len(images)} images have no mask and are left out, first {maskless[0]}"
-        )
+    if lone := sorted(images.keys() - masks.keys()):
+        table.unlabelled = {key: images[key] for key in lone}
+        table.notes.append(f"{len(lone)} of {len(images)} images have no mask and are left out, first {lone[0]}")
     return table
 
 
@@ -122,7 +119,7 @@ def read_pair(
     """
     pixels, shape = read_image(image_uri, channels, size, convert)
     parts = [_read_mask(uri, image_uri, shape, classes) for uri in mask_uri.split(JOINED)]
-    mask = functools.reduce(np.maximum, parts)
+    mask = np.maximum.reduce(parts)
     return pixels, mask if size in (None, shape) else _resized(mask, size or shape, classes), shape
 
 
@@ -143,19 +140,12 @@ def read_image(uri: str, channels: int | None, size: Shape | None, convert: bool
     """Read an image (H, W, C), resized to `size`, and the file's (height, width); InputError where nothing shows."""
     # Decoded whole: a JPEG scaled inside the decoder is off by a part of a pixel, which a mask would show.
     pixels = read_pixels(uri, None, channels, convert)
+    advice = "copy the file again, or remove the case"
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
-        raise InputError(
-            f"image {uri} has values that are no numbers (NaN or infinite)",
-            "pixels are finite",
-            "copy the file again, or remove the case",
-        )
+        raise InputError(f"image {uri} has values that are no numbers (NaN or infinite)", "pixels are finite", advice)
     if (pixels == pixels[0, 0]).all():
         value = ", ".join(f"{number:g}" for number in pixels[0, 0].tolist())
-        raise InputError(
-            f"image {uri} has the value {value} in all its pixels",
-            "an image shows something",
-            "copy the file again, or remove the case",
-        )
+        raise InputError(f"image {uri} has the value {value} in all its pixels", "an image shows something", advice)
     shape = (pixels.shape[0], pixels.shape[1])
     return (pixels if size in (None, shape) else resize(pixels, size or shape)), shape
 
@@ -180,8 +170,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
     values = np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)
     if classes == 2 and set(values.tolist()) <= {0, 255}:
         return (plane > 0).astype(np.uint8)
-    wrong = [value for value in values.tolist() if value not in range(classes)]
-    if wrong:
+    if wrong := [value for value in values.tolist() if value not in range(classes)]:
         more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InputError(
             f"mask {uri} of image {image} has the values {', '.join(f'{v:g}' for v in wrong[:_SHOWN])}{more}",

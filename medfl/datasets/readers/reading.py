@@ -16,6 +16,7 @@ import re
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,23 +116,22 @@ def is_hidden(name: str) -> bool:
     return any(part.startswith((".", "__MACOSX", "@eaDir", "lost+found")) for part in name.split("/"))
 
 
-def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted.
-
-    What `is_odd` is passed over.
-    """
-    if root.is_file():
-        return [(name, f"{root}!{name}") for name in sorted(archive(root).namelist()) if _counts(name, endings)]
-    names = []
+def shown_files(root: Path) -> Iterator[Path]:
+    """Yield the files below a folder that are not hidden; what `is_odd` is passed over."""
     for base, folders, files in folders_below(root, refuse_folder):
-        folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
-        paths = [os.path.join(base, name) for name in files if _counts(name, endings)]
-        names += [os.path.relpath(path, root).replace(os.sep, "/") for path in paths if not is_odd(path)]
-    return [(name, str(root / name)) for name in sorted(names)]
+        folders[:] = sorted(name for name in folders if not is_hidden(name) and is_text(name))
+        for path in (Path(base, name) for name in files if not is_hidden(name)):
+            if not is_odd(str(path)):
+                yield path
 
 
-def _counts(name: str, endings: tuple[str, ...]) -> bool:
-    return name.lower().endswith(endings) and not is_hidden(name)
+def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted."""
+    if root.is_file():
+        members = (name for name in archive(root).namelist() if not is_hidden(name))
+        return [(name, f"{root}!{name}") for name in sorted(members) if name.lower().endswith(endings)]
+    paths = (path for path in shown_files(root) if path.name.lower().endswith(endings))
+    return sorted((path.relative_to(root).as_posix(), str(path)) for path in paths)
 
 
 def array(path: str | Path, name: str) -> Pixels:
@@ -295,8 +295,7 @@ def _square(numbers: Any) -> Pixels:
     side = math.isqrt(values.size)
     if values.ndim != 1 or side == 0 or side * side != values.size or not ((values >= 0) & (values <= 1)).all():
         raise ValueError("it is not a list of as many numbers in 0..1 as a square image has pixels")
-    pixels: Pixels = np.rint(values * 255).astype(np.uint8).reshape(side, side)
-    return pixels
+    return np.rint(values * 255).astype(np.uint8).reshape(side, side)
 
 
 def orientation(image: Image.Image) -> int:

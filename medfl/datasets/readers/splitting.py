@@ -54,7 +54,7 @@ def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> 
         section: dict[str, str] = {}
         for groups in strata.values():
             total, done = sum(sizes[group] for group in groups), 0
-            for group in sorted(groups, key=lambda group: _order(salt, group)):
+            for group in sorted(groups, key=lambda group: hash_order(salt, group)):
                 middle = (done + sizes[group] / 2) / total
                 section[group] = SECTIONS[sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))]
                 done += sizes[group]
@@ -63,7 +63,8 @@ def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> 
     return rule
 
 
-def _order(salt: str, group: str) -> bytes:
+def hash_order(salt: str, group: str) -> bytes:
+    """Return the key by which groups are in a random order that is always the same."""
     return hashlib.sha256(f"{salt}/{group}".encode()).digest()
 
 
@@ -78,9 +79,8 @@ def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
         for empty in needed:
             group = None if empty in sections else _spare(records, sections)
             if group is not None:
-                sections = [
-                    empty if record.group == group else own for record, own in zip(records, sections, strict=True)
-                ]
+                pairs = zip(records, sections, strict=True)
+                sections = [empty if record.group == group else section for record, section in pairs]
         return sections
 
     return with_each
@@ -95,7 +95,7 @@ def _spare(records: Sequence[Record], sections: Sequence[str]) -> str | None:
     most = max(sorted(groups), key=lambda label: len(groups[label]), default=None)
     if most is None or len(groups[most]) < 2:
         return None
-    return min(groups[most], key=lambda group: (sizes[group], _order("own", group)))
+    return min(groups[most], key=lambda group: (sizes[group], hash_order("own", group)))
 
 
 def check_folds(count: int) -> None:
@@ -130,7 +130,7 @@ def fold(number: int, count: int, salt: str) -> Rule:
 
     def rule(records: Sequence[Record]) -> list[str]:
         first = {record.group: record for record in reversed(records)}
-        order = sorted(first, key=lambda group: (first[group].label, first[group].centre, _order(salt, group)))
+        order = sorted(first, key=lambda group: (first[group].label, first[group].centre, hash_order(salt, group)))
         per_class = Counter(label for _, label in {(record.group, record.label) for record in records})
         if len(order) < count or min(per_class.values(), default=0) < 2:
             few = f", one class has {min(per_class.values())}" if per_class and len(order) >= count else ""
@@ -142,8 +142,8 @@ def fold(number: int, count: int, salt: str) -> Rule:
         tested = set(order[number - 1 :: count])
         others = [record for record in records if record.group not in tested]
         divided = filled(by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",))(others)
-        section = {record.group: own for record, own in zip(others, divided, strict=True)}
-        return [section.get(record.group, "test") for record in records]
+        section_of = {record.group: section for record, section in zip(others, divided, strict=True)}
+        return [section_of.get(record.group, "test") for record in records]
 
     return rule
 
@@ -220,7 +220,7 @@ class WholeCentres:
                 f"this split draws {sum(self.numbers)} of them",
                 "give the folder of the full data, or another split with --config split=NAME",
             )
-        small.sort(key=lambda centre: hashlib.sha256(f"{self.salt}/{self.trial}/{centre}".encode()).digest())
+        small.sort(key=lambda centre: hash_order(f"{self.salt}/{self.trial}", centre))
         places = [section for section, number in zip(SECTIONS, self.numbers, strict=True) for _ in range(number)]
         drawn = dict(zip(small, places, strict=False))
         return [drawn.get(record.centre, LEFT_OUT) for record in records]

@@ -166,12 +166,12 @@ def write_svhn(path: Path, images: Array, labels: Array) -> None:
     path.write_bytes(title.ljust(116) + target.getvalue()[116:])
 
 
-def write_cifar(folder: Path, kind: str, part: str, images: Array, labels: Array) -> None:
+def write_cifar(kind: str, folder: Path, part: str, images: Array, labels: Array) -> None:
     """Write the batches of one part ("train", "test") of CIFAR10 or CIFAR100, as equal as can be."""
     files = _FILES[kind][part]
     (folder / kind).mkdir(parents=True, exist_ok=True)
     rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
     parts = (np.array_split(values, len(files)) for values in (rows, labels))
-    for file, data, known in zip(files, *parts, strict=True):
-        batch = {"batch_label": file, "data": np.ascontiguousarray(data), _LABELS[kind]: known.tolist()}
+    for file, data, classes in zip(files, *parts, strict=True):
+        batch = {"batch_label": file, "data": np.ascontiguousarray(data), _LABELS[kind]: classes.tolist()}
         (folder / kind / file).write_bytes(pickle.dumps(batch, protocol=2))

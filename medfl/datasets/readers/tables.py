@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,19 +28,17 @@ class Table:
     notes: list[str] = field(default_factory=list)
     unlabelled: dict[str, str] = field(default_factory=dict)
 
-    def check_ids(self) -> None:
-        """Add a problem for each id that occurs more than once."""
-        counts = Counter(record.id for record in self.records)
-        self.problems += [f"image {id_} is listed {count} times" for id_, count in counts.items() if count > 1]
-
 
 @dataclass(frozen=True)
 class Layout:
-    """One way in which a data set lies on disk: its text, the splits it offers, how to find and to read it."""
+    """One way in which a data set lies on disk: its text, the splits it offers, how to find and to read it.
+
+    `find` gives something true of a folder of this layout.
+    """
 
     text: str
     splits: tuple[str, ...]
-    find: Callable[[Path], bool]
+    find: Callable[[Path], object]
     read: Callable[[Path], Table]
     notes: tuple[str, ...] = ()
 
@@ -64,8 +61,7 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         raise InputError(
             f"table {path} cannot be read ({error})", "a UTF-8 text table with a header", "save it as such a file"
         ) from error
-    missing = [column for column in columns if column not in names]
-    if missing:
+    if missing := [column for column in columns if column not in names]:
         raise InputError(
             f"{path} has no column {missing[0]!r}",
             f"it needs {', '.join(columns)} and has {', '.join(names) or 'none'}",
@@ -147,7 +143,7 @@ def class_folders(
                 records.setdefault(match[1], Record(uri, label[match[3]], match[1], centre, key, section))
         return Table(list(records.values()))
 
-    return Layout(text, splits, lambda folder: bool(places(folder)), read, notes)
+    return Layout(text, splits, places, read, notes)
 
 
 def _matches(root: Path, pattern: re.Pattern[str]) -> dict[re.Match[str], str]:
@@ -219,7 +215,7 @@ def stacked(
                 table.records.append(Record(f"{images}#{row}", label, key, centre, key, {split: SECTION_NAMES[part]}))
         return table
 
-    return Layout(text, (split, *more_splits), lambda folder: bool(find(folder)), read, notes)
+    return Layout(text, (split, *more_splits), find, read, notes)
 
 
 def label_of(value: str, labels: Mapping[str, int], what: str, table: Table) -> int | None:

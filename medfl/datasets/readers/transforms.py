@@ -85,7 +85,6 @@ class ReadPixelsd(MapTransform):
         size: int | tuple[int, int] | None = None,
         own_depth: bool | int = False,
     ) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys)
         if convert and channels not in (1, 3):
             raise InputError(
@@ -143,7 +142,6 @@ class ReadPaird(ReadPixelsd):
         size: int | Shape | None = None,
         own_depth: bool | int = False,
     ) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys, channels, convert, size, own_depth)
         if not 2 <= classes <= 255:
             raise InputError(
@@ -205,8 +203,7 @@ class WriteMaskd(MapTransform):
         """Write the predictions of one image; the data stay as they are."""
         image = data[self.image]
         meta = image.meta if isinstance(image, MetaTensor) else {}
-        missing = {"original_affine", "spatial_shape", "filename_or_obj"} - meta.keys()
-        if missing:
+        if missing := {"original_affine", "spatial_shape", "filename_or_obj"} - meta.keys():
             raise InputError(
                 f"item {self.image!r} does not say where its pixels lie in the file (no {', '.join(sorted(missing))})",
                 "an image as ReadPaird reads it",
@@ -257,11 +254,8 @@ class WriteClassesd(MapTransform):
         self, keys: KeysCollection = "pred", output_dir: str | Path = "output", *, classes: Sequence[str]
     ) -> None:
         super().__init__(keys)
-        self.file, self.classes, self._begun = (
-            Path(output_dir) / "predictions.csv",
-            [str(one) for one in classes],
-            False,
-        )
+        self.file, self.classes = Path(output_dir) / "predictions.csv", [str(one) for one in classes]
+        self._begun = False
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Write the row of one image; the data stay as they are."""
@@ -297,7 +291,6 @@ class ReadVolumed(MapTransform):
     """
 
     def __init__(self, keys: KeysCollection = ("image", "label"), classes: int | None = None) -> None:
-        """Check the arguments; files are opened when called, so the transform can be sent to workers."""
         super().__init__(keys)
         if len(self.keys) > 2 or (len(self.keys) == 2 and (classes is None or not 2 <= classes <= 256)):
             raise InputError(
@@ -331,7 +324,6 @@ class CheckPatchd(MapTransform):
     """
 
     def __init__(self, keys: KeysCollection, patch_size: int | Sequence[int] | None) -> None:
-        """Keep the patch size."""
         super().__init__(keys)
         self.patch_size = patch_size
 

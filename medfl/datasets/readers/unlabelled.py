@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from medfl.core.errors import InputError, refuse_folder
+from medfl.core.errors import InputError
 from medfl.core.places import require_there
-from medfl.core.untrusted import folders_below, printable
+from medfl.core.untrusted import printable
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import JOINED, archive, array_shape, files_below, is_hidden, is_odd, is_text
-from medfl.datasets.readers.tables import IMAGE_SUFFIXES
-from medfl.datasets.readers.volumes import SUFFIXES
+from medfl.datasets.readers.reading import IMAGE_SUFFIXES, JOINED, archive, array_shape, files_below, shown_files
+from medfl.datasets.readers.volumes import SUFFIXES, bare
 
 ENDINGS = (*IMAGE_SUFFIXES, *SUFFIXES)
 _CHANNEL = re.compile(r"(.+)_\d{4}((?:\.\w+)*)")
@@ -67,13 +66,15 @@ def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
     for ident in files:
         if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
             parts[match[1] + match[2]].append(ident)
-    whole = {own[0]: name for name, own in parts.items() if len(own) == channels and name not in files}
-    others = {ident for own in parts.values() if own[0] in whole for ident in own[1:]}
-    return {
-        whole.get(ident, ident): JOINED.join(files[i] for i in sorted(parts[whole[ident]])) if ident in whole else uri
-        for ident, uri in files.items()
-        if ident not in others
-    }
+    whole = {idents[0]: name for name, idents in parts.items() if len(idents) == channels and name not in files}
+    others = {ident for idents in parts.values() if idents[0] in whole for ident in idents[1:]}
+    images = {}
+    for ident, uri in files.items():
+        if ident in whole:
+            images[whole[ident]] = JOINED.join(files[channel] for channel in sorted(parts[whole[ident]]))
+        elif ident not in others:
+            images[ident] = uri
+    return images
 
 
 def is_channel(ident: str) -> bool:
@@ -103,17 +104,14 @@ def images_at(place: Path, series: bool) -> list[tuple[str, str]]:
 
 def without_ending(name: str) -> str:
     """Return an image's name without the ending of its file."""
-    ending = next(
-        (end for end in sorted((*ENDINGS, dicom.SUFFIX), key=len, reverse=True) if name.lower().endswith(end)), ""
-    )
-    return name[: len(name) - len(ending)]
+    return bare(name, (*ENDINGS, dicom.SUFFIX))
 
 
 def other_kinds(place: Path, used: Path | None = None) -> tuple[str, ...]:
     """Return a line about the files below a folder that are not read for their kind, but for one used otherwise."""
     names = sorted(
         path.relative_to(place).as_posix()
-        for path in _files(place)
+        for path in shown_files(place)
         if not path.name.lower().endswith(ENDINGS)
         and path.suffix not in _ARCHIVES
         and path not in (used, path.with_name("DICOMDIR"))
@@ -123,18 +121,9 @@ def other_kinds(place: Path, used: Path | None = None) -> tuple[str, ...]:
     return (note + printable(names[0]),) if names else ()
 
 
-def _files(root: Path) -> Iterator[Path]:
-    """Yield the files below a folder that may be images: not hidden, and with names that are text."""
-    for base, folders, files in folders_below(root, refuse_folder):
-        folders[:] = sorted(name for name in folders if not is_hidden(name) and is_text(name))
-        for path in (Path(base, name) for name in files if not is_hidden(name)):
-            if not is_odd(str(path)):
-                yield path
-
-
 def _below(root: Path, series: bool) -> list[tuple[str, str]]:
     images = []
-    for path in _files(root):
+    for path in shown_files(root):
         name = path.relative_to(root).as_posix()
         if name.lower().endswith(ENDINGS):
             images.append((name, str(path)))

@@ -89,7 +89,7 @@ def count_voxels(uri: str) -> int | None:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
         return math.prod(map(int, _header(uri).get_data_shape())) or None
-    except (InputError, RuntimeError):
+    except InputError:
         return None
     except _nifti_errors():
         return None
@@ -129,9 +129,9 @@ def is_nifti(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
 
 
-def bare(name: str) -> str:
-    """Return a name without the ending of NIfTI files."""
-    ending = next((end for end in SUFFIXES if name.lower().endswith(end)), "")
+def bare(name: str, endings: Sequence[str] = SUFFIXES) -> str:
+    """Return a name without its ending, if it is one of these: by default those of NIfTI files."""
+    ending = next((end for end in endings if name.lower().endswith(end)), "")
     return name[: len(name) - len(ending)]
 
 
@@ -233,8 +233,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
 def _values(uri: str, raw: _Raw) -> Array:
     with np.errstate(over="ignore"):
         voxels: Array = raw.voxels.astype(np.float32)
-    wrong = voxels.size - int(np.isfinite(voxels).sum())
-    if wrong:
+    if wrong := voxels.size - int(np.isfinite(voxels).sum()):
         raise InputError(
             f"volume {uri} has NaN or infinite values at {wrong} of {voxels.size} voxels",
             "every voxel has a finite value",
