@@ -31,7 +31,7 @@ from medfl.methods.base import Method
 from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.step import _judged
+from medfl.runtimes.step import judged
 from medfl.training.accelerate.max_pool import use_torch_max_pool
 
 CPU = torch.device("cpu")
@@ -245,5 +245,5 @@ class _States:
             down = federation.method.broadcast(federation.host(round_), server, name)
         state_file = folder.readable_state(name, self.result.run_hash)
         state = None if state_file is None else load_state(state_file)
-        with _judged(federation, round_, name, state, down) as network:
+        with judged(federation, round_, name, state, down) as network:
             return use_torch_max_pool(deepcopy(network))

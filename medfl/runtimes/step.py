@@ -94,19 +94,19 @@ def site_judge(
     federation: Federation, round_: int, name: str, state: State | None, down: Message, sections: Sequence[str]
 ) -> dict[str, Cases]:
     """Score the network that the site is judged by on its own items; nothing is trained."""
-    with _judged(federation, round_, name, state, down) as network:
+    with judged(federation, round_, name, state, down) as network:
         return _scores(federation, network, name, sections)
 
 
 def site_abroad(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Cases:
     """Score the network that a site is judged by on everybody's test items."""
-    with _judged(federation, round_, name, state, down) as network:
+    with judged(federation, round_, name, state, down) as network:
         return score(federation, network, federation.pooled("test"), "test")
 
 
 def site_weights(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> State:
     """Return a copy of the weights that the site is judged by (leaves the site in a simulation only)."""
-    with _judged(federation, round_, name, state, down) as network:
+    with judged(federation, round_, name, state, down) as network:
         return copied_weights(network)
 
 
@@ -126,7 +126,7 @@ def site_masks(
     Returns:
         id -> masks; without the cases whose channels overlap, of which nothing is written.
     """
-    with _judged(federation, round_, name, state, down) as network:
+    with judged(federation, round_, name, state, down) as network:
         return segment(federation, network, name, wanted, folder)
 
 
@@ -179,7 +179,7 @@ def _unlike(state: Any, first: Any, path: str) -> str:
 
 
 @contextmanager
-def _judged(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Iterator[nn.Module]:
+def judged(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Iterator[nn.Module]:
     """Give the network that a site is judged by."""
     site = federation.site(name, round_)
     with federation.scope():

@@ -296,8 +296,8 @@ def test_a_site_s_model_of_a_run_on_flare_and_a_gpu_is_found_where_the_site_keep
     document = {**json.loads((moved / "run.json").read_text()), **made.to_dict(), "run_hash": made.run_hash}
     (moved / "run.json").write_text(json.dumps(document))
     (state,) = (moved / "state").glob("*-site-site-1*.safetensors")
-    kept = moved / "state" / "sites" / made.run_hash[:16] / "site-1" / "000002.safetensors"
+    kept = moved / "sites" / made.run_hash[:16] / "site-1" / "000002.safetensors"
     kept.parent.mkdir(parents=True)
     state.rename(kept)
-    expected = {name: tensor.tolist() for name, tensor in personal.model("site-1").state_dict().items()}
-    assert {n: tensor.tolist() for n, tensor in load_run(moved).model("site-1").state_dict().items()} == expected
+    expected = {name: tensor.tolist() for name, tensor in personal.network(site="site-1").state_dict().items()}
+    assert {n: tensor.tolist() for n, tensor in load_run(moved).network(site="site-1").state_dict().items()} == expected

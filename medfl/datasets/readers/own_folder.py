@@ -64,7 +64,8 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
     """
     used_paths, images, others = set(used), list[str](), list[str]()
     for base, folders, files in folders_below(place):
-        folders[:] = sorted(n for n in folders if not is_hidden(n) and os.path.join(base, n) not in used_paths)
+        shown = (n for n in folders if is_text(n) and not is_hidden(n))
+        folders[:] = sorted(n for n in shown if os.path.join(base, n) not in used_paths)
         for name in sorted(n for n in files if not is_hidden(n)):
             path = Path(base, name)
             if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != place or name not in _TABLES):
