@@ -47,6 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what was imported: millions of objects that none of its passes can free."""
     gc.enable()
+    gc.set_threshold(10_000, 20, 20)
     gc.collect()
     gc.freeze()
 
