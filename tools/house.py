@@ -40,9 +40,9 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "facts of Method": (None, 6),
     "method files over 120 lines": (8, 8),
     "lines of the longest method file": (300, 285),
-    "lines of the longest module": (400, 399),
+    "lines of the longest module": (400, 398),
     "words of the README": (1200, 1200),
-    "lines of the product": (None, 61410),
+    "lines of the product": (None, 61425),
 }
 
 

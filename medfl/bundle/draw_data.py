@@ -28,10 +28,11 @@ from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import find_trainer, own_steps
 from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
-from medfl.bundle.sections import SECTIONS, Section, Sections
+from medfl.bundle.sections import Section, Sections
 from medfl.core.errors import InputError, told
 from medfl.core.seeding import stream
 from medfl.core.storage import writing
+from medfl.core.task import SECTIONS
 from medfl.core.untrusted import override_value
 from medfl.datasets.phantoms import phantom, shapes
 from medfl.policy import admission

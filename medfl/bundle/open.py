@@ -18,12 +18,12 @@ from medfl.bundle import parts, unlabelled_images
 from medfl.bundle.bundle import Bundle, protocol_of, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.bundle.parts import PartsBundle, opened
-from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.places import PHANTOM, cache_folder
 from medfl.core.release import VERSION
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
+from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.data.prepared import Prepared
 from medfl.data.source import NO_LABEL

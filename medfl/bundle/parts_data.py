@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from medfl.bundle.sections import SECTIONS, Section
+from medfl.bundle.sections import Section
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import derive, stream
+from medfl.core.task import SECTIONS
 from medfl.data.prepared import Item
 from medfl.data.source import Source, class_index, records, take_apart
 

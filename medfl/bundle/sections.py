@@ -16,11 +16,11 @@ from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
 from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
+from medfl.core.task import SECTIONS
 from medfl.data.lacking import is_unlabelled, lacking, with_all_channels, without_label
 from medfl.data.prepared import Item
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
 
-SECTIONS = ("train", "validate", "test")
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
 
 

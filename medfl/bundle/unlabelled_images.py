@@ -12,11 +12,12 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.check_own import ids_of
 from medfl.bundle.new_images import channels_of, is_solid
 from medfl.bundle.sections import Unlabelled
+from medfl.core.task import SECTIONS
 from medfl.datasets import own
 from medfl.datasets.base import item_of, read_table
 from medfl.datasets.readers import cases, grouping, matching, pairs, tables
 from medfl.datasets.readers.reading import JOINED
-from medfl.datasets.readers.splitting import SECTIONS, Record
+from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.unlabelled import joined, named
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,11 @@ def is_plain_text(text: str) -> bool:
 def is_formula(text: str) -> bool:
     """Tell whether a spreadsheet would compute a text instead of showing it."""
     return bool(_FORMULA.match(text))
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Join names, at most `limit` of them."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def as_cell(value: Any) -> Any:

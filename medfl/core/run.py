@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from medfl.core.errors import InputError
@@ -180,6 +180,11 @@ class Run(GeneralSettings, ProtocolSettings):
             else:
                 lines.append(f"{name}: {_short(now)} was {_short(was)}")
         return lines
+
+
+def without_round_limit(run: Run) -> Run:
+    """Return a run with 0 rounds: runs that differ in their number of rounds alone go on from each other."""
+    return replace(run, rounds=0)
 
 
 def _forget(document: dict[str, Any], paths: Iterable[str]) -> None:

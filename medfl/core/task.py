@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TASKS = ("classification", "segmentation", "other")
+SECTIONS = ("train", "validate", "test")
+"""The parts that a data set is divided into."""
 
 
 def _no_embeddings(plm: str) -> Tensor:

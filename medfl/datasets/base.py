@@ -19,9 +19,10 @@ from typing import TypedDict
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.task import SECTIONS
 from medfl.datasets.readers.class_index import ClassIndex
 from medfl.datasets.readers.reading import container_uri, content_key
-from medfl.datasets.readers.splitting import LEFT_OUT, SECTIONS, Record, Rule, WholeCentres, fold_of
+from medfl.datasets.readers.splitting import LEFT_OUT, Record, Rule, WholeCentres, fold_of
 from medfl.datasets.readers.tables import Layout, Table, several
 
 

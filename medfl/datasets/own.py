@@ -17,10 +17,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.task import SECTIONS
 from medfl.datasets.base import MARKER, Item, item_of
 from medfl.datasets.readers import cases, conventions, grouping, label_table, matching, own_folder, pairs, tables
 from medfl.datasets.readers.reading import JOINED, split_uri
-from medfl.datasets.readers.splitting import SECTIONS, Record, Rule, by_group, filled, fold_of, published
+from medfl.datasets.readers.splitting import Record, Rule, by_group, filled, fold_of, published
 from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_paths
 
 UNLABELLED = "unlabelled"

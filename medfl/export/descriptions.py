@@ -27,6 +27,7 @@ from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows
 from medfl.core.storage import file_sha256
+from medfl.core.task import SECTIONS
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
@@ -86,7 +87,7 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 def counts(run: Run, model: Model) -> dict[str, int]:
     """Return how many items each section has, at all sites or at the model's site."""
     sites = [run.partition.sites[model.site]] if model.site else list(run.partition.sites.values())
-    return {section: sum(len(site.get(section, ())) for site in sites) for section in ("train", "validate", "test")}
+    return {section: sum(len(site.get(section, ())) for site in sites) for section in SECTIONS}
 
 
 # The record of the run

@@ -32,7 +32,7 @@ from nvflare.app_common.utils.fl_model_utils import FLModelUtils
 from nvflare.app_common.workflows.model_controller import ModelController
 
 from medfl.core.errors import InputError, MedflError, errors_safe_to_send
-from medfl.core.run import Run
+from medfl.core.run import Run, without_round_limit
 from medfl.core.run_folder import SITES, RunFolder
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
@@ -41,7 +41,7 @@ from medfl.flare import wire
 from medfl.flare.files import error_document, participants, read_run
 from medfl.flare.remote import ReportedRunFolder
 from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE, Answer, FlareWorkers
-from medfl.flare.site_config import CONFIG_FILE, SiteConfig, accepted_run, open_server, open_site, without_round_limit
+from medfl.flare.site_config import CONFIG_FILE, SiteConfig, accepted_run, open_server, open_site
 from medfl.flare.wire import Payload, from_model, to_model
 from medfl.report import write_report
 from medfl.runs import text_record

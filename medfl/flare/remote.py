@@ -10,9 +10,9 @@ import torch
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import prepared_sections
-from medfl.bundle.sections import SECTIONS
 from medfl.core.run import Run
 from medfl.core.run_folder import RunFolder
+from medfl.core.task import SECTIONS
 from medfl.data.prepared import Prepared, Stacked
 from medfl.flare.server import FlareWorkers
 from medfl.methods.base import Method

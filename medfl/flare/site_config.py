@@ -37,13 +37,13 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import with_data
 from medfl.bundle.protocol import resolved
-from medfl.bundle.sections import SECTIONS
 from medfl.core import portable
 from medfl.core.errors import InputError, errors_safe_to_send
 from medfl.core.forms import site_names
 from medfl.core.names import is_name
 from medfl.core.run import DataRecord, Run
 from medfl.core.settings import SETTINGS
+from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.core.type_checks import matches_type
 from medfl.core.untrusted import Refused, decode_text, printable, read_plain
@@ -352,8 +352,3 @@ class _BundleWithoutImages(Bundle):
 
     def items(self, section: str) -> list[Item]:
         return []
-
-
-def without_round_limit(run: Run) -> Run:
-    """Return a run with 0 rounds, to compare runs that differ in their number of rounds alone."""
-    return replace(run, rounds=0)

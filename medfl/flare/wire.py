@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.core.names import is_name
+from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
 

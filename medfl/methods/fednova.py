@@ -22,7 +22,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.effective_steps import effective_steps
-from medfl.methods.base import Method, option, sample_shares, weighted_mean
+from medfl.methods.base import Method, option, sample_shares, trained_names, weighted_mean
 from medfl.training import Host, Site, fit, pull, snapshot, zeros_of
 
 _LEAST = 1e-3  # one step is 1; a change divided by nearly none would be as large as one likes
@@ -63,7 +63,7 @@ class FedNova(Method):
         """Move w by tau_eff times the mean normalised step."""
         shares, received = sample_shares(replies), server["weights"]
         weights = weighted_mean(replies, "weights", shares)
-        trainable = list(zeros_of(host.model(received)))
+        trainable = trained_names(host.model(received))
         for site_name, share in shares.items():
             excess = share * _excess(replies, shares, site_name)
             for name in trainable if excess else ():

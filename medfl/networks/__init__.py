@@ -17,6 +17,7 @@ from torch import nn
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.networks.cifar_resnet import CifarResNet
+from medfl.networks.heads import head_names as head_names
 from medfl.networks.small_cnn import SmallCNN
 from medfl.networks.two_conv import TwoConv
 from medfl.networks.wide_resnet import WideResNet

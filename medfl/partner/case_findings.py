@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
+from medfl.core.names import listed
 from medfl.core.untrusted import printable
 from medfl.data.source import NO_LABEL
 from medfl.partner.scanning import ScannedItem, sections
@@ -234,8 +235,7 @@ class Findings:
 
 def named(names: Sequence[str], limit: int = _FEW) -> str:
     """Return some names for a line, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(printable(name, 160) for name in names[:limit]) + more
+    return listed([printable(name, 160) for name in names], limit)
 
 
 def _span(column: Any) -> str:

@@ -20,12 +20,12 @@ from medfl import datasets, methods
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import with_data
-from medfl.bundle.sections import SECTIONS
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.places import cache_folder
 from medfl.core.release import version_of
 from medfl.core.run import DataRecord, PartitionRecord, Run
+from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.data import on_device
 from medfl.data.disk_cache import budget, free_memory

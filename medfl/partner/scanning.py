@@ -16,9 +16,9 @@ from PIL import Image
 from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.sections import SECTIONS
 from medfl.core import terminal
 from medfl.core.errors import MedflError
+from medfl.core.task import SECTIONS
 from medfl.data.samples import Samples
 from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, UNREADABLE, archive, orientation, split_uri

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError, RunError
+from medfl.core.names import listed
 from medfl.core.release import pip_install
 from medfl.core.storage import write_atomic
 from medfl.core.untrusted import Refused, json_values, printable
@@ -181,9 +182,8 @@ class Account:
         """Return the account in plain words."""
         count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"
         if self.uncovered:
-            names = [printable(name) for name in sorted(self.uncovered)]
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            return f"{count}: no formal privacy, for these left without noise: {', '.join(names[:_NAMED])}{more}"
+            names = listed([printable(name) for name in sorted(self.uncovered)], _NAMED)
+            return f"{count}: no formal privacy, for these left without noise: {names}"
         if self.plain:
             which = "replies" if self.plain == self.replies else f"{self.plain} of the replies"
             return f"{count}: no formal privacy, for {which} left without clipping and noise"

@@ -22,6 +22,7 @@ from medfl.core.errors import InputError
 from medfl.core.places import FOLDS
 from medfl.core.run_documents import damaged, read_document
 from medfl.core.storage import write_atomic
+from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
 from medfl.evaluation import metrics
 from medfl.evaluation.mask_metrics import by_structure
@@ -259,4 +260,4 @@ def _cases(run: RunFiles) -> Cases:
 
 
 def _sizes(run: RunFiles) -> dict[str, int]:
-    return {name: sum(run.size(site, name) for site in run.site_names) for name in ("train", "validate", "test")}
+    return {name: sum(run.size(site, name) for site in run.site_names) for name in SECTIONS}

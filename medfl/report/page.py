@@ -16,6 +16,7 @@ from medfl.core.places import FOLDS
 from medfl.core.run_documents import damaged
 from medfl.core.settings import COMPUTING, SETTINGS
 from medfl.core.storage import write_atomic
+from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
 from medfl.report import folds, formatting, round_charts, saved_pictures
@@ -83,9 +84,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "titles": {name: run.title(name) for name in (run.key, *run.metric_names())},
         "higher": higher,
         **{name: getattr(run, name) for name in _SHOWN},
-        "sites": [
-            (site, *(run.size(site, section) for section in ("train", "validate", "test"))) for site in run.site_names
-        ],
+        "sites": [(site, *(run.size(site, section) for section in SECTIONS)) for site in run.site_names],
         **{kind: (run.summary or {}).get(kind) or {} for kind in ("labels", "channels")},
         "metric_names": run.metric_names(),
         "definitions": metrics.METRICS,

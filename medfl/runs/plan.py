@@ -19,7 +19,6 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import bundle_of, reopened, with_data, without_data
 from medfl.bundle.open import protocol as protocol_of
 from medfl.bundle.protocol import options_for, resolved
-from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.forms import device
@@ -27,6 +26,7 @@ from medfl.core.places import PHANTOM
 from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, Run
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
+from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.core.type_checks import type_mismatches
 from medfl.core.untrusted import override_value

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from medfl.bundle import case_metadata, new_images
-from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.run_documents import read_rows, read_run
+from medfl.core.task import SECTIONS
 from medfl.core.type_checks import check_arguments
 from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import metrics

@@ -10,13 +10,13 @@ from typing import Any
 
 from medfl.bundle.check_own import ids_of
 from medfl.bundle.open import bundle_of, is_recorded
-from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError
 from medfl.core.places import BESIDE, record_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_summary
 from medfl.core.run_folder import RunFolder
 from medfl.core.run_integrity import read_verified_run, verified_manifest
+from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.datasets import own
 from medfl.report import partition_plot

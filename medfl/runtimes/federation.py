@@ -15,7 +15,6 @@ from torch import nn
 from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import prepared_sections
-from medfl.bundle.sections import SECTIONS
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
@@ -23,7 +22,7 @@ from medfl.core.message_limits import MessageLimits
 from medfl.core.run import Run
 from medfl.core.seeding import derive
 from medfl.core.storage import State, to_device
-from medfl.core.task import Task
+from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
 from medfl.data.on_device import Free, free_memory, hold
 from medfl.data.prepared import Prepared, Shard

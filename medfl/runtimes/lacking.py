@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.sections import SECTIONS, Sections
+from medfl.bundle.sections import Sections
 from medfl.core.errors import InputError
 from medfl.core.forms import site_names
 from medfl.core.run import Run
+from medfl.core.task import SECTIONS
 from medfl.data.source import LACKS
 from medfl.runtimes import site_channels
 

@@ -18,13 +18,13 @@ pytest.importorskip("nvflare")
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import Embeddings, unit
 from medfl.core import portable
 from medfl.core.errors import InputError
-from medfl.core.run import Run, TextRecord
+from medfl.core.run import Run, TextRecord, without_round_limit
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import load_state, load_weights
+from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.data.prepared import Batch, Prepared
 from medfl.flare import offer as flare_offer
@@ -34,7 +34,7 @@ from medfl.flare.parts import ALLOWED, SIMULATED
 from medfl.flare.remote import ReportedRunFolder, mean_reported
 from medfl.flare.server import FlareWorkers
 from medfl.flare.site import FlareSite
-from medfl.flare.site_config import SiteConfig, accepted_run, open_server, open_site, without_round_limit
+from medfl.flare.site_config import SiteConfig, accepted_run, open_server, open_site
 from medfl.runs import launch, text_record
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import MedflClientAlgo

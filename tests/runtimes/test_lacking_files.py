@@ -19,9 +19,10 @@ from medfl import datasets
 from medfl.bundle import starter
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
-from medfl.bundle.sections import SECTIONS, _without_marks
+from medfl.bundle.sections import _without_marks
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
+from medfl.core.task import SECTIONS
 from medfl.data.source import LACKS, NO_LABEL
 from medfl.datasets import read_pixels
 from medfl.partner.preflight import PreflightOptions, check

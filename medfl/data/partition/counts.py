@@ -15,8 +15,10 @@ from functools import partial
 import numpy as np
 
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 from medfl.core.seeding import derive
-from medfl.data.partition.draw import SECTIONS, Group, Item, Rule, gathered, homeless, images_in, listed
+from medfl.core.task import SECTIONS
+from medfl.data.partition.draw import Group, Item, Rule, gathered, homeless, images_in
 
 _Data = Mapping[str, Sequence[Item]]
 _Homes = dict[str, list[str | None]]

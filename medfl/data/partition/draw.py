@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 from medfl.core.seeding import derive
+from medfl.core.task import SECTIONS
 
 Item = Mapping[str, Any]
 
-SECTIONS = ("train", "validate", "test")
 MAX_DRAWS = 100
 
 
@@ -311,8 +312,3 @@ def canonical(kind: str, values: Sequence[Any]) -> str:
     """Write a rule so that equal rules read equal (`dirichlet:.10` as `dirichlet:0.1`)."""
     texts = [repr(v).removesuffix(".0") if isinstance(v, float) else str(v) for v in values]
     return kind + (":" if texts else "") + ",".join(texts)
-
-
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Join names, at most `limit` of them."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

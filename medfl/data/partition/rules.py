@@ -25,10 +25,12 @@ from typing import Any
 import numpy as np
 
 from medfl.core.errors import InputError, did_you_mean
+from medfl.core.names import listed
+from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition import table as text
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
-from medfl.data.partition.draw import SECTIONS, Item, Rule, by_size, canonical, draw, group_of, homeless, listed
+from medfl.data.partition.draw import Item, Rule, by_size, canonical, draw, group_of, homeless
 
 Sections = Mapping[str, Sequence[Item]]
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from medfl.core.errors import InputError
+from medfl.core.task import SECTIONS
 from medfl.datasets.readers import tables
 from medfl.datasets.readers.reading import JOINED
-from medfl.datasets.readers.splitting import SECTIONS, Record
+from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.volumes import bare
 
 TABLE, SPLIT = "cases.csv", "table"

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
+from medfl.core.task import SECTIONS
 from medfl.core.terminal import bar
 from medfl.datasets.base import DataSet, choose, get, is_phantom, layout_of, notes, read_table
 from medfl.datasets.readers.reading import read_pixels
-from medfl.datasets.readers.splitting import SECTIONS, Record
+from medfl.datasets.readers.splitting import Record
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from medfl.core.errors import InputError
+from medfl.core.names import listed
 from medfl.datasets.readers import matching
 from medfl.datasets.readers.reading import JOINED, Pixels, read_pixels, resize
 from medfl.datasets.readers.splitting import Record
@@ -22,7 +23,6 @@ from medfl.datasets.readers.tables import Table, first, image_files, image_index
 
 Mask = NDArray[np.uint8]
 Shape = tuple[int, int]
-_SHOWN = 5  # wrong values that an error names
 
 
 def mask_index(roots: Iterable[Path]) -> dict[str, str]:
@@ -171,9 +171,8 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
     if classes == 2 and set(values.tolist()) <= {0, 255}:
         return (plane > 0).astype(np.uint8)
     if wrong := [value for value in values.tolist() if value not in range(classes)]:
-        more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
         raise InputError(
-            f"mask {uri} of image {image} has the values {', '.join(f'{v:g}' for v in wrong[:_SHOWN])}{more}",
+            f"mask {uri} of image {image} has the values {listed([f'{v:g}' for v in wrong])}",
             "0 and 1, or 0 and 255" if classes == 2 else f"whole numbers from 0 to {classes - 1}",
             "copy the file again, or save class indices",
         )

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from medfl.core.errors import InputError
+from medfl.core.task import SECTIONS
 
-SECTIONS = ("train", "validate", "test")
 LEFT_OUT = ""
 _MOST_FOLDS = 100
 

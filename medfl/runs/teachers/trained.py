@@ -21,7 +21,6 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.configuration import own_modules
 from medfl.bundle.inference import open_inference
 from medfl.bundle.open import bundle_of, reopened
-from medfl.bundle.sections import SECTIONS
 from medfl.bundle.text_embeddings import unlike
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
@@ -29,7 +28,7 @@ from medfl.core.release import versions_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_run
 from medfl.core.storage import file_sha256, load_weights, weights_sha256
-from medfl.core.task import Task
+from medfl.core.task import SECTIONS, Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.samples import Samples
 from medfl.data.source import Source

@@ -23,7 +23,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +34,13 @@ from monai.fl.utils.constants import ExtraItems, FlPhase, FlStatistics, WeightTy
 from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
-from medfl.bundle.sections import SECTIONS
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
+from medfl.core.run import without_round_limit
 from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import derive
 from medfl.core.storage import State
+from medfl.core.task import SECTIONS
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.outbound import Outbound
 from medfl.runtimes import profiling
@@ -134,7 +134,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.name, self._trained = called, False
         self._own = AtSite(federation, called, self._stop)
         if self.folder is not None:
-            run = replace(federation.run, rounds=0)  # a run may go on for more rounds than were asked for
+            run = without_round_limit(federation.run)
             place = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
             self.states = StatesInFolder(place, federation.networks.device)
         self._guard.name(called, federation.run.data.folder)

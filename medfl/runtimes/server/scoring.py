@@ -11,6 +11,7 @@ from medfl import methods
 from medfl.core.message import Weights
 from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, file_sha256, weights_sha256
+from medfl.core.task import SECTIONS
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.mask_metrics import KINDS, by_structure, slug
 from medfl.evaluation.metrics import Cases, higher_is_better, spread, summarise
@@ -275,7 +276,7 @@ class Scoring:
         for name in federation.names:
             row: dict[str, Any] = {
                 "site": name,
-                **{s: len(federation.shard(name, s)) for s in ("train", "validate", "test")},
+                **{s: len(federation.shard(name, s)) for s in SECTIONS},
             }
             labels = federation.shard(name, "train").labels
             row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
