@@ -6,9 +6,11 @@ import functools
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -23,6 +25,9 @@ LONGEST = (
     "product/test_docs_commands.py", "product/",
 )  # fmt: skip
 """Files and folders that are begun first, so that no worker is left alone with them at the end."""
+
+
+WARM, ADDRESS = pytest.StashKey[ExitStack](), pytest.StashKey[str]()
 
 
 def pytest_collection() -> None:
@@ -52,9 +57,23 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_unconfigure() -> None:
-    """Let Python free all at its end: Triton's binding prints what is left."""
-    gc.unfreeze()
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the warm process; where it is seen, let Python free all: Triton's binding prints what is left."""
+    config.stash.get(WARM, ExitStack()).close()
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # there it would take seconds
+        gc.unfreeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Start one warm process for the workers where they run slow tests."""
+    from tests.support.programs import warm_process
+
+    config = node.config
+    if WARM not in config.stash and "slow" in config.option.markexpr.replace("not slow", ""):
+        config.stash[WARM] = ExitStack()
+        config.stash[ADDRESS] = config.stash[WARM].enter_context(warm_process())
+    node.workerinput["warm"] = config.stash.get(ADDRESS, "")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -115,11 +134,16 @@ def what_a_file_leaves() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def warm_address() -> Iterator[str]:
-    """Return where programs find the warm process; it is started for the first test that wants it."""
+def warm_address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Return where programs find the warm process: the one of all workers, or one of this process's own."""
     from tests.support.programs import warm_process
 
-    with warm_process() as address:
+    shared = getattr(request.config, "workerinput", {}).get("warm")
+    with nullcontext(shared) if shared else warm_process() as address:
+        end = time.monotonic() + 120
+        while not Path(address).exists():
+            assert time.monotonic() < end, "the warm process does not start"
+            time.sleep(0.05)
         yield address
 
 

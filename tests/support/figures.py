@@ -39,6 +39,7 @@ def _name(path: Path) -> str:
 def leave_blank(patch: pytest.MonkeyPatch, path: Path | None = None) -> None:
     """Let matplotlib's figures be saved as a pixel, with the same words in them; most of a run are not even drawn."""
     from matplotlib.figure import Figure
+    from sklearn.manifold import TSNE
 
     from medfl.report import charts, partition_plot
 
@@ -62,5 +63,6 @@ def leave_blank(patch: pytest.MonkeyPatch, path: Path | None = None) -> None:
 
     patch.setattr(Figure, "savefig", savefig)
     if path is None or _name(path) not in DRAWN:
+        patch.setattr(TSNE, "fit_transform", lambda _, points: points[:, :2])
         patch.setattr(charts, "_svg", lambda draw, label, *_: charts._inline(SVG, label))
         patch.setattr(partition_plot, "plot", plot)

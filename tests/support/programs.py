@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,15 +26,15 @@ def python_path(*folders: Path | str) -> str:
 
 @contextmanager
 def warm_process() -> Iterator[str]:
-    """Keep a process that programs are forked of (`lean/warm_start.py`); yield what MEDFL_TESTS_WARM has to be."""
+    """Keep a process that programs are forked of (`lean/warm_start.py`); yield what MEDFL_TESTS_WARM has to be.
+
+    It is ready as soon as there is a file of this name.
+    """
     with tempfile.TemporaryDirectory() as folder:
         address = Path(folder, "warm")
         environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
             [sys.executable, str(LEAN / "warm_start.py"), str(address)], stdin=subprocess.PIPE, env=environment
         ) as process:
-            while not address.exists():
-                assert process.poll() is None
-                time.sleep(0.05)
             yield str(address)
             process.communicate()

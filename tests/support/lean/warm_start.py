@@ -31,6 +31,8 @@ MODULES = (
 )  # fmt: skip
 BENCHMARKS = os.path.abspath(f"{__file__}/../../../../benchmarks") + os.sep
 READ_BY_IMPORTS = ("GOMP_", "KMP_", "LD_", "MKL_", "MONAI", "MPL", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
+ALIKE = ("PYTHONPATH", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
+"""Of these the first is followed by the fork, and the others are what imports of the tests' process have set."""
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 RLIMITS = 1 + max(number for name, number in vars(resource).items() if name.startswith("RLIMIT_"))
 BY_ITSELF = 256
@@ -43,7 +45,8 @@ def likeness() -> list[Any]:
         bounds = [line.split() for line in file if line.startswith(("CapEff", "Gid", "NoNewPrivs", "Seccomp:", "Uid"))]
     limits = [list(resource.getrlimit(number)) for number in range(RLIMITS)]
     read = {name: text for name, text in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
-    read.pop("PYTHONPATH", None)
+    for name in ALIKE:
+        read.pop(name, None)
     return [bounds, limits, read, sys.executable, list(map(int, sys.flags))]
 
 
