@@ -235,6 +235,12 @@ def test_what_cannot_be_federated_is_told_in_one_line(changes: dict[str, Any], t
     assert "metrics" in changes or not (tmp_path / "run").exists()
 
 
+def test_parts_have_no_sites_without_labels(tmp_path: Path) -> None:
+    with pytest.raises(medfl.InputError, match="unlabelled"):
+        medfl.run(parts_of(tmp_path / "images"), "fedsemi", unlabelled="south", out=tmp_path / "run", **QUIET)
+    assert not (tmp_path / "run").exists()
+
+
 def test_other_parts_are_another_run_and_gone_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = parts_of(tmp_path / "images")
     medfl.run(parts, rounds=1, out=tmp_path / "run", **QUIET)
