@@ -235,10 +235,13 @@ def test_what_cannot_be_federated_is_told_in_one_line(changes: dict[str, Any], t
     assert "metrics" in changes or not (tmp_path / "run").exists()
 
 
-def test_parts_have_no_sites_without_labels(tmp_path: Path) -> None:
-    with pytest.raises(medfl.InputError, match="unlabelled"):
-        medfl.run(parts_of(tmp_path / "images"), "fedsemi", unlabelled="south", out=tmp_path / "run", **QUIET)
-    assert not (tmp_path / "run").exists()
+def test_a_site_of_parts_may_be_without_labels(tmp_path: Path) -> None:
+    parts, asked = parts_of(tmp_path / "images"), {"rounds": 1, "lr": 0.01, **QUIET}
+    semi = medfl.run(parts, "fedsemi", unlabelled="south", out=tmp_path / "semi", **asked)
+    assert semi.run.unlabelled == "south"
+    assert hashes([semi]) != hashes([medfl.run(parts, "fedsemi", out=tmp_path / "all", **asked)])
+    with pytest.raises(medfl.InputError, match="site .south., which is without labels"):
+        medfl.run(parts, "fedavg", unlabelled="south", out=tmp_path / "refused", **asked)
 
 
 def test_other_parts_are_another_run_and_gone_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
