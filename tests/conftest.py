@@ -28,6 +28,7 @@ LONGEST = (
 
 
 WARM, ADDRESS = pytest.StashKey[ExitStack](), pytest.StashKey[str]()
+"""Where the process that hands the tests out keeps the workers' warm process, and its address."""
 
 
 def pytest_collection() -> None:

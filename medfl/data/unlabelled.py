@@ -45,6 +45,8 @@ class _WithoutLabels(Sequence[Item]):
         return len(self._items)
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return _WithoutLabels(self._items[index])
         return {key: value for key, value in self._items[index].items() if key != "label"}
 
 

@@ -351,4 +351,5 @@ class _BundleWithoutImages(Bundle):
     """A bundle whose images are elsewhere; the task of one that is not shipped is read from its images."""
 
     def items(self, section: str) -> list[Item]:
+        """Return no items."""
         return []

@@ -23,6 +23,7 @@ class _AllUnreadable(dict[str, Any]):
         return True
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return an `Unreadable`."""
         return Unreadable()
 
 

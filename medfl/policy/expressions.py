@@ -291,10 +291,10 @@ class _Checker:
         self.uses.uses["if ... else"] += 1
         self.all([node.test, node.body, node.orelse], local)
 
-    def _subscript(self, node: ast.Subscript | ast.Slice | ast.Dict, local: frozenset[str]) -> None:
+    def _parts(self, node: ast.Subscript | ast.Slice | ast.Dict, local: frozenset[str]) -> None:
         self.all([part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr_context)], local)
 
-    _slice = _dict = _subscript
+    _subscript = _slice = _dict = _parts
 
     def _list(self, node: ast.List | ast.Tuple | ast.Set, local: frozenset[str]) -> None:
         self.all([item.value if isinstance(item, ast.Starred) else item for item in node.elts], local)

@@ -27,7 +27,9 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
     """
     described_records = []
     for record in records:
-        row = rows.get(record.id, {})
+        if (row := rows.get(record.id)) is None:
+            described_records.append(record)
+            continue
         sections = {SPLIT: row["section"] or ""} if "section" in row else {}
         if sections and sections[SPLIT] not in SECTIONS:
             allowed = f"one of {', '.join(SECTIONS)}"

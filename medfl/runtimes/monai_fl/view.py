@@ -162,6 +162,7 @@ class _Watched(Shard):
     stop: threading.Event = field(default_factory=threading.Event)
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
+        """Yield batches; Aborted in the place of the next one."""
         for batch in super().batches(size, generator):
             _go_on(self.stop)
             yield batch

@@ -1,0 +1,35 @@
+"""What rows of a table say of images, and what stays where there is no row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from medfl.core.errors import InputError
+from medfl.data.unlabelled import _WithoutLabels
+from medfl.datasets.readers import cases
+from medfl.datasets.readers.splitting import Record
+
+RECORD = Record("a.png", 0, "a", "north", "a", {"own": "test"})
+
+
+def test_an_image_without_a_row_stays_as_it_is() -> None:
+    row = {"patient": "p", "centre": "", "section": "validate"}
+    other = replace(RECORD, id="b")
+    kept, told = cases.described(Path("folder"), [RECORD, other], {"b": row})
+    assert kept == RECORD
+    assert (told.group, told.centre, told.sections) == ("p", "north", {cases.SPLIT: "validate"})
+
+
+@pytest.mark.parametrize("section", ["", "later"])
+def test_a_section_that_is_none_is_refused(section: str) -> None:
+    with pytest.raises(InputError, match=r"section '.*' of a; one of train, validate, test"):
+        cases.described(Path("folder"), [RECORD], {"a": {"section": section}})
+
+
+def test_items_without_labels_are_a_sequence_also_in_parts() -> None:
+    items = _WithoutLabels([{"id": "a", "label": 2}, {"id": "b", "label": 0}])
+    assert items[1] == {"id": "b"}
+    assert list(items[:1]) == [{"id": "a"}]
