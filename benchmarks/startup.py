@@ -67,13 +67,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = datasets.write_phantom("pneumonia", Path(folder) / "data", per_class=60, size=28)
 
-        def run(number: int) -> float:
-            out = f"{folder}/run-{number}"
-            return seconds("-c", _RUN, "run", "pneumonia", "--data", str(data), "--jobs", "1", "--quiet", "--out", out)
+        def run(number: int, *program: str) -> float:
+            given = ["--data", str(data), "--jobs", "1", "--rounds", "1", "--quiet", "--out", f"{folder}/run-{number}"]
+            return seconds(*program, "run", "pneumonia", *given)
 
-        run(0)
+        run(0, "-m", "medfl")
         rows = {
-            "startup/first-step": [run(number + 1) for number in range(options.repeats)],
+            "startup/first-step": [run(number + 1, "-c", _RUN) for number in range(options.repeats)],
             "startup/import-monai": [seconds("-c", "import monai") for _ in range(options.repeats)],
         }
         for words in QUICK:

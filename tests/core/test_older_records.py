@@ -11,6 +11,7 @@ from medfl import cli, load_run
 from medfl.core.older_records import upgraded
 from medfl.core.run import Run
 from medfl.methods import load
+from tests.support.phantoms import draw_small
 from tests.support.toy import run_record
 
 OLD = {"weights": "uniform", "keep_optimizer": False, "decay_per": "epoch"}
@@ -39,8 +40,11 @@ def test_a_kept_optimiser_is_not_left_behind_in_silence() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_fedrod_goes_on_with_the_head_that_it_began_with(tmp_path: Path) -> None:
+def test_a_run_of_fedrod_goes_on_with_the_head_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In the second round the first site comes for the first time: its head begins as it did in 0.6.0."""
+    draw_small(monkeypatch)
     common = ["run", "mednist", "--data", "phantom", "--method", "fedrod", "--sites", "3", "--cohort", "0.34"]
     common += ["--config", "image_size=28", "--config", "network=small_cnn", "--jobs", "1", "--quiet", "--set"]
     for name, start, rounds in (("whole", "zero", "3"), ("cut", "zero", "1"), ("today", "generic", "3")):

@@ -261,5 +261,6 @@ def test_the_wheel_works_away_from_the_checkout(tmp_path: Path) -> None:
     say(*demo, *few, "--set", "synthetic_batch=2", "--rounds", "1", "--out", "run")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert Path(record["bundle_path"]).is_relative_to((tmp_path / "env").resolve())
-    say("export", "run", "--out", "bundle", "--formats", "none")
-    assert "ACCEPTED" in say("site", "inspect", "bundle")
+    further = "export run --out bundle --formats none", "site inspect bundle"  # in one process
+    program = str(Path(program).with_name("python"))
+    assert "ACCEPTED" in say("-c", f"from medfl.cli import main; assert not any(main(x.split()) for x in {further})")

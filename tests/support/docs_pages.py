@@ -43,8 +43,8 @@ SHORTER = {
 OTHERWISE = {
     "--resume": "--rounds 2 --quiet",
     "--from": "--quiet",
-    "bundles/mine": "--rounds 1 --quiet",
-    "mybundle": "--quiet",
+    "bundles/mine": "--rounds 1 --config network=small_cnn --quiet",
+    "mybundle": "--rounds 1 --quiet",
     "any_bundle": "--rounds 1 --quiet",
     "hippocampus": "--rounds 1 --quiet",
     "femnist": "--rounds 1 --cohort 0.1 --eval-every 0 --config network=small_cnn --quiet",

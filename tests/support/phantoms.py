@@ -10,8 +10,8 @@ import pytest
 from medfl import datasets
 
 PER_CLASS = {
-    "fmnist": 20, "ham10000": 60, "hippocampus": 16, "isic19": 30, "mednist": 20, "mnist": 20,
-    "oct_c8": 30, "pneumonia": 40,
+    "fmnist": 20, "ham10000": 30, "hippocampus": 10, "isic19": 20, "mednist": 20, "mnist": 20,
+    "oct_c8": 20, "pneumonia": 30,
 }  # fmt: skip
 """Images, or volumes, per class of the cohorts that the docs' commands use; FEMNIST has one of each writer anyway."""
 

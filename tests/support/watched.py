@@ -1,4 +1,4 @@
-"""Commands in a process of their own that an audit hook watches."""
+"""Commands in a process of their own that an audit hook watches; `python -m tests.support.watched` is that process."""
 
 from __future__ import annotations
 
@@ -9,34 +9,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.audit import MAY, unlisted
+from tests.support.audit import MAY, Watch, unlisted
 from tests.support.programs import python_path
 
 ROOT = Path(__file__).parents[2]
-
-_RUN = """
-import json, os, sys
-from pathlib import Path
-sys.path.insert(0, {root!r})
-from tests.support.audit import Watch
-import torch, monai, ignite, nibabel, PIL.Image, medfl.runs.launch
-from medfl.cli import main
-if {blank!r}:
-    from pytest import MonkeyPatch
-    from tests.support.figures import leave_blank
-    leave_blank(MonkeyPatch())
-watch = Watch(may_change=tuple(map(Path, {places!r})), may={may!r})
-before = set(sys.modules)
-codes, until = [], []
-for arguments in {runs!r}:
-    with watch.on():
-        codes.append(main(arguments))
-    until.append(len(watch.seen))
-imported = sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})
-print()
-print(json.dumps({{"codes": codes, "seen": watch.seen, "until": until, "imported": imported}}), flush=True)
-os._exit(0)
-"""
 
 
 def watched(place: Path, *commands: list[str], blank: bool = False) -> dict[str, Any]:
@@ -45,11 +21,15 @@ def watched(place: Path, *commands: list[str], blank: bool = False) -> dict[str,
     places = [str(place / "out"), str(place / "cache"), str(place / "tmp"), "/dev/shm"]  # noqa: S108
     for folder in places[1:3]:
         Path(folder).mkdir()
-    script = _RUN.format(root=str(ROOT), places=places, runs=list(commands), may=MAY, blank=blank)
-    environment = {**os.environ, "XDG_CACHE_HOME": places[1], "TMPDIR": places[2], "OMP_NUM_THREADS": "1"}
-    environment |= {"PYTHONPATH": python_path(), "MPLCONFIGDIR": places[1]}
+    # matplotlib makes folders in both homes
+    homes = dict.fromkeys(("XDG_CACHE_HOME", "XDG_CONFIG_HOME"), places[1])
+    environment = {**os.environ, **homes, "TMPDIR": places[2], "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # PyTorch sets it in whatever process has compiled something
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=1800, env=environment)
+    asked = json.dumps({"commands": commands, "places": places, "blank": blank})
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.watched", asked],
+        capture_output=True, text=True, timeout=1800, cwd=ROOT, env=environment,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     document |= {"stderr": done.stderr, "told": done.stdout + done.stderr}
@@ -61,3 +41,33 @@ def check(found: dict[str, Any]) -> None:
     assert not any(found["codes"]), errors
     assert found["seen"] == []
     assert not unlisted(found["imported"])
+
+
+def main(commands: list[list[str]], places: list[str], blank: bool) -> None:
+    """Run the commands and print what was seen."""
+    import ignite  # noqa: F401
+    import nibabel  # noqa: F401
+    import PIL.Image  # noqa: F401
+    import pytest
+
+    import medfl.runs.launch  # noqa: F401
+    from medfl.cli import main as medfl
+    from tests.support.figures import leave_blank
+
+    if blank:
+        leave_blank(pytest.MonkeyPatch())
+    watch = Watch(may_change=tuple(map(Path, places)), may=MAY)
+    before = set(sys.modules)
+    codes, until = [], []
+    for arguments in commands:
+        with watch.on():
+            codes.append(medfl(arguments))
+        until.append(len(watch.seen))
+    imported = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
+    print()  # noqa: T201
+    print(json.dumps({"codes": codes, "seen": watch.seen, "until": until, "imported": imported}), flush=True)  # noqa: T201
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

@@ -131,7 +131,7 @@ def pathology_tumor_detection(folder: Path) -> Config:
     slide = rng.integers(0, 255, (700, 700, 3), dtype=np.uint8)
     (folder / "training/images").mkdir(parents=True)
     tifffile.imwrite(folder / "training/images/slide.tif", slide, tile=(64, 64), photometric="rgb")
-    for name, count in (("training", 4), ("validation", 2)):
+    for name, count in (("training", 2), ("validation", 2)):
         rows = [["slide", 350, 350, *rng.integers(0, 2, 9)] for _ in range(count)]
         (folder / f"{name}.csv").write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
     return {

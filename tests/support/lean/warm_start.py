@@ -22,12 +22,13 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 from typing import Any
 
 FLARE, KERNEL = "nvflare.private.fed.app.", "ipykernel_launcher"
 MODULES = (
-    "medfl", "monai.bundle", KERNEL, f"{FLARE}simulator.simulator", f"{FLARE}simulator.simulator_worker",
-    f"{FLARE}client.worker_process", f"{FLARE}server.runner_process",
+    "medfl", "monai.bundle", "tests.support.watched", KERNEL, f"{FLARE}simulator.simulator",
+    f"{FLARE}simulator.simulator_worker", f"{FLARE}client.worker_process", f"{FLARE}server.runner_process",
 )  # fmt: skip
 BENCHMARKS = os.path.abspath(f"{__file__}/../../../../benchmarks") + os.sep
 READ_BY_IMPORTS = ("GOMP_", "KMP_", "LD_", "MKL_", "MONAI", "MPL", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
@@ -71,6 +72,7 @@ def hand_over(address: str, words: list[str]) -> None:
     asked = {
         "like": likeness(), "program": program, "arguments": arguments[:-1], "unbuffered": unbuffered, "path": sys.path,
         "folder": os.getcwd(), "environment": dict(os.environ), "mask": os.umask(0), "parent": os.getppid(),
+        "ignored": [number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN],
     }  # fmt: skip
     os.umask(asked["mask"])
     with socket.socket(socket.AF_UNIX) as warm:
@@ -182,10 +184,14 @@ def become(asked: dict[str, Any], set_by_imports: dict[str, str]) -> None:
         import matplotlib
 
         matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"
+    for number in PASSED_ON:  # the warm process may be in the background, where an interrupt is ignored
+        does = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else does)
     os.setsid()
     os.chdir(asked["folder"])
     os.environ.clear()
     os.environ.update(set_by_imports | asked["environment"])
+    tempfile.tempdir = None  # of the warm process's TMPDIR
     os.umask(asked["mask"])
     os.getppid = lambda: int(asked["parent"])
     sys.argv = [asked["program"], *asked["arguments"]]
