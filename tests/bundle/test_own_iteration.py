@@ -226,7 +226,7 @@ def test_the_zoos_deepedit_trains_a_round(tmp_path: Path) -> None:
     """Clicks are simulated at the sites; scored by the bundle's own evaluator, which simulates them too."""
     pytest.importorskip("skimage", reason="DeepEdit's transforms need scikit-image")
     config = {
-        "dataset_dir": str(spleens(tmp_path / "spleen", 6)), "spatial_size": [32, 32, 32],
+        "dataset_dir": str(spleens(tmp_path / "spleen", 11)), "spatial_size": [32, 32, 32],
         "train#preprocessing_transforms#0#reader": "NibabelReader",
     }  # fmt: skip
     summary = run(zoo("spleen_deepedit_annotation"), tmp_path / "out", rounds=1, config=config)

@@ -47,7 +47,7 @@ OTHERWISE = {
     "mybundle": "--rounds 1 --quiet",
     "any_bundle": "--rounds 1 --quiet",
     "hippocampus": "--rounds 1 --quiet",
-    "femnist": "--rounds 1 --cohort 0.1 --eval-every 0 --config network=small_cnn --quiet",
+    "femnist": "--rounds 1 --cohort 0.03 --eval-every 0 --config network=small_cnn --quiet",
     "--paper fedbm/table6": "--config image_size=16 --config network=small_cnn --seeds 0 --local-epochs 1 "
     "--partition dirichlet:0.1 --scale 0.005 --set g_iterations=2 --set g_batch=4 --set synthetic_batch=2 --quiet",
     "--paper": "--config image_size=16 --config network=small_cnn --partition dirichlet:0.1 --local-epochs 1 "
