@@ -171,6 +171,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_the_site_is_built_and_asks_nothing_of_the_net(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(PAGES)
@@ -182,6 +183,7 @@ def test_the_site_is_built_and_asks_nothing_of_the_net(site: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 def test_equations_are_mathml_without_leftovers(site: Path) -> None:
     for name in methods.names():
         text = (site / "methods" / f"{name}.html").read_text(encoding="utf-8")
@@ -205,6 +207,7 @@ def test_every_page_is_in_the_menu_once() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("site")
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_phone_shows_a_page_without_scrolling_sideways(site: Path, tmp_path: Path) -> None:
     for page in ("index.html", "methods/fedbm.html", "bundles.html", "cli.html"):
