@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from torch import nn
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.methods import load
-from medfl.runtimes import spilled_replies
+from medfl.runtimes import spilled_replies, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.step import introduce, site_step
@@ -94,6 +94,13 @@ def wait_until_gone(pids: list[int], seconds: float = 10) -> bool:
     while time.monotonic() < end and not all(map(gone, pids)):
         time.sleep(0.02)
     return all(map(gone, pids))
+
+
+def test_every_task_is_a_frozen_dataclass_told_apart_by_its_class() -> None:
+    kinds = [kind for kind in vars(tasks).values() if isinstance(kind, type) and issubclass(kind, Task)]
+    work = [kind for kind in kinds if kind is not Task]
+    assert len(work) > 8
+    assert all(is_dataclass(kind) and kind.__dataclass_params__.frozen for kind in work)
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3])
