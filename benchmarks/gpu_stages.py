@@ -258,6 +258,8 @@ def unfinished(work: Path) -> list[Path]:
 
 def restore(day: Day) -> None:
     """Take in pieces of a checkpoint; the runs are there when all pieces have come."""
+    from medfl.datasets.readers.download import unpack
+
     pieces = day.work / "pieces"
     pieces.mkdir(exist_ok=True)
     for path in sorted(day.pieces.glob("checkpoint-*-of-*")) if day.pieces else []:
@@ -268,8 +270,7 @@ def restore(day: Day) -> None:
         with (day.work / "restored.tar").open("wb") as whole:
             for path in found:
                 whole.write(path.read_bytes())
-        with tarfile.open(day.work / "restored.tar") as made:
-            made.extractall(day.work, filter="data")
+        unpack(day.work / "restored.tar", day.work)
     day.add({"name": "restored", "pieces": len(found), "of": needed, "complete": bool(found) and len(found) == needed})
 
 

@@ -127,27 +127,22 @@ class Account:
             return math.inf
         return epsilon_of(self.noised + Counter({} if more is None else {more: 1}), self.delta)
 
-    def spend(
-        self, multiplier: float | None, uncovered: Mapping[str, int] | None = None, budget: float | None = None
-    ) -> None:
+    def spend(self, multiplier: float | None, budget: float | None = None) -> None:
         """Write down a reply before it leaves: the multiplier of its noise, None if it was not clipped and noised.
 
-        `uncovered` are names of what leaves with it, without noise; `budget` is the most that epsilon may become.
-
         Raises:
-            BudgetExceeded: it would be more.
+            BudgetExceeded: epsilon would be more than the budget.
             RunError: it cannot be written.
         """
         with self._locked():
             if budget is not None:
-                after = math.inf if multiplier is None or uncovered else self.epsilon(multiplier)
+                after = math.inf if multiplier is None else self.epsilon(multiplier)
                 if after > budget:
                     raise BudgetExceeded(after)
             if multiplier is None:
                 self.plain += 1
             else:
                 self.noised[multiplier] += 1
-            self.uncovered.update(uncovered or {})
             self._write()
 
     def add(self, uncovered: Mapping[str, int]) -> None:

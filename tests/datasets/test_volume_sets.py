@@ -20,7 +20,7 @@ import medfl.datasets as datasets
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.datasets import ixi_brain
-from medfl.datasets.readers.download import fetch
+from medfl.datasets.readers.download import fetch, unpack
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.volumes import read_pair
 from tests.datasets.test_volumes import save, save_dicom
@@ -148,6 +148,27 @@ def test_the_fetched_archive_is_unpacked(volumes: dict[str, Path], tmp_path: Pat
     (tmp_path / download.file).write_bytes(b"no archive")
     with pytest.raises(RunError, match=r"Task04_Hippocampus\.tar cannot be unpacked"):
         fetch(published, tmp_path, show=said.append)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/tmp/outside", "way/outside"])
+def test_an_archive_writes_nothing_elsewhere(name: str, tmp_path: Path) -> None:
+    """By a name that leads there, or by a link that lies there already or comes before; devices are passed over."""
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for place in (folder, elsewhere):
+        place.mkdir()
+    (folder / "way").symlink_to(elsewhere)
+    with tarfile.open(folder / "a.tar", "w") as archive:
+        for kind, member in ((tarfile.SYMTYPE, "link"), (tarfile.FIFOTYPE, "pipe"), (tarfile.REGTYPE, "link/inside")):
+            entry = tarfile.TarInfo(member)
+            entry.type, entry.linkname = kind, str(elsewhere)
+            archive.addfile(entry)
+        archive.addfile(tarfile.TarInfo(name))
+    with pytest.raises(RunError, match="outside' lies elsewhere"):
+        unpack(folder / "a.tar", folder)
+    assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == [
+        "a.tar", "link", "link/inside", "way",
+    ]  # fmt: skip
+    assert not list(elsewhere.iterdir())
 
 
 def test_hippocampus_counts_of_all_260_published_volumes() -> None:

@@ -64,7 +64,8 @@ def test_the_words_are_no_formal_privacy_once_something_was_not_covered() -> Non
     plain.spend(4.0)
     assert "for 1 of the replies left without" in plain.words()
     other = Account()
-    other.spend(4.0, {"prototypes/*": 1, "scalars/steps": 1})
+    other.spend(4.0)
+    other.add({"prototypes/*": 1, "scalars/steps": 1})
     assert other.words() == ("1 reply: no formal privacy, for these left without noise: prototypes/*, scalars/steps")
     assert math.isinf(other.epsilon())
     assert other.as_dict()["epsilon"] is None
@@ -77,7 +78,8 @@ def test_an_account_lasts_in_its_file(tmp_path: Path) -> None:
     account.spend(8.0)
     again = Account.open(path, 1e-5)
     assert (again.noised, again.plain, again.epsilon()) == (account.noised, 0, account.epsilon())
-    again.spend(None, {"scalars/steps": 2})
+    again.spend(None)
+    again.add({"scalars/steps": 2})
     last = Account.open(path, 1e-5)
     assert (last.replies, last.plain, dict(last.uncovered)) == (3, 1, {"scalars/steps": 2})
     assert json.loads(path.read_text())["words"] == last.words()
@@ -133,7 +135,9 @@ def test_an_account_is_of_a_data_folder_by_whatever_name_it_is_reached(tmp_path:
 
 def test_the_account_of_an_earlier_version_is_taken_in_once(tmp_path: Path) -> None:
     old, path = tmp_path / "clinic.privacy.json", account_file(tmp_path, "images")
-    Account.open(old, 1e-5).spend(4.0, {"scalars/steps": 1})
+    account = Account.open(old, 1e-5)
+    account.spend(4.0)
+    account.add({"scalars/steps": 1})
     for _ in range(2):
         account = Account.open(path, 1e-5)
         account.merge_site_account(old)
