@@ -10,7 +10,7 @@ import pytest
 from medfl import datasets
 
 PER_CLASS = {
-    "fmnist": 20, "ham10000": 30, "hippocampus": 10, "isic19": 20, "mednist": 20, "mnist": 20,
+    "fmnist": 20, "ham10000": 60, "hippocampus": 10, "isic19": 20, "mednist": 20, "mnist": 20,
     "oct_c8": 20, "pneumonia": 30,
 }  # fmt: skip
 """Images, or volumes, per class of the cohorts that the docs' commands use; FEMNIST has one of each writer anyway."""

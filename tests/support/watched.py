@@ -24,7 +24,7 @@ def watched(place: Path, *commands: list[str], blank: bool = False) -> dict[str,
     # matplotlib makes folders in both homes
     homes = dict.fromkeys(("XDG_CACHE_HOME", "XDG_CONFIG_HOME"), places[1])
     environment = {**os.environ, **homes, "TMPDIR": places[2], "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)  # PyTorch sets it in whatever process has compiled something
+    environment["TORCHINDUCTOR_CACHE_DIR"] = places[1]  # PyTorch sets it in whatever process has compiled something
     asked = json.dumps({"commands": commands, "places": places, "blank": blank})
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.watched", asked],
