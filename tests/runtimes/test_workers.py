@@ -96,7 +96,7 @@ def wait_until_gone(pids: list[int], seconds: float = 10) -> bool:
     return all(map(gone, pids))
 
 
-def test_every_task_is_a_frozen_dataclass_told_apart_by_its_class() -> None:
+def test_every_task_is_a_frozen_dataclass() -> None:
     kinds = [kind for kind in vars(tasks).values() if isinstance(kind, type) and issubclass(kind, Task)]
     work = [kind for kind in kinds if kind is not Task]
     assert len(work) > 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -45,17 +46,17 @@ def check(found: dict[str, Any]) -> None:
 
 def main(commands: list[list[str]], places: list[str], blank: bool) -> None:
     """Run the commands and print what was seen."""
-    import ignite  # noqa: F401
-    import nibabel  # noqa: F401
-    import PIL.Image  # noqa: F401
     import pytest
 
-    import medfl.runs.launch  # noqa: F401
     from medfl.cli import main as medfl
     from tests.support.figures import leave_blank
 
     if blank:
         leave_blank(pytest.MonkeyPatch())
+    for module in ("ignite", "nibabel", "PIL.Image", "medfl.runs.launch"):  # whatever imports them may
+        importlib.import_module(module)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvflare"]:
+        del sys.modules[name]  # the warm process has it; that a command imports it has to be seen
     watch = Watch(may_change=tuple(map(Path, places)), may=MAY)
     before = set(sys.modules)
     codes, until = [], []
@@ -64,8 +65,9 @@ def main(commands: list[list[str]], places: list[str], blank: bool) -> None:
             codes.append(medfl(arguments))
         until.append(len(watch.seen))
     imported = sorted({name.partition(".")[0] for name in set(sys.modules) - before})
-    print()  # noqa: T201
-    print(json.dumps({"codes": codes, "seen": watch.seen, "until": until, "imported": imported}), flush=True)  # noqa: T201
+    document = {"codes": codes, "seen": watch.seen, "until": until, "imported": imported}
+    sys.stdout.write(f"\n{json.dumps(document)}\n")
+    sys.stdout.flush()
     os._exit(0)
 
 
