@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.mark.expression import Expression
 
 if TYPE_CHECKING:
     from tests.support.toy import Toy
@@ -29,6 +31,18 @@ LONGEST = (
 
 WARM, ADDRESS = pytest.StashKey[ExitStack](), pytest.StashKey[str]()
 """Where the process that hands the tests out keeps the workers' warm process, and its address."""
+
+
+MARKS = re.compile("slow|gpu|flare")
+"""What is in the text of every file that has a test with one of these marks."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass over files without marks where no test without one is run: imports and thousands of tests take seconds."""
+    marks = config.option.markexpr
+    if collection_path.suffix != ".py" or not marks or Expression.compile(marks).evaluate(lambda *_, **__: False):
+        return None
+    return None if MARKS.search(collection_path.read_text(encoding="utf-8")) else True
 
 
 def pytest_collection() -> None:
@@ -54,7 +68,6 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what was imported: millions of objects that none of its passes can free."""
     gc.enable()
     gc.set_threshold(10_000, 20, 20)
-    gc.collect()
     gc.freeze()
 
 

@@ -223,11 +223,15 @@ def test_the_zoos_gan_trains_a_round(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:there are more than 1 component")  # MONAI of its two classes Interaction
 def test_the_zoos_deepedit_trains_a_round(tmp_path: Path) -> None:
-    """Clicks are simulated at the sites; scored by the bundle's own evaluator, which simulates them too."""
+    """Clicks are simulated at the sites; scored by the bundle's own evaluator, which simulates them too.
+
+    The bundle keeps nine volumes for validation, of which two are scored.
+    """
     pytest.importorskip("skimage", reason="DeepEdit's transforms need scikit-image")
     config = {
         "dataset_dir": str(spleens(tmp_path / "spleen", 11)), "spatial_size": [32, 32, 32],
         "train#preprocessing_transforms#0#reader": "NibabelReader",
+        "validate#dataset#data": "$[{'image': i, 'label': l} for i, l in zip(@images[-2:], @labels[-2:])]",
     }  # fmt: skip
     summary = run(zoo("spleen_deepedit_annotation"), tmp_path / "out", rounds=1, config=config)
     assert 0 < summary["last"]["dice"] <= 1

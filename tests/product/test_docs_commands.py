@@ -89,7 +89,10 @@ def test_the_readmes_commands_are_the_first_page_s() -> None:
     assert run == list(filter(is_run, commands("index.md")))
 
 
-def test_the_guides_commands_run_in_their_order(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_guides_commands_run_in_their_order(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_blank(monkeypatch)
     foreign = ZOO["cls2d_glob_yaml"](elsewhere / "path" / "to")
     (elsewhere / "path" / "to" / "MiniNIST").rename(elsewhere / "path" / "to" / "images")
     foreign.path.rename(foreign.path.with_name("any_bundle"))
@@ -112,7 +115,10 @@ def test_commands_that_need_flare_run(page: str, elsewhere: Path, capsys: pytest
             execute(command, capsys)
 
 
-def test_the_papers_commands_run(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_commands_run(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_blank(monkeypatch)
     given = commands("papers.md")
     for command in given:
         out = execute(command, capsys)

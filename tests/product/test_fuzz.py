@@ -51,7 +51,7 @@ from tests.partner.test_heterogeneity import told as told_statistics
 from tests.policy.test_reach import EXPRESSIONS
 from tests.runtimes.test_simulator import divided, simulate
 from tests.support.mutations import json_files, line_files, opened, tensor_files, text_files
-from tests.support.programs import ROOT
+from tests.support.programs import python_path
 
 ROOM = 512 * 2**20
 """Bytes of address space beyond what the process has: far less than any file here declares."""
@@ -463,7 +463,7 @@ def test_inputs_that_follow_the_branches(recorded: Recorded, tmp_path: Path) -> 
         strategy = EXPRESSIONS if kind == "expression" else TARGETS[kind][0](recorded)[0]
         begun[kind] = len(list(seeds(strategy, tmp_path / f"seeds-{kind}", kind in TENSORS).iterdir()))
     words = [str(recorded.run), str(tmp_path), *(f"{kind}={number}" for kind, number in FOLLOWED.items())]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.coverage_fuzz", *words],
         capture_output=True, text=True, timeout=900, cwd=tmp_path, env=environment,
