@@ -243,7 +243,7 @@ def test_the_zoos_detection_trains_a_round(tmp_path: Path) -> None:
     data = nodules(tmp_path / "lung", 3)
     config = {
         "dataset_dir": str(data), "data_list_file_path": str(data / "list.json"), "batch_size": 1,
-        "patch_size": [64, 64, 32], "val_patch_size": [64, 64, 32], "train#random_transforms#1#prob": 1.0,
+        "patch_size": [32, 32, 32], "val_patch_size": [64, 64, 32], "train#random_transforms#1#prob": 1.0,
     }  # fmt: skip
     summary = run(zoo("lung_nodule_ct_detection"), tmp_path / "out", rounds=1, config=config)
     assert 0 <= summary["last"]["val_coco"] <= 1

@@ -171,7 +171,7 @@ def spleens(folder: Path, count: int) -> Path:
 def nodules(folder: Path, count: int) -> Path:
     """Volumes with one cube each, and list.json with its box (centre and size, in mm).
 
-    They are no larger than a window of the detection bundle's inferer, nor than the patches that it trains on.
+    They are no larger than a window of the detection bundle's inferer.
     """
     folder.mkdir(parents=True)
     entries = []
