@@ -24,6 +24,9 @@ NAMES = (
 _PICTURES = {"06_clinical_partner": 1, "05_add_a_method": 1, "02_compare_methods": 2}
 """Notebook -> how many figures it shows at least; the others show three."""
 
+BLANK = "import pytest\n\nfrom tests.support.figures import leave_blank\n\nleave_blank(pytest.MonkeyPatch())"
+"""A cell before the others, so that the pages of runs have blank figures; those that a notebook shows are drawn."""
+
 
 def read(name: str) -> nbformat.NotebookNode:
     return nbformat.read(FOLDER / f"{name}.ipynb", 4)
@@ -66,6 +69,7 @@ def test_a_notebook_runs(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.delenv("MEDFL_DATA", raising=False)
     notebook = read(name)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(BLANK))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the notebook server's parts, about each other
         client.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
