@@ -74,7 +74,7 @@ class Long(Federation):
             down = self.method.broadcast(self.host(2), self.server, name)
             site = self.site(name, 2, epochs)
             self.method.local_update(site, self.states[name], down)
-        return "" if any(report.replayed for report in site.journal) else summed(site.journal).eager
+        return "" if any(report.replayed for report in site.journal) else summed(site.journal).eager_reason
 
 
 class Volumes:
@@ -106,7 +106,7 @@ class Volumes:
         site = Site(name, 2, shard, shard, shard, self.loss, settings, self.networks)
         with self.networks.scope():
             report = fit(site.model(self.networks.initial), site)
-        return "" if report.replayed else report.eager
+        return "" if report.replayed else report.eager_reason
 
 
 @dataclass

@@ -55,7 +55,7 @@ class Visits:
             model, started = site.model(pool.initial), time.perf_counter()
             report = fit(model, site)
             took = time.perf_counter() - started
-        assert (report.replayed > 0) == (way == "compiled"), report.eager
+        assert (report.replayed > 0) == (way == "compiled"), report.eager_reason
         return took
 
     def step(self, way: str, steps: int) -> float:

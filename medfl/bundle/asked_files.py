@@ -119,7 +119,7 @@ class Layout:
         classes = [folder / _as_folder(name) / "-" for folder in self.listed for name in self.classes]
         for path in (*pattern_paths, *self.tables, *self.arrays, *classes):
             if not Path(os.path.abspath(path)).is_relative_to(self.folder):
-                raise InputError(f"the bundle looks for {path}", f"its data lie below {self.folder}", "have it changed")
+                raise InputError(f"the bundle looks for {path}", f"its data are below {self.folder}", "change the path")
             path.parent.mkdir(parents=True, exist_ok=True)
         for path in pattern_paths:
             path.touch()

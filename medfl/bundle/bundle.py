@@ -25,7 +25,7 @@ from medfl.bundle.notes import notes
 from medfl.bundle.optimizers import Optimizers, find_schedule
 from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import Section, Sections, check_labels
-from medfl.core.errors import InputError, MedflError, root_cause, told
+from medfl.core.errors import InputError, MedflError, described, root_cause
 from medfl.core.places import cache_folder
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
@@ -34,7 +34,7 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Item, Prepared, moved
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator, MaskEvaluator
 from medfl.evaluation.metrics import KEY_METRICS
-from medfl.networks.initialisation import INIT_WEIGHTS, drawn
+from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.training.loss_checks import mean_loss
@@ -132,7 +132,7 @@ class Bundle:
         """Build the network anew; two calls share nothing."""
         if self.own_trainer:
             return own_iteration.OwnIteration(self._config, self._trainer).model.to(self.device)
-        return drawn(self._network_with()[0], {} if INIT_WEIGHTS in self._config else self._overrides)
+        return apply_init_weights(self._network_with()[0], {} if INIT_WEIGHTS in self._config else self._overrides)
 
     def _network_with(self, *keys: str) -> list[Any]:
         """Return a new network, and what ids make of it."""
@@ -155,8 +155,8 @@ class Bundle:
     @cached_property
     def loss(self) -> Callable[..., Tensor]:
         """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
-        of_numbers = older.FLOAT_LABELS in self._config.adapted
-        return mean_loss(older.of_numbers(self._loss_function) if of_numbers else self._loss_function)
+        as_float = older.FLOAT_LABELS in self._config.adapted
+        return mean_loss(older.with_float_labels(self._loss_function) if as_float else self._loss_function)
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Build the trainer's optimiser for a network, with another learning rate if one is given."""
@@ -259,7 +259,7 @@ class Bundle:
                 raise
             except Exception as error:
                 raise InputError(
-                    f"bundle {self.name!r}: network and loss fail on item {item['id']!r}: {told(root_cause(error))}",
+                    f"bundle {self.name!r}: network and loss fail on {item['id']!r}: {described(root_cause(error))}",
                     "network, loss and transforms fit together",
                     "see that the bundle trains by itself",
                 ) from error

@@ -26,7 +26,7 @@ from medfl.bundle import habits, monai_networks, older
 from medfl.bundle.failures import explained
 from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
-from medfl.core.errors import InputError, did_you_mean, told
+from medfl.core.errors import InputError, described, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
@@ -207,7 +207,7 @@ class Configuration:
                 raise InputError(
                     f"{self.file}: id {key!r} needs {other.replace('::', '#')!r}, a {target_name(node)}",
                     "trainers and evaluators are never made here: their handlers write files",
-                    "let it do without",
+                    "take the reference to it out of this id",
                 )
         has_own = self._policy.trusted or "scripts" in self._policy.allow
         with own_python(self.root) if has_own else nullcontext(), older.arrays_in_pickles(), warnings.catch_warnings():
@@ -264,7 +264,7 @@ def _told(given: str, allowed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise InputError(f"{given} ({told(error)})", allowed, "repair the file where it says") from error
+        raise InputError(f"{given} ({described(error)})", allowed, "repair the file where it says") from error
 
 
 def own_modules(root: Path) -> frozenset[str]:

@@ -124,7 +124,7 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
         images: as of `prepared`.
         metadata: of the bundle. Where it is silent, images are volumes of one channel: a folder of DICOM files is one.
     """
-    series, channels = is_solid(metadata), channels_of(metadata)
+    volumes, channels = is_volumes(metadata), channels_of(metadata)
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
         places = [
@@ -135,10 +135,10 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
         ]
         if not places:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
-        yield joined(named(places, series), channels)
+        yield joined(named(places, volumes), channels)
 
 
-def is_solid(metadata: Mapping[str, Any]) -> bool:
+def is_volumes(metadata: Mapping[str, Any]) -> bool:
     """Tell whether images are volumes, by a bundle's metadata; where it is silent they are."""
     return len(tensor_described(metadata, "inputs", "image").get("spatial_shape") or ()) != 2
 

@@ -72,18 +72,18 @@ def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
     return set()
 
 
-def of_numbers(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def with_float_labels(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss that gets labels which are true or false, or a byte for each output, as 1.0 and 0.0."""
 
-    def with_numbers(prediction: Any, target: Any) -> Tensor:
+    def cast_to_float(prediction: Any, target: Any) -> Tensor:
         bytes_ = target.dtype == torch.uint8 and target.shape == getattr(prediction, "shape", None)
         return loss(prediction, target.float() if bytes_ or target.dtype == torch.bool else target)
 
-    return with_numbers
+    return cast_to_float
 
 
 @torch.no_grad()
-def needs_numbers(loss: Any, device: torch.device) -> bool:
+def needs_float_labels(loss: Any, device: torch.device) -> bool:
     """Tell whether a loss of PyTorch's kind fails on labels that are true or false, and not on 1.0 and 0.0."""
     if not isinstance(loss, nn.Module):
         return False

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from medfl.bundle import older
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
-from medfl.core.errors import InputError, MedflError, RunError, told
+from medfl.core.errors import InputError, MedflError, RunError, described
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Shard
 from medfl.data.samples import random_parts
@@ -60,14 +60,14 @@ class OwnIteration:
             raise InputError(
                 f"{config.file}: id {trainer!r} is a {type(self._trainer).__name__} without what it trains",
                 "a trainer with an iteration of its own has networks and their optimisers as attributes",
-                "let it keep them",
+                "keep them as attributes of the trainer",
             )
         self.model = next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
         vars(self.model)["own_iteration"] = self
         loss: Any = attributes.get("loss_function")
-        if older.needs_numbers(loss, self._trainer.state.device):
+        if older.needs_float_labels(loss, self._trainer.state.device):
             config.adapted.add(older.FLOAT_LABELS)
-            self._trainer.loss_function = older.of_numbers(loss)
+            self._trainer.loss_function = older.with_float_labels(loss)
         self._losses: list[Tensor] = []
         self._trainer.add_event_handler(Events.ITERATION_COMPLETED, self._keep_loss)
 
@@ -110,7 +110,7 @@ class OwnIteration:
             raise
         except Exception as error:
             where = f"site {site.name!r}, round {site.round}: the {type(self._trainer).__name__} of its bundle fails"
-            raise RunError(f"{where}: {told(error)}") from error
+            raise RunError(f"{where}: {described(error)}") from error
         finally:
             for handle in handles:
                 handle.remove()

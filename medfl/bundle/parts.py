@@ -157,9 +157,7 @@ def _told(value: Any) -> str:
     if inspect.isroutine(value) or inspect.isclass(value):
         cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         return f"{_source(value)}{[cell for cell in cells if isinstance(cell, _SIMPLE)]}"
-    if isinstance(value, _SIMPLE):
-        return repr(value)
-    return f"{_source(type(value))}{_plain(value)}"
+    return repr(value) if isinstance(value, _SIMPLE) else f"{_source(type(value))}{_plain(value)}"
 
 
 def _plain(value: Any) -> dict[str, Any]:
@@ -281,7 +279,7 @@ class PartsBundle(Bundle):
         outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
         if self.parts.task != "other" and outputs != len(classes) and (outputs, len(classes)) != (1, 2):
             given = f"a network with {outputs} outputs"
-            raise InputError(given, f"{len(classes)} classes: {', '.join(classes)}", "change one")
+            raise InputError(given, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs")
         return self.parts.task
 
     @cached_property

@@ -10,7 +10,7 @@ from typing import Any
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.check_own import ids_of
-from medfl.bundle.new_images import channels_of, is_solid
+from medfl.bundle.new_images import channels_of, is_volumes
 from medfl.bundle.sections import Unlabelled
 from medfl.core.task import SECTIONS
 from medfl.datasets import own
@@ -33,7 +33,7 @@ def find(bundle: Bundle, folder: Path) -> Unlabelled:
         return _of_own(folder, ids, channels)
     alone = not (datasets.get(bundle.name).layout(folder) if bundle.is_shipped else bundle.sections.lists)
     place = folder if alone else folder / own.UNLABELLED
-    files = joined(named([place], is_solid(bundle.metadata)), channels) if place.is_dir() else {}
+    files = joined(named([place], is_volumes(bundle.metadata)), channels) if place.is_dir() else {}
     entries = [_entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri) for name, uri in files.items()]
     maskless = read_table(bundle.name, folder).unlabelled if bundle.is_shipped and not alone else {}
     return Unlabelled([*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone)

@@ -36,7 +36,7 @@ def add(verbs: Any) -> None:
     check.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote")
     make.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of any")
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
-    arguments.number(make, "--per-class", "N", "images a class; of a bundle by its folder, cases of a data list")
+    arguments.number(make, "--per-class", "N", "images per class; of a bundle by its folder: cases per data list")
     arguments.number(make, "--size", "PIXELS", "side of the images")
     arguments.number(make, "--seed", "S", "seed of the drawing; default 0")
     arguments.config(make, "id of the configuration of a bundle by its folder; may be repeated")

@@ -82,8 +82,8 @@ def add_flags(run: Any) -> None:
     )  # fmt: skip
     output.add_argument(
         "--sandbox", action="store_true",
-        help="refuse this process to write but below the run folder, to connect, and to start programs, whatever a "
-        "bundle says; needs Linux with Landlock",
+        help="block writing outside of the run folder, connections, and starting programs, whatever a bundle says; "
+        "needs Linux with Landlock",
     )  # fmt: skip
     output.add_argument(
         "--track", metavar="mlflow[:URI]|wandb[:PROJECT]", help="write the numbers to MLflow, or to Weights & Biases"

@@ -84,7 +84,7 @@ def add(verbs: Any) -> None:
     _add_data(stats, "?")
     number(stats, "--bins", "N", "bins of intensity histograms; default 32")
     stats.add_argument("--range", metavar="LOW,HIGH", help="of the histograms; default: metadata.json's value_range")
-    number(stats, "--min-count", "K", "counts below it are not told; default 10, and at least the policy's")
+    number(stats, "--min-count", "K", "suppress counts below K; default 10, and at least the policy's")
     number(stats, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
     stats.add_argument("--out", type=Path, metavar="FILE", help="write what is shown; with --collect: the picture")
     stats.add_argument(
@@ -92,7 +92,7 @@ def add(verbs: Any) -> None:
     )
     audit = add_verb(actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES)
     audit.add_argument("file", type=arguments.existing, metavar="FILE", help="the log")
-    audit.add_argument("--noted", metavar="SHA256", help="of a line, noted elsewhere: it must still be there")
+    audit.add_argument("--noted", metavar="SHA256", help="of a line, written down elsewhere; fails if it is not there")
     serve.add(actions, add_verb, show)
 
 

@@ -31,7 +31,7 @@ def add(verbs: Any) -> None:
         "--by", default="centre", metavar="COLUMN",
         help="centre (default), site, sex, age (bands of 20 years) or localisation, where the data have it",
     )  # fmt: skip
-    text = "fewer cases are not told, nor what rests on fewer of a class; default 10"
+    text = "groups of fewer cases are not shown, nor metrics that rest on fewer of a class; default 10"
     arguments.number(subgroups, "--min-count", "K", text)
 
 

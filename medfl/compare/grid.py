@@ -32,7 +32,7 @@ from medfl.compare.entry import Entry
 from medfl.compare.scheduling import Kind, Schedule, Start, kind_title
 from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError, MedflError
-from medfl.core.names import name_module
+from medfl.core.names import trust_module
 from medfl.core.places import TRIAL
 from medfl.core.run_documents import read_run, read_summary
 from medfl.core.run_folder import safe_file_name
@@ -181,7 +181,7 @@ def run_missing(
         raise InputError(f"--jobs {at_once}", "a whole number of at least 1", "leave it out to use all cores")
     checks.check_folder(grid.settings(), out)
     for entry in grid.entries:
-        name_module(entry.method)
+        trust_module(entry.method)
     cells = grid.cells(out)
     rounds = grid.requested.get("rounds")
     done = [cell for cell in cells if cell.done(rounds)]

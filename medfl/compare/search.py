@@ -11,7 +11,7 @@ from typing import Any
 
 from medfl.compare.entry import Entry
 from medfl.core.errors import InputError
-from medfl.core.names import check_method_name, refuse_unnamed
+from medfl.core.names import check_method_name, refuse_untrusted_module
 from medfl.core.settings import SETTINGS, ProtocolSettings, check_limits
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, json_values
@@ -36,7 +36,7 @@ def values_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
         name, _, listed = text.partition("=")
         values = tuple(value.strip() for value in listed.split(","))
         if not name or not all(values) or name in candidates or len(set(values)) < len(values):
-            raise InputError(f"--grid {text}", "OPTION=A,B,C, each option and value once", "write it so")
+            raise InputError(f"--grid {text}", "OPTION=A,B,C, each option and value once", "give as lr=0.01,0.1")
         candidates[name] = values
     if not candidates:
         raise InputError("no --grid", "--grid OPTION=A,B,C, an option of the method or lr, rounds, ...", "add one")
@@ -94,7 +94,7 @@ def chosen(folder: Path) -> dict[str, Entry]:
         entries[one.method] = one
     if not entries:
         raise InputError(
-            f"--tuned {folder}, in which no {BEST} is", "the folder of medfl tune, or of several", "name it"
+            f"--tuned {folder} has no {BEST}", "the folder of medfl tune, or of several", "name the one that it wrote"
         )
     return entries
 
@@ -107,7 +107,7 @@ def _read(file: Path) -> Entry:
         raise InputError(f"{file}: {error}", allowed, "tune anew") from error
     if problem := _wrong(document):
         raise InputError(f"{file} {problem}", allowed, "tune anew")
-    refuse_unnamed(document["method"], "method", file)
+    refuse_untrusted_module(document["method"], "method", file)
     point = {**document["settings"]["options"], **document["settings"]["requested"]}
     return replace(entry(document["method"], point), trials=document["trials"])
 

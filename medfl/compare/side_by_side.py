@@ -202,7 +202,7 @@ def _roc(analysed: Sequence[tuple[Mapping[str, Any], PredictionAnalysis]]) -> di
     if not drawn:
         return None
     by_tone = {
-        row["tone"]: roc.macro(curves) if entry["mean"] else (curves[0].false, curves[0].true)
+        row["tone"]: roc.macro(curves) if entry["mean"] else (curves[0].fpr, curves[0].tpr)
         for row, curves, entry in drawn
     }
     table = [(row["name"], row["tone"], entry["mean"] or entry["rows"][0]) for row, _, entry in drawn]

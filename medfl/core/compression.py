@@ -139,11 +139,11 @@ class Compression:
 
     # The receiving ends
 
-    def opened_broadcast(self, wire: Message, sender: str = "the server") -> Message:
+    def decompress_broadcast(self, wire: Message, sender: str = "the server") -> Message:
         """Return a broadcast as the site uses it; RunError, naming the tensor, if `broadcast` made no such one."""
         return wire if self.lossless or self.kind == "topk" else self._opened(wire, {}, sender)
 
-    def opened_reply(self, wire: Message, sent: Message, sender: str) -> Message:
+    def decompress_reply(self, wire: Message, sent: Message, sender: str) -> Message:
         """Return a reply as the server uses it; `sent` is the broadcast as it was before it was made smaller.
 
         Raises:

@@ -11,7 +11,7 @@ MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
 AGGREGATIONS = ("mean", "clip", "median", "trimmed", "krum", "multikrum")
 DISTANCES = ("hd95", "surface_dice")
 """The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
-FOUND = "auto"
+FROM_MASKS = "auto"
 """What `--site-labels` takes for the structures that a site's own training masks show."""
 ALL = "all"
 """What `--metrics` takes for every one of them."""

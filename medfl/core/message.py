@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import RunError
-from medfl.core.message_limits import MessageLimits, check_truths
+from medfl.core.message_limits import MessageLimits, check_bools
 
 Weights = Mapping[str, Tensor]
 """Tensor name -> tensor, as in a state dict."""
@@ -109,7 +109,7 @@ class Message:
         try:
             named = safetensors.torch.load(data)
             for name, tensor in named.items():
-                check_truths(name, tensor)
+                check_bools(name, tensor)
             return cls.from_flat(named)
         except Exception as error:  # the Rust reader raises its own type for each kind of damage
             problem = f"a received message of {len(data)} bytes is not a safetensors document: {error}"

@@ -145,11 +145,11 @@ def _tensor(name: str, value: Any) -> Tensor:
         except (TypeError, ValueError) as error:  # of a type, or in an order of bytes, that a tensor cannot have
             raise ValueError(f"{name!r}: {error}") from error
     _require(tensor.dtype in _DTYPES, f"{name!r} has the type {tensor.dtype}")
-    check_truths(name, tensor)
+    check_bools(name, tensor)
     return tensor
 
 
-def check_truths(name: str, tensor: Tensor) -> None:
+def check_bools(name: str, tensor: Tensor) -> None:
     """Raise a ValueError for truth values of other bytes than 0 and 1, which operators read each in its own way."""
     if tensor.dtype is torch.bool and tensor.numel():
         _require(int(tensor.view(torch.uint8).max()) <= 1, f"{name!r} has a truth value besides 0 and 1")

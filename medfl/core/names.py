@@ -24,7 +24,7 @@ _FORMULA = re.compile(r"\s*(?:[=@]|[+-].*[(|])", re.DOTALL)
 _AS_TEXT = "'"  # before what a spreadsheet would compute
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", re.ASCII)
 _ANY = "*"
-_named: set[str] = set()
+_trusted: set[str] = set()
 """Modules of one's own that the user has named to this process; `_ANY` while every one is trusted."""
 
 
@@ -97,31 +97,31 @@ def check_method_name(name: Any) -> None:
         )
 
 
-def name_module(path: str | None) -> None:
+def trust_module(path: str | None) -> None:
     """Remember that the user, not a file, has named a method or runtime: files may then name it as well."""
     if path:
-        _named.add(path.partition(":")[0])
+        _trusted.add(path.partition(":")[0])
 
 
 @contextmanager
-def naming_any(trust: bool) -> Iterator[None]:
+def trusting_any_module(trust: bool) -> Iterator[None]:
     """Let files name any module inside the block, if the user has said so."""
-    added = {_ANY} - _named if trust else set[str]()
-    _named.update(added)
+    added = {_ANY} - _trusted if trust else set[str]()
+    _trusted.update(added)
     try:
         yield
     finally:
-        _named.difference_update(added)
+        _trusted.difference_update(added)
 
 
-def refuse_unnamed(path: str, what: str, file: Path) -> None:
+def refuse_untrusted_module(path: str, what: str, file: Path) -> None:
     """Refuse a module that a file names by a dotted path, unless the user has named it too or it is imported already.
 
     Raises:
         InputError: to import it would run what the file's author has chosen.
     """
     module, colon, _ = path.partition(":")
-    if ("." in module or colon) and not ({module, _ANY} & _named or module in sys.modules):
+    if ("." in module or colon) and not ({module, _ANY} & _trusted or module in sys.modules):
         raise InputError(
             f"{file} names the {what} {printable(path)!r}, which is code",
             "a file brings no code: of its own it may name only what ships with medfl",

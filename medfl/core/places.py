@@ -117,8 +117,8 @@ def require_run(path: Path) -> None:
         )
 
 
-def whole_of(path: Path) -> Path:
-    """Return the folder that is gone on with: a run's own, of a fold that of the cross-validation."""
+def folder_to_resume(path: Path) -> Path:
+    """Return the folder for --resume: the run's own, for a fold that of its cross-validation."""
     return path.parent if (path.parent / FOLDS).is_file() else path
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from medfl.core.errors import InputError
-from medfl.core.names import from_cell, refuse_unnamed
+from medfl.core.names import from_cell, refuse_untrusted_module
 from medfl.core.older_records import upgraded
 from medfl.core.run import Run
 from medfl.core.type_checks import Count, type_errors
@@ -123,7 +123,7 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
     """
     document = read_run_document(path)
     run = upgraded(Run.from_dict(document))
-    refuse_unnamed(run.method, "method", path)
+    refuse_untrusted_module(run.method, "method", path)
     return run, document
 
 

@@ -53,7 +53,7 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
     require_plain(folder.path)
     manifest = folder.manifest()
     if manifest is None:
-        _refuse_lost(folder)
+        _refuse_missing_manifest(folder)
         return None
     done, entries = manifest["round"], folder.rounds()
     if [entry["round"] for entry in entries[:done]] != [*range(1, done + 1)]:
@@ -84,7 +84,7 @@ def _known_sum(path: Path, *version: int) -> str:
     return file_sha256(path)
 
 
-def _refuse_lost(folder: RunFolder) -> None:
+def _refuse_missing_manifest(folder: RunFolder) -> None:
     """Raise an InputError if the folder shows committed rounds: before the first there are only its line and files."""
     rounds, state = folder.path / "rounds.jsonl", folder.state
     lines = len(round_lines(rounds)) - 1

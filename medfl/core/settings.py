@@ -127,7 +127,7 @@ class GeneralSettings:
         group=TRAINING, default=1, least=0, most=2**63 - 1,
     )  # fmt: skip
     score_trained: bool = setting(
-        "of a method judged by its global model, score this at the end after one more local training at each site too",
+        "at the end score the global model also after one more local training at each site (methods judged by it)",
         group=TRAINING, default=False, later=True,
     )  # fmt: skip
     init: str = setting(
@@ -145,15 +145,15 @@ class GeneralSettings:
     )  # fmt: skip
     aggregation: str = setting(
         "mean (default); or for methods that keep FedAvg's server half: clip:C (the mean of changes of at most this "
-        "norm; clip:auto: the round's middle one); or, counting every site the same, median (stands fewer than half of "
-        "n sites bad; time n log n; loses what a minority knows), trimmed:FRACTION (stands that share; loses less), "
-        "krum:F (stands F of 2F+3 or more; time n^2; learns from one site a round), multikrum:F (as krum, from n-F-2 "
-        "sites)", "RULE",
+        "norm; clip:auto: the round's middle one); or, counting every site the same, median (tolerates fewer than n/2 "
+        "faulty sites; time n log n; loses what a minority knows), trimmed:FRACTION (tolerates that share; loses "
+        "less), krum:F (tolerates F faulty ones of 2F+3 or more; time n^2; learns from one site a round), multikrum:F "
+        "(as krum, from n-F-2 sites)", "RULE",
         group=ROBUSTNESS, default=MEAN, later=True, form=forms.aggregation,
     )  # fmt: skip
     channel_drop: float = setting(
-        "chance that a channel of a training image is zero in a batch, one at least stays; for runs whose sites lack "
-        "some", "P",
+        "probability that a channel of a training image is set to zero, all but one at most; for runs whose sites lack "
+        "channels", "P",
         group=SITES, default=0.0, later=True, least=0, most=0.9,
     )  # fmt: skip
     unlabelled: str = setting(
@@ -161,8 +161,8 @@ class GeneralSettings:
         group=SITES, default="", later=True, form=forms.site_names,
     )  # fmt: skip
     max_share: float | None = setting(
-        "most of a round's weight that one site may have by its number of images: a larger one counts for no more; "
-        "default: no cap, but across machines one of three or more sites with over half of it ends the run", "F",
+        "largest share of a round's weight for one site: larger ones are cut down to it; default: no cap, but across "
+        "machines with three or more sites, one with over half of the weight ends the run", "F",
         group=ROBUSTNESS, default=None, later=True, above=0, most=1,
     )  # fmt: skip
 

@@ -66,6 +66,6 @@ def _zeroed(x: Any, present: Tensor) -> Tensor:
         raise InputError(
             f"images {form} with --site-channels or --channel-drop",
             f"{present.shape[1]} channels, as the bundle's metadata.json says of its images",
-            "correct num_channels there, or leave the two out",
+            "correct num_channels there, or leave out --site-channels and --channel-drop",
         )
     return torch.where(present.reshape(*present.shape, *[1] * (x.ndim - 2)).to(x.device), x, 0)

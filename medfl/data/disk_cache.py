@@ -33,7 +33,7 @@ from medfl.datasets.readers.reading import content_key
 _SHARE = 0.5  # of the free memory that one section's samples may take
 
 
-def free_memory() -> int:
+def free_ram() -> int:
     """Return the bytes that this machine can still give to processes, a large number where it does not tell."""
     with suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
@@ -50,7 +50,7 @@ def budget() -> int:
     """
     gib = os.environ.get("MEDFL_MEMORY")
     if not gib:
-        return int(free_memory() * _SHARE)
+        return int(free_ram() * _SHARE)
     with suppress(ValueError):
         if 0 < float(gib) < 1e9:
             return int(float(gib) * 2**30)

@@ -13,7 +13,7 @@ from medfl.core.errors import InputError
 
 
 @dataclass(frozen=True)
-class Known:
+class AnnotatedClasses:
     """The structures that masks show, of all that a network tells apart.
 
     Attributes:
@@ -27,17 +27,17 @@ class Known:
     exclusive: bool = True
 
     @property
-    def others(self) -> tuple[int, ...]:
+    def unannotated(self) -> tuple[int, ...]:
         """Channels that the masks say nothing of: of the background too, where these are exclusive."""
         return tuple(channel for channel in range(self.count) if channel not in self.classes)
 
     def named(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of the channels of `merged`, of names of all; () where these are not one a channel."""
+        """Return the names of the channels of `marginal_logits`; () where `names` are not one a channel."""
         if len(names) != self.count:
             return ()
         return (*names[: int(self.exclusive)], *(names[c] for c in self.classes))
 
-    def merged(self, output: Any) -> Any:
+    def marginal_logits(self, output: Any) -> Any:
         """Return logits of what the masks show: (B, R, ...), from (B, K, ...), or from each of a list of such.
 
         Exclusive: channel 0 is the logarithm of the sum of the exponentials of background and unknown structures, whose
@@ -48,7 +48,7 @@ class Known:
             InputError: the output has another number of channels.
         """
         if isinstance(output, list | tuple):
-            return [self.merged(each) for each in output]
+            return [self.marginal_logits(each) for each in output]
         if not isinstance(output, Tensor) or output.ndim < 3 or output.shape[1] != self.count:
             raise InputError(
                 f"a network whose output is {list(getattr(output, 'shape', ())) or type(output).__name__}",
@@ -59,10 +59,10 @@ class Known:
         shown = [channels[c] for c in self.classes]
         if not self.exclusive:
             return torch.stack(shown, 1)
-        return torch.stack([torch.stack([channels[c] for c in self.others], 1).logsumexp(1), *shown], 1)
+        return torch.stack([torch.stack([channels[c] for c in self.unannotated], 1).logsumexp(1), *shown], 1)
 
-    def reference(self, target: Tensor) -> Tensor:
-        """Return masks numbered as the channels of `merged`: class indices (B, 1, ...) or (B, ...), or binary channels.
+    def renumbered(self, target: Tensor) -> Tensor:
+        """Return masks numbered as those channels: class indices (B, 1, ...) or (B, ...), or binary channels.
 
         Whatever they show of other structures becomes background.
         """
@@ -71,7 +71,7 @@ class Known:
             return torch.stack([self._rest(target), *shown] if self.exclusive else shown, 1)
         return self._numbered(target, range(1, len(self.classes) + 1))
 
-    def hidden(self, target: Tensor) -> Tensor:
+    def others_as_background(self, target: Tensor) -> Tensor:
         """Return masks with their own numbers, in which whatever they show of other structures is background."""
         if self._in_channels(target):
             shown = [target[:, c] if c in self.classes else torch.zeros_like(target[:, c]) for c in range(self.count)]
@@ -88,7 +88,7 @@ class Known:
         return masks.to(target.dtype)
 
     def _rest(self, target: Tensor) -> Tensor:
-        return torch.stack([target[:, c] for c in self.others], 1).amax(1)
+        return torch.stack([target[:, c] for c in self.unannotated], 1).amax(1)
 
     def _in_channels(self, target: Tensor) -> bool:
         return target.ndim > 3 and self.count > 1 and target.shape[1] == self.count
@@ -99,11 +99,11 @@ class PartialLoss:
     """A bundle's loss over what a site's masks show; `naive` lets it take what they do not show for background."""
 
     loss: Callable[..., Tensor]
-    known: Known
+    known: AnnotatedClasses
     naive: bool = False
 
     def __call__(self, output: Any, target: Tensor) -> Tensor:
         """Return the loss of a batch."""
         if self.naive:
-            return self.loss(output, self.known.hidden(target))
-        return self.loss(self.known.merged(output), self.known.reference(target))
+            return self.loss(output, self.known.others_as_background(target))
+        return self.loss(self.known.marginal_logits(output), self.known.renumbered(target))

@@ -15,7 +15,7 @@ Free = Callable[[torch.device], int]
 _GB = 1e9
 
 
-def free_memory(device: torch.device) -> int:
+def free_gpu_memory(device: torch.device) -> int:
     """Return how many bytes a CUDA device can still give this process, with those that torch caches for it."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + cached
@@ -30,13 +30,13 @@ def within(allowance: int, memory: int) -> Free:
 
     def free(device: torch.device) -> int:
         left = allowance - int(torch.cuda.memory_allocated(device))
-        return max(0, min(memory, 2 * min(left, free_memory(device))))
+        return max(0, min(memory, 2 * min(left, free_gpu_memory(device))))
 
     return free
 
 
 def hold(
-    sections: Mapping[str, Prepared], device: torch.device, free: Free = free_memory
+    sections: Mapping[str, Prepared], device: torch.device, free: Free = free_gpu_memory
 ) -> tuple[dict[str, Prepared], str]:
     """Move prepared data to a device, one after the other as long as they fit in half of its free memory.
 

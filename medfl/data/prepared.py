@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
 from medfl.data.byte_codes import Coded, Column, plain, shape_of, stacked
-from medfl.data.known_labels import Known
+from medfl.data.known_labels import AnnotatedClasses
 
 if TYPE_CHECKING:
     from medfl.data.batch_transforms import BatchRecipe
@@ -258,7 +258,7 @@ class Shard:
 
     prepared: Prepared
     indices: Tensor
-    shown: Mapping[int, Known] = field(default_factory=dict)
+    shown: Mapping[int, AnnotatedClasses] = field(default_factory=dict)
 
     @classmethod
     def of(cls, prepared: Prepared, indices: Sequence[int]) -> Shard:

@@ -351,6 +351,6 @@ def _fold(split: str, named: bool) -> Rule:
         raise InputError(
             f"split {split!r}{' of images whose table names their sections' * named}",
             "fold:NUMBER/COUNT, as fold:2/5, of images without sections of their own",
-            advice if named else "write it so, or leave it out",
+            advice if named else "write it like that, or leave it out",
         )
     return rule

@@ -16,8 +16,8 @@ from monai.handlers import IgniteMetricHandler
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, MedflError, RunError, root_cause, told
-from medfl.data.known_labels import Known
+from medfl.core.errors import InputError, MedflError, RunError, described, root_cause
+from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
 from medfl.evaluation.metrics import Cases
@@ -114,9 +114,9 @@ class MaskEvaluator:
             spacing = _spacing(shard.prepared, index, reference.ndim)
             names = ("background", *foreground(self.classes, count - 1))
             if (known := shard.shown.get(index)) is not None:  # what its mask does not show is not scored
-                prediction, reference = known.reference(prediction), known.reference(reference)
+                prediction, reference = known.renumbered(prediction), known.renumbered(reference)
                 names = ("background", *(names[c] for c in known.classes))
-                logits, y = known.merged(logits), known.reference(y)
+                logits, y = known.marginal_logits(logits), known.renumbered(y)
             row = scores(prediction, reference, names, spacing, self.tolerance, distances=distances)
             with _naming_item(ident):
                 rows.append({**row, "loss": float(self.loss(logits, y))})
@@ -212,7 +212,7 @@ class CaseEvaluator:
                 cases, known = self._processed(x, y, prediction, others), shard.shown.get(index)
                 if known is not None:  # what its mask does not show is not scored
                     cases = [_shown(case, known) for case in cases]
-                    y, prediction = known.reference(y), known.merged(prediction)
+                    y, prediction = known.renumbered(y), known.marginal_logits(prediction)
                 row = {self.name: self._score(cases, y, prediction)}
                 if self.tolerance is not None:
                     names = self.structures if known is None else known.named(self.structures)
@@ -279,7 +279,7 @@ def _naming_item(ident: str) -> Iterator[None]:
     except MedflError:
         raise
     except Exception as error:
-        raise RunError(f"the bundle's validation fails on item {ident!r}: {told(root_cause(error))}") from error
+        raise RunError(f"the bundle's validation fails on item {ident!r}: {described(root_cause(error))}") from error
 
 
 def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
@@ -307,14 +307,14 @@ def _channels(x: Any, cases: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
     return prediction.to(torch.uint8).cpu(), label.to(torch.uint8).cpu()
 
 
-def _shown(case: Any, known: Known) -> Any:
+def _shown(case: Any, known: AnnotatedClasses) -> Any:
     """Return a processed case whose binary channels are those that its reference shows."""
     if not isinstance(case, Mapping):
         return case
     pair: dict[str, Any] = {key: case.get(key) for key in ("pred", "label")}
     if any(not isinstance(value, Tensor) or len(value) != known.count for value in pair.values()):
         return case
-    return {**case, **{key: known.reference(value[None])[0] for key, value in pair.items()}}
+    return {**case, **{key: known.renumbered(value[None])[0] for key, value in pair.items()}}
 
 
 def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:

@@ -17,14 +17,14 @@ class Curve:
 
     Attributes:
         index: of the class.
-        false, true: (P,) rates of false and true positives, rising.
+        fpr, tpr: (P,) rates of false and true positives, rising.
         area: under the whole curve.
         positives: cases of the class.
     """
 
     index: int
-    false: Floats
-    true: Floats
+    fpr: Floats
+    tpr: Floats
     area: float
     positives: int
 
@@ -36,26 +36,26 @@ def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
     """
     from sklearn.metrics import roc_auc_score, roc_curve  # here, because it takes a second to import
 
-    drawn, classes = [], probabilities.shape[1]
+    found, classes = [], probabilities.shape[1]
     for c in [1] if classes == 2 else range(classes):
         positive = label == c
         if not positive.any() or positive.all():
             continue
         score = probabilities[:, c]
-        false, true, _ = roc_curve(positive, score)
-        if len(false) > _POINTS + 1:
-            false, true = _at_grid(false, true)
-        drawn.append(Curve(c, false, true, float(roc_auc_score(positive, score)), int(positive.sum())))
-    return drawn
+        fpr, tpr, _ = roc_curve(positive, score)
+        if len(fpr) > _POINTS + 1:
+            fpr, tpr = _at_grid(fpr, tpr)
+        found.append(Curve(c, fpr, tpr, float(roc_auc_score(positive, score)), int(positive.sum())))
+    return found
 
 
 def macro(curves: list[Curve]) -> tuple[Floats, Floats]:
     """Return the mean of the curves at equal rates of false positives, (P,) each; it begins at (0, 0)."""
-    rates = [_at_grid(curve.false, curve.true) for curve in curves]
-    return rates[0][0], np.mean([true for _, true in rates], axis=0)
+    rates = [_at_grid(curve.fpr, curve.tpr) for curve in curves]
+    return rates[0][0], np.mean([tpr for _, tpr in rates], axis=0)
 
 
-def _at_grid(false: Floats, true: Floats) -> tuple[Floats, Floats]:
+def _at_grid(fpr: Floats, tpr: Floats) -> tuple[Floats, Floats]:
     """Return a curve at equal steps, from (0, 0); of a vertical part its upper end."""
     grid = np.linspace(0, 1, _POINTS)
-    return np.concatenate([[0.0], grid]), np.concatenate([[0.0], np.interp(grid, false, true)])
+    return np.concatenate([[0.0], grid]), np.concatenate([[0.0], np.interp(grid, fpr, tpr)])

@@ -24,7 +24,7 @@ _ANY_SIZE = 64  # pixels along an axis of any size
 _REQUIRED = ("configs/metadata.json", "LICENSE", "docs/README.md", "models/model.pt")
 _SECTIONS = ("Authors", "Tags", "Model Description", "Data", "Preprocessing", "Performance", "References", "License")
 _TEXT_SUFFIXES = (".json", ".yaml", ".yml", ".md", ".txt", "")
-_LOCAL_PATH = re.compile(
+_PATH_TO_REPORT = re.compile(
     r"""(?:^|[\s"'`=(\[,:])((?:~/|/(?:home|root|Users|tmp|var|mnt|media|opt|srv|private|scratch|data|work)/|[A-Za-z]:\\)[^\s"'`)\]]*)""",
     re.MULTILINE,
 )
@@ -93,7 +93,7 @@ def _local_paths(folder: Path) -> Iterator[str]:
         name = path.relative_to(folder).as_posix()
         if path.suffix in _TEXT_SUFFIXES:
             text = path.read_text(encoding="utf-8")
-            for path_match in _LOCAL_PATH.finditer(text):
+            for path_match in _PATH_TO_REPORT.finditer(text):
                 if not re.search(r"\+\s*['\"]$", text[: path_match.start(1)]):  # else below @bundle_root
                     yield f"{name} names a path of the local machine: {path_match[1][:80]}"
                     break

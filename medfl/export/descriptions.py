@@ -33,7 +33,7 @@ from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
 
 PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
-_LOCAL_PATH = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+""")
+_PATH_TO_REMOVE = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+""")
 """A path of the local machine: not of the bundle, no URL, not the zoo's /workspace."""
 _DEFAULTS = {
     "supported_apps": {},
@@ -135,7 +135,7 @@ def _without_paths(node: Any) -> Any:
         return {key: _without_paths(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_without_paths(value) for value in node]
-    return _LOCAL_PATH.sub("DIR", node) if isinstance(node, str) else node
+    return _PATH_TO_REMOVE.sub("DIR", node) if isinstance(node, str) else node
 
 
 def options(run: Run) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def error_document(error: Exception) -> dict[str, Any]:
 
 
 def raise_error(document: Any) -> None:
-    """Raise the error that `failed` was given."""
+    """Raise the error that `error_document` recorded."""
     failure = document if isinstance(document, dict) else {}
     parts: Any = failure.get("parts")
     if matches_type(parts, list[str]) and len(parts) == 3:

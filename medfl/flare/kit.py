@@ -36,7 +36,7 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
     """
     startup = kit / "startup" / "fed_client.json"
     if kind == "site" and read_kit_file(startup).get("require_signed_jobs") is False:
-        raise InputError(f"{startup}: require_signed_jobs is false", "jobs that somebody signed", "take it out")
+        raise InputError(f"{startup}: require_signed_jobs is false", "jobs that somebody signed", "set it to true")
     _authorize(kit / "local" / AUTHORIZATION, kind)
     _resources(kit / "local" / RESOURCES, kind, classes)
 

@@ -22,7 +22,7 @@ from medfl.flare.site_config import PLAIN, needs_in_one_place, odd_option
 from medfl.flare.wire import is_flare_name
 from medfl.runs import initial_weights, text_record
 from medfl.runs.plan import Request, make_plan
-from medfl.runtimes import of_sites
+from medfl.runtimes import site_settings
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.unlabelled import check_unlabelled
 
@@ -49,7 +49,7 @@ def offer(
             f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
         )
     data = PHANTOM if bundle in shipped() else None
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **of_sites.NOTHING}
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **site_settings.EMPTY}
     plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
     run, method = plan.run, plan.method
     if run.method not in methods.names():
@@ -59,7 +59,7 @@ def offer(
         raise InputError(f"method {run.method!r}, which needs {what}", "one that does without", "see medfl methods")
     if text := odd_option({**run.options, "plm": ""}):  # a language model's path becomes a name
         raise InputError(text, f"{PLAIN}: sites take no others", "write out what a pattern or path stands for")
-    said = of_sites.said(bundle, requested or {})
+    said = site_settings.of_request(bundle, requested or {})
     check_unlabelled(said["unlabelled"], run.method, method, {site: {} for site in sites})
     source = PHANTOM if rehearsal else "real"
     offered = replace(

@@ -92,7 +92,7 @@ class _Controller(ModelController):  # type: ignore[misc]
             self.info(text)
 
         try:
-            path = self._place()
+            path = self._open_run_folder()
             folder = path / FLARE_FOLDER
             folder.mkdir(exist_ok=True)
             for name in (LINES_FILE, ERROR_FILE, DONE_FILE):
@@ -107,27 +107,27 @@ class _Controller(ModelController):  # type: ignore[misc]
             self.panic(str(error))
 
     @abstractmethod
-    def _place(self) -> Path:
-        """Return the run folder; it exists."""
+    def _open_run_folder(self) -> Path:
+        """Check the run of the job and make its folder, unless it is there; return the folder."""
 
     @abstractmethod
     def _execute(self, path: Path, say: Print) -> None:
         """Execute the run in its folder."""
 
-    def _simulate(
+    def _run_rounds(
         self, federation: Federation, folder: RunFolder, say: Print, roster: Mapping[str, int] | None, **settings: Any
     ) -> None:
-        """Run the rounds in a simulator whose workers are the sites of this job; without a roster they show all."""
-        shown = roster is None
+        """Run the rounds with the job's sites as workers; `roster` None: they are a simulation's, and show all."""
+        simulated = roster is None
         self._flare_names = wire.wire_names(federation.participants)
 
         def workers(whole: Federation, _: int) -> FlareWorkers:
-            flare_workers = FlareWorkers(whole, self, shown, roster, say)
+            flare_workers = FlareWorkers(whole, self, simulated, roster, say)
             if isinstance(folder, ReportedRunFolder):
                 folder.workers = flare_workers
             return flare_workers
 
-        tolerance = Tolerance(self.min_replies or None, self.deadline or None, None if shown else _SHARE)
+        tolerance = Tolerance(self.min_replies or None, self.deadline or None, None if simulated else _SHARE)
         execution = Execution(federation, folder, resume=True, say=say, tolerance=tolerance, **settings)
         Simulator(execution, workers).execute()
 
@@ -156,10 +156,10 @@ class _Controller(ModelController):  # type: ignore[misc]
         if waiting and task.completion_status is None:
             self.cancel_task(task, fl_ctx=self.fl_ctx)
 
-    def lost(self, site: str) -> str:
+    def why_lost(self, site: str) -> str:
         return self._disconnected.get(self._flare_names[site], "")
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return bool(self.abort_signal.triggered)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
@@ -197,7 +197,7 @@ class MedflController(_Controller):
         super().__init__(min_replies, deadline)
         self.folder, self.start, self.save_predictions, self.track = folder, start, save_predictions, track
 
-    def _place(self) -> Path:
+    def _open_run_folder(self) -> Path:
         return Path(self.folder)
 
     def _execute(self, path: Path, say: Print) -> None:
@@ -208,7 +208,8 @@ class MedflController(_Controller):
         public = plan.public.prepare(say=say) if plan.public else None
         federation = Federation(plan.bundle, plan.method, replace(plan.run, rounds=run.rounds), public=public)
         folder = RunFolder.existing(path)
-        self._simulate(federation, folder, say, None, save_predictions=self.save_predictions, track=self.track or None)
+        settings = {"save_predictions": self.save_predictions, "track": self.track or None}
+        self._run_rounds(federation, folder, say, None, **settings)
 
 
 class RemoteController(_Controller):
@@ -223,7 +224,7 @@ class RemoteController(_Controller):
         super().__init__(min_replies, deadline)
         self.resume = resume
 
-    def _place(self) -> Path:
+    def _open_run_folder(self) -> Path:
         self._run, self._carried = read_run(self.get_app_dir()), Path(self.get_app_dir()) / "config"
         self._config = SiteConfig.read(Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE)
         accepted_run(self._run, None, self._config)  # before its names become a folder's
@@ -246,7 +247,7 @@ class RemoteController(_Controller):
         text_record.keep(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
-        self._simulate(federation, folder, say, self._config.roster, track=self._config.track or None)
+        self._run_rounds(federation, folder, say, self._config.roster, track=self._config.track or None)
         say(f"report: {write_report(path)}")
 
 
@@ -346,7 +347,7 @@ class RemoteExecutor(_Executor):
 
         if self._config is not None and self._config.audit:
             with suppress(MedflError):  # it is in the log of the process anyway
-                Guard(None, self._config.audit, None, str, flare_name).refused(Activity("open", 0), error)
+                Guard(None, self._config.audit, None, str, flare_name).log_failure(Activity("open", 0), error)
         return hidden_failure(flare_name, error)
 
 

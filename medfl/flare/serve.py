@@ -100,14 +100,14 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     from medfl.bundle.bundle import Bundle
     from medfl.flare.kit import secure
     from medfl.flare.parts import ALLOWED, SIMULATED
-    from medfl.flare.site_config import CONFIG_FILE, SiteConfig, check_own_word
+    from medfl.flare.site_config import CONFIG_FILE, SiteConfig, check_declared_data
 
     config = SiteConfig.read(kit / "local" / CONFIG_FILE)
     policy = config.checked_policy()
     if kind == "site" and not (config.data and Path(config.data).is_dir()):
         raise InputError(f"data {config.data or 'not given'}", "the folder of the site's images", "give it with --data")
     bundle = Bundle(config.bundle, policy=policy)
-    check_own_word(config, bundle, kit.name)
+    check_declared_data(config, bundle, kit.name)
     for path in (config.folder, config.audit and str(Path(config.audit).parent)):
         if path:
             Path(path).mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from medfl.evaluation.metrics import Cases
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.runtimes import profiling
-from medfl.runtimes.attendance import Absent
+from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.step import StepResult
@@ -68,10 +68,10 @@ class Link(Protocol):
     def drop(self, question: int) -> None:
         """Accept no more answers to a question."""
 
-    def lost(self, site: str) -> str:
+    def why_lost(self, site: str) -> str:
         """Return why a site will not answer any more, "" while it is connected."""
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Return whether the job is being aborted from outside."""
 
 
@@ -104,12 +104,12 @@ class FlareWorkers(Workers):
 
     The sites keep their States. The run folder has the names of their files, and so the round whose State each site
     continues from, which every question says. A site that fails, disconnects, misses the deadline or sends what is
-    refused is `Absent`.
+    refused is `FailedReply`.
 
     Args:
         federation: the run, as the server sees it.
         link: to the sites.
-        shown: the sites belong to a simulation and show cases, masks and weights; otherwise they report metrics, and
+        simulated: sites belong to a simulation and show cases, masks and weights; otherwise they report metrics, and
             are not asked for anything else.
         roster: site -> most training items that its operator takes it to have; a site that is not in it has no limit.
         say: where lines for the user go.
@@ -124,13 +124,13 @@ class FlareWorkers(Workers):
         self,
         federation: Federation,
         link: Link,
-        shown: bool = True,
+        simulated: bool = True,
         roster: Mapping[str, int] | None = None,
         say: Print = str,
     ) -> None:
         """Start nothing: the sites run already."""
         super().__init__(federation, 1)
-        self._link, self._shown, self._roster, self._say = link, shown, roster or {}, say
+        self._link, self._simulated, self._roster, self._say = link, simulated, roster or {}, say
         self.samples: dict[str, int] = {}
         self.deadline: float | None = None
         self.reported: dict[str, dict[str, float]] = {}
@@ -143,7 +143,7 @@ class FlareWorkers(Workers):
             task = make()
             if not isinstance(task, SiteTask):
                 yield index, task.run(self._federation)
-            elif type(task) in _EMPTY_RESULTS and not self._shown:
+            elif type(task) in _EMPTY_RESULTS and not self._simulated:
                 yield index, _EMPTY_RESULTS[type(task)]
             else:
                 questions.append(self._question(index, task))
@@ -168,16 +168,16 @@ class FlareWorkers(Workers):
             case Train(sections=sections):
                 kind, read = wire.TRAIN, partial(self._trained, task, message.num_bytes)
             case TrainToScore(sections=sections):
-                kind, read = wire.TRY, partial(self._cases, name, sections)
+                kind, read = wire.TRAIN_TO_SCORE, partial(self._cases, name, sections)
             case ScoreSite(sections=sections):
-                kind, read = wire.JUDGE, partial(self._cases, name, sections)
+                kind, read = wire.SCORE_SITE, partial(self._cases, name, sections)
             case ScoreSiteOnAll():
-                kind, read = wire.ABROAD, partial(self._abroad, name)
+                kind, read = wire.SCORE_ON_ALL, partial(self._cases_of_all, name)
             case CopyWeights():
-                kind, read = wire.WEIGHTS, _weights
+                kind, read = wire.COPY_WEIGHTS, _weights
             case SegmentSite():
                 ids = self._federation.shard(name, "test").ids
-                kind, read = wire.MASKS, partial(_masks, ids)
+                kind, read = wire.SEGMENT, partial(_masks, ids)
                 save = {wire.SAVE: int(task.folder is not None)}
                 extra = {"positions/test": torch.tensor([ids.index(ident) for ident in task.ids], dtype=torch.int64)}
             case _:
@@ -223,8 +223,8 @@ class FlareWorkers(Workers):
             if end is not None and time.monotonic() >= end:
                 late = f"no answer within {self.deadline:g} s"
                 return [(key, wire.failure(late)) for key in list(waiting)]
-            lost = {key: self._link.lost(key[1]) for key in waiting}
-            if not any(lost.values()) and self._link.over():
+            lost = {key: self._link.why_lost(key[1]) for key in waiting}
+            if not any(lost.values()) and self._link.is_over():
                 problem = "the job was ended from outside; the last round is intact, continue with --resume"
                 raise RunError(problem) from None
             return [(key, wire.failure(why)) for key, why in lost.items() if why]
@@ -232,7 +232,7 @@ class FlareWorkers(Workers):
         return [(key, answer.payload)] if key in waiting else []
 
     def _result(self, question: _Question, payload: Payload) -> Any:
-        """Return the task's result, or the site as `Absent` with the reason."""
+        """Return the task's result, or the site as `FailedReply` with the reason."""
         sender = f"site {question.site!r}"
         try:
             if payload.failed:
@@ -243,36 +243,36 @@ class FlareWorkers(Workers):
             why = str(error)
         except (KeyError, TypeError, ValueError) as error:  # what a site sends may have any form
             why = wire.failure(error).failed
-        return Absent(question.site, why if why.startswith(sender) else f"{sender}: {why}")
+        return FailedReply(question.site, why if why.startswith(sender) else f"{sender}: {why}")
 
     # Reading
 
     def _introduction(self, name: str, payload: Payload) -> Message:
         message = self._federation.arrived(name, payload.group("message"))
         self._federation.check(name, message)
-        self.told.pop(name, None)
+        self.introduced_counts.pop(name, None)
         self.facts.pop(name, None)
-        self.samples[name] = self._counted(name, payload)
-        self._heard(name, payload)
+        self.samples[name] = self._checked_count(name, payload)
+        self._check_facts(name, payload)
         return message
 
     def items(self, name: str) -> int:
         """Return how many training items a site has; where they are its own, what it told first."""
-        return super().items(name) if self._shown else self.told.get(name, 0)
+        return super().items(name) if self._simulated else self.introduced_counts.get(name, 0)
 
-    def _counted(self, name: str, payload: Payload) -> int:
+    def _checked_count(self, name: str, payload: Payload) -> int:
         """Return the number of training items that a site tells, at most what roster and introduction say."""
         count, most = payload.whole_number(wire.SAMPLES), self._roster.get(name)
         if most is not None and count > most:
             raise RunError(f"it tells of {count:,} training images; the server's roster has it with at most {most:,}")
-        at_first = self.items(name) if self._shown else self.told.setdefault(name, count)
+        at_first = self.items(name) if self._simulated else self.introduced_counts.setdefault(name, count)
         if count > at_first:
             raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {at_first:,}")
         return count
 
-    def _heard(self, name: str, payload: Payload) -> None:
+    def _check_facts(self, name: str, payload: Payload) -> None:
         """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
-        facts = {} if self._shown else site_facts.read(payload, self._federation.bundle)
+        facts = {} if self._simulated else site_facts.read(payload, self._federation.bundle)
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.words(facts)}")
         if facts != (before := self.facts.setdefault(name, facts)):
@@ -287,24 +287,24 @@ class FlareWorkers(Workers):
         """Return what `task` asked for, and whether the site has a new State."""
         federation, name = self._federation, task.site
         arrived = federation.arrived(name, payload.group("message"))
-        reply = federation.messages.opened_reply(arrived, task.broadcast, f"site {name!r}")
+        reply = federation.compression.decompress_reply(arrived, task.broadcast, f"site {name!r}")
         federation.check(name, reply)
         cases = self._cases(name, task.sections, payload)
-        steps, self.samples[name] = payload.whole_number(wire.STEPS), self._counted(name, payload)
-        self._heard(name, payload)
+        steps, self.samples[name] = payload.whole_number(wire.STEPS), self._checked_count(name, payload)
+        self._check_facts(name, payload)
         loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site's policy may withhold it
         renewed = bool(payload.whole_number(wire.RENEWED))
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
     def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
         """Return section -> outcomes of a site's own items, without any where it reports metrics."""
-        if not self._shown:
+        if not self._simulated:
             self.reported[name] = {**self.reported.get(name, {}), **reported_metrics(payload, sections)}
             return {section: Cases((), {}) for section in sections}
         ids = {section: self._federation.shard(name, section).ids for section in sections}
         return wire.read_cases(payload, ids, f"site {name!r}")
 
-    def _abroad(self, name: str, payload: Payload) -> Cases:
+    def _cases_of_all(self, name: str, payload: Payload) -> Cases:
         ids = self._federation.pooled("test").ids
         return wire.read_cases(payload, {"test": ids}, f"site {name!r}")["test"]
 

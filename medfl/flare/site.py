@@ -27,9 +27,9 @@ from medfl.evaluation.metrics import Cases, summarise
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl.client import JUDGE, KEPT, LOSS, ROUND, MedflClientAlgo
+from medfl.runtimes.monai_fl.client import KEPT, LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo
 from medfl.runtimes.monai_fl.guard import in_words
-from medfl.runtimes.step import site_abroad, site_judge, site_masks, site_step, site_weights
+from medfl.runtimes.step import copy_site_weights, score_site, score_site_on_all, segment_site, site_step
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,18 +46,18 @@ class FlareSite:
 
     def __init__(self, algo: MedflClientAlgo, name: str, shows: RunFolder | None = None) -> None:
         """Store the arguments; the first question prepares the site."""
-        self.algo, self.name, self._shows, self._ready = algo, name, shows, False
+        self.algo, self.name, self._simulation, self._ready = algo, name, shows, False
 
     def answer(self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None) -> Payload:
         """Return the answer to a question, or a failure; raises nothing."""
         answers: Mapping[str, Callable[[Payload], Payload]] = {
             wire.INTRODUCE: self._introduce,
             wire.TRAIN: self._train,
-            wire.TRY: self._try,
-            wire.JUDGE: self._judge,
-            wire.ABROAD: self._abroad,
-            wire.WEIGHTS: self._weights,
-            wire.MASKS: self._masks,
+            wire.TRAIN_TO_SCORE: self._train_to_score,
+            wire.SCORE_SITE: self._score_site,
+            wire.SCORE_ON_ALL: self._score_on_all,
+            wire.COPY_WEIGHTS: self._copy_weights,
+            wire.SEGMENT: self._segment,
         }
         try:
             with errors_safe_to_send():
@@ -70,7 +70,7 @@ class FlareSite:
                     self._ready = True
                 return answers[task_name](payload)
         except Exception as error:  # an answer, too: the process must not end, see above
-            if self._shows is not None:
+            if self._simulation is not None:
                 expected = isinstance(error, MedflError)
                 return wire.failure(error if expected else f"site {self.name!r}: {task_name}: {in_words(error)}")
             with suppress(MedflError):  # an audit log that cannot be written stops replies; a failure has no data
@@ -79,14 +79,14 @@ class FlareSite:
 
     def _introduce(self, payload: Payload) -> Payload:
         reply = self.algo.get_weights()
-        return Payload(self._crossing(reply), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]})
+        return Payload(self._outgoing_tensors(reply), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]})
 
     def _train(self, payload: Payload) -> Payload:
-        data, sections = self._said(payload), payload.sections
+        data, sections = self._exchange_object(payload), payload.sections
         metrics: dict[str, float] = {}
-        if sections and not self._shows:  # of what was received, before it is trained on
-            metrics = _metrics_of(self.algo.visit(site_judge, data, sections))
-        self.algo.train(data, {JUDGE: sections if self._shows else ()})
+        if sections and not self._simulation:  # of what was received, before it is trained on
+            metrics = _metrics_of(self.algo.visit(score_site, data, sections))
+        self.algo.train(data, {SCORED_SECTIONS: sections if self._simulation else ()})
         reply, cases = self.algo.get_weights(), self.algo.cases
         loss = reply.statistics.get(LOSS)
         numbers = {
@@ -95,28 +95,28 @@ class FlareSite:
             wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT],
             wire.RENEWED: int(self.algo.renewed),
         }
-        answer = Payload(self._crossing(reply), numbers, metrics=metrics)
-        return wire.with_cases(answer, cases) if self._shows else answer
+        answer = Payload(self._outgoing_tensors(reply), numbers, metrics=metrics)
+        return wire.with_cases(answer, cases) if self._simulation else answer
 
-    def _try(self, payload: Payload) -> Payload:
+    def _train_to_score(self, payload: Payload) -> Payload:
         """Train once more, only to score the result."""
-        return self._scored(self.algo.visit(site_step, self._said(payload), payload.sections).cases)
+        return self._scored(self.algo.visit(site_step, self._exchange_object(payload), payload.sections).cases)
 
-    def _judge(self, payload: Payload) -> Payload:
-        return self._scored(self.algo.visit(site_judge, self._said(payload), payload.sections))
+    def _score_site(self, payload: Payload) -> Payload:
+        return self._scored(self.algo.visit(score_site, self._exchange_object(payload), payload.sections))
 
-    def _abroad(self, payload: Payload) -> Payload:
-        self._in_simulation(wire.ABROAD)
-        return self._scored({"test": self.algo.visit(site_abroad, self._said(payload))})
+    def _score_on_all(self, payload: Payload) -> Payload:
+        self._in_simulation(wire.SCORE_ON_ALL)
+        return self._scored({"test": self.algo.visit(score_site_on_all, self._exchange_object(payload))})
 
-    def _weights(self, payload: Payload) -> Payload:
-        self._in_simulation(wire.WEIGHTS)
-        named = self.algo.visit(site_weights, self._said(payload))
+    def _copy_weights(self, payload: Payload) -> Payload:
+        self._in_simulation(wire.COPY_WEIGHTS)
+        named = self.algo.visit(copy_site_weights, self._exchange_object(payload))
         return Payload(wire.cpu_copies({f"own/{name}": tensor for name, tensor in named.items()}))
 
-    def _masks(self, payload: Payload) -> Payload:
+    def _segment(self, payload: Payload) -> Payload:
         """Segment the test items at the positions that the server asks for."""
-        folder = self._in_simulation(wire.MASKS)
+        folder = self._in_simulation(wire.SEGMENT)
         positions = [int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()]
         target = str(folder.predictions_folder(self.name)) if payload.numbers.get(wire.SAVE) else None
 
@@ -124,35 +124,36 @@ class FlareSite:
             federation: Federation, round_: int, name: str, state: State | None, down: Message
         ) -> dict[int, Masks]:
             ids = federation.shard(name, "test").ids
-            by_id = site_masks(federation, round_, name, state, down, [ids[i] for i in positions], target)
+            by_id = segment_site(federation, round_, name, state, down, [ids[i] for i in positions], target)
             return {i: by_id[ids[i]] for i in positions if ids[i] in by_id}
 
         named: dict[str, Tensor] = {}
-        for position, (prediction, reference, classes) in self.algo.visit(_masks_at, self._said(payload)).items():
+        masks = self.algo.visit(_masks_at, self._exchange_object(payload))
+        for position, (prediction, reference, classes) in masks.items():
             named |= {f"masks/{position}/prediction": prediction, f"masks/{position}/reference": reference}
             named[f"masks/{position}/classes"] = torch.tensor(classes)
         return Payload(wire.cpu_copies(named))
 
-    def _crossing(self, reply: ExchangeObject) -> dict[str, Any]:
+    def _outgoing_tensors(self, reply: ExchangeObject) -> dict[str, Any]:
         """Return a message's tensors, and unless everything is shown what the site tells of its data."""
         named = {f"message/{name}": tensor for name, tensor in (reply.weights or {}).items()}
-        return named if self._shows else {**named, **site_facts.tensors(reply.statistics)}
+        return named if self._simulation else {**named, **site_facts.tensors(reply.statistics)}
 
-    def _said(self, payload: Payload) -> Any:
+    def _exchange_object(self, payload: Payload) -> Any:
         with errors_safe_to_send():
             statistics = {ROUND: payload.whole_number(wire.ROUND), KEPT: wire.state_round(payload, self.name)}
         return ExchangeObject(weights=payload.group("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
 
     def _scored(self, cases: Mapping[str, Cases]) -> Payload:
-        return wire.with_cases(Payload(), cases) if self._shows else Payload(metrics=_metrics_of(cases))
+        return wire.with_cases(Payload(), cases) if self._simulation else Payload(metrics=_metrics_of(cases))
 
     def _in_simulation(self, what: str) -> RunFolder:
         with errors_safe_to_send():
-            if self._shows is None:
+            if self._simulation is None:
                 raise InputError(
-                    f"site {self.name!r} is asked for {what}", "that stays at a site but in a simulation", "do not ask"
+                    f"site {self.name!r} is asked for {what}", "sites of a simulation alone answer it", "do not ask"
                 )
-        return self._shows
+        return self._simulation
 
 
 def hidden_failure(name: str, error: BaseException) -> Payload:

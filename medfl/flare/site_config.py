@@ -54,7 +54,7 @@ from medfl.flare.wire import is_flare_name
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
-from medfl.runtimes import lacking, of_sites, site_channels, site_labels
+from medfl.runtimes import lacking, site_channels, site_labels, site_settings
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.unlabelled import check_unlabelled
 
@@ -90,7 +90,7 @@ class SiteConfig:
     channels: tuple[str, ...] = ()
 
     @property
-    def own_word(self) -> dict[str, tuple[str, ...]]:
+    def declared_data(self) -> dict[str, tuple[str, ...]]:
         """What the site says of its data, by setting of a run; () where it says nothing."""
         return {"site_labels": self.labels, "site_channels": self.channels}
 
@@ -155,9 +155,9 @@ def _listed(value: Any) -> Any:
     return [str(one) if type(one) is int else one for one in whole]
 
 
-def check_own_word(config: SiteConfig, bundle: Bundle, site: str) -> None:
+def check_declared_data(config: SiteConfig, bundle: Bundle, site: str) -> None:
     """Raise an InputError where what a site says of its labels and channels does not fit its bundle."""
-    said = of_sites.texts({name: {site: names} for name, names in config.own_word.items() if names})
+    said = site_settings.as_texts({name: {site: names} for name, names in config.declared_data.items() if names})
     site_labels.check(said.get("site_labels", ""), bundle, methods.load("fedavg"), [site])
     site_channels.check(said.get("site_channels", ""), 0.0, bundle, [site])
 
@@ -309,7 +309,7 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
         InputError: the bundle or the run is refused, or images or text embeddings are not those that the run says.
     """
     policy = config.checked_policy()
-    run = of_sites.with_own_word(accepted_run(offered, name, config), name, config.own_word, say)
+    run = site_settings.with_declared(accepted_run(offered, name, config), name, config.declared_data, say)
     method = methods.load(run.method, run.options)
     preferred = resolved(config.bundle, Bundle(config.bundle, policy=policy).protocol, ())["split"]
     opened = with_data(
@@ -319,13 +319,13 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
     record = opened.record()
     if record.source != run.data.source:
         raise InputError(
-            f"site {name!r} has {record.source} images", f"the run is one with {run.data.source} ones", "give it those"
+            f"site {name!r} has {record.source} images", f"the run is one with {run.data.source} ones", "name such data"
         )
     items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
     sites = {site: items if site == name else {} for site in run.partition.sites}
     run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=str(opened.bundle.root))
     text_record.restore(opened.bundle, run, method, carried)
-    lacking.tell(opened.bundle, run)
+    lacking.apply_to(opened.bundle, run)
     federation = Federation(opened.bundle, method, run)
     federation.hold()
     return federation

@@ -22,7 +22,7 @@ from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.evaluation.metrics import Cases
 
-INTRODUCE, TRAIN, TRY, JUDGE, ABROAD, WEIGHTS, MASKS = TASKS = (
+INTRODUCE, TRAIN, TRAIN_TO_SCORE, SCORE_SITE, SCORE_ON_ALL, COPY_WEIGHTS, SEGMENT = TASKS = (
     "introduce", "train", "try", "judge", "abroad", "weights", "masks",
 )  # fmt: skip
 """Questions to a site. The last three are for simulations: elsewhere their answers stay at the sites."""

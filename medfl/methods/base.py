@@ -119,9 +119,7 @@ class Method:
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
         """Return the server's network for any new site, or None where the server alone has none."""
         network = host.model(host.networks.initial)
-        if self.personal_names(network):
-            return None
-        return host.model(server["weights"])
+        return None if self.personal_names(network) else host.model(server["weights"])
 
     # Site half
 

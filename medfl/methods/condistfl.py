@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.data.known_labels import Known
+from medfl.data.known_labels import AnnotatedClasses
 from medfl.methods.base import Method, option
 from medfl.networks.heads import frozen
 from medfl.training import FitReport, Site, fit
@@ -73,7 +73,7 @@ class ConDistFL(Method):
         return self.lam_first + (self.lam_last - self.lam_first) * done
 
 
-def conditional(student: Tensor, teacher: Tensor, target: Tensor, known: Known, tau: float) -> Tensor:
+def conditional(student: Tensor, teacher: Tensor, target: Tensor, known: AnnotatedClasses, tau: float) -> Tensor:
     """Return C: one minus the Dice of two networks' beliefs about what is not annotated, where nothing annotated is.
 
     Args:
@@ -83,7 +83,7 @@ def conditional(student: Tensor, teacher: Tensor, target: Tensor, known: Known, 
         known: what they show.
         tau: temperature.
     """
-    annotated = known.reference(target)
+    annotated = known.renumbered(target)
     annotated = annotated if annotated.ndim == student.ndim else annotated[:, None]
     annotated = annotated[:, 1:].any(1, keepdim=True) if annotated.shape[1] > 1 else annotated > 0
     predicted = teacher.argmax(1, keepdim=True)
@@ -94,9 +94,9 @@ def conditional(student: Tensor, teacher: Tensor, target: Tensor, known: Known, 
     return 1 - (2 * (q * p).sum(space) / (q.sum(space) + p.sum(space) + 1e-5)).mean()
 
 
-def _given_the_rest(z: Tensor, known: Known, tau: float) -> Tensor:
+def _given_the_rest(z: Tensor, known: AnnotatedClasses, tau: float) -> Tensor:
     exact = z.to(torch.promote_types(z.dtype, torch.float32))
-    return torch.stack([exact[:, channel] for channel in known.others], 1).div(tau).softmax(1)
+    return torch.stack([exact[:, channel] for channel in known.unannotated], 1).div(tau).softmax(1)
 
 
 def _whole(output: Any) -> Tensor:

@@ -14,8 +14,8 @@ INIT_WEIGHTS = "init_weights"
 """Name of the choice among ids of a bundle's configuration that are overridden."""
 
 
-def drawn(network: nn.Module, overrides: Mapping[str, Any]) -> nn.Module:
-    """Return a network whose weights are by whom the overrides say.
+def apply_init_weights(network: nn.Module, overrides: Mapping[str, Any]) -> nn.Module:
+    """Return the network, initialised as `init_weights` among the overrides says.
 
     "monai", the default: by the network's own code, in most of MONAI's networks Kaiming's normal distribution by
     fan-out. "pytorch": by PyTorch's convolutions and linear layers, uniform within 1/sqrt(fan-in).

@@ -60,7 +60,7 @@ def address(text: str, flag: str = "--server") -> tuple[str, int]:
 def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
     """Connect to a server, by default those that the kit names, and say what came of it.
 
-    Hands are shaken where there is a kit.
+    With a kit the TLS handshake is made too.
 
     Raises:
         InputError: no connection, or one that is not to be trusted; says why.

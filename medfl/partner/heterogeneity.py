@@ -173,7 +173,7 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
         int(document["min_count"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(
-            f"{printable(path)}: it lacks {printable(error)} or has it in another form",
+            f"{printable(path)} is incomplete or has another form ({printable(error)})",
             "a file that medfl site stats --out wrote", "ask the site to write it again",
         ) from error  # fmt: skip
     return SiteStatistics(path.stem, images, classes, low, high, shares)

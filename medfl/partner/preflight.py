@@ -28,7 +28,7 @@ from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import printable
 from medfl.data import on_device
-from medfl.data.disk_cache import budget, free_memory
+from medfl.data.disk_cache import budget, free_ram
 from medfl.data.prepare import prepare
 from medfl.data.source import Source
 from medfl.datasets.base import read_table
@@ -260,9 +260,9 @@ def _memory(report: Preflight, federation: Federation) -> None:
     """Measure one training step: on a GPU its peak there, on the CPU what it adds to a process."""
     run = federation.run
     if run.device.startswith("cuda"):
-        needed, free, where = _cuda_step(federation), on_device.free_memory(torch.device(run.device)), "on the GPU"
+        needed, free, where = _cuda_step(federation), on_device.free_gpu_memory(torch.device(run.device)), "on the GPU"
     else:
-        needed, free, where = step_bytes(federation), free_memory(), "of memory"
+        needed, free, where = step_bytes(federation), free_ram(), "of memory"
     if not needed:
         report.add("memory", FAILED, "one training step fails", "see that the bundle trains by itself")
         return

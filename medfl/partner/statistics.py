@@ -6,9 +6,9 @@ one plus a random whole number (`suppression.add_noise`). An intensity histogram
 an image's pixels in it; a bin to which fewer images than the least count add is not told.
 
 With noise nothing may depend on the data but through the noise. So which tables there are, and their cells, is known
-beforehand (`_fixed`), empty cells have noise as well, and what has no such cells, as the names of centres, is left out;
-mean and deviation are those of the noisy histogram. An image is in each table of its section once: epsilon of all that
-is told is the sum over them.
+beforehand (`_preset_tables`), empty cells have noise as well, and what has no such cells, as the names of centres, is
+left out; mean and deviation are those of the noisy histogram. An image is in each table of its section once: epsilon of
+all that is told is the sum over them.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class StatisticsOptions:
 
     Attributes:
         bins: of intensity histograms.
-        least: counts below it are not told.
+        min_count: counts below it are not told.
         epsilon: of the noise in each table and histogram; None: no noise.
         entropy: of the noise.
     """
 
     bins: Bins
-    least: int = 10
+    min_count: int = 10
     epsilon: float | None = None
     entropy: Entropy = os.urandom
 
@@ -81,13 +81,13 @@ def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress:
         counts = _Counts(bundle, options.bins)
         for item in scan(bundle, section, progress=progress):
             counts.add(item, metadata.get(item.id, {}))
-        summaries[section] = counts.told(options)
+        summaries[section] = counts.released(options)
     return {
         "form": FORM,
         "bundle": bundle.name,
         "bundle_sha256": bundle.sha256,
         "task": bundle.task,
-        "min_count": options.least,
+        "min_count": options.min_count,
         "epsilon": options.epsilon,
         "epsilon_of_one_image": None if options.epsilon is None else options.epsilon * _tables(summaries),
         "sections": summaries,
@@ -95,33 +95,30 @@ def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress:
 
 
 class _Counts:
-    """Tables of one section.
-
-    Those with open cells, as the data have them, are told without the names of rare ones.
-    """
+    """Tables of one section; those whose cells the data name are released without the names of rare ones."""
 
     def __init__(self, bundle: Bundle, bins: Bins) -> None:
         self._bundle, self._bins = bundle, bins
         self._images = 0
-        self._closed: dict[str, Counter[str]] = {}
+        self._preset: dict[str, Counter[str]] = {}
         if bundle.task == "classification":
-            self._closed["class"] = Counter(dict.fromkeys(bundle.classes, 0))
-        self._open: dict[str, Counter[str]] = {}
+            self._preset["class"] = Counter(dict.fromkeys(bundle.classes, 0))
+        self._named_by_data: dict[str, Counter[str]] = {}
         self._sums: Sums | None = None
 
-    def add(self, item: ScannedItem, known: Mapping[str, Any]) -> None:
+    def add(self, item: ScannedItem, metadata: Mapping[str, Any]) -> None:
         if item.image is None:
             raise InputError(f"{item.section} {item.id}: {item.problem}", "every item can be read", "medfl site check")
         self._images += 1
-        if "class" in self._closed and item.label is not None:
-            self._closed["class"][self._bundle.classes[int(item.label)]] += 1
+        if "class" in self._preset and item.label is not None:
+            self._preset["class"][self._bundle.classes[int(item.label)]] += 1
         elif isinstance(item.label, Tensor):
             self._structures(item.label)
-        cells = {name: str(known[name]) for name in ("sex", "centre") if name in known}
-        cells |= {"age": case_metadata.band(known["age"])} if "age" in known else {}
+        cells = {name: str(metadata[name]) for name in ("sex", "centre") if name in metadata}
+        cells |= {"age": case_metadata.band(metadata["age"])} if "age" in metadata else {}
         cells |= {"widest spacing": _band(max(item.spacing), _SPACINGS, "mm")} if item.spacing else {}
         for name, cell in {"longest side": _band(max(item.shape), _SIDES, "px"), **cells}.items():
-            self._open.setdefault(name, Counter())[cell] += 1
+            self._named_by_data.setdefault(name, Counter())[cell] += 1
         one = sums(item.image[None].float(), self._bins)
         self._sums = one if self._sums is None else self._sums.add(one)
 
@@ -135,36 +132,37 @@ class _Counts:
             present = [bool(channel.any()) for channel in mask.as_subclass(Tensor)]
             names = names if len(names) == len(present) else tuple(f"channel {i}" for i in range(len(present)))
         for name, there in list(zip(names, present, strict=True))[names[:1] == ("background",) :]:
-            table = self._closed.setdefault(f"structure {name}", Counter({"present": 0, "absent": 0}))
+            table = self._preset.setdefault(f"structure {name}", Counter({"present": 0, "absent": 0}))
             table["present" if there else "absent"] += 1
 
-    def told(self, options: StatisticsOptions) -> dict[str, Any]:
+    def released(self, options: StatisticsOptions) -> dict[str, Any]:
         images = self._images
         if options.epsilon is not None:
             images = max(0, int(add_noise({"all": images}, options.epsilon, options.entropy)["all"]))
-        if images < options.least:
+        if images < options.min_count:
             return {"images": None, "tables": {}, "intensity": None}
         if options.epsilon is not None:
-            tables = {name: _told(counts, options) for name, counts in self._fixed().items()}
+            tables = {name: _released_counts(counts, options) for name, counts in self._preset_tables().items()}
         else:
-            tables = {name: _told(self._whole(counts), options) for name, counts in self._closed.items()}
-            tables |= {name: _merged(_told(self._whole(counts), options)) for name, counts in self._open.items()}
+            counts_of = {**self._preset, **self._named_by_data}
+            all_cells = {n: _released_counts(self._with_unrecorded(counts_of[n]), options) for n in counts_of}
+            tables = {n: one if n in self._preset else _without_hidden_names(one) for n, one in all_cells.items()}
         return {"images": images, "tables": tables, "intensity": self._intensity(options, images)}
 
-    def _whole(self, counts: Mapping[str, int]) -> Counter[str]:
+    def _with_unrecorded(self, counts: Mapping[str, int]) -> Counter[str]:
         """Return a table with all images: how many are not recorded would follow from the others."""
         rest = self._images - sum(counts.values())
         return Counter({**counts, **({UNRECORDED: rest} if rest else {})})
 
-    def _fixed(self) -> dict[str, Counter[str]]:
+    def _preset_tables(self) -> dict[str, Counter[str]]:
         """Return the tables whose cells are known before any image is seen, each with all images."""
-        tables = {"class": self._closed["class"]} if "class" in self._closed else {}
+        tables = {"class": self._preset["class"]} if "class" in self._preset else {}
         for name in self._bundle.structures:
             if name != "background":
-                cells = self._closed.get(f"structure {name}", Counter())
-                tables[f"structure {name}"] = _over(("present", "absent"), cells)
+                cells = self._preset.get(f"structure {name}", Counter())
+                tables[f"structure {name}"] = _recount(("present", "absent"), cells)
         for name, domain in _DOMAINS.items():
-            tables[name] = _over(domain, self._open.get(name, Counter()), _SEXES if name == "sex" else {})
+            tables[name] = _recount(domain, self._named_by_data.get(name, Counter()), _SEXES if name == "sex" else {})
         for cells in tables.values():
             if UNRECORDED in cells:
                 cells[UNRECORDED] += self._images - cells.total()
@@ -177,7 +175,7 @@ class _Counts:
         for channel, thousandths in enumerate(totals.shares):
             mean, deviation = totals.mean[channel], totals.deviation[channel]
             shares = thousandths / _UNIT / images
-            hidden = hidden_bins(totals.images[channel].tolist(), options.least)
+            hidden = hidden_bins(totals.images[channel].tolist(), options.min_count)
             if options.epsilon is not None:
                 noise = geometric(len(shares), options.epsilon / _UNIT, options.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
@@ -188,7 +186,9 @@ class _Counts:
         return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
 
-def _over(domain: Sequence[str], cells: Mapping[str, int], synonyms: Mapping[str, str] | None = None) -> Counter[str]:
+def _recount(
+    domain: Sequence[str], cells: Mapping[str, int], synonyms: Mapping[str, str] | None = None
+) -> Counter[str]:
     """Return a table over cells that are known beforehand; what is in no other is in the last, `not recorded`."""
     table = Counter(dict.fromkeys((*domain, UNRECORDED), 0))
     for name, count in cells.items():
@@ -197,14 +197,14 @@ def _over(domain: Sequence[str], cells: Mapping[str, int], synonyms: Mapping[str
     return table
 
 
-def _told(counts: Mapping[str, int], options: StatisticsOptions) -> dict[str, int | None]:
+def _released_counts(counts: Mapping[str, int], options: StatisticsOptions) -> dict[str, int | None]:
     if options.epsilon is None:
-        return suppress_counts(counts, options.least)[0]
+        return suppress_counts(counts, options.min_count)[0]
     noisy_counts = add_noise(counts, options.epsilon, options.entropy)
-    return {name: int(count) if count >= options.least else None for name, count in noisy_counts.items()}
+    return {name: int(count) if count >= options.min_count else None for name, count in noisy_counts.items()}
 
 
-def _merged(cells: Mapping[str, int | None]) -> dict[str, int | None]:
+def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return a table without the names of cells that are not told."""
     order = sorted(cells, key=lambda name: (_ORDER.get(name, 0), name))
     named: dict[str, int | None] = {name: cells[name] for name in order if cells[name] is not None}
@@ -265,7 +265,7 @@ def text(document: Mapping[str, Any], width: int) -> list[str]:
     for section, part in document["sections"].items():
         images = part["images"]
         lines += ["", f"{section}: " + (HIDDEN if images is None else f"{images:,} images")]
-        rows = {f"  {name}": _cells(cells) for name, cells in part["tables"].items()}
+        rows = {f"  {name}": _cells_text(cells) for name, cells in part["tables"].items()}
         lines += terminal.definitions(rows, width) if rows else []
         for index, channel in enumerate(_channels(part)):
             bar = "".join(_block(share, channel["shares"]) for share in channel["shares"])
@@ -274,7 +274,7 @@ def text(document: Mapping[str, Any], width: int) -> list[str]:
     return lines
 
 
-def _cells(cells: Mapping[str, int | None]) -> str:
+def _cells_text(cells: Mapping[str, int | None]) -> str:
     entries = [f"{printable(name)} {count}" for name, count in cells.items() if count is not None]
     hidden = [printable(name) for name, count in cells.items() if count is None]
     return ", ".join(entries + ([f"{HIDDEN}: {', '.join(hidden)}"] if hidden else []))

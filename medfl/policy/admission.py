@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from medfl.core.names import naming_any
+from medfl.core.names import trusting_any_module
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 
@@ -32,7 +32,7 @@ def trusting(trust: bool) -> Iterator[None]:
     before = _in_force
     _in_force = replace(before, trusted=before.trusted or trust)
     try:
-        with naming_any(trust):
+        with trusting_any_module(trust):
             yield
     finally:
         _in_force = before

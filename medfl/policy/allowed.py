@@ -222,7 +222,7 @@ PLACES = frozenset({"src", "npzfile", "root_dir", "load_path", "weights", "path"
 _SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "expanduser")
 
 
-def argument_refused(name: str, value: object, has_url: bool | None = None) -> str:
+def why_argument_refused(name: str, value: object, has_url: bool | None = None) -> str:
     """Return why an argument may not have this value (a literal, `...` where it is computed), "" if it may.
 
     `has_url` says whether one of its texts is a URL, where that is known.
@@ -242,7 +242,7 @@ def argument_refused(name: str, value: object, has_url: bool | None = None) -> s
     return ""
 
 
-def component_refused(name: str, arguments: Mapping[str, Any]) -> str:
+def why_component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     """Return why a listed component may not have these arguments, "" if it may: each by itself is checked apart.
 
     The name is without its module; arguments are literals, a computed one is a text that begins with `$` or `@`.

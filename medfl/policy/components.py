@@ -27,8 +27,8 @@ from medfl.policy.allowed import (
     TRANSFORMS,
     WEIGHTS_OF_THEIR_OWN,
     WRITERS,
-    argument_refused,
-    component_refused,
+    why_argument_refused,
+    why_component_refused,
     without_ending,
 )
 from medfl.policy.allowed_in_expressions import TORCH_FUNCTIONS
@@ -143,9 +143,9 @@ def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str,
         raise Refused("a key with two underscores, which would become an attribute")
     for name, value in by_name.items():
         loads = function is torch.load and name == "weights_only"  # reached with its word only
-        if not loads and (why := argument_refused(name, value)):
+        if not loads and (why := why_argument_refused(name, value)):
             raise Refused(why)
-    if why := component_refused(called, by_name):
+    if why := why_component_refused(called, by_name):
         raise Refused(why)
     return by_name
 

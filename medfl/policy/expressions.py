@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import argument_refused
+from medfl.policy.allowed import why_argument_refused
 from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS, WORDED
 from medfl.policy.components import check_arguments, for_expressions
 from medfl.policy.imports import Uses, need_word, only_statement
@@ -114,7 +114,7 @@ def check_width(spec: str) -> None:
         Refused: it is computed, or more than 999 places wide.
     """
     if re.search(r"\d{4}|[{}]", spec):
-        raise Refused("a text with a format of its own")
+        raise Refused("a text with a format that is computed or wide, or a conversion")
 
 
 def _levels(node: ast.AST) -> int:
@@ -247,7 +247,7 @@ class _Checker:
             if keyword.arg.startswith(_PLACEHOLDER):
                 raise Refused("a reference as the name of an argument")
             loads = keyword.arg == "weights_only" and module_path(called, self.names) == "torch.load"  # needs its word
-            if not loads and (why := argument_refused(keyword.arg, _literal(keyword.value))):
+            if not loads and (why := why_argument_refused(keyword.arg, _literal(keyword.value))):
                 raise Refused(why)
             self.value(keyword.value, local)
 

@@ -47,8 +47,8 @@ class Gate:
         if rules.formal:
             account.epsilon(rules.multiplier)
 
-    def enter(self) -> None:
-        """Put another noised reply on the account before anything is trained, for a round that fails tells of it too.
+    def charge_noised_reply(self) -> None:
+        """Charge one noised reply before training starts, as a round that fails discloses something too.
 
         Raises:
             RunError: it is beyond the budget.
@@ -71,26 +71,26 @@ class Gate:
         Raises:
             RunError: the policy forbids something in it; names it.
         """
-        self._permit(message.flat())
+        self._check_names(message.flat())
         rules = self.rules
         if rules.clip is not None or rules.noise is not None:
             weights = self._clipped_and_noised(message.tensors.get("weights", {}), received.tensors.get("weights", {}))
             message = Message({**message.tensors, **({"weights": weights} if weights else {})}, message.scalars)
         if rules.formal:
-            self._covered(_without_noise(message, samples))
+            self._check_uncovered(_without_noise(message, samples))
         return message
 
-    def introduction(self, message: Message, *, telling: bool) -> None:
-        """Check what a site says before its first training; `telling` if it depends on its images.
+    def check_introduction(self, message: Message, *, from_images: bool) -> None:
+        """Check what a site says before its first training; `from_images` if it depends on its images.
 
         Raises:
             RunError: the policy forbids something in it; names it.
         """
-        self._permit(message.flat())
-        if telling and self.rules.formal:
-            self.account.add(self._covered(f"{name} (introduction)" for name in message.flat()))
+        self._check_names(message.flat())
+        if from_images and self.rules.formal:
+            self.account.add(self._check_uncovered(f"{name} (introduction)" for name in message.flat()))
 
-    def size(self, message: Message) -> None:
+    def check_size(self, message: Message) -> None:
         """Check the size of a message as it is encoded.
 
         Raises:
@@ -100,39 +100,39 @@ class Gate:
         if limit is not None and message.num_bytes > limit:
             raise self._refusal(f"its message has {message.num_bytes:,} bytes, more than max_bytes {limit:,}")
 
-    def numbers(self, group: str, names: Iterable[str], *, telling: bool) -> None:
+    def check_numbers(self, group: str, names: Iterable[str], *, from_images: bool) -> None:
         """Check numbers that are no reply: metrics, statistics; the policy's keys name them as group/name.
 
-        `telling` says whether they depend on training images beyond what the replies have told.
+        `from_images` says whether they depend on training images beyond what the replies have told.
 
         Raises:
             RunError: the policy forbids one of them; names it.
         """
         keys = [f"{group}/{name}" for name in names]
-        self._permit(keys)
-        if telling and self.rules.formal:
-            self.account.add(self._covered(keys))
+        self._check_names(keys)
+        if from_images and self.rules.formal:
+            self.account.add(self._check_uncovered(keys))
 
-    def spend(self, message: Message, samples: int) -> None:
-        """Put what a reply that is about to leave tells beyond its noised change (`enter`) on the account."""
+    def charge_without_noise(self, message: Message, samples: int) -> None:
+        """Charge what a reply that is about to leave tells beside its noised change (`charge_noised_reply`)."""
         if not self.rules.formal:
             self.account.spend(None)
         elif uncovered := _without_noise(message, samples):
             self.account.add(Counter(uncovered))
 
-    def told(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
-        """Return the numbers beside a message; an optional one stays if keys do not name it, and wherever noise is."""
+    def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+        """Return the numbers beside a message without optional ones that keys do not name; with noise, without all."""
         noised, permits = self.rules.noise is not None, self.rules.permits
         kept_back = [name for name in optional if noised or not permits(f"told/{name}")]
         return {name: value for name, value in numbers.items() if name not in kept_back}
 
-    def _permit(self, names: Iterable[str]) -> None:
+    def _check_names(self, names: Iterable[str]) -> None:
         if refused := self.rules.refused(names):
             more = f" ({len(refused)} such)" if len(refused) > 1 else ""
             raise self._refusal(f"'{refused[0]}' is not among its keys{more}")
 
-    def _covered(self, names: Iterable[str]) -> Counter[str]:
-        """Return what leaves without noise; refuse it where a budget is to hold."""
+    def _check_uncovered(self, names: Iterable[str]) -> Counter[str]:
+        """Return how often each name leaves without noise; refuse any where epsilon is a budget."""
         uncovered = Counter(names)
         if uncovered and self.rules.epsilon is not None:
             raise self._refusal(

@@ -23,7 +23,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
-from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, argument_refused, component_refused, name_set, renewed
+from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, name_set, renewed, why_argument_refused, why_component_refused
 from medfl.policy.bundle_files import BundleFiles
 from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
@@ -244,7 +244,7 @@ class _Inspector:
         is_free = _is_free(place, stem) or self._is_statement(where, place)
         for part in () if is_free else place:  # every part: `x#reader#0` is one of the argument `reader`
             read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
-            if not read_as_false and (why := argument_refused(part, value, self._has_url(value))):
+            if not read_as_false and (why := why_argument_refused(part, value, self._has_url(value))):
                 raise Refused(why)
         if isinstance(node, dict):
             self._component(node, stem)
@@ -269,7 +269,7 @@ class _Inspector:
             arguments = {key: self._resolved(value) for key, value in today.items()}
             if stem == "inference" and node.get("pretrained") is True:
                 arguments["pretrained"] = False
-            if why := component_refused(target.rpartition(".")[2], arguments):
+            if why := why_component_refused(target.rpartition(".")[2], arguments):
                 raise Refused(why)
         for key, value in node.items():
             apart = isinstance(key, str) and key != "_target_" and re.split("#|::", key)[-1] == "_target_"

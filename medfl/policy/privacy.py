@@ -184,7 +184,7 @@ class Account:
             return f"{count}: no formal privacy, for {which} left without clipping and noise"
         return (
             f"{count}: epsilon {self.epsilon():.3g} at delta {self.delta:g} for all training images of this site "
-            "replaced by as many others (how many they are is told as it is)"
+            "replaced by as many others (the number of images is sent exactly)"
         )
 
     def as_dict(self) -> dict[str, Any]:

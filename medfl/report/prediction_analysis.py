@@ -148,7 +148,7 @@ class PredictionAnalysis:
             }
             for tone, curve in zip(tones, self.curves, strict=True)
         ]
-        each = [(curve.false, curve.true) for curve in self.curves]
+        each = [(curve.fpr, curve.tpr) for curve in self.curves]
         coloured, grey = ({}, each) if many else (dict(zip(tones, each, strict=True)), [])
         mean = mean_curve = None
         if len(self.curves) > 1:

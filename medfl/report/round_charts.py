@@ -26,7 +26,7 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     """Return the charts that have data: the key metric with a band over the sites, and the training loss."""
     rounds, key, judged = run.rounds, run.key, run.judged
     numbers = [entry["round"] for entry in rounds]
-    # that of the tables alone: what sites have before the average is no model of theirs
+    # the judged model only, as in the tables: what sites have before the average is no model of theirs
     curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
     site_values = [[_metric(site, judged, key) for site in _site_entries(entry)] for entry in rounds]
     chance = 1 / len(run.classes) if key == "balanced_accuracy" and run.classes else None

@@ -11,7 +11,7 @@ from medfl.bundle.files import protocol_of, shipped
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
 from medfl.core.errors import InputError
-from medfl.core.names import name_module
+from medfl.core.names import trust_module
 from medfl.core.places import BESIDE, PHANTOM, record_of, require_run, require_unused, weights_file
 from medfl.core.run_documents import read_run
 from medfl.core.settings import check_limits
@@ -31,7 +31,7 @@ def refuse(
     """Refuse, by an InputError, what needs neither data nor a bundle's content to be refused; nothing was written."""
     registry.check_name(runtime)
     for module in (runtime, requested.get("method")):
-        name_module(module)
+        trust_module(module)
     check_limits(requested)
     if source is not None and (given or set(requested) - {"data"}):
         raise InputError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.core.errors import InputError
-from medfl.core.names import refuse_unnamed
+from medfl.core.names import refuse_untrusted_module
 from medfl.core.places import FOLDS, PHANTOM, default_run_folder, require_unused
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
@@ -90,7 +90,7 @@ def resume(
             f"{place / FOLDS}: {odd[0]}", "a cross-validation as medfl run --folds writes it", "restore it"
         )
     for what, where in (("method", "requested"), ("runtime", "settings")):
-        refuse_unnamed(str(record[where].get(what, "")), what, place / FOLDS)
+        refuse_untrusted_module(str(record[where].get(what, "")), what, place / FOLDS)
     if other := sorted(asked.keys() - _CHANGES):
         raise InputError(
             f"--resume of a cross-validation with {', '.join(other)}",

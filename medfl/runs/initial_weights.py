@@ -59,7 +59,7 @@ def read(text: str) -> dict[str, Tensor]:
         raise InputError(
             f"--init {text}: {path.name} is not read as weights ({reason})",
             "names and tensors, as safetensors or torch.save(network.state_dict(), FILE) write them",
-            "write it so",
+            "save the state dict with one of the two",
         ) from error
 
 

@@ -15,14 +15,14 @@ from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import prepared_sections
 from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError
-from medfl.core.names import check_name, refuse_unnamed
-from medfl.core.places import BESIDE, default_run_folder, require_unused, whole_of
+from medfl.core.names import check_name, refuse_untrusted_module
+from medfl.core.places import BESIDE, default_run_folder, folder_to_resume, require_unused
 from medfl.core.run_documents import read_rows, read_summary
 from medfl.core.run_folder import RunFolder
 from medfl.core.settings import LOSSLESS, MEAN
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
-from medfl.data.on_device import Free, free_memory
+from medfl.data.on_device import Free, free_gpu_memory
 from medfl.data.prepared import Prepared
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
@@ -32,7 +32,7 @@ from medfl.runs.pace import steps
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
 from medfl.runs.resume import LISTED as _LISTED
 from medfl.runs.resume import discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
-from medfl.runtimes import of_sites, registry
+from medfl.runtimes import registry, site_settings
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, named
 from medfl.runtimes.federation import Federation
@@ -153,18 +153,18 @@ def federate(
             plan = make_plan(Request(str(bundle), options=options, config=config, **requested), say)
         plan = with_notes(plan)
     run = plan.run
-    _refuse_objects(plan, callbacks, runtime)
+    _check_runs_in_one_process(plan, callbacks, runtime)
     if profile and run.compile:
         raise InputError(
-            "--profile with --compile", "it listens to every step, and a compiled one tells nothing", "leave one out"
+            "--profile with --compile", "it watches every step, and a compiled one cannot be watched", "leave one out"
         )
     if save_predictions:
-        _refuse_unsaved(plan)
+        _require_segmentation(plan)
     path = out or default_run_folder(plan.bundle.name, run.method, run.seed)
     if not resume:
         require_unused(path, BESIDE)
     else:
-        _refuse_elsewhere(path, runtime)
+        _require_same_runtime(path, runtime)
     for note in plan.notes:
         say(f"note: {note}")
     used = {"--tf32": run.tf32, "--capture": run.capture and run.pack == 1, "--pack": run.pack > 1}
@@ -186,9 +186,9 @@ def federate(
         if config and not resume:
             try_training_step(federation, config)
         if save_predictions:
-            _refuse_unplaced(federation)
+            _require_geometry(federation)
         if run.device != "cpu" and not chosen.remote:
-            say(federation.hold((shared.free if shared is not None else None) or free_memory))
+            say(federation.hold((shared.free if shared is not None else None) or free_gpu_memory))
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
         record = {"runtime": runtime, **tolerance.record()}
         execute = partial(_execute, chosen, jobs=workers, tolerance=tolerance, progress=progress, say=say)
@@ -214,7 +214,7 @@ def federate(
     if untested:
         return {**summary, "folder": str(path)}
     write_report(path)
-    further = f"medfl run --resume --out {whole_of(path)} --rounds {2 * run.rounds}"
+    further = f"medfl run --resume --out {folder_to_resume(path)} --rounds {2 * run.rounds}"
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
     if rise := RunFiles.read(path).rise:
@@ -260,7 +260,8 @@ def site_algo(
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require()
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", **of_sites.said_of(name, bundle, requested or {})}
+    of_site = site_settings.of_request_for(name, bundle, requested or {})
+    whole = {**(requested or {}), "sites": 1, "partition": "iid", **of_site}
     asked = Request(bundle, options=options or {}, config=config or {}, **whole)
     plan = make_plan(asked, say, site_policy, name)
 
@@ -268,17 +269,17 @@ def site_algo(
         public = plan.public.prepare(say=say) if plan.public else None
         built = Federation(plan.bundle, plan.method, plan.run, public=public)
         if plan.run.device != "cpu":
-            say(built.hold(free_memory))
+            say(built.hold(free_gpu_memory))
         return built
 
     outbound = None if site_policy is None else site_policy.outbound
     return MedflClientAlgo(federation, name, folder=folder, host=host, outbound=outbound, audit=audit, say=say)
 
 
-def _refuse_elsewhere(path: Path, runtime: str) -> None:
+def _require_same_runtime(path: Path, runtime: str) -> None:
     """Raise an InputError if a run would be resumed where its sites' States are not."""
     was = RunFolder.existing(path).read_run()[1].get("runtime") or runtime
-    refuse_unnamed(was, "runtime", path / "run.json")
+    refuse_untrusted_module(was, "runtime", path / "run.json")
     if registry.load(was).remote != registry.load(runtime).remote:
         raise InputError(
             f"--resume with --runtime {runtime}",
@@ -287,7 +288,7 @@ def _refuse_elsewhere(path: Path, runtime: str) -> None:
         )
 
 
-def _refuse_objects(plan: Plan, callbacks: Sequence[Callback], runtime: str) -> None:
+def _check_runs_in_one_process(plan: Plan, callbacks: Sequence[Callback], runtime: str) -> None:
     """Raise an InputError if objects of this process were to go to others, or to wait for what is not measured."""
     what = "callbacks" if callbacks else "parts in Python" if is_parts(str(plan.bundle.root)) else ""
     if what and registry.load(runtime).remote:
@@ -320,7 +321,7 @@ def _same_networks(plan: Plan) -> str:
     return ",".join(str(config.get("network") or network_name) for config in configs) if network_name else ""
 
 
-def _refuse_unsaved(plan: Plan) -> None:
+def _require_segmentation(plan: Plan) -> None:
     """Raise an InputError if the bundle predicts no masks."""
     if plan.bundle.task != "segmentation":
         raise InputError(
@@ -330,7 +331,7 @@ def _refuse_unsaved(plan: Plan) -> None:
         )
 
 
-def _refuse_unplaced(federation: Federation) -> None:
+def _require_geometry(federation: Federation) -> None:
     """Raise an InputError if it is not known where the test images' pixels lie in their files."""
     prepared = federation.sections["test"]
     if len(prepared.geometry) != len(prepared):

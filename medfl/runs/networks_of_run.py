@@ -136,10 +136,10 @@ class RunNetworks:
         if network is None:
             network = _States(self, data, say).server_network(self.round)
         if network is None:
-            raise self._has_none()
+            raise self._no_global_model_error()
         return [Model(network.eval(), "", self.round, {})]
 
-    def _has_none(self) -> InputError:
+    def _no_global_model_error(self) -> InputError:
         return InputError(
             f"method {self.run.method!r} has a model for each site and none for all",
             f"its sites are {', '.join(self.sites)}",
@@ -186,7 +186,7 @@ class RunNetworks:
         if self._weights is None:
             return None
         if any("/" in key and key.partition("/")[0] in self.sites for key in self._weights):
-            raise self._has_none()
+            raise self._no_global_model_error()
         try:
             return network_with(self._weights, self.bundle, self.method, self.task, self.run.seed)
         except ValueError:

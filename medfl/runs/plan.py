@@ -184,12 +184,12 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         **{**settled, "batch_size": settled["batch_size"] or bundle.batch_size},
         **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
     )
-    lacking.tell(bundle, run)
+    lacking.apply_to(bundle, run)
     taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
     notes = opened.notes + taken + why(chosen, run) + tuple(public.notes(bundle, sections) if public else ())
-    if of_sites := site_channels.notes(bundle, run) + unlabelled_notes(run):
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *of_sites)))
-        notes += of_sites
+    if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes)))
+        notes += site_notes
     return Plan(run, bundle, method, notes, public)
 
 
@@ -248,7 +248,7 @@ def repeat(
     public = _repeated_public(run, method, opened.bundle, say)
     notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
     run = dataclasses.replace(run, data=record, public=public.record if public else None, bundle_path=str(bundle.root))
-    lacking.tell(opened.bundle, run)
+    lacking.apply_to(opened.bundle, run)
     return Plan(run, opened.bundle, method, notes, public)
 
 
@@ -261,8 +261,8 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> Pu
     if plan is None:
         raise InputError(
             f"a run of {run.method!r} with public data that its options do not use",
-            "such runs have none any more",
-            "run it anew",
+            "in this version the method uses none with these options",
+            "start a new run",
         )
     for what, was, now in (
         ("public data", run.public.data.checksum, plan.record.data.checksum),
@@ -300,7 +300,7 @@ def _typed(name: str, value: Any) -> Any:
         return value if value in (None, AUTO) else one.kind(value)
     except (TypeError, ValueError) as error:
         given = f"{name} {str(value)!r:.40} in the bundle's federated.yaml"
-        raise InputError(given, one.allowed, "correct it there, or give " + one.flag) from error
+        raise InputError(given, one.allowed, f"correct it there, or give {one.flag}") from error
 
 
 def device_named(name: str) -> str:

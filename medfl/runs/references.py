@@ -91,7 +91,7 @@ def _in_table(file: Path, files: Mapping[str, str], classes: Sequence[str]) -> d
             raise InputError(
                 f"{file}: label {label!r} of {ident}",
                 f"one of {', '.join(classes)}, or their index from 0",
-                "correct it, or remove the row",
+                "use one of these, or remove the row",
             )
     return {ident: labels[label] for ident, label in given_labels.items()}
 

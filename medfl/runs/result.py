@@ -153,13 +153,13 @@ class Result(ResultTables):
     @property
     def labels(self) -> NDArray[np.int64]:
         """The reference classes of the predictions, (N,)."""
-        self._refuse_others("labels")
+        self._require_classification("labels")
         return np.array([row["label"] for row in self.predictions], dtype=np.int64)
 
     @property
     def probabilities(self) -> NDArray[np.float64]:
         """The predicted probabilities, (N, K), rows and columns in the order of predictions and classes."""
-        self._refuse_others("probabilities")
+        self._require_classification("probabilities")
         return np.array([[row[f"p_{name}"] for name in self.classes] for row in self.predictions])
 
     def report(self) -> Path:
@@ -286,7 +286,7 @@ class Result(ResultTables):
         Raises:
             InputError: the run is no classification, its network has no convolutions, or as for `predict`.
         """
-        self._refuse_others("activation maps")
+        self._require_classification("activation maps")
         network = self.network(which, site)
         listed = [images] if isinstance(images, str | Path) else list(images)
         owners = self._owners(section) if all(isinstance(entry, str) for entry in listed) else {}
@@ -331,7 +331,7 @@ class Result(ResultTables):
         with tf32(self.run.tf32):
             if self.task == "segmentation":
                 return new_images.masks(bundle, network, shard, self.device)
-            self._refuse_others("predictions of new images")
+            self._require_classification("predictions of new images")
             rows = self._records(bundle.evaluator(network, shard, self.device))
         return [{key: value for key, value in row.items() if key != "label"} for row in rows]
 
@@ -339,7 +339,7 @@ class Result(ResultTables):
         self, network: nn.Module, prepared: Prepared, ids: Sequence[str] | None, owner: Mapping[str, str]
     ) -> list[Record]:
         shard = Shard.of(prepared, range(len(prepared))) if ids is None else _shard(prepared, ids)
-        shard = site_labels.owned(shard, owner, self._files.summary or {}, self.plan.bundle)
+        shard = site_labels.with_recorded_classes(shard, owner, self._files.summary or {}, self.plan.bundle)
         with tf32(self.run.tf32):
             rows = self._records(self.plan.bundle.evaluator(network, shard, self.device))
             if self.task == "segmentation" and not isinstance(self.plan.bundle.evaluator, ClassEvaluator):
@@ -369,9 +369,9 @@ class Result(ResultTables):
             )
         return value
 
-    def _refuse_others(self, what: str) -> None:
+    def _require_classification(self, what: str) -> None:
         if self.task != "classification":
-            raise InputError(f"{what} of {self.run.bundle}, a {self.task} task", "they are of classes", "use predict()")
+            raise InputError(f"{what} of {self.run.bundle}, a {self.task} task", "classification", "use predict()")
 
 
 @check_arguments

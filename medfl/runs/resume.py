@@ -65,7 +65,7 @@ def resumed_plan(
     if other or options or config or set(requested) - {"rounds", "data"}:
         asked = make_plan(again(run, other, options, config, **requested), say).run
         sha256 = asked.bundle_sha256 if other else run.bundle_sha256  # `repeat` says what to do where it has changed
-        _refuse_other(replace(asked, versions=run.versions, bundle_sha256=sha256), run)
+        _require_same_settings(replace(asked, versions=run.versions, bundle_sha256=sha256), run)
     _tell_versions(run, "began", say)
     if rounds > run.options.get("rounds", rounds):
         ends = run.options["rounds"]
@@ -101,7 +101,7 @@ def has_local(path: Path) -> bool:
 def is_due(run: Run, path: Path) -> bool:
     """Tell whether a Local reference has still to be trained, or trained on; errors are those of `rounds_done`."""
     if _scored(path) == run.rounds:
-        _refuse_other(run, read_verified_run(path / "run.json")[0])
+        _require_same_settings(run, read_verified_run(path / "run.json")[0])
         return False
     rounds_done(run, path)
     return True
@@ -119,7 +119,7 @@ def rounds_done(run: Run, path: Path, sums: bool = True) -> int | None:
     """Return how many rounds a run has in a folder, None without one; InputError for another, damaged or longer run."""
     if not (path / "run.json").is_file():
         return None
-    _refuse_other(run, read_verified_run(path / "run.json")[0])
+    _require_same_settings(run, read_verified_run(path / "run.json")[0])
     done = int((verified_manifest(RunFolder(path), sums) or {"round": 0})["round"])
     _refuse_fewer(run.rounds, done, path)
     return done
@@ -131,11 +131,11 @@ def open_folder(
     """Make the folder of a run, or open it (`federate` has refused others), and write its record.
 
     Returns:
-        The folder, and whether the run is gone on with.
+        The folder, and whether the run is resumed.
     """
     done = rounds_done(plan.run, path, sums=False)
     folder = RunFolder.create(path, BESIDE) if done is None else RunFolder.existing(path)
-    extra = {**extra, "leaves": federation.policy()}
+    extra = {**extra, "leaves": federation.describe_exchange()}
     if done is not None:
         folder.state.mkdir(exist_ok=True)
         before = folder.read_run()[1]
@@ -176,7 +176,7 @@ def _refuse_fewer(rounds: int, done: int, path: Path) -> None:
         raise InputError(f"--rounds {rounds}", allowed, f"ask for at least {max(1, done)}")
 
 
-def _refuse_other(asked: Run, recorded: Run) -> None:
+def _require_same_settings(asked: Run, recorded: Run) -> None:
     """Raise an InputError that names a difference between what is asked for and the run to be continued."""
     different = asked.difference(recorded)
     if different:

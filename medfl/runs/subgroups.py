@@ -91,7 +91,7 @@ class Subgroups:
     def notes(self) -> list[str]:
         """Return what a reader of the records must know."""
         few = [group.name for group in self.groups if group.count is None]
-        why = f"fewer than {self.min_count} cases, or it would give such a one away"
+        why = f"fewer than {self.min_count} cases, or its count would reveal such a group"
         said = [f"not told, {why}: {', '.join(few)}"] if few else []
         thin = {group.name: group.silent for group in self.groups if group.silent}
         if thin:
@@ -134,9 +134,9 @@ def of(
         member_rows = [rows[i] for i in index]
         if not member_rows or (index is not together and counts[name] is None):
             return Subgroup(name, None, {}, {})
-        if classes:
-            return _classified(name, member_rows, classes, min_count, seed)
-        return _measured(name, member_rows, seed)
+        return (
+            _classified(name, member_rows, classes, min_count, seed) if classes else _measured(name, member_rows, seed)
+        )
 
     return Subgroups(by, tuple(group(*entry) for entry in members.items()), group("all of these", together), min_count)
 

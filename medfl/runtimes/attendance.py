@@ -18,7 +18,7 @@ from medfl.runtimes.federation import Federation
 _KEPT = "; the last good round is kept"
 
 
-class Absent(NamedTuple):
+class FailedReply(NamedTuple):
     """A site's answer that did not come or was refused, and why, in one line for the user."""
 
     site: str
@@ -61,7 +61,7 @@ class Tolerance:
             raise InputError(flag, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
         if self.min_replies < aggregation.least:
             needed = f"{aggregation} needs at least {aggregation.least} replies"
-            raise InputError(f"{flag} with --aggregation {aggregation}", needed, "ask for as many")
+            raise InputError(f"{flag} with --aggregation {aggregation}", needed, f"give {aggregation.least} or more")
 
     def set_deadline(self, workers: object) -> None:
         """Tell the deadline to what runs the tasks, if it is anything that can hold to one.
@@ -96,9 +96,9 @@ class Attendance:
     say: Print
 
     def present(self, answers: Iterable[tuple[int, Any]]) -> Iterator[tuple[str, Any]]:
-        """Yield (site, answer) of (position of the site, its answer or `Absent`); RunError if too few can answer."""
+        """Yield (site, answer) of (position of the site, its answer or failure); RunError if too few can answer."""
         for index, answer in answers:
-            if isinstance(answer, Absent):
+            if isinstance(answer, FailedReply):
                 self.refuse({self.names[index]: answer.why})
             else:
                 yield self.names[index], answer

@@ -71,7 +71,7 @@ def _form(tensor: Tensor) -> str:
     return f"({', '.join(map(str, tensor.shape))}){kind}"
 
 
-def refuse_dealt(run: Run) -> None:
+def refuse_init_of_mixed_networks(run: Run) -> None:
     """Raise an InputError if sites with networks of their own were to begin with the weights of one."""
     if run.init:
         raise InputError(

@@ -24,14 +24,14 @@ from medfl.core.seeding import derive
 from medfl.core.storage import State, to_device
 from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
-from medfl.data.on_device import Free, free_memory, hold
+from medfl.data.on_device import Free, free_gpu_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
 from medfl.evaluation.mask_metrics import asked
 from medfl.methods._parts.robust import Aggregation, counted
 from medfl.methods.base import Method
 from medfl.runtimes import site_channels, site_labels
-from medfl.runtimes.beginning import begun, refuse_dealt
+from medfl.runtimes.beginning import begun, refuse_init_of_mixed_networks
 from medfl.runtimes.unlabelled import check_sites, hidden
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.capture import capture_steps
@@ -45,7 +45,7 @@ POOLED = "central"
 
 
 @dataclass(frozen=True)
-class _Body:
+class _Architecture:
     """What the sites with one network share: the bundle that builds it and its optimiser, and the pool.
 
     `leaves` is the form of each tensor of the network that may leave, `personal` names those that leave in no group,
@@ -91,7 +91,7 @@ class Federation:
 
         Raises:
             InputError: an item of the partition is not in the data, the method does not support the bundle's task, its
-                images or the aggregation, or networks cannot be dealt.
+                images or the aggregation, or networks cannot be assigned.
         """
         if bundle.task not in method.tasks:
             raise InputError(
@@ -106,20 +106,20 @@ class Federation:
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
         self.aggregation = self._aggregation()
-        if run.max_share is not None and self.counting_the_same:
-            given = f"--max-share {run.max_share:g} with {self.counting_the_same}"
+        if run.max_share is not None and self.equal_weight_flag:
+            given = f"--max-share {run.max_share:g} with {self.equal_weight_flag}"
             raise InputError(given, "sites count the same there", "leave one of them out")
         self.distances = asked(run.metrics, bundle.structures if bundle.task == "segmentation" else None)
         self.networks = self._pool(bundle)
-        self._bodies = self._dealt()
+        self._architectures = self._assign_architectures()
         self.public = public
-        self.messages = self._messages()
+        self.compression = self._make_compression()
         site_labels.check(run.site_labels, bundle, method, self.names)
         prepared = prepared or prepared_sections(bundle, jobs=jobs, progress=progress)
         self.sections = site_channels.filled(prepared, bundle, run)
         self._shards = {section: self._divide(section) for section in SECTIONS}
         self.known = site_labels.known_labels(bundle, method, run, self._shards["train"])
-        self._shards = {section: site_labels.marked(shards, self.known) for section, shards in self._shards.items()}
+        self._shards = {name: site_labels.annotate(shards, self.known) for name, shards in self._shards.items()}
         check_sites(method, (self.site(name, 0) for name in self.participants), bundle)
 
     def _pool(self, bundle: Bundle) -> Networks:
@@ -132,20 +132,20 @@ class Federation:
             pool.start_with(begun(bundle, self.method, self.task, self.run))
         return pool
 
-    def _dealt(self) -> dict[str, _Body]:
-        """Return each participant's body; sites with the same network share one."""
+    def _assign_architectures(self) -> dict[str, _Architecture]:
+        """Return each participant's architecture; sites with the same network share one."""
         configs = methods.site_networks(self.method, self.participants)
-        bodies = {key: self._body(config) for key, config in {repr(c): c for c in configs.values()}.items()}
-        return {name: bodies[repr(config)] for name, config in configs.items()}
+        built = {key: self._build_architecture(c) for key, c in {repr(c): c for c in configs.values()}.items()}
+        return {name: built[repr(config)] for name, config in configs.items()}
 
-    def _body(self, config: Mapping[str, Any]) -> _Body:
-        """Return the body with these ids of the bundle's configuration.
+    def _build_architecture(self, config: Mapping[str, Any]) -> _Architecture:
+        """Return the architecture with these ids of the bundle's configuration.
 
         What leaves must fit the server's network, and be personal neither there nor at the site.
         """
         bundle, networks = self.bundle, self.networks
         if config:
-            refuse_dealt(self.run)
+            refuse_init_of_mixed_networks(self.run)
             folder = {"dataset_dir": self.run.data.folder} if self.run.data.folder else {}
             bundle = Bundle(str(bundle.root), {**self.run.config, **folder, **config}, bundle.device, bundle.policy)
             networks = self._pool(bundle)
@@ -158,9 +158,9 @@ class Federation:
         whole = methods.keeps_network(self.method, config)
         staying = [name for name in networks.initial if whole or name not in leaves]
         personal |= networks.initial.keys() - common.keys()
-        return _Body(bundle, networks, leaves, frozenset(personal), len(staying))
+        return _Architecture(bundle, networks, leaves, frozenset(personal), len(staying))
 
-    def _messages(self) -> Compression:
+    def _make_compression(self) -> Compression:
         """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
         messages, exact = Compression.parse(self.run.messages), set[str]()
         if messages.lossless:
@@ -191,12 +191,12 @@ class Federation:
             raise InputError(
                 f"--aggregation {aggregation} with {size} sites in a round",
                 f"{aggregation} needs at least {aggregation.least}",
-                "have more sites in the cohort, or allow for fewer bad ones",
+                "have more sites in the cohort, or a rule for fewer faulty ones",
             )
         return aggregation
 
     @property
-    def counting_the_same(self) -> str:
+    def equal_weight_flag(self) -> str:
         """The setting by which each site counts the same; "" where they count by their numbers of items."""
         if not self.aggregation.counts_samples:
             return f"--aggregation {self.aggregation}"
@@ -210,7 +210,7 @@ class Federation:
 
     @cached_property
     def _pools(self) -> set[Networks]:
-        return {self.networks, *(body.networks for body in self._bodies.values())}
+        return {self.networks, *(arch.networks for arch in self._architectures.values())}
 
     def _divide(self, section: str) -> dict[str, Shard]:
         prepared = self.sections[section]
@@ -227,7 +227,7 @@ class Federation:
             shards[name] = Shard.of(prepared, [position[ident] for ident in ids.get(section, [])])
         return shards
 
-    def hold(self, free: Free = free_memory) -> str:
+    def hold(self, free: Free = free_gpu_memory) -> str:
         """Hold the data on the networks' device, as far as they fit in half of its free memory; say what is held."""
         public = {} if self.public is None else {"public": self.public.shard.prepared}
         held, report = hold({**self.sections, **public}, self.networks.device, free)
@@ -242,7 +242,7 @@ class Federation:
         """Return a site's items in a section."""
         return self._shards[section][name]
 
-    def work(self, participant: str, section: str) -> Shard:
+    def participant_shard(self, participant: str, section: str) -> Shard:
         """Return what a participant trains on: its own items, or everybody's where the method pools the data."""
         if not self.method.pools_data:
             return self.shard(participant, section)
@@ -256,19 +256,19 @@ class Federation:
 
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
-        run, body, by_epoch = self.run, self._bodies[name], self.run.decay_per == "epoch"
-        bundle, first = body.bundle, max(0, round_ - 1) * run.local_epochs
+        run, arch, by_epoch = self.run, self._architectures[name], self.run.decay_per == "epoch"
+        bundle, first = arch.bundle, max(0, round_ - 1) * run.local_epochs
         settings = LocalSettings(
             run.local_epochs, run.batch_size, partial(bundle.optimizer, lr=run.lr, epoch=first),
             lr_factor=run.lr_decay ** (first if by_epoch else round_ - 1), amp=run.amp, lr_decay=run.lr_decay,
             rates=(lambda epoch: bundle.rates(first + epoch, run.lr)) if bundle.is_scheduled else None,
             epoch_factor=run.lr_decay if by_epoch else 1.0,
         )  # fmt: skip
-        train, validate, test = hidden(run, name, [self.work(name, section) for section in SECTIONS])
+        train, validate, test = hidden(run, name, [self.participant_shard(name, section) for section in SECTIONS])
         known = self.known.get(name)
         return Site(
             name, derive(run.seed, "round", round_, name), train, validate, test,
-            site_labels.loss_at(self.bundle, run, known), settings, body.networks, round_, self.task, known=known,
+            site_labels.loss_at(self.bundle, run, known), settings, arch.networks, round_, self.task, known=known,
             common=self.networks, public=self.public, method=run.method, optimizers={} if run.keep_optimizer else None,
         )  # fmt: skip
 
@@ -289,25 +289,25 @@ class Federation:
         """Return the server's side in a round."""
         return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_, self.task, self.public)
 
-    def policy(self) -> str:
+    def describe_exchange(self) -> str:
         """Say what leaves a site and what of the network stays, and how much of it in smaller messages."""
-        dealt = self._bodies.values()
-        leave, stay = _span([len(body.leaves) for body in dealt]), _span([body.stays for body in dealt])
+        used = self._architectures.values()
+        leave, stay = _span([len(arch.leaves) for arch in used]), _span([arch.stays for arch in used])
         besides = sorted(group.name for group in self.method.groups() if group.up)
         text = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
         text += f"; besides them leave: {', '.join(besides)}" if besides else ""
         text += f"; aggregation: {self.aggregation.described}" if not self.aggregation.is_mean else ""
         text += site_labels.described(self.known, self.bundle)
-        if self.messages.lossless:
+        if self.compression.lossless:
             return text
-        takes = self.messages.takes
+        takes = self.compression.takes
         smaller = [
-            sum(takes("weights", name, dtype, shape.numel()) for name, (shape, dtype) in body.leaves.items())
-            for body in dealt
+            sum(takes("weights", name, dtype, shape.numel()) for name, (shape, dtype) in arch.leaves.items())
+            for arch in used
         ]
-        exact = [len(body.leaves) - number for body, number in zip(dealt, smaller, strict=True)]
-        text += "; replies" if self.messages.kind == "topk" else "; replies and broadcasts"
-        return f"{text}: {self.messages}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
+        exact = [len(arch.leaves) - number for arch, number in zip(used, smaller, strict=True)]
+        text += "; replies" if self.compression.kind == "topk" else "; replies and broadcasts"
+        return f"{text}: {self.compression}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
 
     def check(self, name: str, message: Message) -> None:
         """Enforce the policy on what a site says: declared groups, no personal tensor, known forms, finite values.
@@ -317,18 +317,18 @@ class Federation:
         Raises:
             RunError: names the site and the tensor, or what is too large.
         """
-        flat, body = message.flat(), self._bodies[name]
+        flat, arch = message.flat(), self._architectures[name]
         self.message_limits.checked(flat, f"site {name!r}")
         undeclared = message.tensors.keys() - {"weights", *(group.name for group in self.method.groups() if group.up)}
         for key, tensor in flat.items():
             group, _, member = key.partition("/")
-            form = body.leaves.get(member) if group == "weights" else None
-            if member in body.personal or (group == "weights" and form is None):
+            form = arch.leaves.get(member) if group == "weights" else None
+            if member in arch.personal or (group == "weights" and form is None):
                 raise RunError(f"site {name!r}: tensor {key!r} must not leave it")
             if group in undeclared:
                 raise RunError(f"site {name!r}: {key!r} is in a group that the method's groups() does not declare")
             if group in self.like_weights:
-                like = body.networks.initial.get(member)
+                like = arch.networks.initial.get(member)
                 if like is None:
                     raise RunError(f"site {name!r}: {key!r} is no tensor of the network")
                 form = like.shape, like.dtype
@@ -346,7 +346,7 @@ class Federation:
         """
         plain = methods.has_fedavg_server(self.method)
         if plain or "weights" in reply:
-            missing = self._bodies[name].leaves.keys() - reply.tensors.get("weights", {}).keys()
+            missing = self._architectures[name].leaves.keys() - reply.tensors.get("weights", {}).keys()
             if missing:
                 raise RunError(f"site {name!r}: 'weights/{min(missing)}' is missing in its reply ({len(missing)} such)")
         if plain and "samples" not in reply.scalars:
@@ -354,7 +354,7 @@ class Federation:
 
     def sent(self, round_: int, name: str, broadcast: Message) -> Message:
         """Return a broadcast as it crosses to a site, made smaller."""
-        return self.messages.broadcast(broadcast, derive(self.host(round_).seed, "messages", name))
+        return self.compression.broadcast(broadcast, derive(self.host(round_).seed, "messages", name))
 
     def arrived(self, name: str, named: Mapping[Any, Any]) -> Message:
         """Return what a site sent, restored by some transport under the names of `Message.flat`, on this device.

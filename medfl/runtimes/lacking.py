@@ -12,7 +12,7 @@ from medfl.data.source import LACKS
 from medfl.runtimes import site_channels
 
 
-def tell(bundle: Bundle, run: Run) -> None:
+def apply_to(bundle: Bundle, run: Run) -> None:
     """Have a bundle read no training label of sites without any, and channels that an item's site lacks as zero.
 
     A crop might go by such a label, and a mean by such a channel.

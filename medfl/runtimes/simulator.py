@@ -96,7 +96,7 @@ class Simulator:
         self.folder.rounds(up_to=self.done)
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
             self.tolerance.set_deadline(self.workers)
-            self.workers.told = self.record.setdefault("told", {})
+            self.workers.introduced_counts = self.record.setdefault("told", {})
             self.workers.facts = self.record.setdefault("facts", {})
             self.workers.together = self._together()
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
@@ -112,7 +112,7 @@ class Simulator:
         return summary
 
     def _execute(self, resumed: bool) -> dict[str, Any]:
-        self.say(self.federation.policy())
+        self.say(self.federation.describe_exchange())
         if not resumed:
             self._start()
         with Events(
@@ -286,9 +286,9 @@ class Simulator:
             self._noted_choices = len(together.choices)
             self.folder.add_to_run({"packed": [asdict(choice) for choice in together.choices]})
         for result in results.values():
-            if result.eager and result.eager not in self._eager:
-                self._eager.append(result.eager)
-                self.say(f"note: training steps that are not captured: {result.eager}")
+            if result.eager_reason and result.eager_reason not in self._eager:
+                self._eager.append(result.eager_reason)
+                self.say(f"note: training steps that are not captured: {result.eager_reason}")
 
     def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
         """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays."""

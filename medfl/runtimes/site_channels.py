@@ -13,7 +13,7 @@ from medfl.core.forms import by_site
 from medfl.core.run import Run
 from medfl.data.channels import Channels
 from medfl.data.prepared import Prepared
-from medfl.runtimes.of_sites import positions, require_sites
+from medfl.runtimes.site_settings import positions, require_sites
 
 _FLAG = "--site-channels"
 

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.core.forms import FOUND, by_site
+from medfl.core.forms import FROM_MASKS, by_site
 from medfl.core.run import Run
-from medfl.data.known_labels import Known, PartialLoss
+from medfl.data.known_labels import AnnotatedClasses, PartialLoss
 from medfl.data.prepared import Shard
 from medfl.evaluation.mask_metrics import slug
 from medfl.methods.base import Method
-from medfl.runtimes.of_sites import positions, require_sites
+from medfl.runtimes.site_settings import positions, require_sites
 
 _FLAG = "--site-labels"
 
@@ -35,13 +35,13 @@ def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[s
     require_sites(_FLAG, site_labels, sites, "=...")
     return {
         site: None
-        if names == (FOUND,)
+        if names == (FROM_MASKS,)
         else positions("label", site, {n: slug(n) for n in names}, named, allowed, advice)
         for site, names in site_labels.items()
     }
 
 
-def annotated(structures: Sequence[str]) -> set[int]:
+def foreground_classes(structures: Sequence[str]) -> set[int]:
     """Return the positions of all that a site may annotate: of the structures without the background."""
     return {index for index, name in enumerate(structures) if slug(name) != "background"}
 
@@ -61,7 +61,7 @@ def check(text: str, bundle: Bundle, method: Method, sites: Collection[str]) -> 
     read(text, bundle.structures, sites)
 
 
-def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, Shard]) -> dict[str, Known]:
+def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, Shard]) -> dict[str, AnnotatedClasses]:
     """Return what the masks of each site show; sites that annotate everything, or whose masks are elsewhere, lack.
 
     Raises:
@@ -70,26 +70,26 @@ def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, 
     check(run.site_labels, bundle, method, shards)
     if not run.site_labels:
         return {}
-    structures, label_sets = bundle.structures, dict[str, Known]()
-    everything = annotated(structures)
+    structures, label_sets = bundle.structures, dict[str, AnnotatedClasses]()
+    everything = foreground_classes(structures)
     for site, classes in read(run.site_labels, structures, shards).items():
         if classes is None:
             if not len(shards[site]):
                 continue  # its masks are on another machine
-            classes = tuple(sorted(_shown(shards[site], len(structures)) & everything))
+            classes = tuple(sorted(_classes_in_masks(shards[site], len(structures)) & everything))
             if not classes:
                 raise InputError(
-                    f"{_FLAG} {site}={FOUND}, but none of its {len(shards[site])} training masks shows a structure",
+                    f"{_FLAG} {site}={FROM_MASKS}, none of its {len(shards[site])} training masks shows a structure",
                     f"masks with some of {', '.join(structures[i] for i in sorted(everything))}",
                     "give the site masks that it annotated, or leave it out",
                 )
         if {*classes} != everything:
             label_sets[site] = _known(classes, bundle)
-            _try(bundle, site, label_sets[site], shards[site], run.partial_loss == "naive")
+            _check_loss_supports(bundle, site, label_sets[site], shards[site], run.partial_loss == "naive")
     return label_sets
 
 
-def marked(shards: Mapping[str, Shard], known: Mapping[str, Known]) -> dict[str, Shard]:
+def annotate(shards: Mapping[str, Shard], known: Mapping[str, AnnotatedClasses]) -> dict[str, Shard]:
     """Return the sites' items of a section, which say what their masks show."""
     return {
         site: replace(shard, shown=dict.fromkeys(shard.indices.tolist(), known[site])) if site in known else shard
@@ -97,13 +97,13 @@ def marked(shards: Mapping[str, Shard], known: Mapping[str, Known]) -> dict[str,
     }
 
 
-def told(known: Mapping[str, Known], bundle: Bundle) -> dict[str, dict[str, list[str]]]:
+def for_summary(known: Mapping[str, AnnotatedClasses], bundle: Bundle) -> dict[str, dict[str, list[str]]]:
     """Return {"labels": site -> names of what its masks show}, {} where all sites annotate everything."""
     names = bundle.structures if known else ()
     return {"labels": {site: [names[c] for c in one.classes] for site, one in known.items()}} if known else {}
 
 
-def owned(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Bundle) -> Shard:
+def with_recorded_classes(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Bundle) -> Shard:
     """Return a finished run's items, which say what their masks show."""
     labels = summary.get("labels") or {}
     known = {site: _known([bundle.structures.index(name) for name in names], bundle) for site, names in labels.items()}
@@ -111,8 +111,8 @@ def owned(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bu
     return replace(shard, shown={index: known[site] for index, site in sites if site in known})
 
 
-def _known(classes: Sequence[int], bundle: Bundle) -> Known:
-    return Known(tuple(classes), len(bundle.structures), exclusive(bundle))
+def _known(classes: Sequence[int], bundle: Bundle) -> AnnotatedClasses:
+    return AnnotatedClasses(tuple(classes), len(bundle.structures), exclusive(bundle))
 
 
 def exclusive(bundle: Bundle) -> bool:
@@ -120,13 +120,13 @@ def exclusive(bundle: Bundle) -> bool:
     return slug(bundle.structures[0]) == "background" and not _is_sigmoid(inspect.unwrap(bundle.loss))
 
 
-def described(known: Mapping[str, Known], bundle: Bundle) -> str:
+def described(known: Mapping[str, AnnotatedClasses], bundle: Bundle) -> str:
     """Say it in a line's words, "" where all sites annotate everything."""
-    each = [f"{site} {' and '.join(names)}" for site, names in told(known, bundle).get("labels", {}).items()]
+    each = [f"{site} {' and '.join(names)}" for site, names in for_summary(known, bundle).get("labels", {}).items()]
     return f"; masks show: {', '.join(each)}" if each else ""
 
 
-def _shown(shard: Shard, count: int) -> set[int]:
+def _classes_in_masks(shard: Shard, count: int) -> set[int]:
     """Return the values of a shard's masks, or the channels that are not empty."""
     values: set[int] = set()
     for _, y in shard.deterministic(whole=True).batches(1):
@@ -142,22 +142,23 @@ def _is_sigmoid(loss: object) -> bool:
     return any(said or (isinstance(part, nn.BCEWithLogitsLoss) for part in parts))  # MONAI's DiceCELoss has both
 
 
-def _try(bundle: Bundle, site: str, known: Known, shard: Shard, naive: bool) -> None:
+def _check_loss_supports(bundle: Bundle, site: str, known: AnnotatedClasses, shard: Shard, naive: bool) -> None:
     """Raise an InputError if the bundle's loss cannot be had over a site's structures alone."""
     for _, y in shard.batches(1) if len(shard) else ():
         logits = torch.zeros(len(y), known.count, *y.shape[2:], device=bundle.device)
         try:
             PartialLoss(bundle.loss, known, naive)(logits, y.to(bundle.device))
         except (RuntimeError, ValueError, IndexError) as error:
-            given, lost = f"{_FLAG} {site}=..., over whose structures the bundle's loss fails ({error})", known.others
+            given = f"{_FLAG} {site}=..., over whose structures the bundle's loss fails ({error})"
+            needed = known.count - len(known.unannotated) + known.exclusive
             raise InputError(
                 " ".join(given.split())[:300],
-                f"a loss of {known.count} channels that also takes {known.count - len(lost) + known.exclusive}",
+                f"a loss that takes any number of channels: of the {known.count}, this site needs {needed}",
                 "take a loss without weights of its channels, or --partial-loss naive",
             ) from error
         return
 
 
-def loss_at(bundle: Bundle, run: Run, known: Known | None) -> Callable[..., Tensor]:
+def loss_at(bundle: Bundle, run: Run, known: AnnotatedClasses | None) -> Callable[..., Tensor]:
     """Return the loss of a site: the bundle's, or that over what its masks show."""
     return bundle.loss if known is None else PartialLoss(bundle.loss, known, run.partial_loss == "naive")

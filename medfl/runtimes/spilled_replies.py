@@ -16,7 +16,7 @@ from torch import Tensor
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import writing
-from medfl.data.disk_cache import free_memory
+from medfl.data.disk_cache import free_ram
 
 BUDGET: int | None = None
 """Bytes of one round's replies that stay in memory; None: an eighth of what is free, at most `_MOST`."""
@@ -34,7 +34,7 @@ class TensorStore:
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         self.held, self._folder = 0, folder
         most = BUDGET if budget is None else budget
-        self._budget = min(_MOST, free_memory() // 8) if most is None else most
+        self._budget = min(_MOST, free_ram() // 8) if most is None else most
         self._file: Any = None
 
     def keep(self, tensors: Weights) -> Weights:

@@ -39,7 +39,7 @@ class StepResult:
         steps: optimiser updates, of all networks that the site trained.
         bytes_up, bytes_down: of the reply and of the broadcast as they crossed.
         cases: section -> outcomes of the locally trained model, for the sections asked for.
-        eager: why steps were not captured though the run asked for it, "" where they were.
+        eager_reason: why steps were not captured though the run asked for it, "" where they were.
     """
 
     state: State
@@ -49,7 +49,7 @@ class StepResult:
     cases: dict[str, Cases]
     bytes_up: int
     bytes_down: int
-    eager: str = ""
+    eager_reason: str = ""
 
 
 def site_step(
@@ -59,7 +59,7 @@ def site_step(
 
     Both ends of the wire are here: the broadcast and the reply are made smaller, counted and restored.
     """
-    method, site, messages = federation.method, federation.site(name, round_), federation.messages
+    method, site, messages = federation.method, federation.site(name, round_), federation.compression
     if site.optimizers is not None:
         site = replace(site, optimizers=dict((state or {}).get(OPTIMIZERS, {})))
     received, bytes_down = _delivered(federation, round_, name, down)
@@ -73,13 +73,14 @@ def site_step(
         if judge and "weights" in reply:
             cases = _scores(federation, _trained(federation, site, state, received, reply), name, judge)
         wire, unsent = messages.reply(reply, received, derive(site.seed, "messages"), unsent)
-        arrived = messages.opened_reply(wire, down, f"site {name!r}")
+        arrived = messages.decompress_reply(wire, down, f"site {name!r}")
         if not messages.lossless:
             federation.check(name, arrived)
     report = summed(site.journal)
     beside = {UNSENT: unsent, OPTIMIZERS: site.optimizers or {}}
     next_state = {**state, **{key: value for key, value in beside.items() if value}}
-    return StepResult(next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down, report.eager)
+    size, reason = wire.num_bytes, report.eager_reason
+    return StepResult(next_state, arrived, report.loss, report.steps, cases, size, bytes_down, reason)
 
 
 def _trained(federation: Federation, site: Site, state: State, received: Message, reply: Message) -> nn.Module:
@@ -90,7 +91,7 @@ def _trained(federation: Federation, site: Site, state: State, received: Message
     return federation.method.predictor(site, state, updated)
 
 
-def site_judge(
+def score_site(
     federation: Federation, round_: int, name: str, state: State | None, down: Message, sections: Sequence[str]
 ) -> dict[str, Cases]:
     """Score the network that the site is judged by on its own items; nothing is trained."""
@@ -98,19 +99,19 @@ def site_judge(
         return _scores(federation, network, name, sections)
 
 
-def site_abroad(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Cases:
+def score_site_on_all(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Cases:
     """Score the network that a site is judged by on everybody's test items."""
     with judged(federation, round_, name, state, down) as network:
         return score(federation, network, federation.pooled("test"), "test")
 
 
-def site_weights(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> State:
+def copy_site_weights(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> State:
     """Return a copy of the weights that the site is judged by (leaves the site in a simulation only)."""
     with judged(federation, round_, name, state, down) as network:
         return copied_weights(network)
 
 
-def site_masks(
+def segment_site(
     federation: Federation,
     round_: int,
     name: str,
@@ -141,7 +142,7 @@ def introduce(federation: Federation, name: str) -> Message:
 def _delivered(federation: Federation, round_: int, name: str, down: Message) -> tuple[Message, int]:
     """Return a broadcast as a site receives it, and its bytes as it crossed."""
     wire = federation.sent(round_, name, down)
-    return federation.messages.opened_broadcast(wire), wire.num_bytes
+    return federation.compression.decompress_broadcast(wire), wire.num_bytes
 
 
 def _own(federation: Federation, site: Site, state: State | None) -> State:
@@ -206,7 +207,7 @@ def score(federation: Federation, network: nn.Module, items: Shard, section: str
 def segment(
     federation: Federation, network: nn.Module, name: str, wanted: Sequence[str], folder: str | None
 ) -> dict[str, Masks]:
-    """Segment a site's test items with a network, as `site_masks`."""
+    """Segment a site's test items with a network, as `segment_site`."""
     shard, evaluator = federation.shard(name, "test"), federation.bundle.evaluator
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}

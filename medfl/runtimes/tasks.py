@@ -20,19 +20,19 @@ from medfl.core.storage import State, load_state, save_state, to_device
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
-from medfl.runtimes.attendance import Absent
+from medfl.runtimes.attendance import FailedReply
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import (
     StepResult,
+    copy_site_weights,
     introduce,
     refuse_other_state,
     score,
+    score_site,
+    score_site_on_all,
     segment,
-    site_abroad,
-    site_judge,
-    site_masks,
+    segment_site,
     site_step,
-    site_weights,
 )
 
 
@@ -48,8 +48,8 @@ MakeTask = Callable[[], Task]
 """Makes a task when its turn comes, so that the messages of thousands of sites need not lie ready."""
 
 
-def result_or_absent(task: Task, run: Callable[[], Any]) -> Any:
-    """Run a task; where a site fails, return its `Absent`.
+def result_or_failure(task: Task, run: Callable[[], Any]) -> Any:
+    """Run a task; where a site fails, return its `FailedReply`.
 
     Raises:
         RunError: a task of the server failed.
@@ -59,7 +59,7 @@ def result_or_absent(task: Task, run: Callable[[], Any]) -> Any:
     except RunError as error:
         if not isinstance(task, SiteTask):
             raise
-        return Absent(task.site, str(error))
+        return FailedReply(task.site, str(error))
 
 
 # At a site
@@ -171,21 +171,21 @@ class ScoreSite(RoundTask):
 
     sections: tuple[str, ...]
 
-    function = site_judge
+    function = score_site
 
 
 @dataclass(frozen=True)
 class ScoreSiteOnAll(RoundTask):
     """Score the network that a site is judged by on everybody's test items."""
 
-    function = site_abroad
+    function = score_site_on_all
 
 
 @dataclass(frozen=True)
 class CopyWeights(RoundTask):
     """Return a copy of the weights that a site is judged by."""
 
-    function = site_weights
+    function = copy_site_weights
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class SegmentSite(RoundTask):
     ids: list[str]
     folder: str | None
 
-    function = site_masks
+    function = segment_site
 
 
 # At the server

@@ -14,7 +14,7 @@ from medfl.data.source import NO_LABEL
 from medfl.data.unlabelled import unlabelled
 from medfl.methods.base import Method
 from medfl.runtimes import site_labels
-from medfl.runtimes.of_sites import of_run, require_sites
+from medfl.runtimes.site_settings import allowed_sites, require_sites
 from medfl.training.site import Site
 
 
@@ -27,17 +27,17 @@ def hidden(run: Run, name: str, sections: Sequence[Shard]) -> list[Shard]:
 def check_unlabelled(
     text: str, name: str, method: Method, sites: Mapping[str, Mapping[str, Collection[str]]], items: Sequence[Item] = ()
 ) -> None:
-    """See that the sites without labels are sites of a run, and not all of them, and that its method is made for them.
+    """Check that the sites without labels are some, not all, of a run's sites, and that its method is made for them.
 
     Items of the training data without a label have to be at sites without labels.
 
     Raises:
-        InputError: they are not, or it is not.
+        InputError: one is no site, none has labels, or the method cannot train without.
     """
     without = site_names(text)
     require_sites("--unlabelled", without, sites)
     if len(without) == len(sites):
-        raise InputError(f"--unlabelled {text}: no site has labels", of_run(sites), "leave one that has some out")
+        raise InputError(f"--unlabelled {text}: no site has labels", allowed_sites(sites), "leave out one that has")
     if without:
         _check_method(method, name, without[0])
     bare = {str(item["id"]) for item in items if NO_LABEL in item}

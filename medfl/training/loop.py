@@ -41,14 +41,14 @@ class FitReport:
         loss: mean training loss over the steps (NaN if there was none).
         optimizer_state: the optimiser's state, only if it was asked for.
         replayed: updates that were replays of a captured step (`medfl.training.accelerate.capture`).
-        eager: why none could be, "" where some were, or where nobody asked for it.
+        eager_reason: why none could be, "" where some were, or where nobody asked for it.
     """
 
     steps: int
     loss: float
     optimizer_state: State | None = None
     replayed: int = 0
-    eager: str = ""
+    eager_reason: str = ""
 
 
 def fit(
@@ -129,7 +129,7 @@ def fit(
     state = None if optimizer_state is None else saved_state(optimizer)
     if states_of_visits is not None:
         states_of_visits[name] = state
-    report = FitReport(len(losses), mean_loss, state, do_step.replayed, do_step.eager)
+    report = FitReport(len(losses), mean_loss, state, do_step.replayed, do_step.eager_reason)
     site.journal.append(report)
     return report
 
@@ -139,8 +139,8 @@ def summed(reports: Sequence[FitReport]) -> FitReport:
     steps = sum(report.steps for report in reports)
     losses = sum(report.steps * report.loss for report in reports if report.steps)  # of none it is NaN
     mean, replayed = losses / steps if steps else float("nan"), sum(report.replayed for report in reports)
-    eager = next((report.eager for report in reports if report.eager), "")
-    return FitReport(steps, mean, replayed=replayed, eager=eager)
+    eager_reason = next((report.eager_reason for report in reports if report.eager_reason), "")
+    return FitReport(steps, mean, replayed=replayed, eager_reason=eager_reason)
 
 
 # Gradient hooks

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from medfl.core.message import Weights
 from medfl.core.task import Task
-from medfl.data.known_labels import Known
+from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Shard
 from medfl.data.public import Public
 from medfl.training.network_pool import Networks
@@ -102,7 +102,7 @@ class Site(_WithNetworks):
     public: Public | None = None
     method: str = ""
     optimizers: dict[str, Any] | None = None
-    known: Known | None = None
+    known: AnnotatedClasses | None = None
 
     @property
     def still(self) -> Shard:

@@ -403,5 +403,7 @@ def test_images_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pyt
 
 def test_bytes_that_name_classes_stay_what_they_are() -> None:
     loss, pred, label = torch.nn.CrossEntropyLoss(), torch.rand(2, 3, 4, 4), torch.ones(2, 4, 4, dtype=torch.uint8)
-    seen = older.of_numbers(lambda prediction, target: loss(prediction, target.long()) + target.is_floating_point())
+    seen = older.with_float_labels(
+        lambda prediction, target: loss(prediction, target.long()) + target.is_floating_point()
+    )
     assert torch.equal(seen(pred, label), loss(pred, label.long()))

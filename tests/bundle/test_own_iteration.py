@@ -134,7 +134,7 @@ def test_each_network_is_the_mean_of_what_the_sites_trained(tmp_path: Path) -> N
                 model = federation.networks.lease(federation.networks.initial)
                 fit(model, federation.site(name, 1))
                 trained.append(snapshot(model))
-            counts.append(len(federation.work(name, "train")))
+            counts.append(len(federation.participant_shard(name, "train")))
     assert len(set(counts)) > 1
     averaged = weights(tmp_path / "out")
     for name, tensor in averaged.items():

@@ -15,7 +15,7 @@ def test_a_line_a_group_with_intervals_and_what_is_not_told() -> None:
     assert lines[3].split()[:2] == ["north", "47"]
     assert lines[4].split() == ["south", "not", "told", "-", "-", "-"]
     assert any(
-        line.startswith("note: not told, fewer than 10 cases, or it would give such a one away") for line in lines
+        line.startswith("note: not told, fewer than 10 cases, or its count would reveal such a group") for line in lines
     )
     assert max(map(len, lines)) <= 100
 

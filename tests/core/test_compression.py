@@ -51,7 +51,7 @@ def crossed(
 ) -> tuple[Message, dict[str, Tensor]]:
     """Return a reply as the server has it, by way of its bytes, and the error feedback."""
     wire, rest = of(form).reply(message, weights(base), seed, unsent or {})
-    return of(form).opened_reply(Message.decode(wire.encode()), weights(base), "site 'x'"), dict(rest)
+    return of(form).decompress_reply(Message.decode(wire.encode()), weights(base), "site 'x'"), dict(rest)
 
 
 # What is asked for
@@ -85,8 +85,8 @@ def test_lossless_hands_on_the_very_message() -> None:
     wire, rest = form.reply(message, message, 0, unsent)
     assert wire is message
     assert rest is unsent
-    assert form.opened_reply(message, message, "x") is form.broadcast(message, 0) is message
-    assert form.opened_broadcast(message) is message
+    assert form.decompress_reply(message, message, "x") is form.broadcast(message, 0) is message
+    assert form.decompress_broadcast(message) is message
 
 
 # What goes as it is
@@ -100,7 +100,7 @@ def test_what_is_small_exact_or_no_float_is_untouched_and_forms_stay(form: str, 
         received, _ = crossed(form, sent, base)
     else:
         wire = of(form).broadcast(sent, 0)
-        received = of(form).opened_broadcast(Message.decode(wire.encode()))
+        received = of(form).decompress_broadcast(Message.decode(wire.encode()))
     assert received.scalars == sent.scalars
     flat, wanted = received.flat(), sent.flat()
     assert flat.keys() == wanted.keys()
@@ -130,7 +130,7 @@ def test_half_precision_rounds_to_nearest(form: str, unit: float) -> None:
     values = draw(1000, 4)
     values[0] = torch.tensor([1 + 2 * unit, 1 + unit, 1 + 1.01 * unit, -3.0])
     wire = of(form).broadcast(weights({"w": values}), 0)
-    received = of(form).opened_broadcast(wire)["weights"]["w"]
+    received = of(form).decompress_broadcast(wire)["weights"]["w"]
     assert received[0].tolist() == [1 + 2 * unit, 1.0, 1 + 2 * unit, -3.0]
     assert ((received - values).abs() <= unit * values.abs()).all()
     assert ((received - values).abs() > unit / 4 * values.abs()).any()
@@ -141,7 +141,7 @@ def test_numbers_beyond_half_precision_go_as_they_are(form: str, limit: float) -
     inside, beyond = torch.full((8, 8), -limit), torch.full((8, 8), limit * 1.002)
     wire = of(form).broadcast(weights({"inside": inside, "beyond": beyond}), 0)
     assert set(wire["weights"]) == {"beyond"}
-    received = of(form).opened_broadcast(wire)["weights"]
+    received = of(form).decompress_broadcast(wire)["weights"]
     assert bits(received) == bits({"beyond": beyond, "inside": inside})
 
 
@@ -152,12 +152,12 @@ def test_the_server_adds_the_change_to_what_it_sent(form: str) -> None:
     Of 2^-6 nothing is lost in any form. Sent whole, v + 2^-6 would become v again in half precision, and so on forever.
     """
     w = {"w": torch.full((8, 8), 1000.3)}
-    v = of(form).opened_broadcast(of(form).broadcast(weights(w), 3))
+    v = of(form).decompress_broadcast(of(form).broadcast(weights(w), 3))
     assert form == "int8" or v["weights"]["w"][0, 0].item() == {"float16": 1000.5, "bfloat16": 1000.0}[form]
     step = 2.0**-6
     trained = weights({"w": v["weights"]["w"] + step})
     wire, _ = of(form).reply(trained, v, 5, {})
-    received = of(form).opened_reply(wire, weights(w), "x")["weights"]["w"]
+    received = of(form).decompress_reply(wire, weights(w), "x")["weights"]["w"]
     torch.testing.assert_close(received, w["w"] + step, rtol=0, atol=2e-4)
 
 
@@ -175,7 +175,7 @@ def test_eight_bits_by_hand() -> None:
     assert wire["weights@int8@float32"]["w"][1, :4].tolist() == [-127, 64, 1, 0]
     seen = set()
     for seed in range(40):
-        received = of("int8").opened_broadcast(of("int8").broadcast(weights({"w": rows}), seed))["weights"]["w"]
+        received = of("int8").decompress_broadcast(of("int8").broadcast(weights({"w": rows}), seed))["weights"]["w"]
         seen.add(tuple(received[0, 3:5].tolist()))
         received[0, 3:5] = rows[0, 3:5]
         assert torch.equal(received, rows)
@@ -196,7 +196,7 @@ def test_rounding_to_eight_bits_is_unbiased_and_less_than_a_step_off() -> None:
     scale = value.abs().amax(1, keepdim=True) / 127
     total = torch.zeros_like(value, dtype=torch.float64)
     for seed in range(n):
-        received = of("int8").opened_broadcast(of("int8").broadcast(weights({"w": value}), seed))["weights"]["w"]
+        received = of("int8").decompress_broadcast(of("int8").broadcast(weights({"w": value}), seed))["weights"]["w"]
         assert ((received - value).abs() <= scale * 1.0001).all()
         total += received.double()
     error = (total / n - value) / (scale / (2 * n**0.5))
@@ -226,7 +226,7 @@ def test_extremes_neither_wrap_nor_become_nan(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "rand", lambda shape, *, generator, dtype: torch.zeros(shape, dtype=dtype))
     values = torch.cat([draw(2000, 64).abs() + 1, torch.zeros(1, 64), torch.full((1, 64), 1e-44)])
     assert (values.amax(1) / (values.amax(1) / 127) > 127).any()
-    received = of("int8").opened_broadcast(of("int8").broadcast(weights({"w": values}), 0))["weights"]["w"]
+    received = of("int8").decompress_broadcast(of("int8").broadcast(weights({"w": values}), 0))["weights"]["w"]
     assert torch.equal(received[-2:], torch.zeros(2, 64))
     torch.testing.assert_close(received[:-2].amax(1), values[:-2].amax(1))
     assert (received[:-2] > 0).all()
@@ -269,7 +269,7 @@ def test_the_largest_changes_by_hand() -> None:
     assert sent["indices"].dtype == torch.int32
     assert sent["indices"].tolist() == list(range(32, 40))
     assert sent["values"].tolist() == list(range(33, 41))
-    received = form.opened_reply(wire, weights(base), "x")["weights"]
+    received = form.decompress_reply(wire, weights(base), "x")["weights"]
     assert received["a"].flatten()[30:42].tolist() == [100.0, 100.0, *range(133, 141), 100.0, 100.0]
     assert torch.equal(received["b"], base["b"])
     assert unsent["a"].flatten()[30:42].tolist() == [31, 32] + [0] * 10
@@ -293,7 +293,7 @@ def test_what_was_sent_and_what_is_kept_add_up_to_all_changes() -> None:
         change = {n: (draw(*v.shape, seed=round_, dtype=torch.float64) * 1024).round() / 1024 for n, v in base.items()}
         wire, unsent = form.reply(weights(change), weights(base), 0, unsent)
         assert len(wire["weights@topk@float64"]["values"]) == 15
-        received = form.opened_reply(Message.decode(wire.encode()), weights(base), "x")["weights"]
+        received = form.decompress_reply(Message.decode(wire.encode()), weights(base), "x")["weights"]
         for name in base:
             true[name] += change[name]
             sent[name] += received[name]
@@ -310,7 +310,7 @@ def test_each_type_has_its_own_positions() -> None:
     assert {label: len(wire[label]["values"]) for label in wire.tensors if "@" in label} == {
         "weights@topk@float32": 20, "weights@topk@float64": 10
     }  # fmt: skip
-    received = of("topk:0.1").opened_reply(wire, weights(base), "x")["weights"]
+    received = of("topk:0.1").decompress_reply(wire, weights(base), "x")["weights"]
     assert all(torch.equal(received[n] + unsent[n], change[n]) for n in base)
     assert {n: t.dtype for n, t in received.items()} == {n: t.dtype for n, t in base.items()}
 
@@ -327,7 +327,7 @@ def test_weights_that_differ_from_the_broadcasts_go_as_they_are(lacking: str) ->
     wire, rest = of("topk:0.1").reply(weights(mine), weights(base), 0, unsent)
     assert bits(wire) == bits(weights(mine))
     assert rest is unsent
-    assert bits(of("topk:0.1").opened_reply(wire, weights(base), "x")) == bits(weights(mine))
+    assert bits(of("topk:0.1").decompress_reply(wire, weights(base), "x")) == bits(weights(mine))
 
 
 def test_every_form_but_top_k_keeps_no_error_feedback() -> None:
@@ -409,13 +409,13 @@ def positions(*first: int) -> Tensor:
 )
 def test_a_tampered_message_is_refused(form: str, changes: dict, text: str, base: Message) -> None:
     with pytest.raises(RunError, match=f"^site 'x': {text}") as caught:
-        of(form).opened_reply(tampered(form, base, changes), base, "site 'x'")
+        of(form).decompress_reply(tampered(form, base, changes), base, "site 'x'")
     assert "\n" not in str(caught.value)
 
 
 @every_form
 def test_the_tampered_messages_are_accepted_as_they_were(form: str, base: Message) -> None:
-    received = of(form).opened_reply(tampered(form, base, {}), base, "site 'x'")
+    received = of(form).decompress_reply(tampered(form, base, {}), base, "site 'x'")
     assert received["weights"].keys() == base["weights"].keys()
 
 
@@ -423,4 +423,4 @@ def test_broadcasts_are_looked_at_too(base: Message) -> None:
     wire = of("int8").broadcast(base, 0)
     bad = Message({**wire.tensors, SCALES: {"scales": torch.full((3,), NAN)}})
     with pytest.raises(RunError, match=r"^the server: '.*scales' has NaN"):
-        of("int8").opened_broadcast(bad)
+        of("int8").decompress_broadcast(bad)

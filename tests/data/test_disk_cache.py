@@ -226,7 +226,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 def test_the_budget_is_half_of_the_free_memory_or_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MEDFL_MEMORY", raising=False)
-    monkeypatch.setattr(disk_cache, "free_memory", lambda: 6 * GIB)
+    monkeypatch.setattr(disk_cache, "free_ram", lambda: 6 * GIB)
     assert budget() == 3 * GIB
     monkeypatch.setenv("MEDFL_MEMORY", "0.5")
     assert budget() == GIB // 2
@@ -236,5 +236,5 @@ def test_the_budget_is_half_of_the_free_memory_or_what_is_given(monkeypatch: pyt
             budget()
 
 
-def test_free_memory_is_known_here() -> None:
-    assert 1 << 20 < disk_cache.free_memory() < 1 << 50
+def test_free_ram_is_known_here() -> None:
+    assert 1 << 20 < disk_cache.free_ram() < 1 << 50

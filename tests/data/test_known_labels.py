@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
 from medfl.core.errors import InputError
-from medfl.data.known_labels import Known, PartialLoss
+from medfl.data.known_labels import AnnotatedClasses, PartialLoss
 
-LIVER = Known((2,), 3)
+LIVER = AnnotatedClasses((2,), 3)
 """Background, spleen, liver: the site annotates the liver."""
 ODDS = torch.tensor([[[math.log(2.0), 0.0], [0.0, 0.0], [0.0, math.log(6.0)]]]).double()  # (1, 3, 2)
 """Voxel 0: odds 2 : 1 : 1, voxel 1: odds 1 : 1 : 6."""
@@ -37,7 +37,7 @@ def test_two_voxels_by_hand() -> None:
     y = labels(0, 2)
     merged = LIVER.merged(volume(ODDS)).softmax(1)[0, :, :, 0]
     torch.testing.assert_close(merged, torch.tensor([[0.75, 0.25], [0.25, 0.75]]).double())
-    assert LIVER.reference(y).tolist() == [[[0, 1]]]
+    assert LIVER.renumbered(y).tolist() == [[[0, 1]]]
     entropy = PartialLoss(lambda z, y: cross_entropy(z, y[:, 0]), LIVER)
     assert entropy(volume(ODDS), volume(y)).item() == pytest.approx(-math.log(0.75))
     dice = DiceLoss(softmax=True, to_onehot_y=True, smooth_nr=0, smooth_dr=0)
@@ -59,24 +59,24 @@ def test_the_gradient_leaves_open_which_of_the_unknown_it_is() -> None:
     torch.testing.assert_close(pushed.flatten(), torch.tensor([1 / 2 - 1, 1 / 4, 1 / 4]).double())
 
 
-@pytest.mark.parametrize("known", [LIVER, Known((1, 3), 5), Known((4,), 5)])
-def test_it_is_the_probability_of_any_of_the_unknown(known: Known) -> None:
+@pytest.mark.parametrize("known", [LIVER, AnnotatedClasses((1, 3), 5), AnnotatedClasses((4,), 5)])
+def test_it_is_the_probability_of_any_of_the_unknown(known: AnnotatedClasses) -> None:
     generator = torch.Generator().manual_seed(1)
     z = torch.randn(2, known.count, 4, 3, generator=generator).double()
     p = z.softmax(1)
-    rest = torch.stack([p[:, c] for c in known.others]).sum(0)
+    rest = torch.stack([p[:, c] for c in known.unannotated]).sum(0)
     wanted = torch.stack([rest, *(p[:, c] for c in known.classes)], 1)
-    torch.testing.assert_close(known.merged(z).softmax(1), wanted)
+    torch.testing.assert_close(known.marginal_logits(z).softmax(1), wanted)
 
 
 def test_whatever_masks_show_of_other_structures_becomes_background() -> None:
-    known, y = Known((1, 3), 5), torch.arange(5, dtype=torch.uint8).reshape(1, 1, 5, 1)
-    assert known.reference(y).flatten().tolist() == [0, 1, 0, 2, 0]
-    assert known.hidden(y).flatten().tolist() == [0, 1, 0, 3, 0]
-    assert known.reference(y).dtype == known.hidden(y).dtype == torch.uint8
+    known, y = AnnotatedClasses((1, 3), 5), torch.arange(5, dtype=torch.uint8).reshape(1, 1, 5, 1)
+    assert known.renumbered(y).flatten().tolist() == [0, 1, 0, 2, 0]
+    assert known.others_as_background(y).flatten().tolist() == [0, 1, 0, 3, 0]
+    assert known.renumbered(y).dtype == known.others_as_background(y).dtype == torch.uint8
     channels = one_hot(y[0, 0].long(), 5).permute(2, 0, 1)[None].float()
-    assert torch.equal(known.reference(channels).argmax(1), known.reference(y)[:, 0].long())
-    assert torch.equal(known.hidden(channels).argmax(1), known.hidden(y)[:, 0].long())
+    assert torch.equal(known.renumbered(channels).argmax(1), known.renumbered(y)[:, 0].long())
+    assert torch.equal(known.others_as_background(channels).argmax(1), known.others_as_background(y)[:, 0].long())
 
 
 def test_masks_with_and_without_the_other_structures_have_one_loss() -> None:
@@ -86,11 +86,11 @@ def test_masks_with_and_without_the_other_structures_have_one_loss() -> None:
 
 
 def test_channels_of_yes_and_no_are_left_out() -> None:
-    known = Known((0, 2), 3, exclusive=False)
+    known = AnnotatedClasses((0, 2), 3, exclusive=False)
     z, y = torch.randn(1, 3, 2, 2), torch.ones(1, 3, 2, 2)
-    assert torch.equal(known.merged(z), z[:, [0, 2]])
-    assert torch.equal(known.reference(y), y[:, [0, 2]])
-    assert known.hidden(y).sum((2, 3)).tolist() == [[4, 0, 4]]
+    assert torch.equal(known.marginal_logits(z), z[:, [0, 2]])
+    assert torch.equal(known.renumbered(y), y[:, [0, 2]])
+    assert known.others_as_background(y).sum((2, 3)).tolist() == [[4, 0, 4]]
     assert known.named(("core", "whole", "enhancing")) == ("core", "enhancing")
 
 
@@ -99,8 +99,8 @@ def test_every_output_of_deep_supervision_is_merged() -> None:
     deep = DeepSupervisionLoss(plain, weights=[1.0, 0.5])
     z, y = torch.randn(1, 3, 4, 4), torch.randint(0, 3, (1, 1, 4, 4)).float()
     small = z[..., ::2, ::2]
-    expected = plain(LIVER.merged(z), LIVER.reference(y)) + 0.5 * plain(
-        LIVER.merged(small), LIVER.reference(y)[..., 1::2, 1::2]
+    expected = plain(LIVER.marginal_logits(z), LIVER.renumbered(y)) + 0.5 * plain(
+        LIVER.marginal_logits(small), LIVER.renumbered(y)[..., 1::2, 1::2]
     )
     torch.testing.assert_close(PartialLoss(deep, LIVER)([z, small], y), expected)
 

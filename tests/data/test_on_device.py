@@ -189,7 +189,7 @@ def test_free_memory_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20)
-    assert on_device.free_memory(torch.device("cuda")) == 130
+    assert on_device.free_gpu_memory(torch.device("cuda")) == 130
 
 
 # A share of a device
@@ -198,7 +198,7 @@ def test_free_memory_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_share_holds_what_a_run_alone_held(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of an allowance may be held, for it was measured with the data; but not what half of the device did not."""
     data = pictures(9)
-    monkeypatch.setattr(on_device, "free_memory", lambda device: ROOMY)
+    monkeypatch.setattr(on_device, "free_gpu_memory", lambda device: ROOMY)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     for allowance, memory, there in (
         (data.nbytes, 4 * data.nbytes, True),
@@ -226,7 +226,7 @@ def test_a_run_holds_its_data_in_its_share(
     device: torch.device, share: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretended.let_runs_name_it(monkeypatch)
-    monkeypatch.setattr(launch, "free_memory", lambda device: ROOMY)
+    monkeypatch.setattr(launch, "free_gpu_memory", lambda device: ROOMY)
     shared, said = launch.Shared(), list[str]()
     shared.free = None if share is None else lambda device: share
     scans = datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=16)

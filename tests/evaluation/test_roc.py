@@ -14,8 +14,8 @@ def test_two_classes_have_the_seconds_curve_by_hand() -> None:
     second = np.array([0.9, 0.7, 0.6, 0.2])
     (found,) = curves(np.array([1, 0, 1, 0]), np.stack([1 - second, second], 1))
     assert (found.index, found.positives, found.area) == (1, 2, 0.75)
-    assert found.false.tolist() == [0, 0, 0.5, 0.5, 1]
-    assert found.true.tolist() == [0, 0.5, 0.5, 1, 1]
+    assert found.fpr.tolist() == [0, 0, 0.5, 0.5, 1]
+    assert found.tpr.tolist() == [0, 0.5, 0.5, 1, 1]
 
 
 def test_classes_without_cases_have_none_and_long_curves_are_thinned() -> None:
@@ -25,9 +25,9 @@ def test_classes_without_cases_have_none_and_long_curves_are_thinned() -> None:
     found = curves(label, probabilities)
     assert [curve.index for curve in found] == [0, 1, 2]
     for curve in found:
-        assert len(curve.false) <= 202
+        assert len(curve.fpr) <= 202
         assert curve.area == pytest.approx(roc_auc_score(label == curve.index, probabilities[:, curve.index]))
-        assert auc(curve.false, curve.true) == pytest.approx(curve.area, abs=5e-3)
+        assert auc(curve.fpr, curve.tpr) == pytest.approx(curve.area, abs=5e-3)
     assert curves(np.zeros(5, int), probabilities[:5]) == []
 
 

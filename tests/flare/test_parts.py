@@ -118,10 +118,10 @@ def test_across_machines_a_site_has_at_most_half_of_the_weight(
     run = read_run(str(job / "app"))
     federation = SimpleNamespace(participants=list(run.partition.sites))
     for roster, share in ((None, None), ({}, 0.5), ({"north": 7}, 0.5)):
-        made._simulate(federation, RunFolder(tmp_path), str, roster)
+        made._run_rounds(federation, RunFolder(tmp_path), str, roster)
         tolerance, workers = seen[-1]
         assert (tolerance.max_share, tolerance.min_replies) == (share, 2)
-        assert (workers._shown, workers._roster) == (roster is None, roster or {})
+        assert (workers._simulated, workers._roster) == (roster is None, roster or {})
 
 
 def test_what_ends_a_run_is_written_and_told_to_flare(job: Path, tmp_path: Path) -> None:
@@ -191,10 +191,10 @@ def test_sites_that_went_away_and_a_job_that_is_aborted_are_known(job: Path, tmp
     made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
     made._flare_names = {"a": "participant-1", "b": "participant-2"}
     made.handle_event("_client_disconnected", SimpleNamespace(get_prop=lambda key: "participant-2"))
-    assert (made.lost("a"), made.lost("b")) == ("", "it has vanished")
-    assert not made.over()
+    assert (made.why_lost("a"), made.why_lost("b")) == ("", "it has vanished")
+    assert not made.is_over()
     made.abort_signal.trigger(True)
-    assert made.over()
+    assert made.is_over()
 
 
 # A site

@@ -27,7 +27,7 @@ from medfl.flare.server import Answer, FlareWorkers
 from medfl.flare.site import FlareSite
 from medfl.flare.wire import Payload, from_model, to_model
 from medfl.methods import load
-from medfl.runtimes.attendance import Absent, Tolerance
+from medfl.runtimes.attendance import FailedReply, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
@@ -80,10 +80,10 @@ class Near:
     def drop(self, question: int) -> None:
         self.dropped.append(question)
 
-    def lost(self, site: str) -> str:
+    def why_lost(self, site: str) -> str:
         return self.gone.get(site, "")
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return self.ended
 
 
@@ -350,8 +350,8 @@ def test_a_site_that_has_vanished_is_not_waited_for(tmp_path: Path) -> None:
     workers = near(tmp_path, lambda site, word, payload: None if site == "y" else payload, links=links)(made, 1)
     links[0].gone["y"] = "it has vanished"
     found = dict(workers.run([partial(Introduce, name) for name in "xyz"]))
-    assert found[1] == Absent("y", "site 'y': it has vanished")
-    assert not isinstance(found[0], Absent)
+    assert found[1] == FailedReply("y", "site 'y': it has vanished")
+    assert not isinstance(found[0], FailedReply)
 
 
 def test_a_job_that_is_ended_from_outside_ends_the_run(tmp_path: Path) -> None:
@@ -474,13 +474,13 @@ def test_a_site_with_its_own_data_tells_numbers_and_nothing_of_single_cases() ->
     assert {name.partition("/")[0] for name in told.tensors} == {"message"}
     assert {"validate/cases", "validate/balanced_accuracy", "validate/loss"} <= set(told.metrics)
     assert told.metrics["validate/cases"] == 3
-    judged = here.answer(wire.JUDGE, down(federation(), 1, ("validate", "test")))
+    judged = here.answer(wire.SCORE_SITE, down(federation(), 1, ("validate", "test")))
     assert judged.tensors == {}
     assert judged.metrics["test/cases"] == 3
     assert {k: v for k, v in judged.metrics.items() if k.startswith("validate/")} == told.metrics
 
 
-@pytest.mark.parametrize("word", [wire.ABROAD, wire.WEIGHTS, wire.MASKS])
+@pytest.mark.parametrize("word", [wire.SCORE_ON_ALL, wire.COPY_WEIGHTS, wire.SEGMENT])
 def test_what_only_a_simulation_shows_is_refused_elsewhere(word: str) -> None:
     told = site().answer(word, down(federation()))
     assert told.failed.startswith(f"site 'x' is asked for {word}; that stays at a site but in a simulation")
@@ -505,8 +505,8 @@ def kept(round_: int | Tensor, **more: Tensor) -> Payload:
         (wire.TRAIN, kept(-1), "does not say which of its States"),
         (wire.TRAIN, kept(torch.zeros(2, dtype=torch.int64)), "does not say which of its States"),
         (wire.TRAIN, kept(torch.tensor(0.0)), "does not say which of its States"),
-        (wire.JUDGE, kept(1), "site 'x': the server goes on from its State of round 1, which it does not have"),
-        (wire.JUDGE, kept(0, **{"message/weights/0.bias": torch.ones(1)}), "missing 'weights/"),
+        (wire.SCORE_SITE, kept(1), "site 'x': the server goes on from its State of round 1, which it does not have"),
+        (wire.SCORE_SITE, kept(0, **{"message/weights/0.bias": torch.ones(1)}), "missing 'weights/"),
     ],
 )
 def test_a_bad_question_is_answered_in_one_line(word: str, payload: Payload, text: str) -> None:

@@ -23,7 +23,7 @@ from medfl.core.storage import load_state
 from medfl.flare import site_facts
 from medfl.flare.offer import offer
 from medfl.flare.server import FlareWorkers
-from medfl.flare.site_config import SiteConfig, check_own_word, open_server
+from medfl.flare.site_config import SiteConfig, check_declared_data, open_server
 from medfl.flare.wire import Payload
 from medfl.report import write_report
 from medfl.runtimes.registry import Execution
@@ -106,8 +106,8 @@ def test_what_the_bundle_does_not_have_is_refused_before_flare_starts(
     changes: dict[str, tuple[str, ...]], bundle: str, text: str
 ) -> None:
     with pytest.raises(InputError, match=text):
-        check_own_word(SiteConfig(bundle, "unused", **changes), Bundle(bundle), "north")
-    check_own_word(SiteConfig(bundle, "unused"), Bundle(bundle), "north")
+        check_declared_data(SiteConfig(bundle, "unused", **changes), Bundle(bundle), "north")
+    check_declared_data(SiteConfig(bundle, "unused"), Bundle(bundle), "north")
 
 
 @pytest.fixture(scope="module")
@@ -126,18 +126,18 @@ def told(**tensors: Tensor) -> Payload:
 )
 def test_a_server_takes_nothing_but_positions_of_the_bundle(workers: FlareWorkers, tensor: Tensor) -> None:
     with pytest.raises(RunError, match="its labels are not ascending positions among the 2 of the bundle"):
-        workers._heard("north", told(labels=tensor))
+        workers._check_facts("north", told(labels=tensor))
     with pytest.raises(RunError, match="it tells of its 'name'; of its data a site tells labels, channels"):
-        workers._heard("north", told(name=tensor))
+        workers._check_facts("north", told(name=tensor))
     assert not workers.facts
 
 
 def test_what_a_site_told_first_stays(workers: FlareWorkers) -> None:
-    workers._heard("north", told(labels=torch.tensor([2])))
-    workers._heard("north", told(labels=torch.tensor([2])))
+    workers._check_facts("north", told(labels=torch.tensor([2])))
+    workers._check_facts("north", told(labels=torch.tensor([2])))
     for other, text in (({"labels": torch.tensor([1])}, "its masks show anterior"), ({}, "nothing")):
         with pytest.raises(RunError, match=f"it tells of its data: {text}; at first it told: its masks show posterior"):
-            workers._heard("north", told(**other))
+            workers._check_facts("north", told(**other))
     assert workers.facts == {"north": {"labels": ["posterior"]}}
 
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.data.known_labels import Known, PartialLoss
+from medfl.data.known_labels import AnnotatedClasses, PartialLoss
 from medfl.methods import load
 from medfl.methods.condistfl import conditional
 from medfl.networks import build
 from medfl.training import Site
 from tests.support.toy import Data, Toy, bits, sgd, simulate
 
-SPLEEN_UNKNOWN = Known((2,), 3)
+SPLEEN_UNKNOWN = AnnotatedClasses((2,), 3)
 """Background, spleen, liver: the site annotates the liver."""
 
 
@@ -110,7 +110,7 @@ class Partial(Toy):
     """Sites whose masks show one of two structures."""
 
     def site(self, name: str, round_: int = 1) -> Site:
-        known = Known((1,) if name == "a" else (2,), 3)
+        known = AnnotatedClasses((1,) if name == "a" else (2,), 3)
         return replace(super().site(name, round_), known=known, loss=PartialLoss(self.loss, known))
 
 
@@ -184,6 +184,6 @@ def test_the_received_model_stays_as_it_was() -> None:
 
 
 def test_channels_of_yes_and_no_are_refused() -> None:
-    site = replace(toy(Partial).site("a"), known=Known((1,), 3, exclusive=False))
+    site = replace(toy(Partial).site("a"), known=AnnotatedClasses((1,), 3, exclusive=False))
     with pytest.raises(InputError, match="condistfl at site 'a', whose network says yes or no in each channel"):
         load("condistfl").check(site)

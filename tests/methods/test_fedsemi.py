@@ -227,7 +227,7 @@ def test_labels_of_such_a_site_reach_nothing() -> None:
         method = load("fedsemi", threshold=0.4, warmup=0)
         made = Federation(bundle, method, run_record(method="fedsemi", unlabelled=unlabelled))  # type: ignore[arg-type]
         site = made.site("y", 1)
-        assert site.train.labels == ([] if unlabelled else made.work("y", "train").labels)
+        assert site.train.labels == ([] if unlabelled else made.participant_shard("y", "train").labels)
         return bits(site_step(made, 1, "y", None, Message({"weights": made.networks.initial})).reply)
 
     assert reply(ToyBundle(), "y") == reply(Wrong(), "y")

@@ -86,7 +86,7 @@ def test_a_step_is_measured_in_memory(moles: Path, monkeypatch: pytest.MonkeyPat
 def test_memory_and_disk_are_compared_with_what_is_free(
     free: int, level: str, moles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "free_memory", lambda: free)
+    monkeypatch.setattr(preflight, "free_ram", lambda: free)
     monkeypatch.setattr(preflight, "budget", lambda: 0)  # of images in memory
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
     found = check(PreflightOptions("ham10000", str(moles), config=SMALL))
@@ -241,7 +241,7 @@ def test_what_a_step_takes_of_a_gpu_is_held_against_what_is_free(
     made.run = replace(made.run, device="cuda")
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
-    monkeypatch.setattr(preflight.on_device, "free_memory", lambda device: free)
+    monkeypatch.setattr(preflight.on_device, "free_gpu_memory", lambda device: free)
     if not free:
         monkeypatch.setattr(preflight, "fit", out_of_memory)
     found = Preflight("ham10000", str(moles))

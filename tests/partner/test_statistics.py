@@ -48,7 +48,7 @@ def bundle(moles: Path) -> Bundle:
 
 @pytest.fixture(scope="module")
 def everything(bundle: Bundle, moles: Path) -> dict[str, Any]:
-    return gather(bundle, str(moles), StatisticsOptions(BINS, least=0))
+    return gather(bundle, str(moles), StatisticsOptions(BINS, min_count=0))
 
 
 def test_counts_and_intensities_are_those_of_the_images(bundle: Bundle, everything: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def test_age_and_sex_are_counted_where_the_tables_have_them(bundle: Bundle, mole
         rows = csv.writer(file)
         rows.writerow(["image_id", "age", "sex"])
         rows.writerows([[item["id"], 30 + 40 * (i % 2), "F"] for i, item in enumerate(bundle.items("train"))])
-    part = gather(bundle, str(folder), StatisticsOptions(BINS, least=5))["sections"]["train"]["tables"]
+    part = gather(bundle, str(folder), StatisticsOptions(BINS, min_count=5))["sections"]["train"]["tables"]
     count = len(bundle.items("train"))
     assert part["age"] == {"20–39": (count + 1) // 2, "60–79": count // 2}
     assert part["sex"] == {"f": count}
@@ -85,7 +85,7 @@ def test_age_and_sex_are_counted_where_the_tables_have_them(bundle: Bundle, mole
 def test_small_counts_are_hidden_and_rare_names_are_not_told(
     bundle: Bundle, moles: Path, everything: dict[str, Any]
 ) -> None:
-    found = gather(bundle, str(moles), StatisticsOptions(BINS, least=15))
+    found = gather(bundle, str(moles), StatisticsOptions(BINS, min_count=15))
     hidden = 0
     for section, part in found["sections"].items():
         whole = everything["sections"][section]
@@ -101,7 +101,7 @@ def test_small_counts_are_hidden_and_rare_names_are_not_told(
 
 
 def test_bins_of_few_images_are_hidden_and_never_one_alone(bundle: Bundle, moles: Path) -> None:
-    found = gather(bundle, str(moles), StatisticsOptions(Bins(40, -2.2, 2.7), least=15))
+    found = gather(bundle, str(moles), StatisticsOptions(Bins(40, -2.2, 2.7), min_count=15))
     images = [seen.image.double().numpy() for seen in scan(bundle, "train") if seen.image is not None]
     for channel, about in enumerate(found["sections"]["train"]["intensity"]["channels"]):
         present = np.array([np.histogram(image[channel], 40, (-2.2, 2.7))[0] > 0 for image in images]).sum(0)
@@ -114,7 +114,7 @@ def test_noise_is_in_every_number_and_repeats_with_the_same_entropy_alone(
     bundle: Bundle, moles: Path, everything: dict[str, Any]
 ) -> None:
     def noisy(seed: int, epsilon: float = 0.5) -> dict[str, Any]:
-        return gather(bundle, str(moles), StatisticsOptions(BINS, least=5, epsilon=epsilon, entropy=repeated(seed)))
+        return gather(bundle, str(moles), StatisticsOptions(BINS, min_count=5, epsilon=epsilon, entropy=repeated(seed)))
 
     one = noisy(1)
     assert one == noisy(1) != noisy(2)
@@ -142,7 +142,7 @@ def test_with_noise_cells_are_known_beforehand_and_empty_ones_have_noise_too(
             rows = csv.writer(file)
             rows.writerow(["image_id", "age", "sex"])
             rows.writerows([[item["id"], 30, sexes] for item in bundle.items("train")])
-        asked = StatisticsOptions(BINS, least=0, epsilon=0.5, entropy=repeated(3))
+        asked = StatisticsOptions(BINS, min_count=0, epsilon=0.5, entropy=repeated(3))
         documents.append(gather(bundle, str(folder), asked)["sections"]["train"]["tables"])
     one, other = documents
     assert {name: list(cells) for name, cells in one.items()} == {name: list(cells) for name, cells in other.items()}
@@ -151,9 +151,9 @@ def test_with_noise_cells_are_known_beforehand_and_empty_ones_have_noise_too(
     empty = [count for cell, count in one["age"].items() if cell != "20–39"]
     assert len(empty) == 5
     assert any(empty)
-    exact = gather(bundle, str(tmp_path / "F"), StatisticsOptions(BINS, least=0, epsilon=99.0))["sections"]["train"][
-        "tables"
-    ]
+    exact = gather(bundle, str(tmp_path / "F"), StatisticsOptions(BINS, min_count=0, epsilon=99.0))["sections"][
+        "train"
+    ]["tables"]
     count = len(bundle.items("train"))
     assert exact["sex"] == {"female": count, "male": 0, "other": 0, UNRECORDED: 0}
     assert exact["widest spacing"][UNRECORDED] == count
@@ -165,15 +165,15 @@ def test_how_many_are_not_recorded_is_a_cell_as_any_other(bundle: Bundle, moles:
     made = _Counts(bundle, BINS)
     made._images = 50
     made._open = {"centre": Counter({"a": 26, "b": 20})}
-    told = made.told(StatisticsOptions(BINS, least=10))["tables"]["centre"]
+    told = made.released(StatisticsOptions(BINS, min_count=10))["tables"]["centre"]
     assert told == {"b": 20, OTHERS: None}
-    assert made.told(StatisticsOptions(BINS, least=0))["tables"]["centre"] == {"a": 26, "b": 20, UNRECORDED: 4}
+    assert made.released(StatisticsOptions(BINS, min_count=0))["tables"]["centre"] == {"a": 26, "b": 20, UNRECORDED: 4}
 
 
 def test_structures_are_counted_as_present_or_absent(tmp_path: Path) -> None:
     bundle = ZOO["seg3d_decathlon_json"](tmp_path)
     opened = with_data(str(bundle.path), None, bundle.overrides, "cpu")
-    found = gather(opened.bundle, opened.folder, StatisticsOptions(Bins(4, 0, 1), least=0))["sections"]["train"]
+    found = gather(opened.bundle, opened.folder, StatisticsOptions(Bins(4, 0, 1), min_count=0))["sections"]["train"]
     structures = {name: cells for name, cells in found["tables"].items() if name.startswith("structure ")}
     assert structures
     assert all(sum(cells.values()) == found["images"] for cells in structures.values())
@@ -211,7 +211,7 @@ def test_what_is_shown_is_what_is_written(
     document = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text()) == document
     assert out.read_bytes() == encoded(document)
-    assert document == gather(bundle, str(moles), StatisticsOptions(BINS, least=10))
+    assert document == gather(bundle, str(moles), StatisticsOptions(BINS, min_count=10))
     assert "\n".join(text(document, 100)) in shown
     for wrong in (["--out", str(out)], ["--noise", "0"], ["--min-count", "-1"], ["--range", "2,1"]):
         assert cli.main([*command, *wrong]) == 2

@@ -55,9 +55,9 @@ def test_what_is_not_among_the_keys_refuses_the_reply_and_is_named() -> None:
 
 def test_a_message_that_is_too_large_is_refused() -> None:
     message = moved()
-    gate(Outbound(max_bytes=message.num_bytes)).size(message)
+    gate(Outbound(max_bytes=message.num_bytes)).check_size(message)
     with pytest.raises(RunError, match=f"its message has {message.num_bytes} bytes, more than max_bytes"):
-        gate(Outbound(max_bytes=message.num_bytes - 1)).size(message)
+        gate(Outbound(max_bytes=message.num_bytes - 1)).check_size(message)
 
 
 def test_a_change_is_scaled_down_to_the_clip_over_all_weights_together() -> None:
@@ -132,38 +132,38 @@ def test_the_number_of_training_images_is_covered_and_other_numbers_are_not() ->
     ):
         found = gate(rules)
         reply = Message({"weights": BASE}, scalars)
-        found.enter()
-        found.spend(found.reply(reply, DOWN, 5), 5)
-        assert found.account.words().endswith(named or "(how many they are is told as it is)")
+        found.charge_noised_reply()
+        found.charge_without_noise(found.reply(reply, DOWN, 5), 5)
+        assert found.account.words().endswith(named or "(the number of images is sent exactly)")
         assert math.isfinite(found.account.epsilon()) == (not named)
 
 
 def test_without_noise_the_words_are_no_formal_privacy() -> None:
     for rules in (Outbound(clip=1.0), Outbound(noise=1.0), Outbound(keys=("weights", "scalars"))):
         found = gate(rules)
-        found.spend(moved(), 5)
+        found.charge_without_noise(moved(), 5)
         assert found.account.words() == "1 reply: no formal privacy, for replies left without clipping and noise"
 
 
 def test_a_budget_refuses_the_round_that_would_go_beyond_it() -> None:
     free = gate(Outbound(clip=1.0, noise=8.0))
     for _ in range(3):
-        free.enter()
+        free.charge_noised_reply()
     budget = free.account.epsilon() + 1e-6
     found = gate(Outbound(clip=1.0, noise=8.0, epsilon=budget))
     for _ in range(3):
-        found.enter()
-        found.spend(moved(), 5)
+        found.charge_noised_reply()
+        found.charge_without_noise(moved(), 5)
     with pytest.raises(RunError, match=r"the budget is epsilon .* another reply would make it .* \(3 replies: epsilon"):
-        found.enter()
+        found.charge_noised_reply()
     assert found.account.replies == 3
 
 
 def test_a_round_is_on_the_account_before_it_is_known_how_it_ends() -> None:
     found = gate(Outbound(clip=1.0, noise=8.0))
-    found.enter()
+    found.charge_noised_reply()
     assert found.account.replies == 1
-    found.spend(moved(), 5)
+    found.charge_without_noise(moved(), 5)
     assert found.account.replies == 1
 
 
@@ -172,18 +172,18 @@ def test_with_a_budget_nothing_leaves_that_noise_does_not_cover() -> None:
     with pytest.raises(RunError, match="'scalars/tau' would leave without noise, and epsilon is a budget for all"):
         found.reply(Message({"weights": BASE}, {"tau": 1.0}), DOWN, 5)
     with pytest.raises(RunError, match=r"'scalars/classes \(introduction\)' would leave without noise"):
-        found.introduction(Message({}, {"classes": 3}), telling=True)
+        found.check_introduction(Message({}, {"classes": 3}), from_images=True)
     with pytest.raises(RunError, match="'metrics/train/accuracy' would leave without noise"):
-        found.numbers("metrics", ["train/accuracy"], telling=True)
-    found.introduction(Message(), telling=True)
-    found.numbers("metrics", ["validate/accuracy"], telling=False)
+        found.check_numbers("metrics", ["train/accuracy"], from_images=True)
+    found.check_introduction(Message(), from_images=True)
+    found.check_numbers("metrics", ["validate/accuracy"], from_images=False)
     assert found.account.epsilon() == 0
 
 
 def test_the_training_loss_stays_where_noise_is_and_where_keys_do_not_name_it() -> None:
     told = {"train_loss": 0.5, "steps": 3}
-    assert gate(Outbound(max_bytes=1)).told(told, "train_loss") == told
-    assert gate(Outbound(keys=("told/train_loss",))).told(told, "train_loss") == told
+    assert gate(Outbound(max_bytes=1)).allowed_numbers(told, "train_loss") == told
+    assert gate(Outbound(keys=("told/train_loss",))).allowed_numbers(told, "train_loss") == told
     for rules in (Outbound(keys=("weights",)), Outbound(clip=1.0, noise=1.0)):
-        assert gate(rules).told(told, "train_loss") == {"steps": 3}
-        assert gate(rules).told({**told, "labels": [1]}, "labels", "channels") == told
+        assert gate(rules).allowed_numbers(told, "train_loss") == {"steps": 3}
+        assert gate(rules).allowed_numbers({**told, "labels": [1]}, "labels", "channels") == told

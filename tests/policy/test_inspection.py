@@ -243,9 +243,9 @@ def test_monai_calls_whatever_a_reader_names(tmp_path: Path) -> None:
 
 def test_a_reader_may_be_a_class_of_monai_s_and_no_other() -> None:
     for reader in ("PILReader", "$monai.data.PILReader", ["$monai.data.NibabelReader", None]):
-        assert not allowed.argument_refused("reader", reader)
+        assert not allowed.why_argument_refused("reader", reader)
     for other in ("$monai.data.Dataset", "$own.PILReader", PILReader, subprocess.Popen):
-        assert "only readers and writers of MONAI" in allowed.argument_refused("reader", other)
+        assert "only readers and writers of MONAI" in allowed.why_argument_refused("reader", other)
 
 
 def test_monai_puts_keys_into_expressions_with_relative_references(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def lungs(tmp_path_factory: pytest.TempPathFactory) -> str:
 def images(chest: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """Run `federate` on drawn radiographs."""
     pretended.let_runs_name_it(monkeypatch)
-    monkeypatch.setattr(launch, "free_memory", lambda device: ROOMY)
+    monkeypatch.setattr(launch, "free_gpu_memory", lambda device: ROOMY)
 
     def go(method: str, kind: str, out: Path, **settings: Any) -> dict[str, Any]:
         requested = {

@@ -117,8 +117,8 @@ def test_a_captured_round_is_near_an_eager_one(
     visits.clear()
     with capture_steps():
         captured = run(chest, tmp_path / "captured", method, "cuda", 1, **LONGER)
-    assert any(visit.replayed or visit.eager for visit in visits)
-    assert not [visit.eager for visit in visits if "a capture failed" in visit.eager]
+    assert any(visit.replayed or visit.eager_reason for visit in visits)
+    assert not [visit.eager_reason for visit in visits if "a capture failed" in visit.eager_reason]
     for name, value in eager.items():
         torch.testing.assert_close(captured[name], value, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
 
@@ -206,7 +206,7 @@ def test_dropout_momentum_and_short_batches_are_those_of_eager_steps(
     network = classifier(norm=True, dropout=0.4)
     _, captured = compared(Toy(blobs({"a": items}), network, cross_entropy, optimizer, epochs=3, batch_size=4))
     assert captured.replayed >= 9
-    assert captured.eager == ""
+    assert captured.eager_reason == ""
 
 
 def test_a_capture_that_fails_leaves_the_training_as_it_is(visits: list[capturing.StepRunner]) -> None:
@@ -219,7 +219,7 @@ def test_a_capture_that_fails_leaves_the_training_as_it_is(visits: list[capturin
     toy = Toy(blobs({"a": 18}), classifier(dropout=0.4), cross_entropy, sgd(0.1), epochs=3, batch_size=4)
     _, failed = compared(toy, waiting)
     assert failed.replayed == 0
-    assert failed.eager.startswith("a capture failed")
+    assert failed.eager_reason.startswith("a capture failed")
     assert torch.rand(3, device="cuda").isfinite().all(), "the generator still draws"
 
 

@@ -61,7 +61,7 @@ def test_small_groups_are_not_told_and_do_not_enter_the_total() -> None:
     assert found.told.count == 30
     record = next(row for row in found.records() if row["centre"] == "small")
     assert [record[name] for name in ("cases", "accuracy", "auroc_low")] == [None, None, None]
-    why = "fewer than 10 cases, or it would give such a one away"
+    why = "fewer than 10 cases, or its count would reveal such a group"
     assert found.notes()[0] == f"not told, {why}: large, small"
 
 

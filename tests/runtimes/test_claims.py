@@ -184,7 +184,7 @@ def test_across_machines_a_share_of_more_than_half_ends_the_run_and_names_the_si
         run(tmp_path / "bad", load("fedper"), workers, tolerance=limit, rounds=1)
     assert str(caught.value) == (
         "round 1: site 'y' has 41.7% of the weight, 5 of 12 items; one of three or more sites has at most 41%; "
-        "begin anew with --max-share 0.41 to count it for no more, or with 1 if it may have that"
+        "begin anew with --max-share 0.41 to count it for no more, or with --max-share 1 to allow it"
     )
     run(tmp_path / "capped", load("fedper"), workers, tolerance=limit, rounds=1, max_share=0.4)
     free = run(tmp_path / "free", load("fedper"), workers, tolerance=limit, rounds=1, max_share=1.0)

@@ -24,7 +24,7 @@ from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.step import introduce, site_judge, site_step, site_weights
+from medfl.runtimes.step import copy_site_weights, introduce, score_site, site_step
 from medfl.runtimes.tasks import ScoreGlobal
 from medfl.training.site import snapshot
 from tests.support.toy import PARTS, SECTIONS, ToyBundle, bits, run_record
@@ -146,7 +146,7 @@ def test_a_site_keeps_its_optimisers_over_the_rounds(method: str, calls: int) ->
     assert len(memory) == calls
     assert all("momentum_buffer" in part for state in memory.values() for part in state.values())
     assert "optimizers" not in results["fresh"][1].state
-    site_judge(kept, 2, "y", results["kept"][1].state, down, ["test"])
+    score_site(kept, 2, "y", results["kept"][1].state, down, ["test"])
 
 
 def test_fednova_takes_new_optimisers_only() -> None:
@@ -158,7 +158,7 @@ def test_fednova_takes_new_optimisers_only() -> None:
 def test_sites_count_the_same_where_the_run_says_so(method: str) -> None:
     options = {"fedcb": {"classifier": "trainable"}, "fedhelp": {"lambda_j": 0, "large": "x", "large_network": ""}}
     made, even = (
-        Federation(ToyBundle(), load(method, options.get(method, {})), run_record(method=method, site_weights=by))
+        Federation(ToyBundle(), load(method, options.get(method, {})), run_record(method=method, copy_site_weights=by))
         for by in ("samples", "uniform")
     )
     server = made.method.init_server(made.host(0), made.networks.initial, {})
@@ -279,7 +279,7 @@ def test_sites_have_networks_and_optimisers_of_their_own(monkeypatch: pytest.Mon
         assert site.common is made.networks is made.host(1).networks
         assert bits(snapshot(site.network())) == bits(dict(site.initial_weights))
         site.settings.optimizer(site.network())
-    varied = made._bodies["z"].bundle
+    varied = made._architectures["z"].bundle
     assert varied.config == {"image_size": 8, "dataset_dir": "/data/toy", "width": 7}
     assert varied.path == "/bundles/toy"
     assert made.networks.fresh()[0].out_features == 6
@@ -299,7 +299,7 @@ def test_one_scope_takes_back_what_any_pool_lent(monkeypatch: pytest.MonkeyPatch
 
 def test_what_leaves_is_checked_for_each_site(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sites' networks have 4 tensors, the bundle's 9; what leaves is personal neither here nor there."""
-    assert mixed("local", monkeypatch, bodies="width=5,7").policy() == "0 tensors leave each site, 4 stay"
+    assert mixed("local", monkeypatch, bodies="width=5,7").describe_exchange() == "0 tensors leave each site, 4 stay"
 
     @dataclasses.dataclass(frozen=True)
     class Shared(type(load("local"))):
@@ -310,7 +310,7 @@ def test_what_leaves_is_checked_for_each_site(monkeypatch: pytest.MonkeyPatch) -
     made = Federation(Wide(), Shared(bodies="width=5,5,7"), run_record())
     with pytest.raises(RunError, match="site 'z': tensor 'control/4.bias' must not leave it"):
         made.check("z", Message({"control": {"4.bias": torch.zeros(3)}}))
-    assert made.policy() == "0 to 1 tensors leave each site, 3 to 4 stay"
+    assert made.describe_exchange() == "0 to 1 tensors leave each site, 3 to 4 stay"
     reply = Message({"weights": {"4.bias": torch.zeros(3)}})
     made.check("x", reply)
     with pytest.raises(RunError, match="site 'z': tensor 'weights/4.bias' must not leave it"):
@@ -389,11 +389,11 @@ def test_cohorts_depend_on_the_seed() -> None:
 
 
 def test_the_policy_counts_tensors() -> None:
-    assert federation().policy() == "9 tensors leave each site, 0 stay"
-    assert federation("fedbn").policy() == "4 tensors leave each site, 5 stay"
-    assert federation("local").policy() == "0 tensors leave each site, 9 stay"
+    assert federation().describe_exchange() == "9 tensors leave each site, 0 stay"
+    assert federation("fedbn").describe_exchange() == "4 tensors leave each site, 5 stay"
+    assert federation("local").describe_exchange() == "0 tensors leave each site, 9 stay"
     said = "9 tensors of the network leave each site, 0 stay; besides them leave: control"
-    assert federation("scaffold").policy() == said
+    assert federation("scaffold").describe_exchange() == said
 
 
 def test_replies_are_held_to_the_policy() -> None:
@@ -464,12 +464,12 @@ def test_judging_trains_nothing_and_uses_the_sites_own_model() -> None:
     made = federation("local")
     state = site_step(made, 1, "x", None, Message()).state
     kept = bits(state)
-    before, after = (site_judge(made, 2, "x", s, Message(), ("validate", "test")) for s in (None, state))
+    before, after = (score_site(made, 2, "x", s, Message(), ("validate", "test")) for s in (None, state))
     assert set(after) == {"validate", "test"}
     assert bits(after["test"].values) != bits(before["test"].values)
     assert bits(state) == kept
-    assert bits(site_weights(made, 2, "x", state, Message())) == bits(state["weights"])
-    assert bits(site_weights(made, 2, "x", None, Message())) == bits(made.networks.initial)
+    assert bits(copy_site_weights(made, 2, "x", state, Message())) == bits(state["weights"])
+    assert bits(copy_site_weights(made, 2, "x", None, Message())) == bits(made.networks.initial)
 
 
 def test_global_scores_in_parts_are_those_of_the_whole() -> None:

@@ -22,7 +22,7 @@ from medfl.policy.outbound import Outbound
 from medfl.policy.policy import Policy
 from medfl.runs import launch
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
-from medfl.runtimes.step import site_abroad, site_judge
+from medfl.runtimes.step import score_site, score_site_on_all
 from tests.runtimes.test_monai_fl import averaging, broadcast, federation, said, started
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.toy import ToyBundle, bits
@@ -80,7 +80,7 @@ def test_rounds_with_noise_are_told_counted_and_end_with_the_budget(tmp_path: Pa
     assert set(told) == set(NUMBERS)  # the training loss stays
     epsilon = first.summary["privacy"]["epsilon"]
     assert spoken == [f"site 'x', round 1: 1 reply: epsilon {epsilon:.3g} at delta 1e-05 for all training images of "
-                      "this site replaced by as many others (how many they are is told as it is)"]  # fmt: skip
+                      "this site replaced by as many others (the number of images is sent exactly)"]  # fmt: skip
     budget = Outbound(clip=1.0, noise=8.0, epsilon=1.6 * epsilon)
     second = site(made, outbound=budget, folder=tmp_path)  # started again: the account is in the folder
     assert second.summary["privacy"]["replies"] == 1
@@ -180,10 +180,10 @@ def test_scores_leave_as_metrics_and_only_if_they_may(tmp_path: Path) -> None:
     assert (entry["kind"], entry["direction"]) == ("evaluate", "left")
     assert entry["numbers"] == pytest.approx({f"test/{name}": value for name, value in told.items()})
     assert "no formal privacy" not in entry["privacy"]  # test images, and a model that is not of the training images
-    noisy.visit(site_judge, broadcast(made, "x"), ("train",))
+    noisy.visit(score_site, broadcast(made, "x"), ("train",))
     assert "metrics/train/accuracy" in noisy.summary["privacy"]["words"]
-    with pytest.raises(RunError, match="refuses: site_abroad, which shows cases"):
-        noisy.visit(site_abroad, broadcast(made, "x"))
+    with pytest.raises(RunError, match="refuses: score_site_on_all, which shows cases"):
+        noisy.visit(score_site_on_all, broadcast(made, "x"))
 
 
 def test_scores_of_a_personal_model_are_not_covered() -> None:
@@ -339,10 +339,10 @@ def test_the_number_of_a_section_s_items_is_checked_and_logged_where_it_is_told(
     made = federation(bundle=ToyBundle(norm=False))
     some = site(made, outbound=Outbound(keys=("metrics/validate/[!c]*",)), audit=tmp_path / "log")
     with pytest.raises(RunError, match="'metrics/validate/cases' is not among its keys"):
-        some.visit(site_judge, broadcast(made, "x"), ("validate",))
+        some.visit(score_site, broadcast(made, "x"), ("validate",))
     some.evaluate(broadcast(made, "x"))
     every = site(made, audit=tmp_path / "other")
-    every.visit(site_judge, broadcast(made, "x"), ("validate",))
+    every.visit(score_site, broadcast(made, "x"), ("validate",))
     assert verify(tmp_path / "other").entries[-1]["numbers"]["validate/cases"] == 3
 
 
@@ -358,7 +358,7 @@ def test_the_clip_bounds_what_leaves_with_error_feedback_too() -> None:
             each.train(down)
             wire = Message.from_flat(each.get_weights().weights)
             received = Message.from_flat(down.weights)
-            reply = made.messages.opened_reply(wire, received, "x")["weights"]
+            reply = made.compression.decompress_reply(wire, received, "x")["weights"]
             moved = [reply[n].double() - t.double() for n, t in received["weights"].items() if t.is_floating_point()]
             norms.append(math.sqrt(sum(float(part.square().sum()) for part in moved)))
         assert 0 < norms[0] <= 0.01 * (1 + 1e-5)

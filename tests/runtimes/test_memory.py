@@ -48,12 +48,12 @@ def test_a_step_is_measured_where_it_does_no_harm(volumes: Federation) -> None:
 def test_workers_are_bounded_by_memory_and_it_is_said(volumes: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(memory, "step_bytes", lambda federation: 1024 * MIB)
-    monkeypatch.setattr(memory, "free_memory", lambda: 4096 * MIB)
+    monkeypatch.setattr(memory, "free_ram", lambda: 4096 * MIB)
     assert jobs_that_fit(volumes, 8, said.append) == 3  # 0.8 * 4 GiB hold three workers of 1 GiB
     assert said == ["note: 3 of 8 workers: each takes about 1.0 GiB, of 4.0 free"]
-    monkeypatch.setattr(memory, "free_memory", lambda: 100 * MIB)
+    monkeypatch.setattr(memory, "free_ram", lambda: 100 * MIB)
     assert jobs_that_fit(volumes, 8) == 1
-    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 40)
+    monkeypatch.setattr(memory, "free_ram", lambda: 1 << 40)
     assert jobs_that_fit(volumes, 8, said.append) == 8
     assert len(said) == 1
 

@@ -87,7 +87,7 @@ def settled(
         try:
             made.check(name, reply)
             made.check_whole(name, reply)
-            check_counts(made, name, reply, len(made.work(name, "train")))
+            check_counts(made, name, reply, len(made.participant_shard(name, "train")))
         except RunError as error:
             expect(str(error).startswith(f"site {name!r}"), error)
             if least is None:

@@ -21,13 +21,13 @@ from medfl.core.storage import load_state, load_weights
 from medfl.methods import load
 from medfl.methods.base import sample_shares, weighted_mean
 from medfl.runs.launch import federate
-from medfl.runtimes.attendance import Absent, Tolerance
+from medfl.runtimes.attendance import FailedReply, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.tasks import Introduce, RoundTask, ScoreGlobal, ScoreSite, Task, Train, result_or_absent
+from medfl.runtimes.tasks import Introduce, RoundTask, ScoreGlobal, ScoreSite, Task, Train, result_or_failure
 from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
 Spoil = Callable[[Message], Message]
@@ -225,7 +225,7 @@ def absent_at(fails: Callable[[Task], bool]) -> Any:
         def run(self, tasks, sizes=None):
             for index, make in enumerate(tasks):
                 task = make()
-                yield index, Absent(task.site, "no answer") if fails(task) else task.run(self._federation)
+                yield index, FailedReply(task.site, "no answer") if fails(task) else task.run(self._federation)
 
     return Lossy
 
@@ -454,8 +454,10 @@ def test_law1_robust_runs_depend_neither_on_workers_nor_on_a_resume(tmp_path: Pa
 
 def test_a_robust_rule_is_said_and_hashed() -> None:
     made = Federation(ToyBundle(), load("fedavg"), run_record(aggregation="median"))
-    assert made.policy().endswith("; aggregation: median, every reply counts the same, whatever its number of images")
-    clipped = Federation(ToyBundle(), load("fedavg"), run_record(aggregation="clip:auto")).policy()
+    assert made.describe_exchange().endswith(
+        "; aggregation: median, every reply counts the same, whatever its number of images"
+    )
+    clipped = Federation(ToyBundle(), load("fedavg"), run_record(aggregation="clip:auto")).describe_exchange()
     assert clipped.endswith(
         "; aggregation: clip:auto, replies count by their images, no change is longer than the bound"
     )
@@ -466,6 +468,6 @@ def test_train_is_where_a_sites_failure_is_its_absence() -> None:
     def failing() -> None:
         raise RunError("out of room")
 
-    assert result_or_absent(Train("y", 1, None, Message(), Path("y")), failing) == Absent("y", "out of room")
+    assert result_or_failure(Train("y", 1, None, Message(), Path("y")), failing) == FailedReply("y", "out of room")
     with pytest.raises(RunError, match="out of room"):
-        result_or_absent(ScoreGlobal(1, {}, "validate", 0, 1), failing)
+        result_or_failure(ScoreGlobal(1, {}, "validate", 0, 1), failing)

@@ -212,7 +212,7 @@ def test_of_many_sites_some_models_are_scored_on_everybodys_items(
 ) -> None:
     """Five of 20 at equal distances: s0, s4, s8, s12, s16."""
     tasks = tasks_run(ScoreSiteOnAll, monkeypatch)
-    monkeypatch.setattr(scoring, "_ABROAD", 5)
+    monkeypatch.setattr(scoring, "_MAX_SCORED", 5)
     summary = simulate(tmp_path / "run", "local")
     assert [task.site for task in tasks] == ["s0", "s4", "s8", "s12", "s16"]
     assert summary["site_models"]["mean"].keys() >= {"round", "accuracy"}

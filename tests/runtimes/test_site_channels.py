@@ -21,7 +21,7 @@ from medfl.core.errors import InputError
 from medfl.flare.offer import offer
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, make_plan
-from medfl.runtimes import of_sites, site_channels
+from medfl.runtimes import site_channels, site_settings
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.view import AtSite
 
@@ -128,7 +128,7 @@ def test_channels_have_names_where_the_bundle_says_them(tmp_path: Path) -> None:
     told = resolved("named", protocol(str(copied)))
     assert (told["sites"], told["site_channels"]) == (2, "a=T1")
     asked = {"site_channels": "b=1", "unlabelled": "a,b"}
-    assert of_sites.said_of("b", str(copied), asked) == {
+    assert site_settings.of_request_for("b", str(copied), asked) == {
         "site_labels": "", "site_channels": "b=1", "unlabelled": "b",
     }  # fmt: skip
 

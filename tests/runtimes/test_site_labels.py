@@ -17,7 +17,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.protocol import resolved
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.data.known_labels import Known
+from medfl.data.known_labels import AnnotatedClasses
 from medfl.flare.offer import offer
 from medfl.runs.launch import federate, site_algo
 from medfl.runs.plan import Request, make_plan
@@ -115,7 +115,7 @@ def test_auto_takes_what_the_training_masks_show(phantom: Path, monkeypatch: pyt
         return ((x, torch.where(y == 1, 0, y)) for x, y in original(self, *given))
 
     monkeypatch.setattr(type(values), "batches", batches)
-    assert federation(phantom, site_labels="site-1=auto").known == {"site-1": Known((2,), 3)}
+    assert federation(phantom, site_labels="site-1=auto").known == {"site-1": AnnotatedClasses((2,), 3)}
     monkeypatch.setattr(type(values), "batches", lambda *given: ((x, 0 * y) for x, y in original(*given)))
     with pytest.raises(InputError, match=r"site-1=auto, but none of its \d+ training masks shows a structure"):
         federation(phantom, site_labels="site-1=auto")
@@ -192,5 +192,5 @@ def test_a_job_and_a_site_of_monai_fl_carry_it(phantom: Path) -> None:
         offer("hippocampus", ["east"], requested=asked, rehearsal=True)
     algo = site_algo("hippocampus", "north", config=CONFIG, requested={**asked, "data": str(phantom)})
     algo.initialize()
-    assert algo._ready().known == {"north": Known((1,), 3)}
+    assert algo._ready().known == {"north": AnnotatedClasses((1,), 3)}
     assert algo.get_weights().statistics["labels"] == [1]

@@ -22,7 +22,15 @@ from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.step import UNSENT, StepResult, introduce, site_abroad, site_judge, site_step, site_weights
+from medfl.runtimes.step import (
+    UNSENT,
+    StepResult,
+    copy_site_weights,
+    introduce,
+    score_site,
+    score_site_on_all,
+    site_step,
+)
 from tests.support.toy import ToyBundle, bits, public_blobs, run_record
 
 FORMS = ("float16", "bfloat16", "int8", "topk:0.1")
@@ -90,16 +98,19 @@ def finite(tree: object) -> bool:
 def test_the_form_is_said_with_what_it_applies_to() -> None:
     plain = "9 tensors leave each site, 0 stay"
     both = "replies and broadcasts"
-    assert federation("lossless").policy() == plain
-    assert federation("int8").policy() == f"{plain}; {both}: int8, 2 tensors of the network; 7 lossless"
-    assert federation("topk:0.1").policy() == f"{plain}; replies: topk:0.1, 2 tensors of the network; 7 lossless"
-    policy = federation("float16", "fedproto").policy()
+    assert federation("lossless").describe_exchange() == plain
+    assert federation("int8").describe_exchange() == f"{plain}; {both}: int8, 2 tensors of the network; 7 lossless"
+    assert (
+        federation("topk:0.1").describe_exchange()
+        == f"{plain}; replies: topk:0.1, 2 tensors of the network; 7 lossless"
+    )
+    policy = federation("float16", "fedproto").describe_exchange()
     plain = "0 tensors of the network leave each site, 9 stay; besides them leave: prototypes"
     assert policy == f"{plain}; {both}: float16, 0 tensors of the network; 0 lossless"
 
 
 def test_biases_and_what_normalises_are_exact_in_every_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = federation("int8").messages.exact
+    exact = federation("int8").compression.exact
     norm = {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
     assert exact == {"0.bias", "4.bias", *norm}
 
@@ -109,7 +120,7 @@ def test_biases_and_what_normalises_are_exact_in_every_network(monkeypatch: pyte
             self.network = lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
 
     monkeypatch.setattr("medfl.runtimes.federation.Bundle", Other)
-    assert {"0.weight", "1.bias"} < federation("int8", "fedproto", {"bodies": "width=5,6,7"}).messages.exact
+    assert {"0.weight", "1.bias"} < federation("int8", "fedproto", {"bodies": "width=5,6,7"}).compression.exact
 
 
 def test_a_record_with_an_unknown_form_is_refused() -> None:
@@ -173,7 +184,7 @@ def test_methods_do_not_notice(
         assert distance < 0.25, name
     with made.scope():
         for name in made.participants:
-            cases = site_judge(made, 3, name, played.states[name], played.sent[name], ("test",))["test"]
+            cases = score_site(made, 3, name, played.states[name], played.sent[name], ("test",))["test"]
             assert len(cases)
 
 
@@ -211,7 +222,7 @@ def test_the_site_trains_from_the_broadcast_as_it_arrived() -> None:
     assert bits(arrived["0.weight"]) == bits(sent["0.weight"].bfloat16().float())
     assert bits(arrived["0.weight"]) != bits(sent["0.weight"])
     assert bits(arrived["1.running_var"]) == bits(sent["1.running_var"])
-    result = site_weights(made, 1, "x", None, Message({"weights": sent}))
+    result = copy_site_weights(made, 1, "x", None, Message({"weights": sent}))
     assert bits(result["0.weight"]) == bits(arrived["0.weight"])  # what a site is judged by arrived there too
 
 
@@ -236,7 +247,7 @@ def test_rounding_differs_between_sites_rounds_and_seeds_and_repeats() -> None:
     sent = Message({"weights": dict(made.networks.initial)})
 
     def arrived(federated: Federation, round_: int, name: str) -> object:
-        return bits(site_weights(federated, round_, name, None, sent)["0.weight"])
+        return bits(copy_site_weights(federated, round_, name, None, sent)["0.weight"])
 
     found = [arrived(made, 1, "x"), arrived(made, 1, "y"), arrived(made, 2, "x"), arrived(other, 1, "x")]
     assert len(set(found)) == 4
@@ -246,7 +257,7 @@ def test_rounding_differs_between_sites_rounds_and_seeds_and_repeats() -> None:
 def test_what_is_judged_before_and_after_is_deterministic() -> None:
     made = federation("int8", "ditto")
     played = play(made, 1)
-    scores = [site_abroad(made, 1, "x", played.states["x"], played.sent["x"]) for _ in range(2)]
+    scores = [score_site_on_all(made, 1, "x", played.states["x"], played.sent["x"]) for _ in range(2)]
     assert bits(scores[0].values) == bits(scores[1].values)
 
 
@@ -267,7 +278,7 @@ def test_error_feedback_is_kept_apart_from_the_methods_state() -> None:
 
     made = federation("topk:0.1", Watching())
     played = play(made, 2)
-    site_judge(made, 2, "x", played.states["x"], played.sent["x"], ("test",))
+    score_site(made, 2, "x", played.states["x"], played.sent["x"], ("test",))
     assert len(seen) == 7
     assert all({*state} == {"control"} for state in seen)
     assert {*played.states["x"]} == {"control", UNSENT}
@@ -344,12 +355,12 @@ def test_what_is_personal_does_not_leave_in_a_smaller_form_either(form: str) -> 
 def test_a_message_changed_on_its_way_is_refused_by_the_server(
     form: str, label: str, value: torch.Tensor, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = Compression.opened_reply
+    opened = Compression.decompress_reply
 
     def tamper(self: Compression, wire: Message, sent: Message, sender: str) -> Message:
         return opened(self, Message.from_flat({**wire.flat(), label: value}), sent, sender)
 
-    monkeypatch.setattr(Compression, "opened_reply", tamper)
+    monkeypatch.setattr(Compression, "decompress_reply", tamper)
     with pytest.raises(RunError, match=f"^site 'x': .*{text}"):
         play(federation(form), 1)
 

@@ -71,8 +71,8 @@ def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
 def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
-    Where there are too few images, site-1 has the fewer as long as that is a tenth of its own at most; else all sites
-    are scaled alike.
+    Where there are too few images, site-1 goes short if a tenth of its own at most is missing; else all sites are
+    scaled alike.
     """
     sites = [f"site-{i + 1}" for i in range(len(rule.values))]
     homes, notes = _divide(data, sites, rule.values, partial(rule.stream, 0))

@@ -114,7 +114,7 @@ def fold_of(split: str, salt: str) -> Rule | None:
         return None
     match = re.fullmatch(r"fold:([1-9]\d{0,3})/([1-9]\d{0,3})", split)
     if match is None or int(match[1]) > int(match[2]) or int(match[2]) < 2:
-        raise InputError(f"split {split!r}", "fold:NUMBER/COUNT, as fold:2/5", "write it so, or leave it out")
+        raise InputError(f"split {split!r}", "fold:NUMBER/COUNT, as fold:2/5", "write it like that, or leave it out")
     return fold(int(match[1]), int(match[2]), salt)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from medfl.core.errors import MedflError
 from medfl.core.terminal import Print
-from medfl.data.disk_cache import free_memory
+from medfl.data.disk_cache import free_ram
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training.loop import fit
@@ -35,9 +35,9 @@ def jobs_that_fit(federation: Federation, jobs: int, say: Print = str) -> int:
     each = step_bytes(federation)
     if not each:
         return jobs
-    fitting = max(1, min(jobs, int(free_memory() * _SHARE / each)))
+    fitting = max(1, min(jobs, int(free_ram() * _SHARE / each)))
     if fitting < jobs:
-        each_gib, free_gib = each / 2**30, free_memory() / 2**30
+        each_gib, free_gib = each / 2**30, free_ram() / 2**30
         say(f"note: {fitting} of {jobs} workers: each takes about {each_gib:.1f} GiB, of {free_gib:.1f} free")
     return fitting
 
@@ -66,8 +66,8 @@ def _measure(federation: Federation, link: Any) -> None:
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(MedflError, RuntimeError, MemoryError), federation.scope():
         start = _status("VmRSS")
-        name = max(federation.participants, key=lambda one: len(federation.work(one, "train")))
-        site, work = federation.site(name, 1), federation.work(name, "train")
+        name = max(federation.participants, key=lambda one: len(federation.participant_shard(one, "train")))
+        site, work = federation.site(name, 1), federation.participant_shard(name, "train")
         batch = Shard(work.prepared, work.indices[: site.settings.batch_size])
         network = site.model(site.initial_weights)
         fit(network, replace(site, train=batch, settings=replace(site.settings, epochs=1)))

@@ -23,7 +23,7 @@ from medfl.core.shared_memory import SharedBuffer, pack, unpack
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
-from medfl.runtimes.tasks import MakeTask, result_or_absent
+from medfl.runtimes.tasks import MakeTask, result_or_failure
 
 _ROOM, _MORE = 4, 2**25
 """Copies of the network, and bytes besides, that a message may have to go through shared memory as a whole."""
@@ -216,7 +216,7 @@ def _serve(
         result: Any = None
         failure: Exception | None = None
         try:
-            result = result_or_absent(task, partial(task.run, federation))
+            result = result_or_failure(task, partial(task.run, federation))
         except MedflError as error:
             failure = RunError(str(error)) if error.exit_code == 1 else error
         except Exception:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from medfl.core.errors import InputError, MedflError, root_cause, told
+from medfl.core.errors import InputError, MedflError, described, root_cause
 from medfl.core.forms import site_names
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard
@@ -27,10 +27,10 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
     """
     bundle, run = federation.bundle, federation.run
     labelled = [name for name in federation.participants if name not in site_names(run.unlabelled)]
-    name = next((name for name in labelled if len(federation.work(name, "train"))), None)
+    name = next((name for name in labelled if len(federation.participant_shard(name, "train"))), None)
     if name is None:
         return
-    site, work = federation.site(name, 0), federation.work(name, "train")
+    site, work = federation.site(name, 0), federation.participant_shard(name, "train")
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
     site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))
@@ -45,7 +45,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         return  # a loss that is not finite is no matter of form: the run tells it
     except Exception as error:  # whatever a network or a loss raises
         raise InputError(
-            f"--config {values}: a step of training fails with {told(root_cause(error))}",
+            f"--config {values}: a step of training fails with {described(root_cause(error))}",
             "network, loss and images of the bundle go together",
             "change these values, or leave them out",
         ) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool, TaskGroup
-from medfl.runtimes.tasks import MakeTask, Task, result_or_absent
+from medfl.runtimes.tasks import MakeTask, Task, result_or_failure
 from medfl.training.accelerate.interleave import interleave
 from medfl.training.accelerate.pack_sites import Packer
 
@@ -19,7 +19,7 @@ class Workers(AbstractContextManager["Workers"]):
     """`jobs` forked processes that inherited the federation with its data; with one job, this process itself.
 
     Attributes:
-        told: site -> number of its training items, where nobody but the site knows it; the run's record keeps it.
+        introduced_counts: site -> number of training items, where only the site knows it; the run's record keeps it.
         facts: site -> kind -> names: what else it told of its data there; kept in the same way.
     """
 
@@ -27,7 +27,7 @@ class Workers(AbstractContextManager["Workers"]):
         """Fork the workers; do so before threads are started here."""
         self._federation = federation
         self.together: Packer | None = None
-        self.told: dict[str, int] = {}
+        self.introduced_counts: dict[str, int] = {}
         self.facts: dict[str, dict[str, list[str]]] = {}
         self._pool = Pool(federation, jobs) if jobs > 1 else None
 
@@ -37,7 +37,7 @@ class Workers(AbstractContextManager["Workers"]):
         return self._pool is not None
 
     def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
-        """Run tasks and yield (position, result) as they are ready; `Absent` in the place of what a site fails to do.
+        """Run tasks and yield (position, result) as they are ready; a `FailedReply` where a site fails.
 
         `sizes` say how long each may take: the longest start first, so that none starts when all others are about to
         end.
@@ -56,11 +56,11 @@ class Workers(AbstractContextManager["Workers"]):
             yield call()
 
     def _numbered(self, index: int, task: Task) -> tuple[int, Any]:
-        return index, result_or_absent(task, partial(task.run, self._federation))
+        return index, result_or_failure(task, partial(task.run, self._federation))
 
     def items(self, name: str) -> int:
         """Return how many training items a participant has."""
-        return len(self._federation.work(name, "train"))
+        return len(self._federation.participant_shard(name, "train"))
 
     def all(self, tasks: Sequence[MakeTask], shown: Callable[[Any], Any] = iter) -> list[Any]:
         """Run tasks and return their results in order; `shown` is put around them as they come."""

@@ -17,7 +17,7 @@ def refuse_other_servers(federation: Federation) -> None:
             "use one of these, or medfl's own server",
         )
     fitting = {
-        f"--messages {run.messages}": (federation.messages.lossless, "it takes lossless ones"),
+        f"--messages {run.messages}": (federation.compression.lossless, "it takes lossless ones"),
         f"--site-weights {run.site_weights}": (run.site_weights == "samples", "it weighs by samples"),
         f"--max-share {run.max_share}": (run.max_share is None, "it has no cap on shares"),
         f"--aggregation {run.aggregation}": (federation.aggregation.is_mean, "it takes the mean"),

@@ -50,14 +50,14 @@ from medfl.runtimes.monai_fl.data_stats import Bins, statistics
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, AtSite
-from medfl.runtimes.step import UNSENT, StepResult, introduce, site_judge, site_step
+from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
 
 HOSTS = ("medfl", "averaging")
 ROUND, KEPT, LOSS = "round", "kept", "train_loss"
 """Names in `statistics`: of the round that a broadcast belongs to, of the round whose State the site goes on from (that
 of its newest reply that the server took, 0 for none; not said: the newest State), and of a reply's mean training loss.
 """
-JUDGE, SECTION = "judge", "section"
+SCORED_SECTIONS, SECTION = "judge", "section"
 """Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
 _PARTS = {"train": "train", "eval": "validate"}
 _PHASES = {
@@ -137,7 +137,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             run = without_round_limit(federation.run)
             place = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
             self.states = StatesInFolder(place, federation.networks.device)
-        self._guard.name(called, federation.run.data.folder)
+        self._guard.open_account(called, federation.run.data.folder)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
         """
-        view, judge = self._ready(), tuple((extra or {}).get(JUDGE, ()))
+        view, judge = self._ready(), tuple((extra or {}).get(SCORED_SECTIONS, ()))
         self._reply, self._trained, self.cases = None, True, {}
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
             round_, base, received = self._received(view, data, activity)
@@ -196,7 +196,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         section = (extra or {}).get(SECTION, "validate")
         if section not in SECTIONS:
             raise InputError(f"section {section!r}", f"one of {', '.join(SECTIONS)}", "choose one")
-        cases = self.visit(site_judge, data, (section,), counted=False)[section]
+        cases = self.visit(score_site, data, (section,), counted=False)[section]
         return ExchangeObject(metrics=summarise(cases))
 
     def visit(
@@ -222,7 +222,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             with profiling.during(profiling.CHECKPOINT):
                 state = self._state(round_, base)
             result = self._called(part, function, round_, state, received, *rest)
-            self._guard.scored(Activity(activity.kind, round_), function.__name__, result, state, counted=counted)
+            self._guard.check_scores(Activity(activity.kind, round_), function.__name__, result, state, counted)
             return result
 
     def get_data_stats(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
@@ -237,13 +237,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         view, bins = self._ready(), Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
-            if bins is not None and self._guard.least and bins != (mine := Bins.own(view.bundle.metadata)):
+            if bins is not None and self._guard.min_count and bins != (mine := Bins.own(view.bundle.metadata)):
                 allowed = "none" if mine is None else f"{mine.number} from {mine.low:g} to {mine.high:g}"
                 asked = f"{bins.number} bins from {bins.low:g} to {bins.high:g}"
                 raise InputError(f"site {self.name!r}: {asked}", f"with min_count {allowed}", "ask for these, or none")
             parts = {part: view.shard(self.name, section) for part, section in _PARTS.items()}
-            answer = statistics(parts, view.task, bins, self._guard.least)
-            self._guard.statistics(activity, answer)
+            answer = statistics(parts, view.task, bins, self._guard.min_count)
+            self._guard.check_statistics(activity, answer)
             return ExchangeObject(statistics=answer)
 
     def abort(self, extra: dict[str, Any] | None = None) -> None:
@@ -253,7 +253,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
     def failed(self, kind: str, error: BaseException) -> None:
         """Write what went wrong with a question into the audit log, unless it stands there already."""
-        self._guard.refused(Activity(kind, self.states.last), error)
+        self._guard.log_failure(Activity(kind, self.states.last), error)
 
     def finalize(self, extra: dict[str, Any] | None = None) -> None:
         """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
@@ -276,7 +276,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             aborted = f"site {self.name!r}: {_PHASES[phase][1]} aborted"
             raise Aborted(f"{aborted}; its State is that of the round before") from error
         except Exception as error:
-            self._guard.refused(activity, error)
+            self._guard.log_failure(activity, error)
             raise
         finally:
             self.phase = FlPhase.IDLE
@@ -319,7 +319,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                     is_whole = type(value) is int and value >= 0
                     view.require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
                 received = view.averaged(named) if self.host == "averaging" else view.received(named)
-            self._guard.came(Activity(activity.kind, round_), partial(self._crossed, named))
+            self._guard.log_received(Activity(activity.kind, round_), partial(self._crossed, named))
             return round_, base, received
 
     def _crossed(self, named: Mapping[str, Any]) -> Message:
@@ -332,16 +332,16 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def _replied(self, view: AtSite, round_: int, step: StepResult, received: Message) -> tuple[ExchangeObject, State]:
         """Return what leaves after a step, and the State with what was left out of it."""
         seed = derive(view.site(self.name, round_).seed, "messages")
-        averaging, samples = self.host == "averaging", len(view.work(self.name, "train"))
+        averaging, samples = self.host == "averaging", len(view.participant_shard(self.name, "train"))
         reply = Message({"weights": step.reply["weights"]}) if averaging else step.reply
         unsent = step.state.get(UNSENT, {})
-        if self._guard.limits and unsent:  # what was left of earlier rounds is part of the change that is clipped
+        if self._guard.clips_or_noises and unsent:  # what earlier rounds left is part of the change that is clipped
             reply, unsent = _added(reply, unsent), {}
         reply = self._guard.reply(reply, received, samples)
-        wire, unsent = view.wire.reply(reply, received, seed, unsent)
+        wire, unsent = view.wire_compression.reply(reply, received, seed, unsent)
         state = {key: value for key, value in step.state.items() if key != UNSENT}
-        numbers = self._guard.told({FlStatistics.NUM_EXECUTED_ITERATIONS: step.steps, LOSS: step.loss}, LOSS)
-        self._guard.spend(Activity("train", round_), reply, wire, samples)
+        numbers = self._guard.allowed_numbers({FlStatistics.NUM_EXECUTED_ITERATIONS: step.steps, LOSS: step.loss}, LOSS)
+        self._guard.charge_reply(Activity("train", round_), reply, wire, samples)
         exchanged = self._exchanged(view, wire, numbers, Activity("train", round_))
         return exchanged, {**state, UNSENT: unsent} if unsent else state
 
@@ -354,10 +354,10 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self, view: AtSite, message: Message, numbers: Mapping[str, Any], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
-        samples = len(view.work(self.name, "train"))
-        facts = self._guard.told(view.facts if self.host == "medfl" else {}, *view.facts)
+        samples = len(view.participant_shard(self.name, "train"))
+        facts = self._guard.allowed_numbers(view.facts if self.host == "medfl" else {}, *view.facts)
         numbers = {**numbers, FlStatistics.DATA_COUNT: samples, **facts}
-        self._guard.leave(activity, message, numbers, telling=self.host == "medfl")
+        self._guard.log_sent(activity, message, numbers, from_images=self.host == "medfl")
         return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), numbers)
 
 

@@ -17,12 +17,12 @@ from medfl.core.storage import State, load_state, save_state, to_device
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
-from medfl.runtimes.monai_fl.client import JUDGE, LOSS, ROUND, MedflClientAlgo, exchange_object
+from medfl.runtimes.monai_fl.client import LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo, exchange_object
 from medfl.runtimes.monai_fl.states import States
 from medfl.runtimes.registry import Runtime
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import StepResult
-from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Task, Train, TrainToScore, result_or_absent
+from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Task, Train, TrainToScore, result_or_failure
 
 
 class Exchange(Workers):
@@ -41,7 +41,7 @@ class Exchange(Workers):
         """Run tasks one after the other and yield (position, result)."""
         for index, make in enumerate(tasks):
             task = make()
-            yield index, result_or_absent(task, partial(self._run, task))
+            yield index, result_or_failure(task, partial(self._run, task))
 
     def _run(self, task: Task) -> Any:
         match task:
@@ -65,11 +65,11 @@ class Exchange(Workers):
         federation, states = self._federation, _TaskStates(task, task.new_state, self._federation.networks.device)
         data, bytes_down = self._sent(task)
         with self._at(task.site, states) as site:
-            site.train(data, {JUDGE: task.sections})
+            site.train(data, {SCORED_SECTIONS: task.sections})
             answer, cases = site.get_weights(), site.cases
         with profiling.during(profiling.MESSAGES):
             wire = self._arrived(task.site, answer)
-            reply = federation.messages.opened_reply(wire, task.broadcast, f"site {task.site!r}")
+            reply = federation.compression.decompress_reply(wire, task.broadcast, f"site {task.site!r}")
             federation.check(task.site, reply)
         loss, steps = (answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS))
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written

@@ -40,10 +40,10 @@ def in_words(error: BaseException) -> str:
 class Guard:
     """What stands between a site and everybody else.
 
-    Without a folder the account of the site's privacy lasts in memory; the site may be "" until `name`.
+    Without a folder the account of the site's privacy lasts in memory; the site may be "" until `open_account`.
 
     Attributes:
-        least: of statistics, counts below it are not told.
+        min_count: of statistics, counts below it are not told.
 
     Raises:
         InputError: the log cannot be written.
@@ -56,9 +56,9 @@ class Guard:
         self._log = None if audit is None else Audit(audit, site, say)
         self._gate: Gate | None = None
         self._written: BaseException | None = None
-        self.least = self._rules.min_count
+        self.min_count = self._rules.min_count
 
-    def name(self, site: str, data: str) -> None:
+    def open_account(self, site: str, data: str) -> None:
         """Say which site it is, and of which data folder, on whose account all jobs spend.
 
         Raises:
@@ -81,24 +81,24 @@ class Guard:
         return None if self._gate is None else self._gate.account.as_dict()
 
     @property
-    def limits(self) -> bool:
+    def clips_or_noises(self) -> bool:
         """Whether changes of the weights are clipped or noised."""
         return self._rules.clip is not None or self._rules.noise is not None
 
     # What comes
 
-    def came(self, activity: Activity, message: Callable[[], Message]) -> None:
-        """Write down what came; a training has to be within the budget.
+    def log_received(self, activity: Activity, message: Callable[[], Message]) -> None:
+        """Write down what came; before a training, charge its reply to the account.
 
         Raises:
-            RunError: it is not.
+            RunError: it is beyond the budget.
         """
         if self._log is not None:
             self._add(activity, "came", describe_message(message()))
         if self._gate is not None and activity.kind == "train":
-            self._gate.enter()
+            self._gate.charge_noised_reply()
 
-    def refused(self, activity: Activity, why: BaseException) -> None:
+    def log_failure(self, activity: Activity, why: BaseException) -> None:
         """Write down what went wrong, once, with the id that the server may be told of it."""
         if self._log is not None and why is not self._written:
             self._written = why
@@ -110,38 +110,38 @@ class Guard:
         """Return a reply as it may leave, before it is made smaller."""
         return message if self._gate is None else self._gate.reply(message, received, samples)
 
-    def told(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
-        """Return the numbers beside a message that may leave."""
-        return dict(numbers) if self._gate is None else self._gate.told(numbers, *optional)
+    def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
+        """Return the numbers beside a message that may leave (`Gate.allowed_numbers`)."""
+        return dict(numbers) if self._gate is None else self._gate.allowed_numbers(numbers, *optional)
 
-    def spend(self, activity: Activity, reply: Message, wire: Message, samples: int) -> None:
-        """Put a reply that is about to leave on the account, and say so; `wire` is the reply made smaller.
+    def charge_reply(self, activity: Activity, reply: Message, wire: Message, samples: int) -> None:
+        """Charge a reply that is about to leave to the account, and say so; `wire` is the reply compressed.
 
         Raises:
             RunError: it is too large.
         """
         if self._gate is not None:
-            self._gate.size(wire)
-            self._gate.spend(reply, samples)
+            self._gate.check_size(wire)
+            self._gate.charge_without_noise(reply, samples)
             self._say(f"site {self._gate.site!r}, round {activity.round}: {self._gate.account.words()}")
 
-    def leave(self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, telling: bool) -> None:
+    def log_sent(self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, from_images: bool) -> None:
         """Check an introduction that is about to leave; write down any message.
 
-        `telling` says whether an introduction depends on the site's images; `numbers` are those beside the message.
+        `from_images`: an introduction depends on the site's images; `numbers` are those beside the message.
 
         Raises:
             RunError: it may not leave; names what.
         """
         if self._gate is not None and activity.kind == "introduce":
-            self._gate.size(wire)
-            self._gate.introduction(wire, telling=telling)
+            self._gate.check_size(wire)
+            self._gate.check_introduction(wire, from_images=from_images)
         if self._log is not None:
             about = describe_message(wire, norms=True)
             beside = {str(name): value for name, value in numbers.items()}
             self._add(activity, "left", {**about, "numbers": {**about["numbers"], **beside}})
 
-    def scored(self, activity: Activity, function: str, metrics: Any, state: State | None, *, counted: bool) -> None:
+    def check_scores(self, activity: Activity, function: str, metrics: Any, state: State | None, counted: bool) -> None:
         """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
 
         `counted` says whether the number of each section's items is told beside its metrics.
@@ -161,25 +161,25 @@ class Guard:
             named = {f"{section}/{name}": v for section, one in cases.items() for name, v in summarise(one).items()}
             named |= {f"{section}/cases": len(one) for section, one in cases.items() if counted and len(one)}
             trained_before = bool(set(state or {}) - {UNSENT})
-            self._numbers(activity, "metrics", named, telling=trained or trained_before or "train" in cases)
+            self._numbers(activity, "metrics", named, from_images=trained or trained_before or "train" in cases)
 
-    def statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
+    def check_statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
         """Check and write down statistics of the site's images.
 
         Raises:
             RunError: they may not leave.
         """
-        self._numbers(activity, "data_stats", numbers, telling=True)
+        self._numbers(activity, "data_stats", numbers, from_images=True)
 
-    def _numbers(self, activity: Activity, group: str, named: Mapping[str, Any], *, telling: bool) -> None:
+    def _numbers(self, activity: Activity, group: str, named: Mapping[str, Any], *, from_images: bool) -> None:
         if self._gate is not None:
-            self._gate.numbers(group, named, telling=telling)
+            self._gate.check_numbers(group, named, from_images=from_images)
         if self._log is not None:
             plain = numbers({name: value for name, value in named.items() if isinstance(value, int | float)})
             self._add(activity, "left", {**describe_document(named), "numbers": plain})
 
     def _add(self, activity: Activity, direction: str, entry: Mapping[str, Any]) -> None:
         assert self._log is not None
-        telling = self._gate is not None and direction == "left"
-        words = {"privacy": self._gate.account.words()} if self._gate is not None and telling else {}
+        discloses = self._gate is not None and direction == "left"
+        words = {"privacy": self._gate.account.words()} if self._gate is not None and discloses else {}
         self._log.add({"round": activity.round, "direction": direction, "kind": activity.kind, **entry, **words})

@@ -44,11 +44,11 @@ class AtSite(Federation):
     def __init__(self, federation: Federation, name: str, stop: threading.Event) -> None:
         """Share everything; nothing is prepared again."""
         vars(self).update(vars(federation))
-        self.name, self.wire, self.messages = name, federation.messages, Compression()
+        self.name, self.wire_compression, self.compression = name, federation.compression, Compression()
         self._stop = stop
-        body = self._bodies[name]
-        self.leaves = body.leaves
-        self._forms = {key: (tensor.shape, tensor.dtype) for key, tensor in body.networks.initial.items()}
+        arch = self._architectures[name]
+        self.leaves = arch.leaves
+        self._forms = {key: (tensor.shape, tensor.dtype) for key, tensor in arch.networks.initial.items()}
 
     @cached_property
     def facts(self) -> dict[str, list[int]]:
@@ -56,7 +56,8 @@ class AtSite(Federation):
         run, bundle, facts = self.run, self.bundle, dict[str, list[int]]()
         if self.name in site_labels.read(run.site_labels, bundle.structures, self.names):
             known = self.known.get(self.name)
-            facts["labels"] = sorted(site_labels.annotated(bundle.structures)) if known is None else [*known.classes]
+            everything = site_labels.foreground_classes(bundle.structures)
+            facts["labels"] = sorted(everything) if known is None else [*known.classes]
         if run.site_channels:
             channels = site_channels.read(run.site_channels, site_channels.names(bundle), self.names)
             facts |= {"channels": [*channels[self.name]]} if self.name in channels else {}
@@ -68,9 +69,9 @@ class AtSite(Federation):
         """Return a site's items in a section."""
         return self._watched(super().shard(name, section))
 
-    def work(self, participant: str, section: str) -> Shard:
+    def participant_shard(self, participant: str, section: str) -> Shard:
         """Return what a participant trains on."""
-        return self._watched(super().work(participant, section))
+        return self._watched(super().participant_shard(participant, section))
 
     def pooled(self, section: str) -> Shard:
         """Return all held-out items of a section."""
@@ -95,7 +96,7 @@ class AtSite(Federation):
         """
         sender = f"site {self.name!r}: the server's message"
         arrived = Message.from_wire(self.message_limits.checked(named, sender), sender)
-        message = self.wire.opened_broadcast(arrived, f"site {self.name!r}: the server")
+        message = self.wire_compression.decompress_broadcast(arrived, f"site {self.name!r}: the server")
         for group, part in message.tensors.items():
             if group == "weights":
                 self._check_weights(part)

@@ -107,7 +107,7 @@ def check_shares(federation: Federation, what: str, replies: Mapping[str, Messag
         InputError: one has more; names it.
     """
     counts = {name: reply.scalars["samples"] for name, reply in replies.items() if "samples" in reply.scalars}
-    if most is None or federation.run.max_share is not None or federation.counting_the_same or len(counts) < _SEVERAL:
+    if most is None or federation.run.max_share is not None or federation.equal_weight_flag or len(counts) < _SEVERAL:
         return
     name, total = max(counts, key=lambda one: counts[one]), sum(counts.values())
     if counts[name] > most * total:
@@ -115,5 +115,5 @@ def check_shares(federation: Federation, what: str, replies: Mapping[str, Messag
             f"{what}: site {name!r} has {counts[name] / total:.1%} of the weight, {counts[name]:,.0f} of {total:,.0f} "
             "items",
             f"one of three or more sites has at most {most:.0%}",
-            f"begin anew with --max-share {most:g} to count it for no more, or with 1 if it may have that",
+            f"begin anew with --max-share {most:g} to count it for no more, or with --max-share 1 to allow it",
         )

@@ -12,7 +12,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State
 from medfl.core.terminal import Print, bar
 from medfl.runtimes import profiling
-from medfl.runtimes.attendance import Absent, Attendance, Tolerance
+from medfl.runtimes.attendance import Attendance, FailedReply, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.server.claims import check_counts
@@ -82,8 +82,8 @@ class Dispatcher:
         return Attendance(names, self.tolerance.min_replies, left_out, what, self.say).present(checked)
 
     def _checked(self, name: str, result: Any) -> Any:
-        """Return an introduction or a training's result, or `Absent` if it lacks or claims what it should not."""
-        if isinstance(result, Absent):
+        """Return an introduction or a training's result, or `FailedReply` if it lacks or claims what it should not."""
+        if isinstance(result, FailedReply):
             return result
         message = result if isinstance(result, Message) else result[0].reply
         try:
@@ -91,7 +91,7 @@ class Dispatcher:
                 self.federation.check_whole(name, message)
             check_counts(self.federation, name, message, self.workers.items(name))
         except RunError as error:
-            return Absent(name, str(error))
+            return FailedReply(name, str(error))
         return result
 
     def at_sites(
@@ -125,4 +125,4 @@ class Dispatcher:
         return task(site=name, round=round_, state=self.folder.newest_state(name), broadcast=broadcast)
 
     def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:
-        return [sum(len(self.federation.work(name, section)) for section in sections) for name in names]
+        return [sum(len(self.federation.participant_shard(name, section)) for section in sections) for name in names]

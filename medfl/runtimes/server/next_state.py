@@ -116,7 +116,7 @@ def first_state(
 
 
 def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[str, Any]) -> State:
-    """Return the server's State of a run that is gone on with, after trying what the next round asks of it.
+    """Return the server's State of a resumed run, after trying what the next round asks of it.
 
     Raises:
         InputError: the file is no State of this run's method and network.

@@ -25,7 +25,7 @@ from medfl.runtimes.step import StepResult, copied_weights
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16
-_ABROAD = 100  # sites whose own models are scored on everybody's test items: of more, this many at equal distances
+_MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
 
 _OF_STRUCTURES = tuple(f"{kind}_" for kind in KINDS)
 _OWN = "the site's own model, as the method leaves it"
@@ -159,7 +159,7 @@ class Scoring:
             "site_models": self._site_models(last, server) if judged == "personal" and whole is None else None,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
-            **site_labels.told(self.federation.known, self.federation.bundle),
+            **site_labels.for_summary(self.federation.known, self.federation.bundle),
             "weights_sha256": weights_sha256(weights),
             **({"best_sha256": file_sha256(self.folder.path / "best.safetensors")} if self.record["best"] else {}),
         }
@@ -251,7 +251,7 @@ class Scoring:
 
     def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
-        count = min(len(self.names), _ABROAD)
+        count = min(len(self.names), _MAX_SCORED)
         names = [self.names[i * len(self.names) // count] for i in range(count)]
         answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
         scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))

@@ -113,7 +113,7 @@ class StepRunner:
 
     Attributes:
         replayed: how many were replays.
-        eager: why none could be, "" where some were, or where nobody asked for it.
+        eager_reason: why none could be, "" where some were, or where nobody asked for it.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class StepRunner:
             obstacle: why it cannot be captured, as far as the caller knows.
             varying_rates: whether the optimiser's learning rates are others in other rounds.
         """
-        self.replayed, self.eager = 0, ""
+        self.replayed, self.eager_reason = 0, ""
         self._step, self._device, self._expected = step, device, expected
         self._eager_only = True
         self._graph: CudaGraph | None = None
@@ -153,8 +153,8 @@ class StepRunner:
         captures = _ENABLED.get() and device.type in GRAPHS
         if not (captures or compile_enabled()) or expected < (_VERDICT_STEPS if compile_enabled() else 2):
             return
-        self.eager = obstacle or (_FAILED.get(device.type, "") if captures else "") or _listener()
-        if not self.eager:
+        self.eager_reason = obstacle or (_FAILED.get(device.type, "") if captures else "") or _listener()
+        if not self.eager_reason:
             self._eager_only, self._device = False, with_index(device)
             self._graph = GRAPHS[device.type](self._device) if captures else None
             prepare = self._graph.prepare if self._graph else count_in_tensors
@@ -185,9 +185,7 @@ class StepRunner:
         if self._compiled is not None and self._graph is None:
             self.replayed += 1
             return self._compiled(*batch)
-        if self._recording is None:
-            return self._warm_up(batch)
-        return self._replay(self._recording, batch)
+        return self._warm_up(batch) if self._recording is None else self._replay(self._recording, batch)
 
     def finish(self) -> None:
         """Copy the values back that replays left in the recording's memory; to be called after the last step."""
@@ -204,7 +202,7 @@ class StepRunner:
         request.losses = request.losses[: len(request.batches)]
         visit.wait_for(request)
         self.replayed += request.replayed
-        self.eager = request.eager
+        self.eager_reason = request.eager_reason
 
     def _promise(self, request: Request, batch: tuple[Tensor, ...]) -> Tensor:
         """Queue a step that is done at once with those of other visits; return where its loss will be."""
@@ -345,7 +343,7 @@ class StepRunner:
 
     def _give_up(self, why: str) -> Step:
         """Return the step, which is done eagerly from now on."""
-        self._eager_only, self._log, self.eager = True, None, why
+        self._eager_only, self._log, self.eager_reason = True, None, why
         return self._step
 
 

@@ -52,7 +52,7 @@ class Request:
         losses: (steps,), to be filled.
         eager_step: does a step that can be grouped, where `step` is compiled and cannot; None: `step` does.
         replayed: how many were done by replays, to be filled.
-        eager: why none were, to be filled.
+        eager_reason: why none were, to be filled.
     """
 
     key: Hashable
@@ -64,7 +64,7 @@ class Request:
     losses: Tensor = field(default_factory=lambda: torch.empty(0))
     eager_step: Callable[..., Tensor] | None = None
     replayed: int = 0
-    eager: str = ""
+    eager_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class PackedStep:
 
 
 class _Group:
-    """The steps with one key, done in the fastest way: `choice`, or eagerly, and then `eager` says why."""
+    """The steps with one key, done in the fastest way: `choice`, or eagerly, and then `eager_reason` says why."""
 
     def __init__(
         self, request: Request, size: int, clock: Clock, ways: Sequence[str], measured: Choice | None = None
@@ -219,7 +219,7 @@ class _Group:
                 self._packed = packed
             seconds[way] = duration
         fastest = min(seconds, key=lambda way: seconds[way]) if seconds else EAGER
-        self.eager = "" if seconds else f"a capture failed: {next(iter(refused.values()))}"
+        self.eager_reason = "" if seconds else f"a capture failed: {next(iter(refused.values()))}"
         self._seconds_alone = seconds.get(ALONE, math.inf) / size
         self._seconds_packed = seconds.get(fastest, math.inf)
         self.choice = Choice(size, fastest, seconds, refused)
@@ -279,8 +279,8 @@ class Packer:
             group = self._group(same[0])
             group.serve(same)
             for request in same:
-                request.replayed = 0 if group.eager else len(request.batches)
-                request.eager = group.eager
+                request.replayed = 0 if group.eager_reason else len(request.batches)
+                request.eager_reason = group.eager_reason
 
     def _group(self, request: Request) -> _Group:
         """Return the group of a request; those that were not used for longest give their memory back."""

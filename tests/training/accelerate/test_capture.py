@@ -51,7 +51,7 @@ def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
 def test_replays_give_the_bits_of_eager_steps(optimizer: Any, network: Any) -> None:
     """Of 12 full batches three are warm-ups; the three short ones are eager."""
     report = compared(make(optimizer=optimizer, network=network), lambda model: {"optimizer_state": {}})
-    assert (report.steps, report.replayed, report.eager) == (15, 9, "")
+    assert (report.steps, report.replayed, report.eager_reason) == (15, 9, "")
 
 
 def test_a_batch_of_one_image_is_captured() -> None:
@@ -162,7 +162,7 @@ def test_a_capture_that_fails_leaves_the_training_as_it_is(monkeypatch: pytest.M
     for _ in range(2):
         report = compared(make(optimizer=sgd(0.1, momentum=0.9)))
         why = "a capture failed: operation not permitted when stream is capturing"
-        assert (report.replayed, report.eager) == (0, why)
+        assert (report.replayed, report.eager_reason) == (0, why)
     assert Failing.tried == 1, "it is not tried again"
 
 
@@ -215,7 +215,7 @@ def test_short_visits_are_served_too() -> None:
 def test_visits_too_short_for_a_verdict_say_so() -> None:
     report = compared(make(epochs=1, batch_size=6))
     assert (report.steps, report.replayed) == (3, 0)
-    assert report.eager == "a visit has fewer than 4 steps of the same shape"
+    assert report.eager_reason == "a visit has fewer than 4 steps of the same shape"
 
 
 def test_short_visits_that_nothing_is_like_are_looked_at_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,7 +103,7 @@ def obstacles(
     visits.clear()
     with capture_steps():
         assert run() == eager
-    return [visit.eager for visit in visits if visit.eager], sum(visit.replayed > 0 for visit in visits)
+    return [visit.eager_reason for visit in visits if visit.eager_reason], sum(visit.replayed > 0 for visit in visits)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["silent", "dropout"])
@@ -170,4 +170,4 @@ def test_grey_public_images_are_captured_where_sites_have_coloured_ones(visits: 
     visits.clear()
     with capture_steps():
         assert bits(simulate(method, toy).replies) == bits(eager.replies)
-    assert [(visit.eager, visit.replayed > 0) for visit in visits] == [("", True), ("", True)]
+    assert [(visit.eager_reason, visit.replayed > 0) for visit in visits] == [("", True), ("", True)]

@@ -79,7 +79,7 @@ def test_a_compiled_step_trains_as_an_eager_one(optimizer: Any) -> None:
     made = toy(optimizer=optimizer)
     eager, weights = trained(made, "a", False)
     report, found = trained(made, "a", True)
-    assert (report.steps, report.replayed, report.eager) == (18, 14, "")  # all but the first, and the rests
+    assert (report.steps, report.replayed, report.eager_reason) == (18, 14, "")  # all but the first, and the rests
     assert report.loss == pytest.approx(eager.loss, rel=1e-5)
     for name, value in weights.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
@@ -90,7 +90,7 @@ def test_optimisers_that_count_are_compiled(kind: Any, counted: list[int]) -> No
     """On the CPU they read their counters back, but for those who ask; the noted operations give the step's bits."""
     made = toy(optimizer=lambda network: kind(network.parameters(), 0.01, eps=1e-3))
     report, found = trained(made, "a", True)
-    assert (report.replayed, report.eager) == (14, "")
+    assert (report.replayed, report.eager_reason) == (14, "")
     eager, weights = trained(made, "a", False)
     assert report.loss == pytest.approx(eager.loss, rel=1e-4)
     for name, value in weights.items():
@@ -126,7 +126,7 @@ def test_one_compilation_serves_rounds_with_other_learning_rates(kind: str, coun
                 found.append((report, snapshot(model)))
     assert counted == [1]
     for (eager, weights), (report, compiled) in zip(found[:3], found[3:], strict=True):
-        assert (report.replayed, report.eager) == (14, "")
+        assert (report.replayed, report.eager_reason) == (14, "")
         assert report.loss == pytest.approx(eager.loss, rel=1e-3)
         for name, value in weights.items():
             torch.testing.assert_close(compiled[name], value, rtol=1e-2, atol=2e-3)
@@ -192,7 +192,7 @@ def test_what_cannot_be_compiled_is_eager_to_the_bit(
         eager, weights = trained(made, "a", False, **arguments(None))
         report, found = trained(made, "a", True, **arguments(None))
         assert (bits(found), report.loss, report.replayed) == (bits(weights), eager.loss, 0)
-        assert why in report.eager
+        assert why in report.eager_reason
     assert not counted
 
 
@@ -207,7 +207,7 @@ def test_without_a_compiler_steps_are_eager(monkeypatch: pytest.MonkeyPatch) -> 
     eager, weights = trained(made, "a", False)
     report, found = trained(made, "a", True)
     assert (bits(found), report.loss) == (bits(weights), eager.loss)
-    assert report.eager == "it cannot be compiled: RuntimeError: no C++ compiler"
+    assert report.eager_reason == "it cannot be compiled: RuntimeError: no C++ compiler"
 
 
 SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}

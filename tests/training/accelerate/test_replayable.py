@@ -142,18 +142,18 @@ REFUSED: dict[str, tuple[Arguments, str]] = {
 def test_what_a_replay_would_get_wrong_runs_eagerly(arguments: Arguments, why: str) -> None:
     report = compared(make(), arguments)
     assert report.replayed == 0
-    assert why in report.eager
+    assert why in report.eager_reason
 
 
 def test_an_optimiser_that_reads_its_counter_runs_eagerly() -> None:
     report = compared(make(optimizer=adam(0.01)))
-    assert (report.replayed, report.eager) == (0, "aten::_local_scalar_dense reads a number back")
+    assert (report.replayed, report.eager_reason) == (0, "aten::_local_scalar_dense reads a number back")
 
 
 def test_a_learning_rate_that_changes_within_the_visit_runs_eagerly() -> None:
     site = make().site("a")
     report = compared(make(), site=replace(site, settings=replace(site.settings, epoch_factor=0.5)))
-    assert (report.replayed, report.eager) == (0, "the learning rate changes within a visit")
+    assert (report.replayed, report.eager_reason) == (0, "the learning rate changes within a visit")
 
 
 def test_scaled_gradients_are_an_obstacle() -> None:
@@ -172,14 +172,14 @@ def test_steps_that_somebody_listens_to_run_eagerly() -> None:
     finally:
         handle.remove()
     assert report.replayed == 0
-    assert "--profile" in report.eager
+    assert "--profile" in report.eager_reason
     assert len(heard) == 30
 
 
 def test_without_leave_nothing_is_captured(recorders: list[Recorder]) -> None:
     with capture_steps(), capture_steps(False):
         report, _ = trained(make(), False, lambda model: {}, None)
-    assert (report.replayed, report.eager, recorders) == (0, "", [])
+    assert (report.replayed, report.eager_reason, recorders) == (0, "", [])
 
 
 @pytest.mark.parametrize("arguments", [_counting, _iterating, _keeping], ids=["counter", "count()", "tensor"])

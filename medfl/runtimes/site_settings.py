@@ -13,34 +13,34 @@ from medfl.core.forms import by_site, site_names
 from medfl.core.run import Run
 from medfl.core.terminal import Print
 
-NOTHING: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
-"""The settings that speak of single sites, saying nothing."""
+EMPTY: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
+"""The settings of single sites, at the values that set nothing."""
 
 
-def said(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these settings of a request, or else of the bundle's protocol."""
+def of_request(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these settings of a request, else of the bundle's protocol."""
     values = resolved(bundle, protocol(bundle), requested.get("presets", ()))
-    asked = {setting: requested.get(setting) for setting in NOTHING}
+    asked = {setting: requested.get(setting) for setting in EMPTY}
     return {name: str(values.get(name, "") if text is None else text) for name, text in asked.items()}
 
 
-def said_of(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return these settings with what they say of one site, "" for nothing."""
-    settings = said(bundle, requested)
+def of_request_for(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return these settings reduced to one site, "" where they say nothing of it."""
+    settings = of_request(bundle, requested)
     without = site in site_names(settings.pop("unlabelled"))
     each = {name: _read(name, text) for name, text in settings.items()}
     of_site = {name: {site: by_name[site]} if site in by_name else {} for name, by_name in each.items()}
-    return {**texts(of_site), "unlabelled": site if without else ""}
+    return {**as_texts(of_site), "unlabelled": site if without else ""}
 
 
-def with_own_word(run: Run, site: str, own: Mapping[str, Sequence[str]], say: Print) -> Run:
-    """Return a run that says of a site what this says of itself; `say` is told where the two disagree."""
-    each = {name: _read(name, getattr(run, name)) for name, names in own.items() if names}
+def with_declared(run: Run, site: str, declared: Mapping[str, Sequence[str]], say: Print) -> Run:
+    """Return a run with what a site declares of itself in the place of the run's word; `say` a difference."""
+    each = {name: _read(name, getattr(run, name)) for name, names in declared.items() if names}
     for name, site_values in each.items():
-        if site in site_values and {*site_values[site]} != {*own[name]}:
-            job, mine = (",".join(names) for names in (site_values[site], own[name]))
+        if site in site_values and {*site_values[site]} != {*declared[name]}:
+            job, mine = (",".join(names) for names in (site_values[site], declared[name]))
             say(f"note: the job says {_flag(name)} {site}={job}; the site itself says {mine}, which counts")
-    return replace(run, **texts({name: {**site_values, site: own[name]} for name, site_values in each.items()}))
+    return replace(run, **as_texts({name: {**site_values, site: declared[name]} for name, site_values in each.items()}))
 
 
 def _flag(setting: str) -> str:
@@ -51,9 +51,9 @@ def _read(setting: str, text: str) -> Mapping[str, Sequence[str]]:
     return by_site(_flag(setting))(text)
 
 
-def texts(said: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, Any]:
+def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, Any]:
     """Return setting -> its text, of setting -> site -> names."""
-    return {name: ";".join(f"{site}={','.join(names)}" for site, names in each.items()) for name, each in said.items()}
+    return {name: ";".join(f"{site}={','.join(n)}" for site, n in each.items()) for name, each in settings.items()}
 
 
 def require_sites(flag: str, named: Iterable[str], sites: Collection[str], value: str = "") -> None:
@@ -61,10 +61,10 @@ def require_sites(flag: str, named: Iterable[str], sites: Collection[str], value
     for name in named:
         if name not in sites:
             advice = did_you_mean(name, [*sites], "name one of these")
-            raise InputError(f"{flag} {name}{value}", of_run(sites), advice)
+            raise InputError(f"{flag} {name}{value}", allowed_sites(sites), advice)
 
 
-def of_run(sites: Collection[str]) -> str:
+def allowed_sites(sites: Collection[str]) -> str:
     """Say which sites a run has, in an error's words."""
     return f"the sites of the run are {', '.join([*sites][:10])}{', …' if len(sites) > 10 else ''}"
 
