@@ -21,7 +21,7 @@ from monai.metrics.utils import get_edge_surface_distance
 from scipy import ndimage
 from torch import Tensor
 
-from medfl.evaluation.mask_metrics import asked, scores
+from medfl.evaluation.mask_metrics import scores, surface_metrics_of
 
 ASKED = ("all", "hd95_1", "dice")
 SPACING, TOLERANCE = (1.0, 1.0, 1.0), 1.0
@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
 
     rows: list[dict[str, object]] = []
     for text in ASKED:
-        distances = asked(text, names)
+        distances = surface_metrics_of(text, names)
         found = [
             (
                 seconds(lambda p, r, d=distances: scores(p, r, names, SPACING, TOLERANCE, distances=d)),

@@ -85,7 +85,7 @@ class Table:
 
 
 @dataclass
-class Layout:
+class DrawnLayout:
     """What is to lie in a folder.
 
     Attributes:

@@ -22,7 +22,7 @@ from medfl.bundle.files import protocol_of as protocol_of
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
 from medfl.bundle.notes import notes
-from medfl.bundle.optimizers import Optimizers, find_schedule
+from medfl.bundle.optimizers import OptimizerFactory, find_schedule
 from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import Section, Sections, check_labels
 from medfl.core.errors import InputError, MedflError, described, root_cause
@@ -136,7 +136,7 @@ class Bundle:
 
     def _network_with(self, *keys: str) -> list[Any]:
         """Return a new network, and what ids make of it."""
-        network, *others = self._config.anew(f"{self._trainer}#network", *keys)
+        network, *others = self._config.build_new(f"{self._trainer}#network", *keys)
         self._require(network, nn.Module, "network", "module", "nn.Module")
         return [network.to(self.device), *others]
 
@@ -162,7 +162,7 @@ class Bundle:
         """Build the trainer's optimiser for a network, with another learning rate if one is given."""
         if self.own_trainer:
             return own_iteration.of(network).optimizer(lr)
-        return self._optimizers.of(network, self.rates(epoch, lr))
+        return self._optimizers.build(network, self.rates(epoch, lr))
 
     def rates(self, epoch: int, lr: float | None = None) -> tuple[float, ...]:
         """Return the learning rates of an epoch, from 0, one for each parameter group: the trainer's schedule."""
@@ -174,13 +174,13 @@ class Bundle:
         return not self.own_trainer and self._optimizers.scheduler is not None
 
     @cached_property
-    def _optimizers(self) -> Optimizers:
+    def _optimizers(self) -> OptimizerFactory:
         key, schedule = f"{self._trainer}#optimizer", find_schedule(self._config)
         with stream(0, "optimizer"):
             network, optimizer = self._network_with(key)
             scheduler = self._network_with(key, schedule)[2] if schedule else None
         self._require(optimizer, torch.optim.Optimizer, "optimizer", "optimiser", "optim.Optimizer")
-        return Optimizers(optimizer, network, scheduler)
+        return OptimizerFactory(optimizer, network, scheduler)
 
     @cached_property
     def amp(self) -> bool:

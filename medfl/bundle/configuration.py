@@ -168,7 +168,7 @@ class Configuration:
         """Yield id and content of every component whose class has this name, wherever it stands."""
         return (part for part in components(self._parser.get()) if target_name(part[1]) == target)
 
-    def depends(self, key: str, parser: ConfigParser | None = None) -> dict[str, Any]:
+    def dependencies_of(self, key: str, parser: ConfigParser | None = None) -> dict[str, Any]:
         """Return the unevaluated content of an id and of everything that it refers to."""
         contents: dict[str, Any] = {}
         todo, parser = [key.replace("#", "::")], parser or self._parser
@@ -186,7 +186,7 @@ class Configuration:
         with stream(0, "configuration"):  # for lists that the bundle shuffles without a seed of its own
             return self._content_of(self._parser, key)
 
-    def anew(self, *keys: str) -> list[Any]:
+    def build_new(self, *keys: str) -> list[Any]:
         """Return new objects of ids that belong together; what is random is drawn from the caller's stream."""
         parser = self._parse()
         return [self._content_of(parser, key) for key in keys]
@@ -201,7 +201,7 @@ class Configuration:
     def _content_of(self, parser: ConfigParser, key: str, engines: Sequence[str] = ()) -> Any:
         if key not in parser:
             raise InputError(f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it")
-        for other, node in self.depends(key, parser).items():
+        for other, node in self.dependencies_of(key, parser).items():
             engine = isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node))
             if engine and other.replace("::", "#") not in engines:
                 raise InputError(

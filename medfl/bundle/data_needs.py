@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from medfl.bundle.asked_files import CASE, Layout, Table
+from medfl.bundle.asked_files import CASE, DrawnLayout, Table
 from medfl.bundle.configuration import Configuration, components, target_name
 from medfl.bundle.engines import find_evaluator
 from medfl.bundle.failures import missing_names
@@ -45,7 +45,7 @@ class Reading:
         """Read the components that the data sets need; nothing that needs data is evaluated."""
         self.config, self._trainer, self._contents = config, trainer, dict[str, Any]()
         for section in ("train", "validate"):
-            self._contents |= config.depends(self.dataset(section))
+            self._contents |= config.dependencies_of(self.dataset(section))
         self._parts = list(components(self._contents))
         formats: Mapping[str, Any] = metadata.get("network_data_format") or {}
         inputs: Mapping[str, Any] = formats.get("inputs") or {}
@@ -74,7 +74,7 @@ class Reading:
 
     def _of_network(self, name: str, kind: type = int) -> Any:
         """Return a network's argument of this type that is written as it is, an empty one if there is none."""
-        parts = components(self.config.depends(f"{self._trainer}#network"))
+        parts = components(self.config.dependencies_of(f"{self._trainer}#network"))
         return next((value for _, node in parts if isinstance(value := node.get(name), kind)), kind())
 
     def _of(self, name: str) -> list[Component]:
@@ -189,7 +189,7 @@ class Reading:
 
     def paths(self, section: str) -> Iterator[tuple[str, Path]]:
         """Yield the ids that a section's data need and that stand for a path or another text, and it as a path."""
-        for key, node in self.config.depends(self.dataset(section)).items():
+        for key, node in self.config.dependencies_of(self.dataset(section)).items():
             if isinstance(node, str) and key != "bundle_root":
                 try:
                     value = self.config.content(key.replace("::", "#"))
@@ -198,7 +198,7 @@ class Reading:
                 if isinstance(value, str | Path) and str(value):
                     yield key.replace("::", "#"), Path(os.path.abspath(value))
 
-    def correct(self, layout: Layout, why: BaseException, table: Table | None) -> None:
+    def correct(self, layout: DrawnLayout, why: BaseException, table: Table | None) -> None:
         """Give data lists the sections and fields that an error misses, or other values where theirs do not serve."""
         text = str(why)
         if wrong := re.search(r"([^/\s'\"]+)/case_\d+", text):
@@ -213,7 +213,7 @@ class Reading:
             for name in missing_names(why):
                 self._add_name(layout, name, text, of_item=table is None)
 
-    def _add_name(self, layout: Layout, name: str, text: str, of_item: bool) -> None:
+    def _add_name(self, layout: DrawnLayout, name: str, text: str, of_item: bool) -> None:
         for names in layout.arrays.values():
             names.setdefault(name, name)
         for table in layout.tables.values():

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.bundle.asked_files import CASE, Layout, LookUps, noting_lookups, unmatched
+from medfl.bundle.asked_files import CASE, DrawnLayout, LookUps, noting_lookups, unmatched
 from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.data_needs import Reading
 from medfl.bundle.engines import find_trainer, own_steps
@@ -137,7 +137,7 @@ class _Drawing:
             what = "of metadata.json of the form and size that MONAI's schema has"
             raise InputError(f"{meta}: network_data_format: {described(error)}", what, "repair it") from error
         end = ".png" if len(self.kinds[0][0].shape) == 2 else ".nii.gz"
-        self.layout = Layout(folder, self.reading.classes, end, cases)
+        self.layout = DrawnLayout(folder, self.reading.classes, end, cases)
         self.failed: dict[int, str] = {}
         self.untried = dict[str, str]()
         self.led: set[str] = set()

@@ -16,7 +16,7 @@ from monai.bundle import ConfigComponent, ConfigExpression, ConfigItem, ConfigPa
 from medfl.core.untrusted import Refused
 from medfl.policy.allowed import WRITERS, without_ending
 from medfl.policy.components import check_arguments, component
-from medfl.policy.evaluate import Evaluator
+from medfl.policy.evaluate import ExpressionEvaluator
 from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
 from medfl.policy.policy import Policy
 
@@ -40,14 +40,14 @@ def guarded_parser(
         names = dict(DEFAULT_NAMES)
         for text in filter(None, content.get("imports", [])):
             names |= imported(str(text)[1:], Uses())
-        parser.ref_resolver = _Resolver(Evaluator(names, policy.allow, own_modules, roots))
+        parser.ref_resolver = _Resolver(ExpressionEvaluator(names, policy.allow, own_modules, roots))
     return parser
 
 
 class _Resolver(ReferenceResolver):
     """Takes guarded items in the place of MONAI's own."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: ExpressionEvaluator) -> None:
         super().__init__()
         self._evaluator = evaluator
 
@@ -60,7 +60,7 @@ class _Resolver(ReferenceResolver):
 
 
 class _Expression(ConfigExpression):
-    def __init__(self, config: Any, id_: str, evaluator: Evaluator) -> None:
+    def __init__(self, config: Any, id_: str, evaluator: ExpressionEvaluator) -> None:
         super().__init__(config, id_)
         self._text, self._evaluator = str(config)[len(self.prefix) :], evaluator
 
@@ -71,7 +71,7 @@ class _Expression(ConfigExpression):
 
 
 class _Component(ConfigComponent):
-    def __init__(self, config: Any, id_: str, evaluator: Evaluator) -> None:
+    def __init__(self, config: Any, id_: str, evaluator: ExpressionEvaluator) -> None:
         super().__init__(config, id_)
         self._target, self._evaluator = config["_target_"], evaluator
 

@@ -29,7 +29,7 @@ def find_schedule(config: Configuration) -> str:
     return ""
 
 
-class Optimizers:
+class OptimizerFactory:
     """Makes the optimiser of a bundle for a network.
 
     Whatever expression chooses and groups the parameters was evaluated once, on a network of its own; copies then take
@@ -67,7 +67,7 @@ class Optimizers:
         now = [group["lr"] for group in self.scheduler.optimizer.param_groups]
         self._factors.append(tuple(lr / base if base else 1.0 for lr, base in zip(now, self._base, strict=True)))
 
-    def of(self, network: nn.Module, rates: tuple[float, ...]) -> torch.optim.Optimizer:
+    def build(self, network: nn.Module, rates: tuple[float, ...]) -> torch.optim.Optimizer:
         """Build the optimiser of a network with a learning rate for each of its parameter groups.
 
         Parameters that a method added to the bundle's network are trained as the first group is.

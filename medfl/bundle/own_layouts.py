@@ -11,7 +11,7 @@ from medfl.datasets.readers import conventions, matching
 
 
 @dataclass(frozen=True)
-class Layout:
+class UserLayout:
     """Where images, and masks or a table of labels, lie.
 
     Attributes:
@@ -29,7 +29,7 @@ class Layout:
     said: str = ""
 
 
-def find(images: str | Path, masks: str | Path | None = None, labels: str | Path | None = None) -> Layout:
+def find(images: str | Path, masks: str | Path | None = None, labels: str | Path | None = None) -> UserLayout:
     """Return the layout of folders.
 
     Args:
@@ -52,16 +52,16 @@ def find(images: str | Path, masks: str | Path | None = None, labels: str | Path
     names = conventions.NNUNET_FOLDERS
     if all((place / name).is_dir() for name in names):
         rest = "; imagesTs is left out" * (place / "imagesTs").is_dir()
-        return _with_names(Layout(place, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{rest}"))
+        return _with_names(UserLayout(place, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{rest}"))
     if (place / conventions.BIDS).is_file():
         where = conventions.bids_masks(place)
-        return Layout(place, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects")
+        return UserLayout(place, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects")
     if said := _together(place):
-        return Layout(place, ".", ".", said=said)
-    return Layout(place)
+        return UserLayout(place, ".", ".", said=said)
+    return UserLayout(place)
 
 
-def _beside(place: Path, other: Path, flag: str, what: str) -> Layout:
+def _beside(place: Path, other: Path, flag: str, what: str) -> UserLayout:
     """Return the layout of images and a folder or table in the same folder, or in that of the images."""
     path = other.expanduser().resolve()
     if not (path.is_file() if flag == "--labels" else path.is_dir()):
@@ -75,10 +75,10 @@ def _beside(place: Path, other: Path, flag: str, what: str) -> Layout:
         allowed = f"the {what} and the images beside each other, or it among them"
         raise InputError(problem, allowed, "put both into one folder")
     where = path.relative_to(folder).as_posix()
-    return Layout(folder, images, labels=where) if flag == "--labels" else Layout(folder, images, where)
+    return UserLayout(folder, images, labels=where) if flag == "--labels" else UserLayout(folder, images, where)
 
 
-def _with_names(layout: Layout) -> Layout:
+def _with_names(layout: UserLayout) -> UserLayout:
     """Return a layout with the names that nnU-Net's dataset.json has, if it is one of nnU-Net."""
     path = layout.folder / conventions.NNUNET
     if layout.masks != conventions.NNUNET_FOLDERS[1] or not path.is_file():

@@ -22,7 +22,7 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.optimizers import Optimizers
+from medfl.bundle.optimizers import OptimizerFactory
 from medfl.bundle.parts_data import PartSections
 from medfl.bundle.parts_scores import OwnCases, OwnClasses, OwnMasks
 from medfl.bundle.prompts import Text
@@ -251,7 +251,7 @@ class PartsBundle(Bundle):
         self.loss(prediction, target)
 
     @cached_property
-    def _optimizers(self) -> Optimizers:
+    def _optimizers(self) -> OptimizerFactory:
         with stream(0, "optimizer"):
             network = self.network()
             optimizer = self.parts.optimizer(network.parameters())
@@ -263,7 +263,7 @@ class PartsBundle(Bundle):
                 )
             schedule = self.parts.scheduler
             scheduler = None if schedule is None else schedule(self.parts.optimizer(network.parameters()))
-        return Optimizers(optimizer, network, scheduler)
+        return OptimizerFactory(optimizer, network, scheduler)
 
     def _disk_cache(self, section: str) -> DiskCache | None:
         return None  # what own transforms make of an entry is known to nobody else

@@ -60,7 +60,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Unlabelled:
+class UnlabelledEntries:
     """Images without labels: entries for a data list, and whether the data have no others (`alone`)."""
 
     entries: Sequence[Mapping[str, Any]] = ()
@@ -87,10 +87,10 @@ class Sections:
         self.unread, self._whole = "", whole
         has_validation = find_evaluator(config) is not None or any(key in config for key in _VALIDATION_SETS)
         self._unscored = whole and not has_validation
-        self.find_unlabelled: Callable[[], Unlabelled] | None = None
+        self.find_unlabelled: Callable[[], UnlabelledEntries] | None = None
 
     @cached_property
-    def _unlabelled(self) -> Unlabelled | None:
+    def _unlabelled(self) -> UnlabelledEntries | None:
         """The images without labels, None where they are not asked for."""
         return None if self.find_unlabelled is None else self.find_unlabelled()
 
@@ -117,7 +117,7 @@ class Sections:
         if self._unscored or self.images_only:
             return True  # no items serve for others
         validate, test = (
-            config.depends(config.within(self._loader_ids(config, "validate")[1], "data"))
+            config.dependencies_of(config.within(self._loader_ids(config, "validate")[1], "data"))
             for config in (self._config, self._evaluation)
         )
         if validate == test:
@@ -228,7 +228,7 @@ def _without_marks(entry: Any) -> Any:
     return {key: value for key, value in entry.items() if key not in (NO_LABEL, LACKS)} if marked else entry
 
 
-def _with(source: Source, more: Unlabelled) -> Source:
+def _with(source: Source, more: UnlabelledEntries) -> Source:
     """Return a data list with images without labels, at their places by id."""
     listed = [] if more.alone or not source.is_list else source.entries
     entries = [without_label(entry) if is_unlabelled(entry) else entry for entry in (*listed, *more.entries)]

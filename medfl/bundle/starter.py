@@ -23,7 +23,7 @@ import numpy as np
 from medfl import networks
 from medfl.bundle import own_layouts
 from medfl.bundle.new_metadata import metadata_of
-from medfl.bundle.own_layouts import Layout
+from medfl.bundle.own_layouts import UserLayout
 from medfl.bundle.picture_facts import Picture, depths, own_depth, pixels, repeats, sides
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text
@@ -179,7 +179,7 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     return root
 
 
-def _labelled(layout: Layout, group_by: str | None, progress: bool) -> Survey:
+def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Survey:
     place = layout.folder
     index = own.in_table(place, layout.images, layout.labels) if layout.labels else _class_folders(place)
     if len(index.classes) < _LEAST:
@@ -241,7 +241,7 @@ def _patients(dataset: own.Found, divided: Sequence[tuple[Record, str]], group_b
     return {**about, "offer": grouping.offered(names)}
 
 
-def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progress: bool) -> Survey:
+def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, progress: bool) -> Survey:
     place, other = (own.below(layout.folder, name) for name in (layout.images, layout.masks))
     check_structures(named := named or layout.classes[1:])
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
@@ -285,7 +285,7 @@ def _segmented(layout: Layout, named: Sequence[str], group_by: str | None, progr
     return Survey("pictures", where, names, counts, *pixels(shown), notes=notes, own_depth=own_depth(shown), **about)
 
 
-def _structures(layout: Layout, named: Sequence[str], most: int) -> tuple[str, ...]:
+def _structures(layout: UserLayout, named: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the names of the values of masks, of which one is the largest."""
     background = layout.classes[0] if layout.classes else "background"
     if named and most > len(named):

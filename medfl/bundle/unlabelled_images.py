@@ -11,7 +11,7 @@ from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.check_own import ids_of
 from medfl.bundle.new_images import channels_of, is_volumes
-from medfl.bundle.sections import Unlabelled
+from medfl.bundle.sections import UnlabelledEntries
 from medfl.core.task import SECTIONS
 from medfl.datasets import own
 from medfl.datasets.base import item_of, read_table
@@ -21,7 +21,7 @@ from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.unlabelled import joined, named
 
 
-def find(bundle: Bundle, folder: Path) -> Unlabelled:
+def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
     """Return the images of a folder that have no label; all, where it has no label at all.
 
     For a bundle of `medfl new` they are those without a mask, those that the table does not name or gives no class, or
@@ -36,7 +36,7 @@ def find(bundle: Bundle, folder: Path) -> Unlabelled:
     files = joined(named([place], is_volumes(bundle.metadata)), channels) if place.is_dir() else {}
     entries = [_entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri) for name, uri in files.items()]
     maskless = read_table(bundle.name, folder).unlabelled if bundle.is_shipped and not alone else {}
-    return Unlabelled([*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone)
+    return UnlabelledEntries([*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone)
 
 
 def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
@@ -46,7 +46,7 @@ def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
     return {"image": image, "id": ident, "centre": centre, "group": ident}
 
 
-def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> Unlabelled:
+def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> UnlabelledEntries:
     """Return the images of a folder as `medfl new` knows it.
 
     Those that a table puts into another section, or whose patient has images there, are left out.
@@ -62,7 +62,7 @@ def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> Unlabelled:
         held_out = {record.group for record, section in divided if section != SECTIONS[0]}
     records = cases.described(root, _grouped(dataset.unlabelled, place, group_by), dataset.rows)
     taken = [r for r in records if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held_out]
-    return Unlabelled([{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(whole))
+    return UnlabelledEntries([{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(whole))
 
 
 def _alone(root: Path, place: Path, ids: Mapping[str, Any], channels: int) -> tuple[Record, ...]:

@@ -211,7 +211,7 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def typed(value: Any) -> str:
+def as_flag_text(value: Any) -> str:
     """Return a value as it is typed on the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 

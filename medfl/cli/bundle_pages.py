@@ -11,7 +11,7 @@ from typing import Any
 
 from medfl import datasets
 from medfl.bundle.files import find, protocol_of, read, shipped
-from medfl.cli.arguments import typed
+from medfl.cli.arguments import as_flag_text
 from medfl.core import terminal
 from medfl.core.errors import InputError, did_you_mean
 
@@ -125,7 +125,7 @@ def _bundle_page(entry: Document, width: int) -> str:
         "centres": ", ".join(entry["centre_names"]),
         "network": entry["network"],
         "protocol": entry["protocol"],
-        "defaults": ", ".join(f"{key} {typed(value)}" for key, value in entry["defaults"].items()),
+        "defaults": ", ".join(f"{key} {as_flag_text(value)}" for key, value in entry["defaults"].items()),
         "presets": "; ".join(f"{name}: {about}" for name, about in entry["presets"].items()) or "none",
         "splits": ", ".join(entry["splits"]),
         "data": status,

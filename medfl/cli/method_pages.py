@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from medfl.cli.arguments import typed
+from medfl.cli.arguments import as_flag_text
 from medfl.core import terminal
 from medfl.core.names import check_method_name, method_names
 from medfl.core.option_values import OptionForm, read_options
@@ -78,7 +78,7 @@ def tasks_text(entry: Document) -> str:
 
 def _defaults(entry: Document) -> list[str]:
     """Return the first options of a method with their defaults; of prototype sharing only that it can be had."""
-    defaults = [f"{option['name']}={typed(option['default'])}" for option in entry["options"]]
+    defaults = [f"{option['name']}={as_flag_text(option['default'])}" for option in entry["options"]]
     return [*defaults[:_SHOWN], *(["prototypes=false"] if entry["prototype_options"] else [])]
 
 
@@ -133,12 +133,12 @@ def _method_page(entry: Document, width: int) -> str:
 
 
 def _options(title: str, options: list[Document], width: int) -> list[str]:
-    rows = [[o["name"], _type(o), typed(o["default"]), o["help"]] for o in options]
+    rows = [[o["name"], _type(o), as_flag_text(o["default"]), o["help"]] for o in options]
     return [title, *terminal.table(["name", "value", "default", "what it does"], rows, width)] if rows else []
 
 
 def _type(option: Document) -> str:
     if option["choices"]:
-        return " | ".join(typed(choice) for choice in option["choices"])
+        return " | ".join(as_flag_text(choice) for choice in option["choices"])
     least = f" >= {option['minimum']:g}" if option["minimum"] is not None else ""
     return str(option["type"]) + least + (f" and <= {option['maximum']:g}" if option["maximum"] is not None else "")

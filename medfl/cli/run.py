@@ -96,15 +96,15 @@ def run(options: Any) -> int:
     if options.sandbox:  # the threads that NumPy's BLAS starts at its import could no more be held in one
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
     if _was_portable(options):
-        portable.begin()
+        portable.enable()
     values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
     requested = arguments.requested(options, "method", "partition", "presets", "data", "sites")
     from medfl.bundle.files import find
-    from medfl.runs import early
+    from medfl.runs import request_checks
 
     if options.resume and options.out is not None and (options.out / FOLDS).is_file():
         return _cross_validate(options, values, config, requested, again=True)
-    early.refuse(
+    request_checks.check_before_imports(
         options.bundle, requested, given=bool(values or config), out=options.out, resume=options.resume,
         source=options.source, runtime=options.runtime,
     )  # fmt: skip

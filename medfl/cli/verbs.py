@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser().parse_args(words)
         options.given = words
         if getattr(options, "portable", False):
-            portable.begin()  # before anything that computes is imported
+            portable.enable()  # before anything that computes is imported
         with terminal.sigterm_as_ctrl_c(), _trusting(options):
             return int(options.verb(options) or 0)
     except SystemExit as done:  # argparse after --help and --version

@@ -22,7 +22,7 @@ GRID = "compare.json"
 _PARTS = {"requested": "", "options": "--set ", "config": "--config "}
 _NO_SETTINGS = re.compile(r"bundle_path|((public\.)?data|partition)\.(folder|counts|notes)(\..*)?")
 """Names in a record that are no settings: paths, counts and notes."""
-KINDS: Mapping[str, Callable[[RunFiles], str]] = {
+MUST_AGREE: Mapping[str, Callable[[RunFiles], str]] = {
     "bundles": lambda run: str(run.record["bundle"]),
     "tasks": lambda run: str(run.record["task"]),
     "key metrics": lambda run: run.key,
@@ -35,7 +35,7 @@ def require_same(
     runs: Sequence[RunFiles],
     allowed: str,
     advice: str,
-    kinds: Mapping[str, Callable[[RunFiles], str]] = KINDS,
+    kinds: Mapping[str, Callable[[RunFiles], str]] = MUST_AGREE,
 ) -> None:
     """Raise an InputError that names the first kind in which the runs differ."""
     for kind, read in kinds.items():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl import methods
-from medfl.compare.checks import KINDS as SAME
+from medfl.compare.checks import MUST_AGREE as SAME
 from medfl.compare.checks import require_same
 from medfl.compare.cost_curves import embedded
 from medfl.compare.labels import unique_labels
@@ -20,7 +20,7 @@ from medfl.report.differences import between_models
 from medfl.report.formatting import setting
 from medfl.report.page import context, environment
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
-from medfl.report.run_files import KINDS
+from medfl.report.run_files import MODEL_KINDS
 
 _SETTINGS = (
     "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer", "cohort",
@@ -106,7 +106,7 @@ def _row(run: RunFiles, name: str, tone: str, analysis: PredictionAnalysis | Non
         "run": run.record,
         "done": len(run.rounds),
         "finished": run.finished,
-        "judged": dict(KINDS)[run.judged],
+        "judged": dict(MODEL_KINDS)[run.judged],
         "sites": len(run.site_names),
         "last": (judged.get("last") or {}).get(run.key),
         "best": (judged.get("best") or {}).get(run.key),

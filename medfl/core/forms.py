@@ -9,7 +9,7 @@ from medfl.core.errors import InputError, did_you_mean
 
 MESSAGES = ("lossless", "float16", "bfloat16", "int8", "topk")
 AGGREGATIONS = ("mean", "clip", "median", "trimmed", "krum", "multikrum")
-DISTANCES = ("hd95", "surface_dice")
+SURFACE_METRICS = ("hd95", "surface_dice")
 """The metrics of surfaces, which are computed for test items only: they may take as long as a forward pass."""
 FROM_MASKS = "auto"
 """What `--site-labels` takes for the structures that a site's own training masks show."""
@@ -113,9 +113,9 @@ def metrics(text: str) -> list[str]:
     Raises:
         InputError: one is none of these, nor begins as one.
     """
-    names, kinds = [name.strip() for name in text.split(",")], (ALL, "dice", *DISTANCES)
+    names, kinds = [name.strip() for name in text.split(",")], (ALL, "dice", *SURFACE_METRICS)
     for name in names:
-        if name not in kinds and not name.startswith(tuple(f"{kind}_" for kind in DISTANCES)):
+        if name not in kinds and not name.startswith(tuple(f"{kind}_" for kind in SURFACE_METRICS)):
             allowed = f"{', '.join(kinds)}, or either of the last two with _ and a structure's name"
             raise InputError(f"--metrics {name}", allowed, did_you_mean(name, kinds, "leave it out"))
     return names

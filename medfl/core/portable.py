@@ -14,7 +14,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 
-CAPS: Mapping[str, str] = {
+ENVIRONMENT: Mapping[str, str] = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_CBWR": "COMPATIBLE",  # MKL takes other kernels on AMD than on Intel under AVX2
@@ -31,10 +31,10 @@ _begun = False
 def active(environment: Mapping[str, str] | None = None) -> bool:
     """Return whether the variables of an environment, default this process's, are those of a portable process."""
     variables = os.environ if environment is None else environment
-    return all(variables.get(name) == value for name, value in CAPS.items())
+    return all(variables.get(name) == value for name, value in ENVIRONMENT.items())
 
 
-def begin() -> None:
+def enable() -> None:
     """Make this process portable, which it can be until NumPy or PyTorch is imported, or see that it was begun as one.
 
     Raises:
@@ -45,13 +45,13 @@ def begin() -> None:
     if _begun or active(_at_the_start()):
         return
     if {"torch", "numpy"} & sys.modules.keys():
-        settings = " ".join(f"{name}='{value}'" for name, value in CAPS.items())
+        settings = " ".join(f"{name}='{value}'" for name, value in ENVIRONMENT.items())
         raise InputError(
             "portable numbers in a process that was started without the variables for them",
             f"they are read when NumPy and PyTorch are imported: {settings}",
             "set them before Python is started, or use medfl run --portable",
         )
-    os.environ.update(CAPS)
+    os.environ.update(ENVIRONMENT)
     _begun = True
 
 
@@ -69,11 +69,11 @@ def check(values: Mapping[str, Any]) -> None:
         raise InputError(f"--portable with {wrong}", "one thread on a CPU, in float32, not compiled", "leave one out")
 
 
-def require(run: Mapping[str, Any]) -> None:
+def enable_if_requested(run: Mapping[str, Any]) -> None:
     """Raise an InputError if a run, its settings by name, is portable and may not be computed in this process."""
     check(run)
     if run.get("portable"):
-        begin()
+        enable()
 
 
 def _at_the_start() -> dict[str, str]:

@@ -48,7 +48,7 @@ class SharedBuffer:
         return self.bytes[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
-def pack(value: Any, shared: SharedBuffer | None = None) -> bytes:
+def dump_shared(value: Any, shared: SharedBuffer | None = None) -> bytes:
     """Pickle a value with its CPU tensors as arrays, or in memory that is shared with the reader."""
     buffer = io.BytesIO()
     if shared is not None:
@@ -57,7 +57,7 @@ def pack(value: Any, shared: SharedBuffer | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(data: bytes, shared: SharedBuffer | None = None, *, copy: bool = True) -> Any:
+def load_shared(data: bytes, shared: SharedBuffer | None = None, *, copy: bool = True) -> Any:
     """Invert `pack`; only for bytes made by a process of this run.
 
     Without `copy` tensors in shared memory are views of it, valid until the next value is packed.

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from medfl.core import terminal
 from medfl.core.errors import InputError
-from medfl.core.shared_memory import pack, unpack
+from medfl.core.shared_memory import dump_shared, load_shared
 from medfl.data.byte_codes import shape_of
 from medfl.data.disk_cache import DiskCache, OnDisk
 from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, beside, stack
@@ -139,7 +139,7 @@ def _make(samples: Samples, indices: Sequence[int], label: str, jobs: int, progr
         context = multiprocessing.get_context("fork")  # workers inherit what cannot be pickled: the bundle's lambdas
         with ProcessPoolExecutor(jobs, context, _start_worker, (samples,)) as pool:
             for packed in pool.map(_make_chunk, chunks):
-                chunk = unpack(packed)
+                chunk = load_shared(packed)
                 if isinstance(chunk, str):
                     raise InputError(*chunk.split("; ", 2))
                 bar.update(len(chunk))
@@ -162,4 +162,4 @@ def _make_chunk(indices: Sequence[int]) -> bytes:
         chunk: Any = [_SAMPLES.compact(index) for index in indices]
     except InputError as error:
         chunk = str(error)
-    return pack(chunk)
+    return dump_shared(chunk)

@@ -12,7 +12,7 @@ from torch import Tensor
 from medfl.data.prepared import Batch, Item, Prepared, Shard
 
 
-class Unlabelled(Prepared):
+class LabelsHidden(Prepared):
     """The images of prepared items; targets of their batches are None, and no record says a class."""
 
     labelled = False
@@ -28,7 +28,7 @@ class Unlabelled(Prepared):
 
     def deterministic(self, whole: bool = False) -> Prepared:
         """Return the same items without random transforms, labels hidden too."""
-        return Unlabelled(self.prepared.deterministic(whole))
+        return LabelsHidden(self.prepared.deterministic(whole))
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield inputs with None."""
@@ -52,4 +52,4 @@ class _WithoutLabels(Sequence[Item]):
 
 def unlabelled(shard: Shard) -> Shard:
     """Return the same items with their labels hidden."""
-    return replace(shard, prepared=Unlabelled(shard.prepared))
+    return replace(shard, prepared=LabelsHidden(shard.prepared))

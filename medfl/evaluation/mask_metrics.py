@@ -19,16 +19,16 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.forms import ALL, DISTANCES, metrics
+from medfl.core.forms import ALL, SURFACE_METRICS, metrics
 from medfl.core.names import is_plain_text
 
-KINDS = ("dice", *DISTANCES)
+KINDS = ("dice", *SURFACE_METRICS)
 """The metrics that each structure has of its own: `<kind>_<slug of its name>`."""
 
 _Surfaces = tuple[float, float]  # HD95 and surface Dice of one class
 
 
-def asked(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
+def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
     """Return the metrics of surfaces that `--metrics` names, in its order; Dice is always computed.
 
     Args:
@@ -40,8 +40,8 @@ def asked(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
         InputError: a name is none of these.
     """
     named = [slug(name) for name in structures or () if slug(name) != "background"]
-    alone = [f"{kind}_{name}" for name in named for kind in DISTANCES]
-    allowed = [ALL, *(["dice", *DISTANCES] if structures is not None else []), *alone]
+    alone = [f"{kind}_{name}" for name in named for kind in SURFACE_METRICS]
+    allowed = [ALL, *(["dice", *SURFACE_METRICS] if structures is not None else []), *alone]
     names = metrics(text)
     for name in names:
         if name not in allowed:
@@ -50,7 +50,7 @@ def asked(text: str, structures: Sequence[str] | None) -> tuple[str, ...]:
                 f"this bundle's test items are scored by {', '.join(allowed[:10])}{', …' if allowed[10:] else ''}",
                 did_you_mean(name, allowed, "leave it out"),
             )
-    surface_metrics = [one for name in names for one in (DISTANCES if name == ALL else (name,)) if one != "dice"]
+    surface_metrics = [one for name in names for one in (SURFACE_METRICS if name == ALL else (name,)) if one != "dice"]
     return tuple(dict.fromkeys(surface_metrics))
 
 
@@ -201,13 +201,13 @@ def _of_surfaces(
 
     NaN for a structure that is not among them, or that the reference has not.
     """
-    whole = [kind for kind in DISTANCES if kind in distances]
+    whole = [kind for kind in SURFACE_METRICS if kind in distances]
     metric_names = dict.fromkeys([*distances, *(f"{kind}_{slug(name)}" for kind in whole for name in names)])
-    asked_for = [any(f"{kind}_{slug(name)}" in metric_names for kind in DISTANCES) for name in names]
+    asked_for = [any(f"{kind}_{slug(name)}" in metric_names for kind in SURFACE_METRICS) for name in names]
     values = {c: measured(c) for c, is_asked in enumerate(asked_for) if is_asked}
     seen = {c: pair for c, pair in values.items() if present[c]}
-    results = {f"{kind}_{slug(names[c])}": pair[i] for c, pair in seen.items() for i, kind in enumerate(DISTANCES)}
-    results |= zip(DISTANCES, mean([*values.values()]), strict=True) if whole else {}
+    results = {f"{k}_{slug(names[c])}": pair[i] for c, pair in seen.items() for i, k in enumerate(SURFACE_METRICS)}
+    results |= zip(SURFACE_METRICS, mean([*values.values()]), strict=True) if whole else {}
     return {name: float(results.get(name, math.nan)) for name in metric_names}
 
 

@@ -159,7 +159,7 @@ class FlareWorkers(Workers):
             return _Question(index, name, wire.INTRODUCE, numbers, None, partial(self._introduction, name))
         assert isinstance(task, RoundTask)
         with profiling.during(profiling.MESSAGES):
-            message = self._federation.sent(task.round, name, task.broadcast)
+            message = self._federation.compress_broadcast(task.round, name, task.broadcast)
         sections: Sequence[str] = ()
         save: dict[str, float] = {}
         extra: dict[str, torch.Tensor] = {}
@@ -248,8 +248,8 @@ class FlareWorkers(Workers):
     # Reading
 
     def _introduction(self, name: str, payload: Payload) -> Message:
-        message = self._federation.arrived(name, payload.group("message"))
-        self._federation.check(name, message)
+        message = self._federation.decode_reply(name, payload.group("message"))
+        self._federation.check_message(name, message)
         self.introduced_counts.pop(name, None)
         self.facts.pop(name, None)
         self.samples[name] = self._checked_count(name, payload)
@@ -286,9 +286,9 @@ class FlareWorkers(Workers):
     def _trained(self, task: Train, bytes_down: int, payload: Payload) -> tuple[StepResult, bool]:
         """Return what `task` asked for, and whether the site has a new State."""
         federation, name = self._federation, task.site
-        arrived = federation.arrived(name, payload.group("message"))
+        arrived = federation.decode_reply(name, payload.group("message"))
         reply = federation.compression.decompress_reply(arrived, task.broadcast, f"site {name!r}")
-        federation.check(name, reply)
+        federation.check_message(name, reply)
         cases = self._cases(name, task.sections, payload)
         steps, self.samples[name] = payload.whole_number(wire.STEPS), self._checked_count(name, payload)
         self._check_facts(name, payload)

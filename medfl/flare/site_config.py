@@ -222,7 +222,7 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
         if isinstance(text, str) and not text.isprintable():
             raise refuse(f"{setting} {printable(text, 60)}", "text of visible characters, on one line")
     with errors_safe_to_send():
-        portable.require(vars(run))
+        portable.enable_if_requested(vars(run))
     policy = config.checked_policy()
     bundle = Bundle(config.bundle, policy=policy)
     if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):

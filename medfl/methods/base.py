@@ -184,12 +184,12 @@ def uniform_shares(replies: Mapping[str, Message]) -> dict[str, float]:
 
 
 MEANS = ("uniform", "samples")
-"""Choices of an option that `shares_by` reads."""
+"""Choices of an option that `mean_shares` reads."""
 
 
-def shares_by(weights: str, replies: Mapping[str, Message]) -> dict[str, float]:
+def mean_shares(weighting: str, replies: Mapping[str, Message]) -> dict[str, float]:
     """Return what an option `weights` says: the shares of a plain mean ("uniform"), or by samples ("samples")."""
-    return uniform_shares(replies) if weights == "uniform" else sample_shares(replies)
+    return uniform_shares(replies) if weighting == "uniform" else sample_shares(replies)
 
 
 def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[str, float]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.personal_head import PersonalHead
-from medfl.methods.base import MEANS, option, shares_by, weighted_mean
+from medfl.methods.base import MEANS, mean_shares, option, weighted_mean
 from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
 
@@ -42,7 +42,7 @@ class FedBABU(PersonalHead):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the bodies."""
-        return {"weights": weighted_mean(replies, "weights", shares_by(self.weights, replies))}
+        return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the averaged body with the initial head."""

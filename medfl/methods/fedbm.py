@@ -30,7 +30,7 @@ from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods._parts.synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
-from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of, text_objective
+from medfl.methods._parts.text_classifier import TextGaussians, TextHead, embeddings_of, text_objective
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import Group, option
 from medfl.networks.generator import (
@@ -217,7 +217,7 @@ class FedBM(MakesImages, TextClassified):
 
     def _source(self, task: Task, embeddings: Tensor, draws: torch.Generator) -> Source:
         """Return where z and augmentations come from, all of them on `draws`."""
-        gaussians = Gaussians.of(embeddings.cpu(), self.tau, self.z_covariance)
+        gaussians = TextGaussians.of(embeddings.cpu(), self.tau, self.z_covariance)
         augmentation = Augmentation(*self._constants(task), per_image=self.augment == "image")
         return Source(gaussians, self.condition, augmentation, draws)
 

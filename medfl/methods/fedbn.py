@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.core.message import Message
 from medfl.core.storage import State
-from medfl.methods.base import Method, option, shares_by, weighted_mean
+from medfl.methods.base import Method, mean_shares, option, weighted_mean
 from medfl.training import NORMS, Host, split_names
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {"batch": (_BatchNorm,), "all": NORMS}
@@ -39,7 +39,7 @@ class FedBN(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average what was shared."""
-        return {"weights": weighted_mean(replies, "weights", shares_by(self.weights, replies))}
+        return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 
 
 METHOD = FedBN

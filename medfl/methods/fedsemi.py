@@ -35,7 +35,7 @@ from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.methods._parts.extras import WithoutLabels
-from medfl.methods._parts.pseudo_labels import class_logits, follow, of_the_sure, strong_view
+from medfl.methods._parts.pseudo_labels import class_logits, ema_update, masked_cross_entropy, strong_view
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
 from medfl.training import Feed, Host, Site, autocast, evaluating, fit, snapshot
 
@@ -90,7 +90,7 @@ class FedSemi(Method, WithoutLabels):
             site = replace(site.for_epochs(1), train=replace(site.train, indices=first))
         model, teacher = site.model(down["weights"]), site.model(down["weights"])
         sure: list[Tensor] = []
-        fit(model, site, objective=of_the_sure, feed=self._lessons(model, teacher, site, sure))
+        fit(model, site, objective=masked_cross_entropy, feed=self._lessons(model, teacher, site, sure))
         share = max(_LEAST, float(torch.stack(sure).mean())) if sure else _LEAST
         received = {name: down["weights"][name] for name, _ in model.named_buffers() if name in down["weights"]}
         return state, Message({"weights": {**snapshot(model), **received}}, {"samples": samples, "sure": share})
@@ -102,7 +102,7 @@ class FedSemi(Method, WithoutLabels):
 
         def feed(x: Any, y: None) -> tuple[Any, ...]:
             if sure and self.decay < 1:
-                follow(teacher, model, self.decay)
+                ema_update(teacher, model, self.decay)
             with torch.no_grad(), evaluating(teacher), autocast(site):
                 q = class_logits(teacher, x).float().softmax(1)
             chance, label = q.max(1, keepdim=True)

@@ -27,7 +27,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
-from medfl.methods.base import MEANS, Method, option, shares_by, weighted_mean
+from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
 from medfl.training import Host, Site, snapshot
 
 
@@ -113,7 +113,7 @@ class FeSEM(Method):
         for name, reply in replies.items():
             members[assignment.get(name, 0)][name] = reply
         return [
-            weighted_mean(own, "weights", shares_by(self.weights, own)) if own else centre
+            weighted_mean(own, "weights", mean_shares(self.weights, own)) if own else centre
             for centre, own in zip(centres, members, strict=True)
         ]
 

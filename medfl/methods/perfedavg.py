@@ -37,7 +37,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.data.prepared import Batch
 from medfl.methods._parts.side_stream import SideStream
-from medfl.methods.base import MEANS, Method, option, shares_by, weighted_mean
+from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
 from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
 
@@ -106,7 +106,7 @@ class PerFedAvg(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the sites' weights."""
-        return {"weights": weighted_mean(replies, "weights", shares_by(self.weights, replies))}
+        return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w, or the site's own, adapted to its training data."""

@@ -39,7 +39,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import MEANS, Group, Method, option, shares_by, step_towards, trained_names, weighted_mean
+from medfl.methods.base import MEANS, Group, Method, mean_shares, option, step_towards, trained_names, weighted_mean
 from medfl.training import NORMS, Host, Site, fit, snapshot, split_names
 
 Moments = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -91,7 +91,7 @@ class PFedBayes(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move mu and rho by beta towards their means."""
-        shares = shares_by(self.weights, replies)
+        shares = mean_shares(self.weights, replies)
         network = host.model(server["weights"])
         names = {"weights": set(trained_names(network)) - split_names(network, NORMS), "rho": server["rho"].keys()}
         return {

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import MEANS, Method, option, shares_by, step_towards, trained_names, weighted_mean
+from medfl.methods.base import MEANS, Method, mean_shares, option, step_towards, trained_names, weighted_mean
 from medfl.training import Host, Site, fit, snapshot
 
 
@@ -81,7 +81,7 @@ class PFedMe(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""
-        old, mean = server["weights"], weighted_mean(replies, "weights", shares_by(self.weights, replies))
+        old, mean = server["weights"], weighted_mean(replies, "weights", mean_shares(self.weights, replies))
         return {"weights": step_towards(old, mean, self.beta, trained_names(host.model(old)))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

@@ -19,7 +19,7 @@ from torch import nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
-from medfl.methods.base import MEANS, Group, Method, option, shares_by, step_towards, uniform_shares, weighted_mean
+from medfl.methods.base import MEANS, Group, Method, mean_shares, option, step_towards, uniform_shares, weighted_mean
 from medfl.training import Host, Site, fit, snapshot, zeros_of
 
 
@@ -82,7 +82,7 @@ class Scaffold(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""
-        mean = weighted_mean(replies, "weights", shares_by(self.weights, replies))
+        mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))
         weights = step_towards(server["weights"], mean, self.server_lr, server["control"])
         change = weighted_mean(replies, "control", uniform_shares(replies))
         part = len(replies) / num_sites  # mean over participants times S/N is the sum over N

@@ -71,7 +71,7 @@ class ElsewhereRefused(Refused):
 
 
 @dataclass
-class Evaluator:
+class ExpressionEvaluator:
     """Evaluates the expressions of one bundle.
 
     Args:
@@ -269,7 +269,7 @@ class _CheckedCall:
     """A component as a value, as `map` or a transform is handed it: its arguments are checked when it is called."""
 
     _function: Callable[..., Any]
-    _evaluator: Evaluator
+    _evaluator: ExpressionEvaluator
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return self._evaluator._call(self._function, *arguments, **named)

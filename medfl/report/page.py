@@ -23,7 +23,7 @@ from medfl.report import folds, formatting, round_charts, saved_pictures
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.prediction_analysis import analyse_predictions
-from medfl.report.run_files import KINDS, POOLED, RunFiles
+from medfl.report.run_files import MODEL_KINDS, POOLED, RunFiles
 
 _SHOWN = ("key", "judged", "personal_model", "phantom", "public", "finished", "rise", "rounds", "summary")
 """What the page is given of `RunFiles` by the same name."""
@@ -71,7 +71,7 @@ def context(run: RunFiles) -> dict[str, Any]:
     """
     record, judged = run.record, run.judged
     higher = metrics.higher_is_better(run.key)
-    kinds = [(kind, title, run.site_values(kind, run.key)) for kind, title in KINDS]
+    kinds = [(kind, title, run.site_values(kind, run.key)) for kind, title in MODEL_KINDS]
     kinds = [entry for entry in kinds if entry[2]]
     values = {kind: by_site for kind, _, by_site in kinds}
     both = [site for site in values.get(judged, {}) if site in values.get("local", {})]

@@ -8,7 +8,7 @@ from typing import Any
 from medfl.evaluation import metrics
 from medfl.report import charts
 from medfl.report.charts import Chart
-from medfl.report.run_files import KINDS, RunFiles
+from medfl.report.run_files import MODEL_KINDS, RunFiles
 
 _COSTS = (
     ("Seconds a round", 1, (
@@ -34,8 +34,8 @@ def learning_curves(run: RunFiles) -> list[Chart]:
     title = f"{run.title(key)} on the validation set"
     svg = charts.lines(title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance)
     has_band = any(value for values in site_values for value in values)
-    band = [("band", f"{dict(KINDS)[judged].lower()}, lowest to highest site")] if has_band else []
-    legend = [(judged, dict(KINDS)[judged]), *band]
+    band = [("band", f"{dict(MODEL_KINDS)[judged].lower()}, lowest to highest site")] if has_band else []
+    legend = [(judged, dict(MODEL_KINDS)[judged]), *band]
     dotted = " Dotted: guessing." if chance is not None else ""
     caption = "Line: all validation images pooled. Band: each site's own validation images." if band else ""
     drawn = [Chart(title, legend, svg, caption + dotted)]

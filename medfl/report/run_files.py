@@ -21,7 +21,7 @@ from medfl.evaluation.mask_metrics import slug
 _SOURCE = "a folder that `medfl run` or `medfl compare` wrote"
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
 _RISE = 0.005
-KINDS = (("received", "Global model"), ("personal", "Personalised"), ("local", "Local only"))
+MODEL_KINDS = (("received", "Global model"), ("personal", "Personalised"), ("local", "Local only"))
 """The models that a site's test items are scored with, and their titles."""
 POOLED = {
     "received": ("global", "Global", ("last", "best")),

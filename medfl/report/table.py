@@ -12,7 +12,7 @@ from medfl.core import terminal
 from medfl.evaluation import metrics
 from medfl.report import formatting
 from medfl.report.differences import Differences
-from medfl.report.run_files import KINDS, POOLED, RunFiles
+from medfl.report.run_files import MODEL_KINDS, POOLED, RunFiles
 
 _TABLE_SITES = 24
 _TABLE_STRUCTURES, _WIDE = 12, 21
@@ -28,7 +28,7 @@ def result_table(run_folder: Path) -> str:
     """
     run = RunFiles.read(Path(run_folder))
     names = [run.key] + (["accuracy"] if run.key != "accuracy" and "accuracy" in run.metric_names() else [])
-    columns = [(name, kind, run.site_values(kind, name)) for name in names for kind, _ in KINDS]
+    columns = [(name, kind, run.site_values(kind, name)) for name in names for kind, _ in MODEL_KINDS]
     columns = [column for column in columns if column[2]]
     if 45 + 9 * len(columns) > terminal.width():  # a narrow terminal: the key metric alone
         columns = [column for column in columns if column[0] == run.key]

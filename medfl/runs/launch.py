@@ -27,8 +27,8 @@ from medfl.data.prepared import Prepared
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.report import RunFiles, write_report
-from medfl.runs import early
-from medfl.runs.pace import steps
+from medfl.runs import request_checks
+from medfl.runs.pace import steps_note
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
 from medfl.runs.resume import LISTED as _LISTED
 from medfl.runs.resume import discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
@@ -134,7 +134,7 @@ def federate(
     options, config, requested = options or {}, config or {}, dict(requested or {})
     out, source = Path(out) if out else None, None if source is None else Path(source)
     check_kinds(requested)
-    early.refuse(
+    request_checks.check_before_imports(
         bundle, requested, given=bool(options or config), out=out, resume=resume, source=source, runtime=runtime
     )
     chosen = registry.load(runtime)
@@ -173,7 +173,7 @@ def federate(
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
     say(_division(plan))
-    say(steps(run))
+    say(steps_note(run))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
     with threads(run.threads), arithmetic(run):
         with tf32(False):
@@ -294,8 +294,8 @@ def _check_runs_in_one_process(plan: Plan, callbacks: Sequence[Callback], runtim
     if what and registry.load(runtime).remote:
         allowed = "its server and sites are processes of their own"
         raise InputError(f"{what} with --runtime {runtime}", allowed, "use the runtime simulator or monai-fl")
-    early = plan.run.patience or any(isinstance(one, EarlyStopping) for one in callbacks)
-    if plan.run.eval_every == 0 and early:
+    stops_early = plan.run.patience or any(isinstance(one, EarlyStopping) for one in callbacks)
+    if plan.run.eval_every == 0 and stops_early:
         given = "EarlyStopping or --patience with eval_every 0"
         raise InputError(given, "rounds that are evaluated", "leave eval_every out")
 

@@ -17,7 +17,7 @@ _IN_ALL_ELSE = 640  # an image says one class, a mask one for each pixel
 _LEAST_ROUNDS, _MOST_ROUNDS, _MOST_IMAGES = 5, 30, 20_000
 
 
-def fitted(chosen: Mapping[str, Any], sizes: Collection[int], most: int, task: str) -> dict[str, Any]:
+def fit_schedule(chosen: Mapping[str, Any], sizes: Collection[int], most: int, task: str) -> dict[str, Any]:
     """Return a protocol's values with numbers in the place of "auto".
 
     A batch is a power of two, 2 at least, that the smallest site's images fill four times; local epochs are so many
@@ -44,7 +44,7 @@ def fitted(chosen: Mapping[str, Any], sizes: Collection[int], most: int, task: s
     return values
 
 
-def why(chosen: Mapping[str, Any], run: Run) -> tuple[str, ...]:
+def rounds_note(chosen: Mapping[str, Any], run: Run) -> tuple[str, ...]:
     """Return a line on a run's rounds where its protocol left them open, and nothing where not."""
     if chosen["rounds"] != AUTO:
         return ()
@@ -54,7 +54,7 @@ def why(chosen: Mapping[str, Any], run: Run) -> tuple[str, ...]:
     return (f"{run.rounds} rounds, {reason}; --rounds N for another number",)
 
 
-def steps(run: Run) -> str:
+def steps_note(run: Run) -> str:
     """Say how many steps a site has in a round, and what to do where they are few."""
     counts = {name: len(ids["train"]) for name, ids in run.partition.sites.items()}
     each = {name: run.local_epochs * math.ceil(count / run.batch_size) for name, count in counts.items()}
@@ -64,6 +64,6 @@ def steps(run: Run) -> str:
     if least >= FEW or run.method == "central":
         return line
     name = min(each, key=lambda site: each[site])
-    better = fitted({"batch_size": AUTO, "local_epochs": AUTO, "rounds": 1}, [counts[name]], run.batch_size, "")
+    better = fit_schedule({"batch_size": AUTO, "local_epochs": AUTO, "rounds": 1}, [counts[name]], run.batch_size, "")
     advice = f"--batch-size {better['batch_size']} --local-epochs {better['local_epochs']}"
     return f"{line}; few at {name}, which has {counts[name]} training images: more are had with {advice}"

@@ -35,7 +35,7 @@ from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
 from medfl.runs import initial_weights, text_record
-from medfl.runs.pace import AUTO, fitted, why
+from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runtimes import lacking, site_channels, site_labels
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
@@ -156,7 +156,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     site_channels.check(chosen["site_channels"], request.channel_drop, bundle, held)
     if not site:
         check_unlabelled(request.unlabelled, request.method, unscheduled, held, sections["train"])
-    settled = fitted(chosen, sizes.values(), bundle.batch_size, bundle.task)
+    settled = fit_schedule(chosen, sizes.values(), bundle.batch_size, bundle.task)
     schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **given_options})
     asked, method = methods.values_of(method), methods.settled(method, sizes)
@@ -186,7 +186,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     )
     lacking.apply_to(bundle, run)
     taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
-    notes = opened.notes + taken + why(chosen, run) + tuple(public.notes(bundle, sections) if public else ())
+    notes = opened.notes + taken + rounds_note(chosen, run) + tuple(public.notes(bundle, sections) if public else ())
     if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes)))
         notes += site_notes

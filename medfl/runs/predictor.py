@@ -15,14 +15,14 @@ from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
 from medfl.core.errors import InputError
-from medfl.core.forms import DISTANCES
+from medfl.core.forms import SURFACE_METRICS
 from medfl.core.names import is_plain_text
 from medfl.core.places import check_which, is_run
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
 from medfl.data.lacking import without_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
-from medfl.evaluation.mask_metrics import asked
+from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.policy import admission
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
@@ -55,7 +55,7 @@ class Predictor:
     device: torch.device
     metadata: Mapping[str, Any]
     data_source: str
-    distances: tuple[str, ...] = DISTANCES
+    distances: tuple[str, ...] = SURFACE_METRICS
     threads: int | None = None
     tf32: bool = False
 
@@ -117,7 +117,7 @@ def _of_run(path: Path, which: str, site: str | None, device: torch.device, say:
         device,
         bundle.metadata,
         run.data.source,
-        asked(run.metrics, structures),
+        surface_metrics_of(run.metrics, structures),
         run.threads,
         run.tf32,
     )

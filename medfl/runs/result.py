@@ -28,7 +28,7 @@ from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
-from medfl.runs.result_tables import Record, ResultTables, even, typed
+from medfl.runs.result_tables import Record, ResultTables, parse_row, with_same_keys
 from medfl.runtimes import site_labels
 from medfl.training.accelerate.precision import tf32
 
@@ -117,7 +117,7 @@ class Result(ResultTables):
             }
             for entry in self._files.rounds
         ]
-        return even(rows)
+        return with_same_keys(rows)
 
     @cached_property
     def site_rounds(self) -> list[Record]:
@@ -129,12 +129,12 @@ class Result(ResultTables):
                 for kind, value in site_entry.items():
                     row |= {f"{kind}_{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {kind: value}
                 rows.append(row)
-        return even(rows)
+        return with_same_keys(rows)
 
     @cached_property
     def sites(self) -> list[Record]:
         """One record a site: its numbers of items, class counts and test metrics, as in sites.csv."""
-        return even([typed(row) for row in self._files.sites])
+        return with_same_keys([parse_row(row) for row in self._files.sites])
 
     @cached_property
     def predictions(self) -> list[Record]:
@@ -148,7 +148,7 @@ class Result(ResultTables):
         """
         path = self.path / "predictions.csv"
         rows = read_rows(path, ("id", "site")) if path.is_file() else None
-        return [typed(row) for _, row in self._needed(rows, "predictions.csv")]
+        return [parse_row(row) for _, row in self._needed(rows, "predictions.csv")]
 
     @property
     def labels(self) -> NDArray[np.int64]:

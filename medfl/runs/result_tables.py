@@ -120,13 +120,13 @@ def _label(column: str) -> str:
     return f"{title(name)} (validation)" if column.startswith("val_") else name.replace("_", " ")
 
 
-def even(rows: list[Record]) -> list[Record]:
+def with_same_keys(rows: list[Record]) -> list[Record]:
     """Give all records the same keys, None where one has no value."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [{name: row.get(name) for name in names} for row in rows] if rows else []
 
 
-def typed(row: Mapping[str, str]) -> Record:
+def parse_row(row: Mapping[str, str]) -> Record:
     """Return a line of a table with its numbers as such; names stay text, be they of digits ("007")."""
     return {name: cell if name in ("id", "site") else _value(cell) for name, cell in row.items()}
 

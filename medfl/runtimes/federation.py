@@ -27,11 +27,11 @@ from medfl.data.intensities import constants
 from medfl.data.on_device import Free, free_gpu_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
-from medfl.evaluation.mask_metrics import asked
-from medfl.methods._parts.robust import Aggregation, counted
+from medfl.evaluation.mask_metrics import surface_metrics_of
+from medfl.methods._parts.robust import Aggregation, with_effective_counts
 from medfl.methods.base import Method
 from medfl.runtimes import site_channels, site_labels
-from medfl.runtimes.beginning import begun, refuse_init_of_mixed_networks
+from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
 from medfl.runtimes.unlabelled import check_sites, hidden
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.capture import capture_steps
@@ -109,7 +109,7 @@ class Federation:
         if run.max_share is not None and self.equal_weight_flag:
             given = f"--max-share {run.max_share:g} with {self.equal_weight_flag}"
             raise InputError(given, "sites count the same there", "leave one of them out")
-        self.distances = asked(run.metrics, bundle.structures if bundle.task == "segmentation" else None)
+        self.distances = surface_metrics_of(run.metrics, bundle.structures if bundle.task == "segmentation" else None)
         self.networks = self._pool(bundle)
         self._architectures = self._assign_architectures()
         self.public = public
@@ -129,7 +129,7 @@ class Federation:
 
         pool = Networks(network, self.run.seed, torch.device(self.run.device))
         if self.run.init and bundle is self.bundle:
-            pool.start_with(begun(bundle, self.method, self.task, self.run))
+            pool.set_initial_weights(initial_state_dict(bundle, self.method, self.task, self.run))
         return pool
 
     def _assign_architectures(self) -> dict[str, _Architecture]:
@@ -309,7 +309,7 @@ class Federation:
         text += "; replies" if self.compression.kind == "topk" else "; replies and broadcasts"
         return f"{text}: {self.compression}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
 
-    def check(self, name: str, message: Message) -> None:
+    def check_message(self, name: str, message: Message) -> None:
         """Enforce the policy on what a site says: declared groups, no personal tensor, known forms, finite values.
 
         A tensor is personal by its name in the network, whichever group it is in.
@@ -338,7 +338,7 @@ class Federation:
             if not is_finite(tensor):
                 raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
 
-    def check_whole(self, name: str, reply: Message) -> None:
+    def check_complete(self, name: str, reply: Message) -> None:
         """Make sure that a reply lacks none of the weights, and for FedAvg's server half has the number of items.
 
         Raises:
@@ -352,11 +352,11 @@ class Federation:
         if plain and "samples" not in reply.scalars:
             raise RunError(f"site {name!r}: its reply does not say of how many items it is")
 
-    def sent(self, round_: int, name: str, broadcast: Message) -> Message:
+    def compress_broadcast(self, round_: int, name: str, broadcast: Message) -> Message:
         """Return a broadcast as it crosses to a site, made smaller."""
         return self.compression.broadcast(broadcast, derive(self.host(round_).seed, "messages", name))
 
-    def arrived(self, name: str, named: Mapping[Any, Any]) -> Message:
+    def decode_reply(self, name: str, named: Mapping[Any, Any]) -> Message:
         """Return what a site sent, restored by some transport under the names of `Message.flat`, on this device.
 
         Raises:
@@ -372,7 +372,7 @@ class Federation:
             RunError: there are too few replies.
         """
         with self.scope():
-            replies = counted(replies, self.run)
+            replies = with_effective_counts(replies, self.run)
             if not self.aggregation.is_mean and server.get("weights") != {}:
                 return {**server, "weights": self.aggregation.combined(replies, "weights", server["weights"])}
             after = self.method.aggregate(self.host(round_), server, replies, len(self.participants))

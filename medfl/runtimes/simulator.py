@@ -98,7 +98,7 @@ class Simulator:
             self.tolerance.set_deadline(self.workers)
             self.workers.introduced_counts = self.record.setdefault("told", {})
             self.workers.facts = self.record.setdefault("facts", {})
-            self.workers.together = self._together()
+            self.workers.packer = self._make_packer()
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
             self.scoring.untested = self.execution.untested
@@ -124,7 +124,7 @@ class Simulator:
             with self._bar() as bar:
                 self._rounds(events, pictures, bar)
             if self.execution.untested:
-                return self._validated()
+                return self._trial_summary()
             summary, cases = self._finish()
             masks, written = self.scoring.masks(self.server, cases, self.save_predictions)
             if written is not None:
@@ -149,7 +149,7 @@ class Simulator:
         self.server = first_state(federation, introductions, self.tolerance, self.record["absent"], self.say)
         federation.leave_out(self.record["absent"])
 
-    def _evaluated(self, round_: int) -> bool:
+    def _is_eval_round(self, round_: int) -> bool:
         return round_ == self.run.rounds or (self.run.eval_every > 0 and round_ % self.run.eval_every == 0)
 
     def _bar(self) -> Any:
@@ -172,28 +172,28 @@ class Simulator:
         fills its gaps. Nothing of it is looked at before this round is committed, so the order of all else is the same.
         """
         first, training = self.done + 1, None
-        if self.done and self._stops(self.folder.rounds()[-1]):  # a resumed run that was over
+        if self.done and self._run_callbacks(self.folder.rounds()[-1]):  # a resumed run that was over
             return
         for round_ in range(first, self.run.rounds + 1):
             with profiling.in_round(round_):
                 entry, results = self._train(training or self._start_training(round_, bar))
-                self._note(results)
+                self._report_step_modes(results)
                 # the first commit of a process removes what a kill has left: all States that it does not know
                 overlaps = self.workers.overlaps and first < round_ < self.run.rounds and not self.callbacks
                 training = self._start_training(round_ + 1, bar) if overlaps else None
                 self._evaluate(entry, results, training)
                 self._show(bar, entry)
-                if self._evaluated(round_):
+                if self._is_eval_round(round_):
                     with profiling.during(profiling.EVALUATION):
                         pictures.after(round_, self.server)
                 with profiling.during(profiling.CHECKPOINT):
                     events.log(entry)
                     self.folder.commit(round_, self.server, self.record)
                 self.done = round_
-                if self._stops(entry):
+                if self._run_callbacks(entry):
                     return
 
-    def _stops(self, entry: Mapping[str, Any]) -> bool:
+    def _run_callbacks(self, entry: Mapping[str, Any]) -> bool:
         """Call the callbacks after a round, and tell whether the run ends with it."""
         if not self.callbacks:
             return False
@@ -208,7 +208,7 @@ class Simulator:
         return bool(self.stopped)
 
     def _start_training(self, round_: int, bar: Any) -> RoundTraining:
-        cohort, evaluate = self.federation.cohort(round_), self._evaluated(round_)
+        cohort, evaluate = self.federation.cohort(round_), self._is_eval_round(round_)
         scored = ("validate",) if evaluate and self.method.judged == "global" and not self.method.pools_data else ()
         bar.set_description(f"round {round_}/{self.run.rounds}")
         training = RoundTraining(round_, cohort, bar.update)
@@ -259,7 +259,7 @@ class Simulator:
     ) -> None:
         """Complete a round's entry: score its models if it is their turn, while the next round trains."""
         round_, started = entry["round"], time.perf_counter()
-        if self._evaluated(round_):
+        if self._is_eval_round(round_):
             with profiling.during(profiling.EVALUATION):
                 entry |= self.scoring.evaluate(round_, self.server, results)
         for name, result in results.items():
@@ -272,19 +272,19 @@ class Simulator:
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
 
-    def _together(self) -> Packer | None:
+    def _make_packer(self) -> Packer | None:
         """Return what does steps of several sites at once, None where they are done one by one."""
         recorded = torch.device(self.run.device).type in GRAPHS
         return Packer(self.run.pack) if self.run.pack > 1 and recorded else None
 
-    def _note(self, results: Mapping[str, StepResult]) -> None:
+    def _report_step_modes(self, results: Mapping[str, StepResult]) -> None:
         """Say once why steps that were to be captured are not, and which of several sites are done at once."""
-        together = self.workers.together
-        if together is not None and len(together.choices) > self._noted_choices:
-            for choice in together.choices[self._noted_choices :]:
+        packer = self.workers.packer
+        if packer is not None and len(packer.choices) > self._noted_choices:
+            for choice in packer.choices[self._noted_choices :]:
                 self.say(f"note: {choice}")
-            self._noted_choices = len(together.choices)
-            self.folder.add_to_run({"packed": [asdict(choice) for choice in together.choices]})
+            self._noted_choices = len(packer.choices)
+            self.folder.add_to_run({"packed": [asdict(choice) for choice in packer.choices]})
         for result in results.values():
             if result.eager_reason and result.eager_reason not in self._eager:
                 self._eager.append(result.eager_reason)
@@ -331,7 +331,7 @@ class Simulator:
         }
         return Final(summary, cases)
 
-    def _validated(self) -> dict[str, Any]:
+    def _trial_summary(self) -> dict[str, Any]:
         """Return what is said of a run that is not tested: its best round by the validation metric, and its cost."""
         best = self.record["best"]
         return {

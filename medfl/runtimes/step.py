@@ -68,14 +68,14 @@ def site_step(
         result = method.local_update(site, _own(federation, site, state), received)
         state, reply = check_update(federation.run.method, site, result)
         assert not {UNSENT, OPTIMIZERS} & state.keys(), f"a method's State has no keys {UNSENT!r} and {OPTIMIZERS!r}"
-        federation.check(name, reply)
+        federation.check_message(name, reply)
         cases = {}
         if judge and "weights" in reply:
             cases = _scores(federation, _trained(federation, site, state, received, reply), name, judge)
         wire, unsent = messages.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = messages.decompress_reply(wire, down, f"site {name!r}")
         if not messages.lossless:
-            federation.check(name, arrived)
+            federation.check_message(name, arrived)
     report = summed(site.journal)
     beside = {UNSENT: unsent, OPTIMIZERS: site.optimizers or {}}
     next_state = {**state, **{key: value for key, value in beside.items() if value}}
@@ -135,13 +135,13 @@ def introduce(federation: Federation, name: str) -> Message:
     """Return what a site tells the server before round 1."""
     with federation.scope():
         message = federation.method.introduce(federation.site(name, 0))
-        federation.check(name, message)
+        federation.check_message(name, message)
     return message
 
 
 def _delivered(federation: Federation, round_: int, name: str, down: Message) -> tuple[Message, int]:
     """Return a broadcast as a site receives it, and its bytes as it crossed."""
-    wire = federation.sent(round_, name, down)
+    wire = federation.compress_broadcast(round_, name, down)
     return federation.compression.decompress_broadcast(wire), wire.num_bytes
 
 

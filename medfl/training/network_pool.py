@@ -29,7 +29,7 @@ class Networks:
         self._shared: dict[str, str] = {}
         self._start: Weights | None = None
 
-    def start_with(self, weights: Weights) -> None:
+    def set_initial_weights(self, weights: Weights) -> None:
         """Give every network these weights instead of drawn ones: a complete state dict."""
         self._start = weights
 

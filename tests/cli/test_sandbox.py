@@ -178,7 +178,7 @@ def test_what_needs_connections_or_names_no_folder_is_refused(
     flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("medfl.runs.early.read_run", lambda file: (SimpleNamespace(portable=False), {}))
+    monkeypatch.setattr("medfl.runs.request_checks.read_run", lambda file: (SimpleNamespace(portable=False), {}))
     bundle = [] if "--from=run.json" in flags else ["mednist"]
     assert cli.main(["run", *bundle, "--sandbox", *flags]) == 2
     assert capsys.readouterr().err.startswith(

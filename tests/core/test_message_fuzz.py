@@ -169,14 +169,14 @@ def takes_or_refuses(case: tuple[str, str, dict[Any, Any]]) -> None:
     form, check, named = case
     site = at_site(form)
     take: Callable[..., Message] = {
-        "received": site.received, "averaged": site.averaged, "arrived": lambda n: site.arrived("x", n)
+        "received": site.received, "averaged": site.averaged, "arrived": lambda n: site.decode_reply("x", n)
     }[check]  # fmt: skip
     with suppress(RunError):
         message = take(named)
         assert isinstance(message, Message)
         with suppress(RunError):
             site.check("x", message)
-            site.check_whole("x", message)
+            site.check_complete("x", message)
 
 
 def few(count: int) -> Any:

@@ -16,7 +16,7 @@ from medfl.core.settings import check_limits
 from medfl.training.accelerate.exact import exact_arithmetic
 from tests.support.programs import ROOT
 
-BEGUN = "from medfl.core import portable; portable.begin(); import os; print(portable.active())"
+BEGUN = "from medfl.core import portable; portable.enable(); import os; print(portable.active())"
 
 
 def test_begins_before_pytorch_is_imported() -> None:
@@ -26,10 +26,10 @@ def test_begins_before_pytorch_is_imported() -> None:
 
 def test_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch is imported here; variables that are set now come too late."""
-    for name, value in portable.CAPS.items():
+    for name, value in portable.ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="ATEN_CPU_CAPABILITY='avx2'.*before Python is started"):
-        portable.begin()
+        portable.enable()
 
 
 def test_a_processor_without_avx2_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from monai.transforms import BorderPad, NormalizeIntensity, ScaleIntensityRange
 
-from medfl.core.shared_memory import pack, unpack
+from medfl.core.shared_memory import dump_shared, load_shared
 from medfl.data.byte_codes import Coded, decoded, encode, plain, shape_of, stacked
 
 
@@ -115,4 +115,4 @@ def test_moving_codes_moves_numbers() -> None:
 def test_processes_can_hand_it_over() -> None:
     coded = encode(normalised(pixels(3, 9, 9)))
     assert coded is not None
-    assert same_bits(unpack(pack(coded)).decode(), coded.decode())
+    assert same_bits(load_shared(dump_shared(coded)).decode(), coded.decode())

@@ -14,7 +14,7 @@ from monai.transforms import Compose, EnsureTyped, Flipd, NormalizeIntensityd, S
 from PIL import Image
 
 from medfl.core.errors import InputError
-from medfl.core.shared_memory import pack, unpack
+from medfl.core.shared_memory import dump_shared, load_shared
 from medfl.data.prepare import prepare
 from medfl.data.source import take_apart
 from medfl.datasets.own import above
@@ -204,7 +204,7 @@ def test_the_item_as_transforms_and_losses_take_it(image: str, mask: str) -> Non
     assert item["id"] == "a"
     loss, scores = DiceCELoss(to_onehot_y=True, softmax=True), torch.arange(2048.0).sin().reshape(1, 2, 32, 32)
     assert loss(scores, label[None]) == loss(scores, label[None].long())
-    assert torch.equal(unpack(pack(item))["image"].affine, picture.affine)
+    assert torch.equal(load_shared(dump_shared(item))["image"].affine, picture.affine)
 
 
 def test_pictures_of_16_bits_can_be_scaled(tmp_path: Path, mask: str) -> None:

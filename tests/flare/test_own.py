@@ -288,7 +288,7 @@ def test_a_portable_run_is_refused_in_a_process_that_was_not_begun_for_one(
         accepted_run(run, name, own(scans))
     assert caught.value.safe_to_send
     assert "\n" not in str(caught.value)
-    begun.update(portable.CAPS)
+    begun.update(portable.ENVIRONMENT)
     assert accepted_run(run, name, own(scans)).portable
 
 

@@ -18,7 +18,7 @@ from medfl.core.message import Message
 from medfl.core.storage import load_state, save_state
 from medfl.core.task import Task
 from medfl.methods import load
-from medfl.methods._parts.text_classifier import Gaussians, embeddings_of
+from medfl.methods._parts.text_classifier import TextGaussians, embeddings_of
 from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Generator
@@ -179,7 +179,7 @@ def test_the_classifier_is_diagonal_and_frozen() -> None:
     outcome = simulate(method, toy, 2)
     with toy.networks.scope():
         model = method.global_predictor(toy.host(), outcome.server)
-        wanted = Gaussians.of(EMBEDDINGS, 12.5, "diag")
+        wanted = TextGaussians.of(EMBEDDINGS, 12.5, "diag")
         assert bits([head(model).mean, head(model).spread]) == bits([wanted.mean, wanted.spread])
         assert wanted.spread.shape == (3, 12)
         assert bits(embeddings_of(model)) == bits(EMBEDDINGS)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from medfl.core.seeding import derive, stream
 from medfl.core.task import Task
 from medfl.methods import load
-from medfl.methods._parts.text_classifier import Gaussians
+from medfl.methods._parts.text_classifier import TextGaussians
 from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Augmentation, Generator, diversity_loss, statistics_gap
@@ -152,7 +152,7 @@ def test_what_is_mixed_in_is_the_generator_in_evaluation_mode() -> None:
     site = federation(method).site("c", 2)
     draws = torch.Generator().manual_seed(derive(site.seed, "synthetic"))
     labels = torch.randint(3, (4,), generator=draws)
-    z = Gaussians.of(EMBEDDINGS, 12.5, "full").draw(labels, draws)
+    z = TextGaussians.of(EMBEDDINGS, 12.5, "full").draw(labels, draws)
     with torch.no_grad():
         expected = Augmentation((0.5,), (0.5,))(generator(z), draws)
     assert torch.equal(rows[0][0], expected)
@@ -275,7 +275,7 @@ def test_generated_images_come_to_be_seen_as_their_class() -> None:
     generator = Generator(12, 1, 16, 16)
     generator.load_state_dict(outcome.server["generator"])
     labels = torch.arange(60) % 3
-    z = Gaussians.of(EMBEDDINGS, 12.5).draw(labels, torch.Generator().manual_seed(9))
+    z = TextGaussians.of(EMBEDDINGS, 12.5).draw(labels, torch.Generator().manual_seed(9))
     with torch.no_grad(), toy.networks.scope():
         teacher = _teacher(method, outcome.server["weights"], toy)
         x, y = toy.data["c"]

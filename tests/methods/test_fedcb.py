@@ -13,8 +13,8 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods import load
-from medfl.methods._parts.robust import counted
-from medfl.methods._parts.text_classifier import Gaussians, TextHead, embeddings_of
+from medfl.methods._parts.robust import with_effective_counts
+from medfl.methods._parts.text_classifier import TextGaussians, TextHead, embeddings_of
 from medfl.networks import build
 from medfl.networks.heads import head
 from tests.support.options import numbers
@@ -83,7 +83,7 @@ def test_the_classifier_is_frozen(toy: Toy) -> None:
         assert bits(state) == bits({"embeddings": EMBEDDINGS})
     with toy.networks.scope():
         network = METHOD.global_predictor(toy.host(3), outcome.server)
-        wanted = Gaussians.of(EMBEDDINGS, 12.5, "full")
+        wanted = TextGaussians.of(EMBEDDINGS, 12.5, "full")
         assert bits([head(network).mean, head(network).spread]) == bits([wanted.mean, wanted.spread])
         tensors = {id(t) for t in (head(network).mean, head(network).spread, embeddings_of(network))}
         assert not tensors & {id(p) for p in network.parameters()}
@@ -120,7 +120,7 @@ def test_one_step_by_hand(classes: Toy) -> None:
     toy = replace(classes, network=lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), batch_size=100)
     toy = toy.adapted(METHOD)
     outcome = simulate(METHOD, toy)
-    gaussians = Gaussians.of(EMBEDDINGS, 12.5)
+    gaussians = TextGaussians.of(EMBEDDINGS, 12.5)
     for name, (x, y) in toy.data.items():
         w = {key: tensor.clone().requires_grad_() for key, tensor in toy.initial.items()}
         features = torch.relu(x @ w["0.weight"].T + w["0.bias"])
@@ -142,7 +142,7 @@ def test_aggregation_by_samples_or_uniform(toy: Toy) -> None:
         return Message({"weights": weights}, {"samples": samples})
 
     replies = {"a": reply(1.0, 100), "b": reply(5.0, 300)}
-    for weighed, wanted in ((replies, 4.0), (counted(replies, run_record(site_weights="uniform")), 3.0)):
+    for weighed, wanted in ((replies, 4.0), (with_effective_counts(replies, run_record(site_weights="uniform")), 3.0)):
         with toy.networks.scope():
             server = METHOD.aggregate(toy.host(), outcome.history[0], weighed, 3)
         for key in ("0.weight", "1.running_mean", "1.running_var", "4.bias"):

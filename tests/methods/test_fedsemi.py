@@ -20,7 +20,7 @@ from medfl.core.message import Message
 from medfl.data.unlabelled import unlabelled
 from medfl.flare.offer import offer
 from medfl.methods import load
-from medfl.methods._parts.pseudo_labels import class_logits, of_the_sure, strong_view
+from medfl.methods._parts.pseudo_labels import class_logits, masked_cross_entropy, strong_view
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, make_plan
 from medfl.runtimes.federation import Federation
@@ -201,7 +201,7 @@ def test_a_mirrored_view_is_for_classification() -> None:
 def test_pixels_that_are_cut_out_are_not_learned() -> None:
     y, keep = torch.rand(1, 1, 2, 2), torch.tensor([[[1.0, 0.0], [0.5, 1.0]]])
     logits = torch.randn(1, 1, 2, 2, requires_grad=True)
-    of_the_sure(nn.Identity(), logits, torch.cat([1 - y, y], 1), keep).backward()
+    masked_cross_entropy(nn.Identity(), logits, torch.cat([1 - y, y], 1), keep).backward()
     expected = keep * (torch.sigmoid(logits.detach()) - y) / 4  # one channel: the logit of class 1
     torch.testing.assert_close(logits.grad, expected)
 

@@ -31,7 +31,7 @@ from PIL import Image
 from medfl.bundle.guarded import _Component
 from medfl.core.untrusted import Refused
 from medfl.policy import allowed, allowed_in_expressions, components
-from medfl.policy.evaluate import Evaluator
+from medfl.policy.evaluate import ExpressionEvaluator
 from medfl.policy.imports import DEFAULT_NAMES
 from tests.support.audit import Watch
 
@@ -73,7 +73,7 @@ class Reach:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.values = folder, values(folder)
-        self.evaluator = Evaluator(DEFAULT_NAMES, (), (), (folder,))
+        self.evaluator = ExpressionEvaluator(DEFAULT_NAMES, (), (), (folder,))
         self.watch = Watch(may=("ctypes.dlopen",))  # libraries that PyTorch loads when first used
         self.tried = self.succeeded = 0
         self.found: list[str] = []

@@ -18,7 +18,7 @@ from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused
 from medfl.policy.allowed_in_expressions import TORCH_FUNCTIONS
 from medfl.policy.components import component, for_expressions
-from medfl.policy.evaluate import Evaluator
+from medfl.policy.evaluate import ExpressionEvaluator
 from medfl.policy.imports import DEFAULT_NAMES
 from medfl.policy.policy import Policy
 
@@ -38,7 +38,7 @@ def places(tmp_path: Path) -> dict[str, Path]:
 
 
 def evaluated(text: str, places: dict[str, Path], words: frozenset[str] = frozenset(), /, **references: Any) -> Any:
-    return Evaluator(NAMES, words, (), (places["inside"],)).evaluate(text, references)
+    return ExpressionEvaluator(NAMES, words, (), (places["inside"],)).evaluate(text, references)
 
 
 HARMLESS: dict[str, Any] = {
@@ -167,7 +167,7 @@ def test_functions_of_tensors_make_tensors_of_their_own() -> None:
 
 
 def test_a_teacher_s_weights_are_of_the_bundle(places: dict[str, Path]) -> None:
-    evaluator = Evaluator(NAMES, (), (), (places["inside"],))
+    evaluator = ExpressionEvaluator(NAMES, (), (), (places["inside"],))
     evaluator.check_places({"source": str(places["inside"] / "a.pth")}, component("medfl.medsam.load"))
     with pytest.raises(Refused, match="neither below the bundle nor"):
         evaluator.check_places({"source": str(places["outside"] / "a.pth")}, component("medfl.medsam.load"))

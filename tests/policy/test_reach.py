@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from medfl.core.untrusted import Refused
 from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS
-from medfl.policy.evaluate import Evaluator
+from medfl.policy.evaluate import ExpressionEvaluator
 from medfl.policy.expressions import check_expression
 from medfl.policy.imports import DEFAULT_NAMES, Uses
 
@@ -96,7 +96,7 @@ def attempt(text: str, folder: Path) -> None:
     except Refused:
         return
     try:
-        Evaluator(NAMES, (), (), (folder,)).evaluate(text, values)
+        ExpressionEvaluator(NAMES, (), (), (folder,)).evaluate(text, values)
     except (RecursionError, MemoryError):
         raise
     except Exception:  # noqa: S110 (of the values: they are not of these types)

@@ -11,7 +11,7 @@ import pytest
 from medfl.bundle import starter
 from medfl.datasets import write_phantom
 from medfl.runs.launch import federate
-from medfl.runs.pace import AUTO, FEW, fitted, steps
+from medfl.runs.pace import AUTO, FEW, fit_schedule, steps_note
 
 OPEN = {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 10}
 TASK = "segmentation"
@@ -22,7 +22,7 @@ TASK = "segmentation"
     [(7, 8, 2, 5), (1, 8, 2, 10), (0, 8, 2, 10), (40, 8, 8, 4), (210, 8, 8, 1), (5000, 8, 8, 1), (9, 2, 2, 4)],
 )
 def test_batch_and_epochs_give_the_smallest_site_steps(smallest: int, most: int, batch: int, epochs: int) -> None:
-    values = fitted(OPEN, [smallest, 5000], most, TASK)
+    values = fit_schedule(OPEN, [smallest, 5000], most, TASK)
     assert values == {"batch_size": batch, "local_epochs": epochs, "rounds": 10}
     if smallest >= 4:
         assert epochs * math.ceil(smallest / batch) >= FEW
@@ -30,9 +30,9 @@ def test_batch_and_epochs_give_the_smallest_site_steps(smallest: int, most: int,
 
 def test_what_is_given_stays() -> None:
     given = {"batch_size": 8, "local_epochs": 1, "rounds": 3}
-    assert fitted(given, [7], 8, TASK) == given
-    assert fitted({**given, "local_epochs": AUTO}, [7], 8, TASK) == {**given, "local_epochs": 10}
-    assert fitted({**OPEN, "rounds": AUTO, "local_epochs": 1}, [7], 8, TASK)["rounds"] == 30
+    assert fit_schedule(given, [7], 8, TASK) == given
+    assert fit_schedule({**given, "local_epochs": AUTO}, [7], 8, TASK) == {**given, "local_epochs": 10}
+    assert fit_schedule({**OPEN, "rounds": AUTO, "local_epochs": 1}, [7], 8, TASK)["rounds"] == 30
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_is_given_stays() -> None:
     ],
 )
 def test_rounds_give_the_smallest_site_steps_within_limits(sizes: list[int], task: str, rounds: int) -> None:
-    assert fitted({**OPEN, "rounds": AUTO}, sizes, 8, task)["rounds"] == rounds
+    assert fit_schedule({**OPEN, "rounds": AUTO}, sizes, 8, task)["rounds"] == rounds
 
 
 def a_run(counts: dict[str, int], batch: int, epochs: int, method: str = "fedavg") -> SimpleNamespace:
@@ -55,10 +55,10 @@ def a_run(counts: dict[str, int], batch: int, epochs: int, method: str = "fedavg
 
 
 def test_few_steps_are_warned_of_with_what_gives_more() -> None:
-    line = steps(a_run({"a": 7, "b": 80}, 8, 1))
+    line = steps_note(a_run({"a": 7, "b": 80}, 8, 1))
     assert line.startswith("steps a round: 1 to 10 (batch 8, local epochs 1); few at a, which has 7 training images")
     assert line.endswith("--batch-size 2 --local-epochs 5")
-    assert steps(a_run({"a": 7, "b": 8}, 2, 5)) == "steps a round: 20 (batch 2, local epochs 5)"
+    assert steps_note(a_run({"a": 7, "b": 8}, 2, 5)) == "steps a round: 20 (batch 2, local epochs 5)"
 
 
 @pytest.mark.slow

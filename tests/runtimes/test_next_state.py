@@ -86,7 +86,7 @@ def settled(
     for name, reply in replies.items():
         try:
             made.check(name, reply)
-            made.check_whole(name, reply)
+            made.check_complete(name, reply)
             check_counts(made, name, reply, len(made.participant_shard(name, "train")))
         except RunError as error:
             expect(str(error).startswith(f"site {name!r}"), error)

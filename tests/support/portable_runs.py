@@ -28,7 +28,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def main(folder: Path) -> dict[str, str]:
-    portable.begin()
+    portable.enable()
     from medfl import datasets
     from medfl.core.storage import load_weights, weights_sha256
     from medfl.runs.launch import federate

@@ -56,7 +56,7 @@ def _outside_a_box(u: Tensor, sides: torch.Size) -> Tensor:
     return 1 - inside
 
 
-def of_the_sure(model: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+def masked_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
     """Return the mean over images, or pixels, of the cross-entropy with probabilities y (B, K, ...), times `keep`."""
     return (cross_entropy(class_logits(model, x).float(), y, reduction="none") * keep).mean()
 
@@ -77,7 +77,7 @@ def class_logits(model: nn.Module, x: Any) -> Tensor:
     return output if output.shape[1] > 1 else pad(output, (*[0, 0] * (output.ndim - 2), 1, 0))
 
 
-def follow(teacher: nn.Module, model: nn.Module, decay: float) -> None:
+def ema_update(teacher: nn.Module, model: nn.Module, decay: float) -> None:
     """Move a teacher's parameters to decay * its own + (1 - decay) * the model's."""
     with torch.no_grad():
         for mean, newest in zip(teacher.parameters(), model.parameters(), strict=True):

@@ -207,19 +207,19 @@ def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple
         yield start, torch.stack([read(start, stop).to(wide) for read in reads])
 
 
-def counted(replies: Mapping[str, Message], run: Run) -> Mapping[str, Message]:
+def with_effective_counts(replies: Mapping[str, Message], run: Run) -> Mapping[str, Message]:
     """Return replies as a run counts them: by their items, each the same, or by items with a cap on a site's share."""
     if run.site_weights != "uniform" and run.max_share is None:
         return replies
     counts = {name: replies[name].scalars["samples"] for name in sorted(replies) if "samples" in replies[name].scalars}
-    counts = dict.fromkeys(counts, 1.0) if run.site_weights == "uniform" else capped(counts, run.max_share or 1)
+    counts = dict.fromkeys(counts, 1.0) if run.site_weights == "uniform" else cap_counts(counts, run.max_share or 1)
     return {
         name: Message(reply.tensors, {**reply.scalars, "samples": counts[name]}) if name in counts else reply
         for name, reply in replies.items()
     }
 
 
-def capped(counts: Mapping[str, float], most: float) -> dict[str, float]:
+def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
     """Return numbers of items of which none is more than `most` of their sum; those that are below keep theirs.
 
     They are all the same where there are too few of them to be below.
@@ -236,5 +236,5 @@ def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, floa
     """Return each site's share of the mean and what it would be by its own word, of runs with a cap on shares."""
     if run.max_share is None or any("samples" not in reply.scalars for reply in replies.values()):
         return {}
-    kinds = {"said": sample_shares(replies), "share": sample_shares(counted(replies, run))}
+    kinds = {"said": sample_shares(replies), "share": sample_shares(with_effective_counts(replies, run))}
     return {f"{kind}/{name}": share for kind, shares in kinds.items() for name, share in shares.items()}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError, errors_safe_to_send
 from medfl.core.message import Message
-from medfl.methods._parts.text_classifier import Gaussians
+from medfl.methods._parts.text_classifier import TextGaussians
 from medfl.networks.generator import Augmentation, Generator, check_size
 
 AXES = ("channels", "height", "width")
@@ -30,7 +30,7 @@ class Source:
         draws: the generator of all random numbers, on the CPU.
     """
 
-    gaussians: Gaussians
+    gaussians: TextGaussians
     kind: str
     augmentation: Augmentation
     draws: torch.Generator

@@ -46,7 +46,7 @@ def variances(embeddings: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Gaussians:
+class TextGaussians:
     """K class distributions in the text space.
 
     Attributes:
@@ -60,7 +60,7 @@ class Gaussians:
     tau: float
 
     @classmethod
-    def of(cls, embeddings: Tensor, tau: float, covariance: str = "full", renormalise: bool = False) -> Gaussians:
+    def of(cls, embeddings: Tensor, tau: float, covariance: str = "full", renormalise: bool = False) -> TextGaussians:
         """Estimate them from prompt embeddings; `renormalise` brings the means to unit norm."""
         mean = embeddings.mean(1)
         spread = {"full": centred, "diag": variances}[covariance](embeddings) if covariance != "none" else None
@@ -157,9 +157,9 @@ class TextHead(nn.Linear):
         install(self, embeddings)
 
     @property
-    def gaussians(self) -> Gaussians:
+    def gaussians(self) -> TextGaussians:
         """The class distributions."""
-        return Gaussians(self.mean, self.spread, self.tau)
+        return TextGaussians(self.mean, self.spread, self.tau)
 
     def unit(self, features: Tensor) -> Tensor:
         """Return h (B, D), unit norm; in float32 also under mixed precision."""
@@ -179,7 +179,7 @@ def install(layer: nn.Module, embeddings: Tensor) -> None:
         layer.register_buffer("embeddings", None, persistent=False)
     layer.embeddings = placed
     if isinstance(layer, TextHead):
-        gaussians = Gaussians.of(placed, layer.tau, layer.covariance, layer.renormalise)
+        gaussians = TextGaussians.of(placed, layer.tau, layer.covariance, layer.renormalise)
         layer.mean, layer.spread = gaussians.mean, gaussians.spread
 
 

@@ -19,7 +19,7 @@ import torch
 
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Weights
-from medfl.core.shared_memory import SharedBuffer, pack, unpack
+from medfl.core.shared_memory import SharedBuffer, dump_shared, load_shared
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
@@ -115,7 +115,7 @@ class Pool:
         while group.pending or group.running or group.unread:
             if group.unread:
                 index, link, data = group.pop()
-                yield index, self._result(link, unpack(data))
+                yield index, self._result(link, load_shared(data))
             else:
                 index, link, answer = self._next(group)
                 yield index, self._result(link, answer)
@@ -134,7 +134,7 @@ class Pool:
             self._give(link)
             if group is asked:
                 return index, link, answer
-            group.put(index, link, pack(answer))
+            group.put(index, link, dump_shared(answer))
 
     def _give(self, link: Connection) -> None:
         """Give an idle worker the next task, if there is any."""
@@ -148,13 +148,13 @@ class Pool:
         recorder = profiling.running()
         round_ = group.round if group.round is not None else recorder.round if recorder else 0
         with profiling.during(profiling.MESSAGES), suppress(BrokenPipeError):  # `_received` reports a dead worker
-            link.send_bytes(pack((make(), round_), self._shared[link][0]))
+            link.send_bytes(dump_shared((make(), round_), self._shared[link][0]))
         self._busy[link] = (group, index)
 
     def _received(self, link: Connection) -> Any:
         try:
             with profiling.during(profiling.MESSAGES):
-                return unpack(link.recv_bytes(), self._shared[link][1])
+                return load_shared(link.recv_bytes(), self._shared[link][1])
         except (EOFError, OSError) as error:
             process = self._processes[link]
             process.join(5)
@@ -209,7 +209,7 @@ def _serve(
         except (EOFError, OSError):
             os._exit(0)
         started = time.perf_counter()
-        task, round_ = unpack(data, tasks, copy=False)  # the next task comes after the answer
+        task, round_ = load_shared(data, tasks, copy=False)  # the next task comes after the answer
         if recorder is not None:
             recorder.round = round_
             recorder.add(profiling.MESSAGES, started, time.perf_counter())
@@ -223,7 +223,7 @@ def _serve(
             failure = _Failed(traceback.format_exc())
         lap = recorder.lap() if recorder is not None else None
         with profiling.during(profiling.MESSAGES):  # in the lap of the next answer
-            packed = pack(_Answer(result, failure, lap), answers)
+            packed = dump_shared(_Answer(result, failure, lap), answers)
         try:
             link.send_bytes(packed)
         except OSError:

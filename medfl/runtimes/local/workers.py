@@ -26,7 +26,7 @@ class Workers(AbstractContextManager["Workers"]):
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
         self._federation = federation
-        self.together: Packer | None = None
+        self.packer: Packer | None = None
         self.introduced_counts: dict[str, int] = {}
         self.facts: dict[str, dict[str, list[str]]] = {}
         self._pool = Pool(federation, jobs) if jobs > 1 else None
@@ -49,8 +49,8 @@ class Workers(AbstractContextManager["Workers"]):
             yield from self._pool.start(TaskGroup(tasks, sizes))
             return
         calls = (partial(self._numbered, index, make()) for index, make in enumerate(tasks))
-        if self.together is not None:
-            yield from interleave(calls, self.together.size, self.together)
+        if self.packer is not None:
+            yield from interleave(calls, self.packer.size, self.packer)
             return
         for call in calls:
             yield call()

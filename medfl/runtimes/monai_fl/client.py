@@ -155,15 +155,15 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         view, judge = self._ready(), tuple((extra or {}).get(SCORED_SECTIONS, ()))
         self._reply, self._trained, self.cases = None, True, {}
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
-            round_, base, received = self._received(view, data, activity)
+            round_, base, received = self._decoded(view, data, activity)
             with errors_safe_to_send():
                 before_it = f"a State of round {base}" if base else "none; rounds count from 1"
                 view.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
-            result = self._called(profiling.STEP, site_step, round_, before, received, judge)
+            result = self._call_step(profiling.STEP, site_step, round_, before, received, judge)
             with profiling.during(profiling.MESSAGES):
-                reply, state = self._replied(view, round_, result, received)
+                reply, state = self._reply_of(view, round_, result, received)
             with profiling.during(profiling.CHECKPOINT):
                 self.states.keep(round_, state, base)
             self._reply, self.cases, self.renewed = reply, result.cases, bool(state)
@@ -182,7 +182,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             if self._trained:
                 raise RunError(f"site {self.name!r} has nothing to send: its last training did not end")
             with self._busy(FlPhase.GET_WEIGHTS, 0) as activity:
-                self._reply = self._exchanged(view, self._introduction(view), {}, activity)
+                self._reply = self._outgoing(view, self._introduction(view), {}, activity)
         return self._reply
 
     def evaluate(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> ExchangeObject:
@@ -218,10 +218,10 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         """
         view = self._ready()
         with self._busy(FlPhase.EVALUATE, self.states.last) as activity:
-            round_, base, received = self._received(view, data, activity)
+            round_, base, received = self._decoded(view, data, activity)
             with profiling.during(profiling.CHECKPOINT):
                 state = self._state(round_, base)
-            result = self._called(part, function, round_, state, received, *rest)
+            result = self._call_step(part, function, round_, state, received, *rest)
             self._guard.check_scores(Activity(activity.kind, round_), function.__name__, result, state, counted)
             return result
 
@@ -281,7 +281,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         finally:
             self.phase = FlPhase.IDLE
 
-    def _called(self, part: str, function: Callable[..., Any], round_: int, *rest: Any) -> Any:
+    def _call_step(self, part: str, function: Callable[..., Any], round_: int, *rest: Any) -> Any:
         """Call a function of `step`; what it raises is told in one line."""
         view = self._ready()
         try:
@@ -304,7 +304,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             named.safe_to_send = error.safe_to_send
             raise named from error
 
-    def _received(self, view: AtSite, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
+    def _decoded(self, view: AtSite, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
             with errors_safe_to_send():
@@ -319,17 +319,17 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                     is_whole = type(value) is int and value >= 0
                     view.require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
                 received = view.averaged(named) if self.host == "averaging" else view.received(named)
-            self._guard.log_received(Activity(activity.kind, round_), partial(self._crossed, named))
+            self._guard.log_received(Activity(activity.kind, round_), partial(self._as_message, named))
             return round_, base, received
 
-    def _crossed(self, named: Mapping[str, Any]) -> Message:
+    def _as_message(self, named: Mapping[str, Any]) -> Message:
         """Return what came as the message that it is."""
         tensors = {
             n: value if isinstance(value, Tensor) else torch.as_tensor(np.array(value)) for n, value in named.items()
         }
         return Message({"weights": tensors}) if self.host == "averaging" else Message.from_flat(tensors)
 
-    def _replied(self, view: AtSite, round_: int, step: StepResult, received: Message) -> tuple[ExchangeObject, State]:
+    def _reply_of(self, view: AtSite, round_: int, step: StepResult, received: Message) -> tuple[ExchangeObject, State]:
         """Return what leaves after a step, and the State with what was left out of it."""
         seed = derive(view.site(self.name, round_).seed, "messages")
         averaging, samples = self.host == "averaging", len(view.participant_shard(self.name, "train"))
@@ -342,7 +342,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         state = {key: value for key, value in step.state.items() if key != UNSENT}
         numbers = self._guard.allowed_numbers({FlStatistics.NUM_EXECUTED_ITERATIONS: step.steps, LOSS: step.loss}, LOSS)
         self._guard.charge_reply(Activity("train", round_), reply, wire, samples)
-        exchanged = self._exchanged(view, wire, numbers, Activity("train", round_))
+        exchanged = self._outgoing(view, wire, numbers, Activity("train", round_))
         return exchanged, {**state, UNSENT: unsent} if unsent else state
 
     def _introduction(self, view: AtSite) -> Message:
@@ -350,7 +350,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             return Message({"weights": {name: view.networks.initial[name] for name in view.leaves}})
         return introduce(view, self.name)
 
-    def _exchanged(
+    def _outgoing(
         self, view: AtSite, message: Message, numbers: Mapping[str, Any], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""

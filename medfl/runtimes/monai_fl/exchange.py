@@ -58,7 +58,7 @@ class Exchange(Workers):
     def _introduction(self, name: str) -> Message:
         with self._at(name, States()) as site:
             message = self._arrived(name, site.get_weights())
-        self._federation.check(name, message)
+        self._federation.check_message(name, message)
         return message
 
     def _train(self, task: Train) -> tuple[StepResult, bool]:
@@ -70,7 +70,7 @@ class Exchange(Workers):
         with profiling.during(profiling.MESSAGES):
             wire = self._arrived(task.site, answer)
             reply = federation.compression.decompress_reply(wire, task.broadcast, f"site {task.site!r}")
-            federation.check(task.site, reply)
+            federation.check_message(task.site, reply)
         loss, steps = (answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS))
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
@@ -95,11 +95,11 @@ class Exchange(Workers):
     def _sent(self, task: RoundTask) -> tuple[ExchangeObject, int]:
         """Return a broadcast as it crosses, and its bytes."""
         with profiling.during(profiling.MESSAGES):
-            wire = self._federation.sent(task.round, task.site, task.broadcast)
+            wire = self._federation.compress_broadcast(task.round, task.site, task.broadcast)
             return exchange_object(wire.flat(), {ROUND: task.round}), wire.num_bytes
 
     def _arrived(self, name: str, answer: ExchangeObject) -> Message:
-        return self._federation.arrived(name, answer.weights or {})
+        return self._federation.decode_reply(name, answer.weights or {})
 
 
 class _TaskStates(States):

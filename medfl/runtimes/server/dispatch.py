@@ -88,7 +88,7 @@ class Dispatcher:
         message = result if isinstance(result, Message) else result[0].reply
         try:
             if message is not result:
-                self.federation.check_whole(name, message)
+                self.federation.check_complete(name, message)
             check_counts(self.federation, name, message, self.workers.items(name))
         except RunError as error:
             return FailedReply(name, str(error))

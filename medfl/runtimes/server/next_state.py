@@ -30,7 +30,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import State, to_device
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
-from medfl.methods._parts.robust import counted, shares_under_cap
+from medfl.methods._parts.robust import shares_under_cap, with_effective_counts
 from medfl.runtimes.attendance import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
@@ -130,7 +130,7 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
         with federation.scope():
             name = federation.cohort(round_)[0]
             down = method.broadcast(federation.host(round_), server, name)
-            federation.check(name, Message({"weights": down.tensors.get("weights", {})}))  # of the same forms
+            federation.check_message(name, Message({"weights": down.tensors.get("weights", {})}))  # of the same forms
             method.global_predictor(federation.host(round_), server)
     except Exception as error:  # a State of any form may make it fail in any way
         raise InputError(
@@ -177,7 +177,7 @@ def _checked_state(federation: Federation, round_: int, server: State, replies: 
     with federation.networks.scope():
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
-        weighed, before = counted(replies, federation.run), server.get("weights")
+        weighed, before = with_effective_counts(replies, federation.run), server.get("weights")
         bounded = federation.aggregation.observed(weighed, "weights", before) if before else {}
         bounded |= shares_under_cap(replies, federation.run)
         return NextState(after, replies, {**bounded, **federation.method.observed(after, replies)})

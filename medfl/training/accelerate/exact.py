@@ -34,7 +34,7 @@ def arithmetic(run: Run) -> Iterator[None]:
     Raises:
         InputError: it is portable, and this process was not begun for that.
     """
-    portable.require(vars(run))
+    portable.enable_if_requested(vars(run))
     with tf32(run.tf32), exact_arithmetic(run.portable):
         yield
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
 from medfl.methods._parts import robust
-from medfl.methods._parts.robust import Aggregation, capped
+from medfl.methods._parts.robust import Aggregation, cap_counts
 from medfl.methods.base import sample_shares, uniform_shares, weighted_mean
 from medfl.runtimes.spilled_replies import Replies
 from tests.support.toy import bits
@@ -158,7 +158,9 @@ def test_long_changes_are_shortened_and_weigh_as_before() -> None:
 )
 def test_a_cap_on_shares(counts: tuple[float, ...], most: float, expected: tuple[float, ...]) -> None:
     names = "abcd"[: len(counts)]
-    assert capped(dict(zip(names, counts, strict=True)), most) == pytest.approx(dict(zip(names, expected, strict=True)))
+    assert cap_counts(dict(zip(names, counts, strict=True)), most) == pytest.approx(
+        dict(zip(names, expected, strict=True))
+    )
 
 
 def test_a_bound_that_nobody_reaches_is_fedavg_bit_for_bit() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.methods._parts.text_classifier import (
-    Gaussians,
+    TextGaussians,
     adapt,
     centred,
     embeddings_of,
@@ -35,7 +35,7 @@ def features(embeddings: Tensor, count: int = 16, seed: int = 1) -> tuple[Tensor
     return nn.functional.normalize(h, dim=1), labels
 
 
-def exact(h: Tensor, labels: Tensor, gaussians: Gaussians, nodes: int = 80) -> Tensor:
+def exact(h: Tensor, labels: Tensor, gaussians: TextGaussians, nodes: int = 80) -> Tensor:
     """L-infinity (eq. 3): Gauss-Hermite over a = tau h.e_y, negatives by the Gaussian moment generating function."""
     x, w = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(nodes))
     mean, q = gaussians.tau * (h * gaussians.mean[labels]).sum(1), own(gaussians.quadratic(h), labels)
@@ -72,7 +72,7 @@ def test_three_classes_in_four_dimensions_by_hand() -> None:
     expected[0, 0] = expected[1, 2] = 0.08
     expected[0, 1] = expected[1, 3] = 0.32
     torch.testing.assert_close(variances(embeddings), expected, rtol=0, atol=1e-15)
-    full, diag = (Gaussians.of(embeddings, 5.0, kind) for kind in ("full", "diag"))
+    full, diag = (TextGaussians.of(embeddings, 5.0, kind) for kind in ("full", "diag"))
     torch.testing.assert_close(full.mean[0], torch.tensor([0.8, 0.4, 0, 0], dtype=torch.float64), rtol=0, atol=1e-15)
     for gaussians, logits in ((full, [5.0, 0.0, 4.0]), (diag, [6.92, 0.0, 4.0])):
         torch.testing.assert_close(
@@ -93,10 +93,10 @@ def test_closed_form() -> None:
     factors = torch.stack([0.1 * mean, math.sqrt(0.02) * mean])
     h, labels = mean, torch.tensor([0, 0])
     for spread in (v, factors):
-        loss = Gaussians(mean, spread, 10.0).surrogate(h, labels)
+        loss = TextGaussians(mean, spread, 10.0).surrogate(h, labels)
         assert loss[0].item() == pytest.approx(0.5000748490, abs=1e-9)
         assert loss[1].item() == pytest.approx(11.0000275361, abs=1e-9)
-    points = Gaussians(mean, None, 10.0).surrogate(h, labels)
+    points = TextGaussians(mean, None, 10.0).surrogate(h, labels)
     assert points[1].item() == pytest.approx(10.0000453989, abs=1e-9)
     assert points[1].item() != pytest.approx(1.3132616875, abs=1), "tau belongs inside the softmax"
 
@@ -104,14 +104,14 @@ def test_closed_form() -> None:
 def test_the_factor_gives_the_covariance_without_a_matrix() -> None:
     """FedCB 1: h' Sigma_k h = ||A_k h||^2 = the prompts' sample variance of h.E, and h.mu their mean."""
     embeddings, h = unit(8, 28, 512), unit(16, 512, seed=1)
-    gaussians = Gaussians.of(embeddings, 12.5)
+    gaussians = TextGaussians.of(embeddings, 12.5)
     similarity = torch.einsum("bd,kmd->bkm", h, embeddings)
     torch.testing.assert_close(gaussians.quadratic(h), similarity.var(2), rtol=0, atol=1e-12)
     torch.testing.assert_close(h @ gaussians.mean.T, similarity.mean(2), rtol=0, atol=1e-12)
     small, direction = embeddings[:, :, :16], h[:, :16]
     sigma = torch.stack([part.T.cov() for part in small])
     wanted = torch.einsum("bd,kde,be->bk", direction, sigma, direction)
-    torch.testing.assert_close(Gaussians.of(small, 1.0).quadratic(direction), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(TextGaussians.of(small, 1.0).quadratic(direction), wanted, rtol=0, atol=1e-12)
 
 
 @both
@@ -121,7 +121,7 @@ def test_the_two_forms_of_the_loss_are_one(covariance: str, tau: float) -> None:
     embeddings = structured(0.3)
     h, y = features(embeddings)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        gaussians = Gaussians.of(embeddings.to(dtype), tau, covariance)
+        gaussians = TextGaussians.of(embeddings.to(dtype), tau, covariance)
         x = h.to(dtype)
         long = nn.functional.cross_entropy(gaussians.logits(x), y, reduction="none")
         long = long + 0.5 * tau**2 * own(gaussians.quadratic(x), y)
@@ -134,7 +134,7 @@ def test_the_gradient(covariance: str, tau: float) -> None:
     """FedCB 8, FedBM 3: tau (sum_k p_k mu_k - mu_y) + tau^2 sum_k p_k Sigma_k h."""
     embeddings = structured(0.3)
     h, y = features(embeddings)
-    gaussians = Gaussians.of(embeddings, tau, covariance)
+    gaussians = TextGaussians.of(embeddings, tau, covariance)
     leaf = h.clone().requires_grad_()
     gaussians.surrogate(leaf, y).sum().backward()
     p = gaussians.logits(h).softmax(1)
@@ -151,11 +151,11 @@ def test_no_variance_is_cross_entropy_and_the_same_variance_everywhere_adds_a_co
     """FedCB 4, FedBM 4."""
     embeddings, tau = structured(0.3), 12.5
     h, y = features(embeddings)
-    points = Gaussians.of(embeddings, tau, "none")
+    points = TextGaussians.of(embeddings, tau, "none")
     plain = nn.functional.cross_entropy(tau * h @ points.mean.T, y, reduction="none")
     torch.testing.assert_close(points.surrogate(h, y), plain, rtol=0, atol=1e-12)
     cosine = nn.functional.cosine_similarity(h[:, None], points.mean[None], dim=2)
-    on_sphere = Gaussians.of(embeddings, tau, "none", renormalise=True)
+    on_sphere = TextGaussians.of(embeddings, tau, "none", renormalise=True)
     torch.testing.assert_close(on_sphere.logits(h), tau * cosine, rtol=0, atol=1e-12)
     assert (points.logits(h) - tau * cosine).abs().max() > 1e-2, "only with means of unit norm"
     s2 = 0.013
@@ -163,7 +163,7 @@ def test_no_variance_is_cross_entropy_and_the_same_variance_everywhere_adds_a_co
     same = torch.full_like(points.mean, s2)
     factors = (math.sqrt(s2) * torch.eye(size, dtype=torch.float64)).expand(5, size, size)
     for spread in (same, factors):
-        loss = Gaussians(points.mean, spread, tau).surrogate(h, y)
+        loss = TextGaussians(points.mean, spread, tau).surrogate(h, y)
         torch.testing.assert_close(loss, plain + 0.5 * tau**2 * s2, rtol=0, atol=1e-12)
 
 
@@ -173,7 +173,7 @@ def test_the_bound_holds_and_its_gap_is_bounded(covariance: str, tau: float) -> 
     """FedCB 5, FedBM 5: 0 <= bound - exact <= tau^2/2 q_y, and exact >= its own Jensen bound from below."""
     embeddings = structured(0.3, classes=8, size=512)
     h, y = features(embeddings, 64)
-    gaussians = Gaussians.of(embeddings, tau, covariance)
+    gaussians = TextGaussians.of(embeddings, tau, covariance)
     gap = gaussians.surrogate(h, y) - exact(h, y, gaussians)
     assert gap.min() >= -1e-12
     assert (gap - 0.5 * tau**2 * own(gaussians.quadratic(h), y)).max() <= 1e-12
@@ -186,7 +186,7 @@ def test_the_unscaled_misprint_is_no_bound() -> None:
     """With F = h.mu + tau/2 q in the softmax the "bound" falls below eq. 3 for most samples with random labels."""
     embeddings = structured(0.3, classes=8, size=512)
     h, y = features(embeddings, 64)
-    gaussians = Gaussians.of(embeddings, 12.5)
+    gaussians = TextGaussians.of(embeddings, 12.5)
     q = own(gaussians.quadratic(h), y)
     misprint = nn.functional.cross_entropy(gaussians.logits(h) / 12.5, y, reduction="none") + 0.5 * 12.5**2 * q
     wrong = (h * gaussians.mean[y]).sum(1) < 0.2  # far from the class
@@ -201,7 +201,7 @@ def test_monte_carlo_of_the_expectation(covariance: str) -> None:
     """
     embeddings, tau, count = structured(0.3), 12.5, 20_000
     h, y = features(embeddings, 8)
-    gaussians = Gaussians.of(embeddings, tau, covariance)
+    gaussians = TextGaussians.of(embeddings, tau, covariance)
     draws = torch.Generator().manual_seed(3)
     others = gaussians.logits(h).scatter(1, y[:, None], -torch.inf).logsumexp(1)
     for index in range(len(h)):
@@ -220,7 +220,7 @@ def test_sampled_negatives_agree_roughly() -> None:
     """FedBM 6: means over sampled negatives carry a shared bias, so only to 0.05."""
     embeddings, tau, count = structured(0.1), 12.5, 20_000
     h, y = features(embeddings, 8)
-    gaussians = Gaussians.of(embeddings, tau, "diag")
+    gaussians = TextGaussians.of(embeddings, tau, "diag")
     draws = torch.Generator().manual_seed(4)
     noise = torch.randn(5, count, 32, generator=draws, dtype=torch.float64)
     e = gaussians.mean[:, None] + noise * gaussians.spread.sqrt()[:, None]
@@ -240,7 +240,7 @@ def test_finite_prompts_follow_the_full_covariance_not_the_diagonal() -> None:
             _, y = features(embeddings, seed=seed)
             h = nn.functional.normalize(embeddings.mean(1)[y] + 0.5 * unit(16, 32, seed=seed), dim=1)
             finite = finite_loss(h, y, embeddings, 12.5)
-            full, diag = (exact(h, y, Gaussians.of(embeddings, 12.5, kind)) for kind in ("full", "diag"))
+            full, diag = (exact(h, y, TextGaussians.of(embeddings, 12.5, kind)) for kind in ("full", "diag"))
             assert (finite - full).abs().max() < full_limit
             assert (finite - diag).abs().max() > diag_least
 
@@ -269,7 +269,7 @@ def test_the_diagonal_is_the_full_one_where_that_is_diagonal() -> None:
     steps = 0.1 * torch.arange(1, size + 1, dtype=torch.float64).diag()
     embeddings = torch.cat([mean[:, None] + steps, mean[:, None] - steps], 1)
     h = unit(7, size, seed=2)
-    full, diag = (Gaussians.of(embeddings, 12.5, kind) for kind in ("full", "diag"))
+    full, diag = (TextGaussians.of(embeddings, 12.5, kind) for kind in ("full", "diag"))
     torch.testing.assert_close(full.logits(h), diag.logits(h), rtol=0, atol=1e-12)
     sample = structured(0.3)
     trace = centred(sample).square().sum((1, 2))
@@ -287,11 +287,11 @@ def test_order_of_prompts_and_of_classes() -> None:
     h, _ = features(embeddings)
     shuffled = embeddings[:, torch.randperm(24, generator=torch.Generator().manual_seed(0))]
     for kind in ("full", "diag"):
-        gaussians = Gaussians.of(embeddings, 12.5, kind)
+        gaussians = TextGaussians.of(embeddings, 12.5, kind)
         torch.testing.assert_close(
-            Gaussians.of(shuffled, 12.5, kind).logits(h), gaussians.logits(h), rtol=0, atol=1e-12
+            TextGaussians.of(shuffled, 12.5, kind).logits(h), gaussians.logits(h), rtol=0, atol=1e-12
         )
-        permuted = Gaussians.of(embeddings[order], 12.5, kind).logits(h)
+        permuted = TextGaussians.of(embeddings[order], 12.5, kind).logits(h)
         torch.testing.assert_close(permuted, gaussians.logits(h)[:, order], rtol=0, atol=1e-12)
 
 
@@ -307,7 +307,7 @@ def test_one_prompt_has_no_variance_and_ranks_stay_below_the_number_of_prompts()
     """FedCB 10, FedBM 7."""
     single = unit(4, 1, 64)
     assert torch.equal(variances(single), torch.zeros(4, 64, dtype=torch.float64))
-    assert Gaussians.of(single, 12.5).logits(unit(3, 64)).isfinite().all()
+    assert TextGaussians.of(single, 12.5).logits(unit(3, 64)).isfinite().all()
     assert all(torch.linalg.matrix_rank(a) == 9 for a in centred(unit(4, 10, 64)))
 
 
@@ -316,7 +316,7 @@ def test_the_largest_logit_does_not_depend_on_the_scale(covariance: str) -> None
     """FedCB 13, FedBM 19; eq. 5 is F / tau."""
     embeddings = structured(0.3)
     h, _ = features(embeddings, 64)
-    logits = Gaussians.of(embeddings, 12.5, covariance).logits(h)
+    logits = TextGaussians.of(embeddings, 12.5, covariance).logits(h)
     assert torch.equal(logits.argmax(1), (logits / 12.5).argmax(1))
     assert not torch.allclose(logits.softmax(1), (logits / 12.5).softmax(1), atol=0.01)
 
@@ -330,7 +330,7 @@ def test_the_law_of_the_sampler() -> None:
     """
     embeddings = structured(0.3, classes=2, prompts=10, size=16)
     for kind in ("full", "diag"):
-        gaussians = Gaussians.of(embeddings, 12.5, kind)
+        gaussians = TextGaussians.of(embeddings, 12.5, kind)
         for label in range(2):
             draws = torch.Generator().manual_seed(label)
             z = gaussians.draw(torch.full((400_000,), label), draws)
@@ -349,7 +349,7 @@ def test_the_law_of_the_sampler() -> None:
 
 
 def test_a_draw_belongs_to_its_label_and_its_generator() -> None:
-    gaussians = Gaussians.of(structured(0.1), 12.5)
+    gaussians = TextGaussians.of(structured(0.1), 12.5)
     labels = torch.tensor([4, 0, 0, 2, 1, 3] * 20)
     z = gaussians.draw(labels, torch.Generator().manual_seed(1))
     assert torch.equal(torch.cdist(z, gaussians.mean).argmin(1), labels)
@@ -361,8 +361,8 @@ def test_a_draw_belongs_to_its_label_and_its_generator() -> None:
 def test_mixed_precision_leaves_the_losses_alone() -> None:
     """tau 12.5 times a similarity in bfloat16 would be off by 0.05."""
     embeddings, h = structured(0.3).float(), unit(6, 32, seed=1).float()
-    labels, gaussians = torch.arange(6) % 5, Gaussians.of(embeddings, 12.5)
-    wide, precise = (h.double(), labels, embeddings.double()), Gaussians.of(embeddings.double(), 12.5)
+    labels, gaussians = torch.arange(6) % 5, TextGaussians.of(embeddings, 12.5)
+    wide, precise = (h.double(), labels, embeddings.double()), TextGaussians.of(embeddings.double(), 12.5)
     losses = [
         (lambda: finite_loss(h, labels, embeddings, 12.5), finite_loss(*wide, 12.5)),
         (lambda: gaussians.surrogate(h, labels), precise.surrogate(*wide[:2])),

@@ -18,7 +18,7 @@ from medfl.core.settings import check_limits
 from medfl.runtimes import registry
 
 
-def refuse(
+def check_before_imports(
     bundle: str | None,
     requested: Mapping[str, Any],
     *,
@@ -51,7 +51,7 @@ def refuse(
         if (data := requested.get("data")) not in (None, PHANTOM) and not Path(str(data)).expanduser().is_dir():
             datasets.locate(bundle, data)
     if requested.get("portable") or recorded:
-        portable.begin()
+        portable.enable()
     if requested.get("init"):
         weights_file(requested["init"])
     if out is not None and not resume:

@@ -18,7 +18,7 @@ from medfl.training.site import snapshot
 _NAMED = 3  # tensors that an error names
 
 
-def begun(bundle: Bundle, method: Method, task: Task, run: Run) -> dict[str, Tensor]:
+def initial_state_dict(bundle: Bundle, method: Method, task: Task, run: Run) -> dict[str, Tensor]:
     """Return the state dict that a run's network begins with.
 
     The given weights are those of the bundle's network, or of what the method makes of it; in the first case what the
