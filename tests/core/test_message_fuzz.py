@@ -175,7 +175,7 @@ def takes_or_refuses(case: tuple[str, str, dict[Any, Any]]) -> None:
         message = take(named)
         assert isinstance(message, Message)
         with suppress(RunError):
-            site.check("x", message)
+            site.check_message("x", message)
             site.check_complete("x", message)
 
 

@@ -85,7 +85,7 @@ def settled(
     made, left_out, said, arrived = played.federation, dict[str, str](), [], {}
     for name, reply in replies.items():
         try:
-            made.check(name, reply)
+            made.check_message(name, reply)
             made.check_complete(name, reply)
             check_counts(made, name, reply, len(made.participant_shard(name, "train")))
         except RunError as error:
