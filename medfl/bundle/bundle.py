@@ -259,7 +259,7 @@ class Bundle:
                 raise
             except Exception as error:
                 raise InputError(
-                    f"bundle {self.name!r}: network and loss fail on {item['id']!r}: {described(root_cause(error))}",
+                    f"bundle {self.name!r}: network and loss fail on item {item['id']!r}: {described(root_cause(error))}",
                     "network, loss and transforms fit together",
                     "see that the bundle trains by itself",
                 ) from error

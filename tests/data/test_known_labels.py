@@ -35,7 +35,7 @@ def test_two_voxels_by_hand() -> None:
     1 - 2 * 3/4 / (3/4 + 2/8 + 1) = 1/4.
     """
     y = labels(0, 2)
-    merged = LIVER.merged(volume(ODDS)).softmax(1)[0, :, :, 0]
+    merged = LIVER.marginal_logits(volume(ODDS)).softmax(1)[0, :, :, 0]
     torch.testing.assert_close(merged, torch.tensor([[0.75, 0.25], [0.25, 0.75]]).double())
     assert LIVER.renumbered(y).tolist() == [[[0, 1]]]
     entropy = PartialLoss(lambda z, y: cross_entropy(z, y[:, 0]), LIVER)
@@ -107,4 +107,4 @@ def test_every_output_of_deep_supervision_is_merged() -> None:
 
 def test_an_output_that_is_not_a_channel_a_structure_is_refused() -> None:
     with pytest.raises(InputError, match="with --site-labels it has 3 channels, one for each structure"):
-        LIVER.merged(torch.zeros(1, 2, 4, 4))
+        LIVER.marginal_logits(torch.zeros(1, 2, 4, 4))

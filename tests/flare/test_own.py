@@ -387,7 +387,7 @@ def executed(
     folder.write_run(run, {})
 
     def workers(made: Federation, _: int) -> FlareWorkers:
-        folder.workers = FlareWorkers(made, link, shown=False, say=say)
+        folder.workers = FlareWorkers(made, link, simulated=False, say=say)
         return folder.workers
 
     Simulator(Execution(federation, folder, resume=True), workers).execute()

@@ -91,13 +91,13 @@ def controller(made: Any, workspace: Workspace) -> Any:
 def test_a_server_refuses_a_run_that_it_has_unless_it_is_to_go_on(job: Path, tmp_path: Path) -> None:
     workspace, run = Workspace(job, local(tmp_path / "local")), read_run(str(job / "app"))
     first = controller(RemoteController(), workspace)
-    path = first._place()
+    path = first._open_run_folder()
     assert path.parent == tmp_path / "local" / "kept"
     assert path.name == f"mednist-fedavg-{without_round_limit(run).run_hash[:16]}"
     (path / "run.json").write_text("{}")
     with pytest.raises(InputError, match="the server has this run in .*; export the job with --resume"):
-        controller(RemoteController(), workspace)._place()
-    assert controller(RemoteController(resume=True), workspace)._place() == path
+        controller(RemoteController(), workspace)._open_run_folder()
+    assert controller(RemoteController(resume=True), workspace)._open_run_folder() == path
 
 
 def test_across_machines_a_site_has_at_most_half_of_the_weight(

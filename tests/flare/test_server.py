@@ -483,7 +483,7 @@ def test_a_site_with_its_own_data_tells_numbers_and_nothing_of_single_cases() ->
 @pytest.mark.parametrize("word", [wire.SCORE_ON_ALL, wire.COPY_WEIGHTS, wire.SEGMENT])
 def test_what_only_a_simulation_shows_is_refused_elsewhere(word: str) -> None:
     told = site().answer(word, down(federation()))
-    assert told.failed.startswith(f"site 'x' is asked for {word}; that stays at a site but in a simulation")
+    assert told.failed.startswith(f"site 'x' is asked for {word}; sites of a simulation alone answer it")
     assert not told.tensors
 
 

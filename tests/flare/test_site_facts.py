@@ -113,7 +113,7 @@ def test_what_the_bundle_does_not_have_is_refused_before_flare_starts(
 @pytest.fixture(scope="module")
 def workers() -> FlareWorkers:
     server = open_server(offered(""), SiteConfig("hippocampus", "unused"))
-    return FlareWorkers(server, None, shown=False)  # type: ignore[arg-type]
+    return FlareWorkers(server, None, simulated=False)  # type: ignore[arg-type]
 
 
 def told(**tensors: Tensor) -> Payload:

@@ -66,7 +66,7 @@ def test_a_file_without_its_bundle_or_with_shares_above_one_is_refused(tmp_path:
     path.write_text(json.dumps({key: value for key, value in document.items() if key != "bundle"}))
     with pytest.raises(InputError, match="it is no 'medfl site statistics 1' of a bundle"):
         read([path])
-    with pytest.raises(InputError, match="lacks shares"):
+    with pytest.raises(InputError, match="has another form .shares."):
         read([told(tmp_path / "x.json", {"a": 60}, 60, [[1e308, 1e308]])])
 
 

@@ -164,7 +164,7 @@ def test_how_many_are_not_recorded_is_a_cell_as_any_other(bundle: Bundle, moles:
     """Were it left out, it would follow from the number of images."""
     made = _Counts(bundle, BINS)
     made._images = 50
-    made._open = {"centre": Counter({"a": 26, "b": 20})}
+    made._named_by_data = {"centre": Counter({"a": 26, "b": 20})}
     told = made.released(StatisticsOptions(BINS, min_count=10))["tables"]["centre"]
     assert told == {"b": 20, OTHERS: None}
     assert made.released(StatisticsOptions(BINS, min_count=0))["tables"]["centre"] == {"a": 26, "b": 20, UNRECORDED: 4}

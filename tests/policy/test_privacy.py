@@ -101,11 +101,11 @@ def test_two_jobs_on_the_same_images_spend_from_one_account_and_never_beyond_the
     left = 0
     for each in gates * 2:
         if left < 3:
-            each.enter()
+            each.charge_noised_reply()
             left += 1
         else:
             with pytest.raises(RunError, match="another reply would make it"):
-                each.enter()
+                each.charge_noised_reply()
     assert (left, Account.open(path, 1e-5).replies) == (3, 3)
 
 

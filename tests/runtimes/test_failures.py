@@ -82,7 +82,7 @@ def test_texts_about_the_server_s_own_message_are_told(tmp_path: Path) -> None:
         told = site(made).answer(wire.TRAIN, Payload({**good.tensors, **change}, good.numbers))
         assert text in told.failed
     assert "is asked for 'hack'" in site(made).answer("hack", good).failed
-    assert "stays at a site but in a simulation" in site(made).answer(wire.COPY_WEIGHTS, good).failed
+    assert "sites of a simulation alone answer it" in site(made).answer(wire.COPY_WEIGHTS, good).failed
 
 
 def test_an_executor_tells_no_path_of_the_site_s_own_files(job: Path, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_fednova_takes_new_optimisers_only() -> None:
 def test_sites_count_the_same_where_the_run_says_so(method: str) -> None:
     options = {"fedcb": {"classifier": "trainable"}, "fedhelp": {"lambda_j": 0, "large": "x", "large_network": ""}}
     made, even = (
-        Federation(ToyBundle(), load(method, options.get(method, {})), run_record(method=method, copy_site_weights=by))
+        Federation(ToyBundle(), load(method, options.get(method, {})), run_record(method=method, site_weights=by))
         for by in ("samples", "uniform")
     )
     server = made.method.init_server(made.host(0), made.networks.initial, {})

@@ -479,7 +479,11 @@ def test_gradients_that_no_scale_makes_finite_end_the_run_by_name(overflowing) -
 
 
 def test_some_calls_together_are_all_their_steps_and_the_mean_over_these() -> None:
-    nothing, some, more = FitReport(0, float("nan")), FitReport(2, 1.0), FitReport(6, 3.0, replayed=4, eager="why")
+    nothing, some, more = (
+        FitReport(0, float("nan")),
+        FitReport(2, 1.0),
+        FitReport(6, 3.0, replayed=4, eager_reason="why"),
+    )
     assert summed([nothing, some, more]) == FitReport(8, 2.5, None, 4, "why")
     assert math.isnan(summed([nothing]).loss)
     assert math.isnan(summed([]).loss)
