@@ -25,7 +25,7 @@ from medfl.bundle.notes import notes
 from medfl.bundle.optimizers import OptimizerFactory, find_schedule
 from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import Section, Sections, check_labels
-from medfl.core.errors import InputError, MedflError, described, root_cause
+from medfl.core.errors import InputError, MedflError, as_text, root_cause
 from medfl.core.places import cache_folder
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
@@ -259,7 +259,7 @@ class Bundle:
                 raise
             except Exception as error:
                 raise InputError(
-                    f"bundle {self.name!r}: network and loss fail on item {item['id']!r}: {described(root_cause(error))}",
+                    f"bundle {self.name!r}: network and loss fail on item {item['id']!r}: {as_text(root_cause(error))}",
                     "network, loss and transforms fit together",
                     "see that the bundle trains by itself",
                 ) from error

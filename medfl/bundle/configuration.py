@@ -26,7 +26,7 @@ from medfl.bundle import habits, monai_networks, older
 from medfl.bundle.failures import explained
 from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
-from medfl.core.errors import InputError, described, did_you_mean
+from medfl.core.errors import InputError, as_text, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
@@ -264,7 +264,7 @@ def _told(given: str, allowed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise InputError(f"{given} ({described(error)})", allowed, "repair the file where it says") from error
+        raise InputError(f"{given} ({as_text(error)})", allowed, "repair the file where it says") from error
 
 
 def own_modules(root: Path) -> frozenset[str]:

@@ -29,7 +29,7 @@ from medfl.bundle.engines import find_trainer, own_steps
 from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import Section, Sections
-from medfl.core.errors import InputError, described
+from medfl.core.errors import InputError, as_text
 from medfl.core.seeding import stream
 from medfl.core.storage import writing
 from medfl.core.task import SECTIONS
@@ -135,7 +135,7 @@ class _Drawing:
             self.kinds, self.tries = self.reading.kinds(size), 0
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             what = "of metadata.json of the form and size that MONAI's schema has"
-            raise InputError(f"{meta}: network_data_format: {described(error)}", what, "repair it") from error
+            raise InputError(f"{meta}: network_data_format: {as_text(error)}", what, "repair it") from error
         end = ".png" if len(self.kinds[0][0].shape) == 2 else ".nii.gz"
         self.layout = DrawnLayout(folder, self.reading.classes, end, cases)
         self.failed: dict[int, str] = {}
@@ -377,7 +377,7 @@ class _Drawing:
 
     def _try_other(self, why: BaseException) -> bool:
         """Try images of the next kind, after the last those that failed once more, for what is random may pass."""
-        self.failed[self.tries % len(self.kinds)] = described(why)
+        self.failed[self.tries % len(self.kinds)] = as_text(why)
         self.tries += 1
         return self.tries < _DRAWS * len(self.kinds)
 
@@ -391,4 +391,4 @@ def _first_part(error: BaseException) -> str:
     """Return what an error is about, without what is allowed and what to do."""
     if isinstance(error, _Elsewhere):
         return f"an item names {error}, and no id leads there"
-    return str(error).partition("; ")[0] if isinstance(error, InputError) else described(deepest(error))
+    return str(error).partition("; ")[0] if isinstance(error, InputError) else as_text(deepest(error))

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from medfl.core.errors import InputError, described, missing_package, root_cause, without_package
+from medfl.core.errors import InputError, as_text, missing_package, root_cause, without_package
 from medfl.core.untrusted import Refused
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import NOT_LISTED
@@ -52,7 +52,7 @@ def explained(
     if _OTHER_VERSION.search(str(cause)):
         return _of_other_version(where, cause, key, content.get("_meta_", {}))
     return InputError(
-        f"{where} fails with {described(cause)}",
+        f"{where} fails with {as_text(cause)}",
         "every id that the trainer needs can be evaluated",
         "change it so that it can be evaluated; if the data lie elsewhere, give their folder with --data",
     )
@@ -93,7 +93,7 @@ def _of_other_version(where: str, cause: BaseException, key: str, metadata: Mapp
     package = "numpy" if "numpy" in str(cause) else "monai"
     recorded = metadata.get(f"{package}_version")
     return InputError(
-        f"{where} fails with {described(cause)}",
+        f"{where} fails with {as_text(cause)}",
         f"it is written for {package} {version(package)}, which is installed; metadata.json names {recorded}",
         f"give another value with --config {key}=..., or install {package}=={recorded} where this bundle is run",
     )

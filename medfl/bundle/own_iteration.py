@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from medfl.bundle import older
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
-from medfl.core.errors import InputError, MedflError, RunError, described
+from medfl.core.errors import InputError, MedflError, RunError, as_text
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Shard
 from medfl.data.samples import random_parts
@@ -110,7 +110,7 @@ class OwnIteration:
             raise
         except Exception as error:
             where = f"site {site.name!r}, round {site.round}: the {type(self._trainer).__name__} of its bundle fails"
-            raise RunError(f"{where}: {described(error)}") from error
+            raise RunError(f"{where}: {as_text(error)}") from error
         finally:
             for handle in handles:
                 handle.remove()

@@ -55,7 +55,7 @@ def root_cause(error: BaseException) -> BaseException:
     return error
 
 
-def described(error: BaseException) -> str:
+def as_text(error: BaseException) -> str:
     """Return an error's type and text in one line of limited length."""
     return f"{type(error).__name__}: {_in_one_line(str(error), 300)}"
 

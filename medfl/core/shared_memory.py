@@ -58,7 +58,7 @@ def dump_shared(value: Any, shared: SharedBuffer | None = None) -> bytes:
 
 
 def load_shared(data: bytes, shared: SharedBuffer | None = None, *, copy: bool = True) -> Any:
-    """Invert `pack`; only for bytes made by a process of this run.
+    """Invert `dump_shared`; only for bytes made by a process of this run.
 
     Without `copy` tensors in shared memory are views of it, valid until the next value is packed.
     """

@@ -16,7 +16,7 @@ from monai.handlers import IgniteMetricHandler
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.core.errors import InputError, MedflError, RunError, described, root_cause
+from medfl.core.errors import InputError, MedflError, RunError, as_text, root_cause
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.data.prepared import Prepared, Shard, Stacked, moved
 from medfl.evaluation.mask_metrics import channel_scores, foreground, scores
@@ -279,7 +279,7 @@ def _naming_item(ident: str) -> Iterator[None]:
     except MedflError:
         raise
     except Exception as error:
-        raise RunError(f"the bundle's validation fails on item {ident!r}: {described(root_cause(error))}") from error
+        raise RunError(f"the bundle's validation fails on item {ident!r}: {as_text(root_cause(error))}") from error
 
 
 def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:

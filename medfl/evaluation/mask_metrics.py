@@ -80,7 +80,7 @@ def scores(
         classes: K names, the background's first.
         spacing: distance between neighbours along each axis, in mm, or in pixels where these are not known.
         tolerance: of the surface Dice, in the same unit.
-        distances: the metrics of surfaces that are computed too, `asked` gives them.
+        distances: the metrics of surfaces that are computed too, `surface_metrics_of` gives them.
     """
     predicted, true = (mask.detach().cpu().numpy() for mask in (prediction, reference))
     count, shape = len(classes), predicted.shape

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from medfl.core.errors import InputError, MedflError, described, root_cause
+from medfl.core.errors import InputError, MedflError, as_text, root_cause
 from medfl.core.forms import site_names
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard
@@ -45,7 +45,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
         return  # a loss that is not finite is no matter of form: the run tells it
     except Exception as error:  # whatever a network or a loss raises
         raise InputError(
-            f"--config {values}: a step of training fails with {described(root_cause(error))}",
+            f"--config {values}: a step of training fails with {as_text(root_cause(error))}",
             "network, loss and images of the bundle go together",
             "change these values, or leave them out",
         ) from error

@@ -1,6 +1,6 @@
 """Which replies of a round the server's half goes on with: what it can do nothing with is refused, its site named.
 
-A reply is checked on arrival for all that is known of every method's (`Federation.check`, `check_whole`). What else a
+A reply is checked on arrival for all that is known of every method's (`Federation.check_message`, `check_complete`). What else a
 method puts into its replies only its own server half knows: class means of the classes that a site has, covariances,
 a selector. So it is asked. A reply is refused
 
@@ -59,7 +59,7 @@ def next_state(
 ) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
 
-    They are those of the cohort that passed `Federation.check`. `left_out` has the reason of each site without one, and
+    They are those of the cohort that passed `Federation.check_message`. `left_out` has the reason of each site without one, and
     takes those of the refused.
 
     Raises:
@@ -94,7 +94,7 @@ def first_state(
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
 
-    They passed `Federation.check`. `absent` has the reason of each site without one, and takes those of the refused.
+    They passed `Federation.check_message`. `absent` has the reason of each site without one, and takes those of the refused.
 
     Raises:
         RunError: an introduction is refused and too few are left, or the server's half fails with each.
