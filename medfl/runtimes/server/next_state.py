@@ -1,8 +1,8 @@
-"""Which replies of a round the server's half goes on with: what it can do nothing with is refused, its site named.
+"""Which replies of a round the server's aggregation can use; the others are refused, and their sites named.
 
-A reply is checked on arrival for all that is known of every method's (`Federation.check_message`, `check_complete`). What else a
-method puts into its replies only its own server half knows: class means of the classes that a site has, covariances,
-a selector. So it is asked. A reply is refused
+A reply is checked on arrival for all that is known of every method's (`Federation.check_message`, `check_complete`).
+What else a method puts into its replies only its own server half knows: class means of the classes that a site has,
+covariances, a selector. So it is asked. A reply is refused
 
     if a tensor has another form than in most others' replies, or a group whose tensors are named by class another one
         for each class; with as many for either form, the server's own message decides, and without one all are refused;
@@ -59,11 +59,11 @@ def next_state(
 ) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
 
-    They are those of the cohort that passed `Federation.check_message`. `left_out` has the reason of each site without one, and
-    takes those of the refused.
+    They are those of the cohort that passed `Federation.check_message`. `left_out` has the reason of each site without
+    one, and takes those of the refused.
 
     Raises:
-        RunError: a reply is refused and too few are left; names site and tensor. Or the server's half fails with each.
+        RunError: a reply is refused and too few are left, with site and tensor; or aggregation fails with each reply.
         InputError: as it does, or a site has more of the weight than it may.
     """
     cohort, method, before = federation.cohort(round_), federation.run.method, marks(server)
@@ -94,7 +94,7 @@ def first_state(
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
 
-    They passed `Federation.check_message`. `absent` has the reason of each site without one, and takes those of the refused.
+    They passed `Federation.check_message`; `absent` has each site without one, and takes the refused, with reasons.
 
     Raises:
         RunError: an introduction is refused and too few are left, or the server's half fails with each.
