@@ -12,6 +12,7 @@ import numpy as np
 
 from medfl.data.partition.table import shorten
 from medfl.report.picture import ENTRY, LETTER, WIDTH, Floats, Picture, add_legend, colours, plain_axes, plot, slant
+from medfl.report.saved_pictures import grid_name
 from medfl.report.style import INK
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: st
         axes.spines[:].set_visible(False)
 
     return plot(
-        f"generated-{round_:04d}",
+        grid_name(round_),
         f"Generated images after round {round_}",
         "Each row is a class. The conditions are the same in every round, so pictures of different rounds compare.",
         draw,

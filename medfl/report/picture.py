@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 Floats = np.ndarray[Any, np.dtype[np.floating[Any]]]
 
-GRID_NAME = re.compile(r"generated-\d+")
 WIDTH, _DPI = 4.8, 200  # inches and dots of a plot: twice what a column of the report is wide
 LETTER = 0.085  # inches a letter takes
 ENTRY = 28  # letters of a legend's entry; two fit beside each other
@@ -79,11 +77,6 @@ class Picture:
     def embedded(self) -> tuple[str, str, str]:
         """Title, caption and the file in base64, for a page."""
         return self.title, self.caption, base64.b64encode(self.png).decode()
-
-    @property
-    def kind(self) -> str:
-        """The name without a round."""
-        return "generated" if GRID_NAME.fullmatch(self.name) else self.name
 
 
 def image_picture(name: str, image: Floats, title: str, caption: str) -> Picture:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from medfl.report.picture import GRID_NAME, Picture
+from medfl.report.picture import Picture
 
 WORST = 12
 """Test images that a run keeps of those that its judged model gets most wrong."""
@@ -16,10 +16,14 @@ _MAX_MASK_SITES = 6  # sites with segmented cases
 T = TypeVar("T")
 
 
-def generated_grids(folder: Path) -> list[tuple[int, Path]]:
-    """Return round and file of each grid of generated images in a run folder, by round."""
-    paths = [path for path in (folder / "pictures").glob("generated-*.png") if GRID_NAME.fullmatch(path.stem)]
-    return sorted((int(path.stem[10:]), path) for path in paths)
+def grid_name(round_: int) -> str:
+    """Return the name of the grid of images that were generated after a round."""
+    return f"generated-{round_:04d}"
+
+
+def generated_grids(folder: Path) -> list[Path]:
+    """Return the grids of generated images in a run folder, by round."""
+    return sorted((folder / "pictures").glob("generated-[0-9]*.png"), key=lambda path: (len(path.stem), path.stem))
 
 
 def model_pictures(folder: Path) -> tuple[list[Picture], int]:
@@ -31,7 +35,7 @@ def model_pictures(folder: Path) -> tuple[list[Picture], int]:
     Raises:
         OSError: a picture cannot be read.
     """
-    grids = [path for _, path in generated_grids(folder)]
+    grids = generated_grids(folder)
     shown = _spaced(grids, _MAX_GRIDS)
     before, after = ([folder / "pictures" / f"{name}.png" for name in names] for names in (_BEFORE, _AFTER))
     pictures = [Picture.read(path) for path in [*before, *shown, *after] if path.is_file()]
@@ -59,8 +63,7 @@ def worst_images(folder: Path) -> list[Picture]:
     Raises:
         OSError: one cannot be read.
     """
-    paths = sorted((folder / "pictures").glob("worst-*.png"))
-    return [Picture.read(path) for path in paths if path.stem.removeprefix("worst-").isdecimal()]
+    return [Picture.read(path) for path in sorted((folder / "pictures").glob("worst-[0-9]*.png"))]
 
 
 def _spaced(entries: Sequence[T], count: int) -> Sequence[T]:

@@ -215,7 +215,7 @@ def test_a_picture_of_cases_says_what_it_shows(dims: int, tmp_path: Path) -> Non
     assert made.title == "a site: best, median and worst test case"
     assert "median Dice of all test cases of this site is 0.812" in made.caption
     assert ("Volumes are cut" in made.caption) == (dims == 3)
-    assert (made.kind, made.pixels.shape[1]) == ("masks-x", 1080)
+    assert (made.name, made.pixels.shape[1]) == ("masks-x", 1080)
 
 
 @pytest.mark.parametrize("structures", [1, 12])

@@ -75,7 +75,7 @@ def test_a_picture_keeps_its_words(tmp_path: Path) -> None:
     made = model_plots.generated_grid(np.zeros((6, 1, 16, 16)), ("a", "b", "c"), 7, "mark")
     (tmp_path / "generated-0007.png").write_bytes(made.png)
     assert Picture.read(tmp_path / "generated-0007.png") == made
-    assert (made.name, made.kind, made.mark) == ("generated-0007", "generated", "mark")
+    assert (made.name, made.mark) == ("generated-0007", "mark")
     assert "round 7" in made.title
     assert made.pixels.shape[1:] == (960, 3)
 

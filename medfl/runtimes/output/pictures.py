@@ -25,7 +25,7 @@ from medfl.networks.heads import entering_head, head
 from medfl.report import model_plots
 from medfl.report.model_plots import Labels
 from medfl.report.picture import Floats, Picture
-from medfl.report.saved_pictures import generated_grids
+from medfl.report.saved_pictures import generated_grids, grid_name
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import overlays, worst
 from medfl.training.layers import evaluating
@@ -64,7 +64,7 @@ class Pictures:
         images = generated.images.float().cpu().numpy()
         mark = hashlib.sha256(images.tobytes()).hexdigest()
         if mark != self._mark:
-            self._keep(model_plots.generated_grid(images, classes, round_, mark), round_)
+            self._keep(model_plots.generated_grid(images, classes, round_, mark), round_, "generated")
             self._mark = mark
 
     def finish(self, round_: int, server: State) -> None:
@@ -125,9 +125,9 @@ class Pictures:
         values, labels = zip(*features(network, shard, _BATCH, self.federation.networks.device), strict=True)
         return torch.cat(values).float().cpu().numpy(), torch.cat(labels).cpu().numpy()
 
-    def _keep(self, picture: Picture, step: int) -> None:
+    def _keep(self, picture: Picture, step: int, tag: str = "") -> None:
         self.folder.write_picture(picture.name, picture.png)
-        self.events.add_image(f"pictures/{picture.kind}", picture.pixels, step, dataformats="HWC")
+        self.events.add_image(f"pictures/{tag or picture.name}", picture.pixels, step, dataformats="HWC")
 
 
 def _drawn(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
@@ -159,7 +159,8 @@ def _linear_head(network: nn.Module) -> nn.Module | None:
 
 def _last_mark(folder: RunFolder, done: int) -> str:
     """Return the mark of the last committed grid; a picture that cannot be read is none."""
-    earlier = [path for round_, path in generated_grids(folder.path) if round_ <= done]
+    names = {grid_name(round_) for round_ in range(done + 1)}
+    earlier = [path for path in generated_grids(folder.path) if path.stem in names]
     try:
         return Picture.read(earlier[-1]).mark if earlier else ""
     except OSError:
