@@ -12,7 +12,7 @@ from medfl.core.places import weights_file
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
 
 
-def number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> None:
+def add_number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> None:
     """Add a flag that takes a number; its range is checked where it is used."""
 
     def read(text: str) -> int | float:
@@ -26,10 +26,10 @@ def number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> 
     group.add_argument(flag, type=read, metavar=metavar, help=text)
 
 
-def what(group: Any, option_text: str, *, data: bool = True) -> None:
+def add_what(group: Any, option_text: str, *, data: bool = True) -> None:
     """Add the flags that say what is trained, and with `data` on what, but for the method."""
     group.add_argument("--set", dest="options", action="append", default=[], metavar="OPTION=VALUE", help=option_text)
-    config(group, "id of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated")
+    add_config(group, "id of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated")
     group.add_argument(
         "--preset", dest="presets", action="append", metavar="NAME",
         help="values of the bundle's protocol under this name (medfl bundles NAME); may be repeated",
@@ -39,12 +39,12 @@ def what(group: Any, option_text: str, *, data: bool = True) -> None:
         group.add_argument("--data", metavar="DIR|phantom", help=text)
 
 
-def config(group: Any, text: str) -> None:
+def add_config(group: Any, text: str) -> None:
     """Add the flag for ids of a bundle's configuration."""
     group.add_argument("--config", action="append", default=[], metavar="ID=VALUE", help=text)
 
 
-def add(group: Any, *names: str) -> None:
+def add_settings(group: Any, *names: str) -> None:
     """Add the flags of settings, as `medfl.core.settings` declares them."""
     for one in (SETTINGS[name] for name in names):
         if one.kind is bool:
@@ -52,32 +52,32 @@ def add(group: Any, *names: str) -> None:
         elif one.kind is str:
             group.add_argument(one.flag, metavar=one.metavar, help=one.help)
         else:
-            number(group, one.flag, one.metavar, one.help, one.kind)
+            add_number(group, one.flag, one.metavar, one.help, one.kind)
 
 
-def of_group(*groups: str) -> list[str]:
+def names_of_group(*groups: str) -> list[str]:
     """Return the names of the settings of some groups."""
     return [name for name, one in SETTINGS.items() if one.group in groups]
 
 
-def requested(options: Any, *more: str) -> dict[str, Any]:
+def given_settings(args: Any, *more: str) -> dict[str, Any]:
     """Return what was given of the settings that a verb takes, and of `more`: name -> value."""
-    values = {name: getattr(options, name, None) for name in (*SETTINGS, *more)}
+    values = {name: getattr(args, name, None) for name in (*SETTINGS, *more)}
     check_limits(values)
     if values["init"]:
         weights_file(values["init"])
     return {name: value for name, value in values.items() if value is not None}
 
 
-def sites(parser: Any) -> Any:
+def add_sites(parser: Any) -> Any:
     """Add the flags about the sites, but for their partition; return their group."""
     group = parser.add_argument_group("sites")
-    number(group, "--sites", "N", "number of sites")
-    add(group, *of_group(SITES))
+    add_number(group, "--sites", "N", "number of sites")
+    add_settings(group, *names_of_group(SITES))
     return group
 
 
-def partition(group: Any, action: str = "store") -> None:
+def add_partition(group: Any, action: str = "store") -> None:
     """Add the flag for a partition, or for several."""
     group.add_argument(
         "--partition", action=action, type=_partition, metavar="SPEC",
@@ -88,30 +88,32 @@ def partition(group: Any, action: str = "store") -> None:
     )  # fmt: skip
 
 
-def training(parser: Any, seed: bool = True) -> Any:
+def add_training(parser: Any, seed: bool = True) -> Any:
     """Add the flags about training; return their group."""
     group = parser.add_argument_group("training")
-    add(group, *(name for name in of_group(TRAINING) if seed or name != "seed"))
+    add_settings(group, *(name for name in names_of_group(TRAINING) if seed or name != "seed"))
     return group
 
 
-def machine(parser: Any) -> Any:
+def add_machine(parser: Any) -> Any:
     """Add the flags about the machine that can change a result; return their group."""
     group = parser.add_argument_group("machine")
-    add(group, "device", *of_group(COMPUTING), "threads")
+    add_settings(group, "device", *names_of_group(COMPUTING), "threads")
     return group
 
 
-def robustness(parser: Any) -> Any:
+def add_robustness(parser: Any) -> Any:
     """Add the flags about sites that fail, or send what is wrong; return their group."""
     group = parser.add_argument_group("robustness")
-    add(group, *of_group(ROBUSTNESS))
-    number(group, "--min-replies", "N", "go on without sites that fail while N reply, and say so; default: all must")
-    number(group, "--deadline", "SECONDS", "that the sites have for a round; with --runtime flare", float)
+    add_settings(group, *names_of_group(ROBUSTNESS))
+    add_number(
+        group, "--min-replies", "N", "go on without sites that fail while N reply, and say so; default: all must"
+    )
+    add_number(group, "--deadline", "SECONDS", "that the sites have for a round; with --runtime flare", float)
     return group
 
 
-def trust(group: Any) -> None:
+def add_trust(group: Any) -> None:
     """Add the flag that lets bundles and run folders run what no inspection accepts."""
     group.add_argument(
         "--trust", action="store_true",
@@ -120,23 +122,23 @@ def trust(group: Any) -> None:
     )  # fmt: skip
 
 
-def jobs(group: Any, text: str) -> None:
+def add_jobs(group: Any, text: str) -> None:
     """Add the flag for a number of processes, None for as many as fit."""
     group.add_argument("--jobs", type=_jobs, default="auto", metavar="auto|N", help=f"{text}; default auto")
 
 
-def grid_of_runs(verb: Any, content: str) -> Any:
+def add_grid(verb: Any, content: str) -> Any:
     """Add what a verb of many runs needs of the machine, and --out; return the group of outputs."""
-    of_machine = machine(verb)
-    trust(of_machine)
-    jobs(of_machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
+    of_machine = add_machine(verb)
+    add_trust(of_machine)
+    add_jobs(of_machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
     output = verb.add_argument_group("output")
     text = f"folder of {content}; what is there already is not run again"
     output.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
     return output
 
 
-def quiet(group: Any) -> None:
+def add_quiet(group: Any) -> None:
     """Add the flag that silences what is told while running."""
     group.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
 
@@ -144,10 +146,10 @@ def quiet(group: Any) -> None:
 def add_bundle(parser: Any, **more: Any) -> None:
     """Add the argument that names a bundle."""
     text = "name of a shipped bundle, or the folder of any"
-    parser.add_argument("bundle", **{"type": bundle, **more}, metavar="BUNDLE", help=text)
+    parser.add_argument("bundle", **{"type": bundle_name, **more}, metavar="BUNDLE", help=text)
 
 
-def bundle(text: str) -> str:
+def bundle_name(text: str) -> str:
     """Return a bundle's name or folder as it was given; an InputError where there is no such bundle."""
     from medfl.bundle.files import find
 
@@ -195,7 +197,7 @@ def _jobs(text: str) -> int | None:
     return int(text)
 
 
-def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
+def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     """Return name -> value of texts NAME=VALUE."""
     values: dict[str, str] = {}
     for text in texts:
@@ -206,7 +208,7 @@ def pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def names(text: str) -> list[str]:
+def parse_names(text: str) -> list[str]:
     """Return the names in a list with commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
@@ -216,7 +218,7 @@ def as_flag_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def seeds(text: str) -> tuple[int, ...]:
+def parse_seeds(text: str) -> tuple[int, ...]:
     """Read the flag that names seeds, once each."""
     try:
         return tuple(dict.fromkeys(int(seed) for seed in text.split(",")))

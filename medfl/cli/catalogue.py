@@ -18,15 +18,15 @@ def add(verbs: Any) -> None:
         verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of the {name}; all of them if left out")
 
 
-def _methods(options: Any) -> int:
+def _methods(args: Any) -> int:
     from medfl.cli import method_pages
 
-    document = method_pages.methods(options.name)
-    return show(options, document, lambda: method_pages.methods_text(document, terminal.width()))
+    document = method_pages.methods(args.name)
+    return show(args, document, lambda: method_pages.methods_text(document, terminal.width()))
 
 
-def _bundles(options: Any) -> int:
+def _bundles(args: Any) -> int:
     from medfl.cli import bundle_pages
 
-    document = bundle_pages.bundles(options.name)
-    return show(options, document, lambda: bundle_pages.bundles_text(document, terminal.width()))
+    document = bundle_pages.bundles(args.name)
+    return show(args, document, lambda: bundle_pages.bundles_text(document, terminal.width()))

@@ -27,7 +27,7 @@ def add(verbs: Any) -> None:
     text = "run a grid of methods, partitions and seeds, and compare them"
     compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
     text = "name of a shipped bundle, or the folder of any; of --paper, all its own"
-    compare.add_argument("bundle", nargs="?", type=arguments.bundle, metavar="BUNDLE", help=text)
+    compare.add_argument("bundle", nargs="?", type=arguments.bundle_name, metavar="BUNDLE", help=text)
     what = compare.add_argument_group("what")
     what.add_argument("--methods", default="", metavar="A,B,...", help="methods with their defaults")
     what.add_argument(
@@ -35,7 +35,7 @@ def add(verbs: Any) -> None:
         help="the grid of a published table, as fedbm/table3, and its figures beside ours; --methods picks some",
     )  # fmt: skip
     text = "with --paper: only this part of its rounds, said in the tables"
-    arguments.number(what, "--scale", "FACTOR", text, float)
+    arguments.add_number(what, "--scale", "FACTOR", text, float)
     what.add_argument(
         "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
         help="one more method with options of its own; may be repeated, also with the same name",
@@ -47,11 +47,11 @@ def add(verbs: Any) -> None:
     )  # fmt: skip
     text = "seeds, which also draw the partitions; default 0,1,2, or the published table's"
     what.add_argument("--seeds", metavar="0,1,2", help=text)
-    arguments.what(what, "option of every method that has it; may be repeated")
-    arguments.partition(arguments.sites(compare), "append")
-    arguments.training(compare, seed=False)
+    arguments.add_what(what, "option of every method that has it; may be repeated")
+    arguments.add_partition(arguments.add_sites(compare), "append")
+    arguments.add_training(compare, seed=False)
     compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
-    output = arguments.grid_of_runs(compare, "the runs and tables")
+    output = arguments.add_grid(compare, "the runs and tables")
     output.add_argument("--against", metavar="METHOD", help="the others are tested against it; default: the first")
     output.add_argument(
         "--target", metavar="VALUE|METHOD",
@@ -59,24 +59,24 @@ def add(verbs: Any) -> None:
     )  # fmt: skip
     text = "also print what the papers' tables say of these methods"
     output.add_argument("--published", action="store_true", help=text)
-    arguments.quiet(output)
+    arguments.add_quiet(output)
 
 
-def _compare(options: Any) -> int:
-    if options.paper:
-        return _paper(options)
-    if options.scale is not None:
-        raise InputError(f"--scale {options.scale:g} without --paper", "it reduces a published table", "use --rounds")
-    if options.bundle is None:
+def _compare(args: Any) -> int:
+    if args.paper:
+        return _paper(args)
+    if args.scale is not None:
+        raise InputError(f"--scale {args.scale:g} without --paper", "it reduces a published table", "use --rounds")
+    if args.bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
-    shared, seeds = _shared(options), arguments.seeds(options.seeds or "0,1,2")
+    shared, seeds = _shared(args), arguments.parse_seeds(args.seeds or "0,1,2")
     from medfl.compare.entry import Entry
     from medfl.compare.search import chosen
 
-    tuned = chosen(options.tuned) if options.tuned else {}
-    named = list(dict.fromkeys(arguments.names(options.methods))) or ([] if options.entries else [*tuned])
+    tuned = chosen(args.tuned) if args.tuned else {}
+    named = list(dict.fromkeys(arguments.parse_names(args.methods))) or ([] if args.entries else [*tuned])
     entries = [tuned[name] if name in tuned else Entry.read(name) for name in named]
-    entries += [Entry.read(text) for text in dict.fromkeys(options.entries)]
+    entries += [Entry.read(text) for text in dict.fromkeys(args.entries)]
     if not entries:
         raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "add one of these")
     for entry in entries:
@@ -85,19 +85,19 @@ def _compare(options: Any) -> int:
         from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
-    grid = Grid(options.bundle, tuple(entries), tuple(options.partition or (None,)), seeds, **shared)
-    tests = {"against": options.against, "target": options.target}
-    comparison, failed = compare(grid, options.out, at_once=options.jobs, **telling(options), **tests)
-    document: dict[str, Any] = {"folder": str(options.out), "failed": failed}
+    grid = Grid(args.bundle, tuple(entries), tuple(args.partition or (None,)), seeds, **shared)
+    tests = {"against": args.against, "target": args.target}
+    comparison, failed = compare(grid, args.out, at_once=args.jobs, **telling(args), **tests)
+    document: dict[str, Any] = {"folder": str(args.out), "failed": failed}
     if tuned:
         document["trials"] = {one.label: one.trials or 0 for one in entries}
     if comparison is None:
-        show(options, document, lambda: "no run finished")
+        show(args, document, lambda: "no run finished")
         return 1
-    written = write_tables(comparison, options.out, **tests)
+    written = write_tables(comparison, args.out, **tests)
     document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": comparison.ranks()}
     lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
-    if options.published:
+    if args.published:
         from medfl.compare.papers.runs import published
 
         document["published"] = published(comparison)
@@ -105,35 +105,35 @@ def _compare(options: Any) -> int:
     counts = (f"{label}: {count}" for label, count in document.get("trials", {}).items())
     lines += [f"trials of the settings: {', '.join(counts)}"] if tuned else []
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
-    show(options, document, lambda: "\n".join([*lines, comparison.describe()]))
+    show(args, document, lambda: "\n".join([*lines, comparison.describe()]))
     return 1 if failed else 0
 
 
-def _paper(options: Any) -> int:
-    papers.check_name(options.paper)
-    clashes = {"against": options.against, "target": options.target, "method": options.entries, "tuned": options.tuned}
+def _paper(args: Any) -> int:
+    papers.check_name(args.paper)
+    clashes = {"against": args.against, "target": args.target, "method": args.entries, "tuned": args.tuned}
     if flag := next((flag for flag, value in clashes.items() if value), None):
         raise InputError(f"--{flag} with --paper", "a published table has its own rows and tests", "leave it out")
     with without_gc():
         from medfl.compare.papers import runs as paper_runs
         from medfl.compare.papers import tables as paper_tables
     lines, code, document = paper_runs.run(
-        paper_tables.load(options.paper), options.out, bundle=options.bundle,
-        methods=arguments.names(options.methods), partitions=options.partition,
-        seeds=None if options.seeds is None else arguments.seeds(options.seeds),
-        scale=1.0 if options.scale is None else options.scale,
-        at_once=options.jobs, **_shared(options), **telling(options),
+        paper_tables.load(args.paper), args.out, bundle=args.bundle,
+        methods=arguments.parse_names(args.methods), partitions=args.partition,
+        seeds=None if args.seeds is None else arguments.parse_seeds(args.seeds),
+        scale=1.0 if args.scale is None else args.scale,
+        at_once=args.jobs, **_shared(args), **telling(args),
     )  # fmt: skip
-    show(options, document, lambda: "\n".join(lines))
+    show(args, document, lambda: "\n".join(lines))
     return code
 
 
-def _shared(options: Any) -> dict[str, Any]:
+def _shared(args: Any) -> dict[str, Any]:
     """Return what all runs of the grid share."""
     return {
-        "options": arguments.pairs("--set", options.options),
-        "config": arguments.pairs("--config", options.config),
-        "requested": arguments.requested(options, "presets", "data", "sites"),
+        "options": arguments.parse_pairs("--set", args.options),
+        "config": arguments.parse_pairs("--config", args.config),
+        "requested": arguments.given_settings(args, "presets", "data", "sites"),
     }
 
 

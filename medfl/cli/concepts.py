@@ -19,28 +19,28 @@ def add(verbs: Any) -> None:
         help="language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",
     )  # fmt: skip
     concepts.add_argument("--model", metavar="DIR", help="folder to take it from; default: the hub's cache, or the hub")
-    arguments.trust(concepts)
+    arguments.add_trust(concepts)
     concepts.add_argument("--out", type=Path, metavar="FILE", help="default: where --set plm=NAME looks for it")
     concepts.add_argument("--unmasked", action="store_true", help="mean over the padding too, as the authors' code")
-    arguments.number(concepts, "--dropout", "SEED", "leave the language model's dropout on, as the authors' code")
+    arguments.add_number(concepts, "--dropout", "SEED", "leave the language model's dropout on, as the authors' code")
 
 
-def _concepts(options: Any) -> int:
+def _concepts(args: Any) -> int:
     from medfl.bundle import text_embeddings
     from medfl.bundle.bundle import Bundle
 
-    bundle = Bundle(options.bundle)
-    if (options.unmasked or options.dropout is not None) and options.out is None:
+    bundle = Bundle(args.bundle)
+    if (args.unmasked or args.dropout is not None) and args.out is None:
         raise InputError(
             "--unmasked or --dropout without --out",
             "such embeddings are used with --set plm=FILE, never by the model's name",
             "add --out FILE.safetensors",
         )
-    path = options.out or text_embeddings.cached(options.plm, bundle.text)
+    path = args.out or text_embeddings.cached(args.plm, bundle.text)
     if path.suffix != ".safetensors":
         raise InputError(f"--out {path}", "embeddings are written as FILE.safetensors", "end it in .safetensors")
     embeddings = text_embeddings.build(
-        options.plm, bundle.text, options.model, download=True, masked=not options.unmasked, dropout=options.dropout
+        args.plm, bundle.text, args.model, download=True, masked=not args.unmasked, dropout=args.dropout
     )
     embeddings.save(path)
     classes, prompts, size = embeddings.values.shape
@@ -50,4 +50,4 @@ def _concepts(options: Any) -> int:
     }  # fmt: skip
     model = f"{embeddings.plm} ({embeddings.pooling})"
     text = f"{classes} classes x {prompts} prompts x {size} dimensions of {model}: {path}"
-    return show(options, document, lambda: text)
+    return show(args, document, lambda: text)

@@ -36,37 +36,37 @@ def add(verbs: Any) -> None:
     check.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote")
     make.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of any")
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
-    arguments.number(make, "--per-class", "N", "images per class; of a bundle by its folder: cases per data list")
-    arguments.number(make, "--size", "PIXELS", "side of the images")
-    arguments.number(make, "--seed", "S", "seed of the drawing; default 0")
-    arguments.config(make, "id of the configuration of a bundle by its folder; may be repeated")
-    arguments.trust(make)
+    arguments.add_number(make, "--per-class", "N", "images per class; of a bundle by its folder: cases per data list")
+    arguments.add_number(make, "--size", "PIXELS", "side of the images")
+    arguments.add_number(make, "--seed", "S", "seed of the drawing; default 0")
+    arguments.add_config(make, "id of the configuration of a bundle by its folder; may be repeated")
+    arguments.add_trust(make)
     text = "where to; an interrupted download continues"
     fetch.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
     check.add_argument("--data", type=Path, metavar="DIR", help="the folder; default: one below $MEDFL_DATA")
 
 
-def _make(options: Any) -> int:
+def _make(args: Any) -> int:
     from medfl import datasets
 
-    sizes = {name: value for name in ("per_class", "size", "seed") if (value := getattr(options, name)) is not None}
-    if options.bundle not in datasets.names() and Path(options.bundle).is_dir():
-        return _make_foreign(options, sizes)
-    folder = datasets.write_phantom(options.bundle, options.out, **sizes)
-    document = {"name": options.bundle, "folder": str(folder), "source": "phantom"}
-    return show(options, document, lambda: f"PHANTOM cohort (drawn images) of {options.bundle}: {folder}")
+    sizes = {name: value for name in ("per_class", "size", "seed") if (value := getattr(args, name)) is not None}
+    if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
+        return _make_foreign(args, sizes)
+    folder = datasets.write_phantom(args.bundle, args.out, **sizes)
+    document = {"name": args.bundle, "folder": str(folder), "source": "phantom"}
+    return show(args, document, lambda: f"PHANTOM cohort (drawn images) of {args.bundle}: {folder}")
 
 
-def _make_foreign(options: Any, sizes: dict[str, int]) -> int:
+def _make_foreign(args: Any, sizes: dict[str, int]) -> int:
     """Draw data for a bundle that is not ours, in the layout that its configuration looks for."""
     from medfl.bundle.draw_data import draw_data
 
     seed, cases, size = sizes.get("seed", 0), sizes.get("per_class", 0), sizes.get("size")
-    config = {key: override_value(text) for key, text in arguments.pairs("--config", options.config).items()}
-    drawn = draw_data(options.bundle, options.out, config=config, seed=seed, cases=cases, size=size)
-    command = shlex.join(["medfl", "run", options.bundle, *drawn.arguments, *(["--trust"] if options.trust else [])])
+    config = {key: override_value(text) for key, text in arguments.parse_pairs("--config", args.config).items()}
+    drawn = draw_data(args.bundle, args.out, config=config, seed=seed, cases=cases, size=size)
+    command = shlex.join(["medfl", "run", args.bundle, *drawn.arguments, *(["--trust"] if args.trust else [])])
     document = {
-        "name": Path(options.bundle).resolve().name, "folder": str(drawn.folder), "source": "phantom",
+        "name": Path(args.bundle).resolve().name, "folder": str(drawn.folder), "source": "phantom",
         "files": drawn.files, "items": dict(drawn.counts), "notes": list(drawn.notes), "command": command,
     }  # fmt: skip
     items = ", ".join(f"{section} {count}" for section, count in drawn.counts.items())
@@ -76,27 +76,27 @@ def _make_foreign(options: Any, sizes: dict[str, int]) -> int:
         *(f"note: {note}" for note in drawn.notes),
         f"train on them: {command}",
     ]
-    return show(options, document, lambda: "\n".join(lines))
+    return show(args, document, lambda: "\n".join(lines))
 
 
-def _fetch(options: Any) -> int:
+def _fetch(args: Any) -> int:
     from medfl import datasets
     from medfl.datasets.readers.download import fetch
 
-    files = [str(path) for path in fetch(datasets.get(options.bundle), options.out, progress=sys.stderr.isatty())]
-    return show(options, {"name": options.bundle, "files": files}, lambda: "\n".join(files))
+    files = [str(path) for path in fetch(datasets.get(args.bundle), args.out, progress=sys.stderr.isatty())]
+    return show(args, {"name": args.bundle, "files": files}, lambda: "\n".join(files))
 
 
-def _check(options: Any) -> int:
+def _check(args: Any) -> int:
     from medfl import datasets
 
-    if options.bundle not in datasets.names() and Path(options.bundle).is_dir():
+    if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
         from medfl.bundle import check_own
 
-        report = check_own.check(options.bundle, options.data, progress=sys.stderr.isatty())
+        report = check_own.check(args.bundle, args.data, progress=sys.stderr.isatty())
     else:
-        report = datasets.check(options.bundle, options.data, progress=sys.stderr.isatty())
-    show(options, report.as_dict(), lambda: _check_text(report.as_dict(), terminal.width()))
+        report = datasets.check(args.bundle, args.data, progress=sys.stderr.isatty())
+    show(args, report.as_dict(), lambda: _check_text(report.as_dict(), terminal.width()))
     if not report.ok:
         more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
         raise InputError(f"{report.problems[0]}{more}", "a folder without problems can be used", "repair or remove it")

@@ -37,22 +37,20 @@ def add(verbs: Any) -> None:
         "--formats", default="torchscript,onnx", metavar="A,B",
         help="torchscript, onnx, both (default) or none, beside model.pt and model.safetensors",
     )  # fmt: skip
-    arguments.trust(export)
+    arguments.add_trust(export)
     export.add_argument("--data", metavar="DIR", help="the run's images, where they have moved")
 
 
-def _export(options: Any) -> int:
-    check_which(options.which)
-    require_for_export(options.out)
+def _export(args: Any) -> int:
+    check_which(args.which)
+    require_for_export(args.out)
     from medfl.export.formats import parse_formats
 
-    formats = parse_formats(options.formats)
+    formats = parse_formats(args.formats)
     from medfl.export.bundle_writer import export
 
-    document = export(
-        options.run, options.out, which=options.which, site=options.site, formats=formats, data=options.data, say=log
-    )
-    return show(options, document, lambda: "\n".join(_lines(document)))
+    document = export(args.run, args.out, which=args.which, site=args.site, formats=formats, data=args.data, say=log)
+    return show(args, document, lambda: "\n".join(_lines(document)))
 
 
 def _lines(document: Mapping[str, Any]) -> list[str]:

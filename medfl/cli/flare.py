@@ -56,37 +56,37 @@ def add(verbs: Any) -> None:
     arguments.add_bundle(export)
     what = export.add_argument_group("what", "each site permits which ids --config may set")
     what.add_argument("--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg")
-    arguments.what(what, "option of the method (medfl methods NAME); may be repeated", data=False)
+    arguments.add_what(what, "option of the method (medfl methods NAME); may be repeated", data=False)
     what.add_argument("--rehearsal", action="store_true", help="with drawn images at all sites")
     sites = export.add_argument_group("sites")
     sites.add_argument("--sites", required=True, metavar="A,B,...", help="their names in the federation")
-    arguments.add(sites, *arguments.of_group(SITES))
-    arguments.training(export)
-    arguments.robustness(export)
-    arguments.trust(export)
+    arguments.add_settings(sites, *arguments.names_of_group(SITES))
+    arguments.add_training(export)
+    arguments.add_robustness(export)
+    arguments.add_trust(export)
     machine = export.add_argument_group("machine", "each site trains on the device that it chooses itself")
-    arguments.add(machine, *arguments.of_group(COMPUTING), "threads")
+    arguments.add_settings(machine, *arguments.names_of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
     output.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for the job")
     output.add_argument("--resume", action="store_true", help="the server goes on with this run, which it has already")
 
 
-def _export(options: Any) -> int:
-    values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
-    sites = arguments.names(options.sites)
+def _export(args: Any) -> int:
+    values, config = arguments.parse_pairs("--set", args.options), arguments.parse_pairs("--config", args.config)
+    sites = arguments.parse_names(args.sites)
     if len(set(sites)) != len(sites) or not sites:
-        raise InputError(f"--sites {options.sites}", "different names, as north,south", "name each site once")
-    check_options(options.method or "fedavg", values)
-    requested = arguments.requested(options, "method", "presets")
-    require_unused(options.out)
+        raise InputError(f"--sites {args.sites}", "different names, as north,south", "name each site once")
+    check_options(args.method or "fedavg", values)
+    requested = arguments.given_settings(args, "method", "presets")
+    require_unused(args.out)
     from medfl.flare.offer import export
 
     document = export(
-        options.bundle, sites, options.out, options=values, config=config, requested=requested,
-        rehearsal=options.rehearsal, resume=options.resume, min_replies=options.min_replies,
-        deadline=options.deadline,
+        args.bundle, sites, args.out, options=values, config=config, requested=requested,
+        rehearsal=args.rehearsal, resume=args.resume, min_replies=args.min_replies,
+        deadline=args.deadline,
     )  # fmt: skip
-    return show(options, document, lambda: _text(document))
+    return show(args, document, lambda: _text(document))
 
 
 def _text(document: Mapping[str, Any]) -> str:

@@ -43,18 +43,18 @@ def add(verbs: Any) -> None:
         "--group-by", metavar="REGEX", help="the patient is this expression's group in a file's name; else cases.csv"
     )
     new.add_argument("--network", metavar="NAME", help="default: a small one; a run can take another")
-    arguments.number(new, "--size", "PIXELS", "side to which pictures are resized; default 64, with masks 128")
+    arguments.add_number(new, "--size", "PIXELS", "side to which pictures are resized; default 64, with masks 128")
 
 
-def _new(options: Any) -> int:
-    require_new_bundle(options.bundle.expanduser(), options.size)  # before every image is read
+def _new(args: Any) -> int:
+    require_new_bundle(args.bundle.expanduser(), args.size)  # before every image is read
     from medfl.bundle import starter
 
     seen = starter.survey(
-        options.images, options.masks, names=arguments.names(options.classes), labels=options.labels,
-        group_by=options.group_by, progress=sys.stderr.isatty(),
+        args.images, args.masks, names=arguments.parse_names(args.classes), labels=args.labels,
+        group_by=args.group_by, progress=sys.stderr.isatty(),
     )  # fmt: skip
-    folder = starter.write(options.bundle, seen, network=options.network, size=options.size)
+    folder = starter.write(args.bundle, seen, network=args.network, size=args.size)
     data = Path(seen.folder)
     data = data.relative_to(Path.cwd()) if data.is_relative_to(Path.cwd()) else data
     command = shlex.join(["medfl", "run", str(folder), "--data", str(data), "--out", f"runs/{folder.name}"])
@@ -65,16 +65,16 @@ def _new(options: Any) -> int:
         "patients": seen.patients or None, "group_by": seen.group_by, "offered_group_by": seen.offer and seen.offer[0],
         "said": list(seen.said), "tested": seen.tested, "offered_folds": seen.folds or None, "next": command,
     }  # fmt: skip
-    return show(options, document, lambda: _text(folder, seen, command, _offer(options, seen)))
+    return show(args, document, lambda: _text(folder, seen, command, _offer(args, seen)))
 
 
-def _offer(options: Any, seen: Survey) -> str:
+def _offer(args: Any, seen: Survey) -> str:
     """Return what to say of patients that are not known, with the command that file names suggest."""
     from medfl.datasets.own import NO_PATIENTS
 
     if seen.offer is None:
         return NO_PATIENTS
-    again = [f"{word}-by-patient" if word == str(options.bundle) else word for word in options.given]
+    again = [f"{word}-by-patient" if word == str(args.bundle) else word for word in args.given]
     command = shlex.join(["medfl", *again, "--group-by", seen.offer[0]])
     return f"{NO_PATIENTS}, or, if the names of the files begin with them ({seen.offer[1]} patients then): {command}"
 

@@ -62,16 +62,16 @@ def _sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}{'' if text.endswith('?') else '.'}"
 
 
-def show(options: Any, document: Mapping[str, Any], text: Callable[[], str]) -> int:
+def show(args: Any, document: Mapping[str, Any], text: Callable[[], str]) -> int:
     """Print a verb's result, the document with --json, else its text; return exit code 0."""
-    sys.stdout.write((json.dumps(document) if options.json else terminal.visible(text())) + "\n")
+    sys.stdout.write((json.dumps(document) if args.json else terminal.visible(text())) + "\n")
     sys.stdout.flush()
     return 0
 
 
-def telling(options: Any) -> dict[str, Any]:
+def telling(args: Any) -> dict[str, Any]:
     """Return where a run tells of itself, as keyword arguments: `say` takes lines, `progress` allows bars."""
-    return {"say": str if options.quiet else log, "progress": sys.stderr.isatty() and not options.quiet}
+    return {"say": str if args.quiet else log, "progress": sys.stderr.isatty() and not args.quiet}
 
 
 def log(text: str) -> None:

@@ -41,32 +41,32 @@ def add(verbs: Any) -> None:
     text = "of a run: the last round's model, or the best by validation; default last"
     predict.add_argument("--which", default="last", metavar="last|best", help=text)
     predict.add_argument("--site", metavar="NAME", help="a site's own model, of a method that makes one for each")
-    arguments.add(predict, "device")
-    arguments.number(predict, "--threads", "T", "threads that compute; default: the run's, of a bundle PyTorch's own")
-    arguments.trust(predict)
+    arguments.add_settings(predict, "device")
+    arguments.add_number(
+        predict, "--threads", "T", "threads that compute; default: the run's, of a bundle PyTorch's own"
+    )
+    arguments.add_trust(predict)
 
 
-def _predict(options: Any) -> int:
-    arguments.requested(options)
-    is_run(options.model.expanduser())  # refuses another folder before PyTorch is imported, as what follows
-    require_unused(options.out.expanduser(), advice="give a new folder")
-    check_which(options.which)
-    for place in options.images:
+def _predict(args: Any) -> int:
+    arguments.given_settings(args)
+    is_run(args.model.expanduser())  # refuses another folder before PyTorch is imported, as what follows
+    require_unused(args.out.expanduser(), advice="give a new folder")
+    check_which(args.which)
+    for place in args.images:
         require_there(place.expanduser())
     from medfl.runs.predict import predict
 
     document = predict(
-        options.model, options.images, options.out,
-        reference=options.reference, which=options.which, site=options.site, device=options.device or "cpu",
-        thread_count=options.threads, progress=sys.stderr.isatty(), say=log,
+        args.model, args.images, args.out,
+        reference=args.reference, which=args.which, site=args.site, device=args.device or "cpu",
+        thread_count=args.threads, progress=sys.stderr.isatty(), say=log,
     )  # fmt: skip
     for one in document["failed"]:
         warn(" ".join(f"error: {one['id']}: {one['problem']}".split()))
-    show(options, document, lambda: "\n".join(_lines(document, terminal.width())))
+    show(args, document, lambda: "\n".join(_lines(document, terminal.width())))
     if failed := len(document["failed"]):
-        raise RunError(
-            f"{failed} of {document['images']} images failed, as told above; the others are in {options.out}"
-        )
+        raise RunError(f"{failed} of {document['images']} images failed, as told above; the others are in {args.out}")
     return 0
 
 

@@ -38,39 +38,37 @@ def add(verbs: Any) -> None:
     )
 
 
-def _report(options: Any) -> int:
+def _report(args: Any) -> int:
     from medfl.compare import grid_page
     from medfl.report import write_report
 
-    grids = [folder for folder in options.folders if grid_page.is_grid(folder)]
-    if grids and options.folders != grids[:1] or grids and options.out is not None:
+    grids = [folder for folder in args.folders if grid_page.is_grid(folder)]
+    if grids and args.folders != grids[:1] or grids and args.out is not None:
         raise InputError(
             f"{grids[0]}, which medfl compare wrote, beside other folders or --out",
             "a comparison has a page of its own, in its folder",
             f"medfl report {grids[0]}",
         )
-    if options.out is not None:
+    if args.out is not None:
         from medfl.compare.side_by_side import write_page
 
-        written = [str(write_page(options.folders, options.out))]
+        written = [str(write_page(args.folders, args.out))]
     else:
-        written = [
-            str(grid_page.write_grid_page(one) if one in grids else write_report(one)) for one in options.folders
-        ]
+        written = [str(grid_page.write_grid_page(one) if one in grids else write_report(one)) for one in args.folders]
     if grids:
-        options.folders = [run.path for run in grid_page.runs_of(grids[0]) if run.summary is not None]
-    if options.curves is not None:
+        args.folders = [run.path for run in grid_page.runs_of(grids[0]) if run.summary is not None]
+    if args.curves is not None:
         from medfl.compare.cost_curves import write_cost_curves
 
-        written.append(str(write_cost_curves(options.folders, options.curves)))
-    if options.gains is None:
-        return show(options, {"reports": written}, lambda: "\n".join(written))
+        written.append(str(write_cost_curves(args.folders, args.curves)))
+    if args.gains is None:
+        return show(args, {"reports": written}, lambda: "\n".join(written))
     from medfl.compare.gains import write_gains
 
-    gains, file = write_gains(options.folders, options.gains)
+    gains, file = write_gains(args.folders, args.gains)
     written.append(str(file))
     document = {
         "reports": written, "gains": gains.gains, "values": gains.values, "small": sorted(gains.small),
         "notes": gains.notes,
     }  # fmt: skip
-    return show(options, document, lambda: "\n".join([gains.table(), "", *gains.summary(), *written]))
+    return show(args, document, lambda: "\n".join([gains.table(), "", *gains.summary(), *written]))

@@ -49,13 +49,13 @@ def add_flags(run: Any) -> None:
     what.add_argument(
         "--method", metavar="NAME", help="a method (medfl methods), or the dotted path of your own; default fedavg"
     )
-    arguments.what(what, "option of the method (medfl methods NAME); may be repeated")
-    arguments.partition(arguments.sites(run))
-    arguments.training(run)
-    arguments.robustness(run)
-    machine = arguments.machine(run)
-    arguments.trust(machine)
-    arguments.jobs(machine, "worker processes; they never change a result")
+    arguments.add_what(what, "option of the method (medfl methods NAME); may be repeated")
+    arguments.add_partition(arguments.add_sites(run))
+    arguments.add_training(run)
+    arguments.add_robustness(run)
+    machine = arguments.add_machine(run)
+    arguments.add_trust(machine)
+    arguments.add_jobs(machine, "worker processes; they never change a result")
     machine.add_argument(
         "--runtime", default="simulator", metavar="simulator|monai-fl|flare|flare-poc",
         help="who runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this one, a job on "
@@ -65,7 +65,7 @@ def add_flags(run: Any) -> None:
     output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default runs/BUNDLE-METHOD-SEED")
     output.add_argument("--resume", action="store_true", help="continue the run in --out, perhaps with more --rounds")
     output.add_argument("--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run")
-    arguments.number(
+    arguments.add_number(
         output, "--folds", "K",
         "cross-validation: K runs, each case tested in one of them, patients together; with the folds' pooled figures",
     )  # fmt: skip
@@ -88,50 +88,50 @@ def add_flags(run: Any) -> None:
     output.add_argument(
         "--track", metavar="mlflow[:URI]|wandb[:PROJECT]", help="write the numbers to MLflow, or to Weights & Biases"
     )
-    arguments.quiet(output)
+    arguments.add_quiet(output)
 
 
-def run(options: Any) -> int:
+def run(args: Any) -> int:
     """Execute `medfl run`."""
-    if options.sandbox:  # the threads that NumPy's BLAS starts at its import could no more be held in one
+    if args.sandbox:  # the threads that NumPy's BLAS starts at its import could no more be held in one
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    if _was_portable(options):
+    if _was_portable(args):
         portable.enable()
-    values, config = arguments.pairs("--set", options.options), arguments.pairs("--config", options.config)
-    requested = arguments.requested(options, "method", "partition", "presets", "data", "sites")
+    values, config = arguments.parse_pairs("--set", args.options), arguments.parse_pairs("--config", args.config)
+    requested = arguments.given_settings(args, "method", "partition", "presets", "data", "sites")
     from medfl.bundle.files import find
     from medfl.runs import request_checks
 
-    if options.resume and options.out is not None and (options.out / FOLDS).is_file():
-        return _cross_validate(options, values, config, requested, again=True)
+    if args.resume and args.out is not None and (args.out / FOLDS).is_file():
+        return _cross_validate(args, values, config, requested, again=True)
     request_checks.check_before_imports(
-        options.bundle, requested, given=bool(values or config), out=options.out, resume=options.resume,
-        source=options.source, runtime=options.runtime,
+        args.bundle, requested, given=bool(values or config), out=args.out, resume=args.resume,
+        source=args.source, runtime=args.runtime,
     )  # fmt: skip
-    if options.bundle is not None and not options.resume:
-        check_options(options.method or "fedavg", values)
-        find(options.bundle)
-    if options.folds is not None:
-        return _cross_validate(options, values, config, requested, again=False)
-    if options.sandbox:
-        enter_sandbox(options)
+    if args.bundle is not None and not args.resume:
+        check_options(args.method or "fedavg", values)
+        find(args.bundle)
+    if args.folds is not None:
+        return _cross_validate(args, values, config, requested, again=False)
+    if args.sandbox:
+        enter_sandbox(args)
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
     document = federate(
-        bundle=options.bundle, options=values, config=config, requested=requested, out=options.out,
-        resume=options.resume, source=options.source, jobs=options.jobs, with_local=options.with_local,
-        save_predictions=options.save_predictions, profile=options.profile, track=options.track,
-        runtime=options.runtime, min_replies=options.min_replies, deadline=options.deadline,
-        command="medfl " + shlex.join(options.given), **telling(options),
+        bundle=args.bundle, options=values, config=config, requested=requested, out=args.out,
+        resume=args.resume, source=args.source, jobs=args.jobs, with_local=args.with_local,
+        save_predictions=args.save_predictions, profile=args.profile, track=args.track,
+        runtime=args.runtime, min_replies=args.min_replies, deadline=args.deadline,
+        command="medfl " + shlex.join(args.given), **telling(args),
     )  # fmt: skip
-    return show(options, document, lambda: _result(Path(document["folder"])))
+    return show(args, document, lambda: _result(Path(document["folder"])))
 
 
-def _was_portable(options: Any) -> bool:
+def _was_portable(args: Any) -> bool:
     """Return whether the run to go on with, or to repeat, is portable; what cannot be read is told later."""
-    again = [options.out / "run.json", options.out / FOLDS] if options.resume and options.out else []
-    for path in [*again, *([record_of(options.source)] if options.source else [])]:
+    again = [args.out / "run.json", args.out / FOLDS] if args.resume and args.out else []
+    for path in [*again, *([record_of(args.source)] if args.source else [])]:
         with suppress(Refused):
             document = json_values(path)
             settings = document.get("requested", document) if isinstance(document, dict) else {}
@@ -139,31 +139,31 @@ def _was_portable(options: Any) -> bool:
     return False
 
 
-def _cross_validate(options: Any, values: Any, config: Any, requested: Any, again: bool) -> int:
-    refused = {"--sandbox": options.sandbox, "--from": options.source, "--profile": options.profile}
-    refused |= {"--resume, where no cross-validation is": options.resume and not again}
-    refused |= {"--resume and other settings": again and any((options.folds, options.bundle, values, config))}
+def _cross_validate(args: Any, values: Any, config: Any, requested: Any, again: bool) -> int:
+    refused = {"--sandbox": args.sandbox, "--from": args.source, "--profile": args.profile}
+    refused |= {"--resume, where no cross-validation is": args.resume and not again}
+    refused |= {"--resume and other settings": again and any((args.folds, args.bundle, values, config))}
     if wrong := next((flag for flag, given in refused.items() if given), None):
         allowed = "a cross-validation is K new runs; --resume --out DIR alone goes on with it"
-        given = f"--folds with {wrong}" if options.folds else f"a cross-validation with {wrong}"
+        given = f"--folds with {wrong}" if args.folds else f"a cross-validation with {wrong}"
         raise InputError(given, allowed, "leave it out")
     if not again:
         from medfl.datasets.readers.splitting import check_folds
 
-        check_folds(options.folds)
+        check_folds(args.folds)
     with without_gc():
         from medfl.runs import folds
-    machine = {"jobs": options.jobs, "track": options.track, **telling(options)}
+    machine = {"jobs": args.jobs, "track": args.track, **telling(args)}
     if again:
-        document = folds.resume(options.out, requested, **machine)
+        document = folds.resume(args.out, requested, **machine)
     else:
         names = ("with_local", "save_predictions", "runtime", "min_replies", "deadline")
         document = folds.cross_validate(
-            options.bundle, options.folds, options=values, config=config, requested=requested, out=options.out,
-            command="medfl " + shlex.join(options.given), settings={name: getattr(options, name) for name in names},
+            args.bundle, args.folds, options=values, config=config, requested=requested, out=args.out,
+            command="medfl " + shlex.join(args.given), settings={name: getattr(args, name) for name in names},
             **machine,
         )  # fmt: skip
-    return show(options, document, lambda: _of_folds(Path(document["folder"])))
+    return show(args, document, lambda: _of_folds(Path(document["folder"])))
 
 
 def _of_folds(folder: Path) -> str:

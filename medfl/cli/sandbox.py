@@ -20,7 +20,7 @@ from medfl.core.settings import SETTINGS
 _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
 
 
-def enter_sandbox(options: Any) -> None:
+def enter_sandbox(args: Any) -> None:
     """Enter the sandbox of a run, and say so; before PyTorch is imported, which starts threads.
 
     `options.out` becomes the run folder, which is made unless the run is resumed: only what exists can be allowed.
@@ -28,53 +28,53 @@ def enter_sandbox(options: Any) -> None:
     Raises:
         InputError: the kernel has no Landlock, or the run needs what is refused.
     """
-    if options.runtime.startswith("flare") or (options.track or "").partition(":")[2]:
-        what = f"--runtime {options.runtime}" if options.runtime.startswith("flare") else f"--track {options.track}"
+    if args.runtime.startswith("flare") or (args.track or "").partition(":")[2]:
+        what = f"--runtime {args.runtime}" if args.runtime.startswith("flare") else f"--track {args.track}"
         raise InputError(f"--sandbox with {what}", "a run without connections", "leave one of them out")
-    before = _record(options)
-    options.out = out = _run_folder(options)
-    bundle = options.bundle or (before.bundle_path if before else "")
+    before = _record(args)
+    args.out = out = _run_folder(args)
+    bundle = args.bundle or (before.bundle_path if before else "")
     private = cache_folder("sandbox") / hashlib.sha256(os.fsencode(Path(bundle).resolve())).hexdigest()[:16]
     written = [cache_folder("phantom"), cache_folder("answers")]
-    for folder in [*written, *([] if options.resume else [out])]:
+    for folder in [*written, *([] if args.resume else [out])]:
         folder.mkdir(parents=True, exist_ok=True)
     variables = private_folders(private)
-    programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if options.compile else ()
+    programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if args.compile else ()
     allowed = Allowed(
-        read=(*python_and_system(), *_named(options, before), cache_folder(""), _hub()),
+        read=(*python_and_system(), *_named(args, before), cache_folder(""), _hub()),
         write=(out, *written, private, *devices()),
         programs=tuple(map(Path, programs)),
     )
     sandbox = Sandbox(allowed)
     os.environ.update(variables)
     sandbox.enter()
-    telling(options)["say"](f"sandbox: {sandbox.line(out)}")
+    telling(args)["say"](f"sandbox: {sandbox.line(out)}")
 
 
-def _record(options: Any) -> Run | None:
+def _record(args: Any) -> Run | None:
     """Return the run to be resumed or repeated; None for a new one, and for one that cannot be read: told later."""
-    place = options.source or (options.out if options.resume else None)
+    place = args.source or (args.out if args.resume else None)
     try:
         return read_run(record_of(place))[0] if place else None
     except InputError:
         return None
 
 
-def _run_folder(options: Any) -> Path:
-    if options.out is None and options.source is not None:
+def _run_folder(args: Any) -> Path:
+    if args.out is None and args.source is not None:
         raise InputError("--sandbox with --from", "a run folder that you name", "add --out")
-    if options.out is not None:
-        return Path(options.out)
-    name = Path(options.bundle or "none").expanduser().resolve().name
-    seed = SETTINGS["seed"].default if options.seed is None else options.seed
-    return default_run_folder(name, options.method or "fedavg", seed)
+    if args.out is not None:
+        return Path(args.out)
+    name = Path(args.bundle or "none").expanduser().resolve().name
+    seed = SETTINGS["seed"].default if args.seed is None else args.seed
+    return default_run_folder(name, args.method or "fedavg", seed)
 
 
-def _named(options: Any, run: Run | None) -> Iterator[Path]:
+def _named(args: Any, run: Run | None) -> Iterator[Path]:
     """Yield the files and folders that are named: on the command line, in a record, by $MEDFL_DATA."""
     places = [run.bundle_path, run.data.folder, run.public and run.public.data.folder] if run else []
     recorded = [*places, run.options, run.config] if run else []
-    for text in (os.environ.get("MEDFL_DATA", ""), *options.given, *(t for t in _texts(recorded) if "/" in t)):
+    for text in (os.environ.get("MEDFL_DATA", ""), *args.given, *(t for t in _texts(recorded) if "/" in t)):
         value = text.partition("=")[2]
         for part in (text, value, text.partition(":")[2], value.partition(":")[2]):
             if os.path.exists(path := os.path.expanduser(part)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.cli import arguments
-from medfl.cli.arguments import add_bundle, number, pairs
+from medfl.cli.arguments import add_bundle, add_number, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import terminal
 from medfl.core.errors import InputError
@@ -77,18 +77,22 @@ def add(verbs: Any) -> None:
         "--kit", type=arguments.existing, metavar="DIR", help="startup kit: do server and site trust it?"
     )
     check.add_argument("--device", default="cpu", metavar="auto|cpu|cuda[:i]", help="to train on; default cpu")
-    number(check, "--batch-size", "B", "images a step; default: the bundle's")
+    add_number(check, "--batch-size", "B", "images a step; default: the bundle's")
     check.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where the State will be")
     text = "local statistics: show what would leave, and write it"
     stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
     _add_data(stats, "?")
-    number(stats, "--bins", "N", "bins of intensity histograms; default 32")
+    add_number(stats, "--bins", "N", "bins of intensity histograms; default 32")
     stats.add_argument("--range", metavar="LOW,HIGH", help="of the histograms; default: metadata.json's value_range")
-    number(stats, "--min-count", "K", "suppress counts below K; default 10, and at least the policy's")
-    number(stats, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
+    add_number(stats, "--min-count", "K", "suppress counts below K; default 10, and at least the policy's")
+    add_number(stats, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
     stats.add_argument("--out", type=Path, metavar="FILE", help="write what is shown; with --collect: the picture")
     stats.add_argument(
-        "--collect", nargs="+", type=arguments.existing, metavar="FILE", help="draw what several sites have written"
+        "--collect",
+        nargs="+",
+        type=arguments.existing,
+        metavar="FILE",
+        help="draw what several sites have written",
     )
     audit = add_verb(actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES)
     audit.add_argument("file", type=arguments.existing, metavar="FILE", help="the log")
@@ -103,7 +107,7 @@ def _add_data(parser: Any, many: str | None = None) -> None:
     text = "the site is one without labels: images that have none are training images"
     parser.add_argument("--unlabelled", action="store_true", help=text)
     _add_policy(parser)
-    arguments.config(parser, "id of the bundle's configuration, e.g. image_size=64; may be repeated")
+    arguments.add_config(parser, "id of the bundle's configuration, e.g. image_size=64; may be repeated")
 
 
 def _add_policy(parser: Any) -> None:
@@ -111,24 +115,24 @@ def _add_policy(parser: Any) -> None:
     parser.add_argument("--policy", type=arguments.existing, metavar="FILE", help=text)
 
 
-def _inspect(options: Any) -> int:
+def _inspect(args: Any) -> int:
     from medfl.core.run_documents import read_run
     from medfl.policy.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
 
-    policy = Policy.read(options.policy) if options.policy is not None else Policy()
-    if options.job is not None:
-        policy = policy.agreeing(read_run(_run_file(options.job))[0])
-    folder = options.bundle
-    target = options.write_policy
+    policy = Policy.read(args.policy) if args.policy is not None else Policy()
+    if args.job is not None:
+        policy = policy.agreeing(read_run(_run_file(args.job))[0])
+    folder = args.bundle
+    target = args.write_policy
     if target is not None:
         _check_new_file("--write-policy", target)
         if target.resolve().is_relative_to(folder.expanduser().resolve()):
             raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
     inspection = inspect(folder, policy)
     anew = None if target is None or policy.files is None else inspection.unpin()
-    changes = None if options.against is None else list(differences(inspect(options.against, policy), inspection))
+    changes = None if args.against is None else list(differences(inspect(args.against, policy), inspection))
     document = {**inspection.as_dict(), "outbound": policy.outbound.lines(), "jobs": policy.jobs(), "changes": changes}
     document |= {} if anew is None else {"pinned_anew": anew}
     if target is not None and inspection.accepted:
@@ -137,7 +141,7 @@ def _inspect(options: Any) -> int:
         check_name(inspection.bundle, "the bundle's folder")
         write_atomic(target, inspection.policy(policy).text().encode())
         document["policy_written"] = str(target)
-    show(options, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
+    show(args, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
     inspection.require()
     return 0
 
@@ -199,37 +203,37 @@ def _config(texts: list[str]) -> dict[str, Any]:
     """Read --config as YAML values, as MONAI does."""
     from medfl.core.untrusted import Refused, typed_value
 
-    values = pairs("--config", texts)
+    values = parse_pairs("--config", texts)
     try:
         return {name: value if value[:1] in "$@%" else typed_value(value) for name, value in values.items()}
     except Refused as error:
         raise InputError(f"--config {' '.join(texts)}", "values are YAML, as MONAI reads them", "quote it") from error
 
 
-def _check(options: Any) -> int:
+def _check(args: Any) -> int:
     from medfl.partner.connection import address
     from medfl.partner.preflight import PreflightOptions, check
     from medfl.policy.policy import Policy
 
-    policy = None if options.policy is None else Policy.read(options.policy)
-    server = None if options.server is None else address(options.server)
+    policy = None if args.policy is None else Policy.read(args.policy)
+    server = None if args.server is None else address(args.server)
     preflight = PreflightOptions(
-        options.bundle, options.data, policy, server, options.kit, options.device, options.batch_size,
-        _config(options.config), options.folder, options.unlabelled,
+        args.bundle, args.data, policy, server, args.kit, args.device, args.batch_size,
+        _config(args.config), args.folder, args.unlabelled,
     )  # fmt: skip
     report = check(preflight, progress=sys.stderr.isatty())
-    show(options, report.as_dict(), lambda: "\n".join(report.text(terminal.width())))
+    show(args, report.as_dict(), lambda: "\n".join(report.text(terminal.width())))
     report.require()
     return 0
 
 
-def _stats(options: Any) -> int:
-    if options.collect:
-        return _collect(options)
-    if options.bundle is None:
+def _stats(args: Any) -> int:
+    if args.collect:
+        return _collect(args)
+    if args.bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder, or --collect FILE ...", "see medfl bundles")
-    if options.out is not None:
-        _check_new_file("--out", options.out)
+    if args.out is not None:
+        _check_new_file("--out", args.out)
     from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import with_data
     from medfl.partner.statistics import StatisticsOptions, bins_of, encoded, gather, text
@@ -237,49 +241,47 @@ def _stats(options: Any) -> int:
     from medfl.policy.policy import Policy
     from medfl.runtimes.monai_fl.data_stats import OWN_BINS
 
-    policy = Policy.read(options.policy) if options.policy is not None else Policy()
-    inspect(shipped_folders().get(options.bundle, Path(options.bundle)), policy).require()
-    min_count = 10 if options.min_count is None else options.min_count
+    policy = Policy.read(args.policy) if args.policy is not None else Policy()
+    inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require()
+    min_count = 10 if args.min_count is None else args.min_count
     if min_count < 0:
         raise InputError(f"--min-count {min_count}", "a whole number of at least 0", "give 10, or 0 for all")
-    if options.noise is not None and not 0 < options.noise < 100:
-        raise InputError(f"--noise {options.noise:g}", "epsilon, above 0 and below 100", "give for example --noise 1")
+    if args.noise is not None and not 0 < args.noise < 100:
+        raise InputError(f"--noise {args.noise:g}", "epsilon, above 0 and below 100", "give for example --noise 1")
     least = max(min_count, policy.outbound.min_count)
-    opened = with_data(
-        options.bundle, options.data, _config(options.config), "cpu", policy=policy, unlabelled=options.unlabelled
-    )
-    bins = bins_of(opened.bundle, OWN_BINS if options.bins is None else options.bins, options.range)
-    rules = StatisticsOptions(bins, least, options.noise)
+    opened = with_data(args.bundle, args.data, _config(args.config), "cpu", policy=policy, unlabelled=args.unlabelled)
+    bins = bins_of(opened.bundle, OWN_BINS if args.bins is None else args.bins, args.range)
+    rules = StatisticsOptions(bins, least, args.noise)
     document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())
     lines = text(document, terminal.width())
-    if options.out is None:
+    if args.out is None:
         lines += ["", "Nothing was written; with --out FILE, exactly this is."]
     else:
         from medfl.core.storage import write_atomic
 
-        write_atomic(options.out, encoded(document))
-        lines += ["", f"written: {options.out}"]
-    return show(options, document, lambda: "\n".join(lines))
+        write_atomic(args.out, encoded(document))
+        lines += ["", f"written: {args.out}"]
+    return show(args, document, lambda: "\n".join(lines))
 
 
-def _collect(options: Any) -> int:
-    if options.bundle is not None or options.data is not None:
+def _collect(args: Any) -> int:
+    if args.bundle is not None or args.data is not None:
         raise InputError("--collect with a bundle or --data", "it reads what sites have written", "drop them")
     from medfl.partner.heterogeneity import draw, read
 
-    federation = read(options.collect)
+    federation = read(args.collect)
     lines = federation.table(terminal.width())
-    if options.out is not None:
-        draw(federation, options.out)
-        lines += ["", f"picture: {options.out}"]
-    return show(options, federation.as_dict(), lambda: "\n".join(lines))
+    if args.out is not None:
+        draw(federation, args.out)
+        lines += ["", f"picture: {args.out}"]
+    return show(args, federation.as_dict(), lambda: "\n".join(lines))
 
 
-def _audit(options: Any) -> int:
+def _audit(args: Any) -> int:
     from medfl.policy import audit
 
-    log = audit.verify(options.file, options.noted)
-    show(options, log.as_dict(), lambda: "\n".join(audit.text(log, terminal.width())))
+    log = audit.verify(args.file, args.noted)
+    show(args, log.as_dict(), lambda: "\n".join(audit.text(log, terminal.width())))
     log.require()
     return 0
 

@@ -26,21 +26,21 @@ def add(verbs: Any) -> None:
     subgroups.add_argument(
         "run", type=arguments.run_folder, metavar="RUN", help="a run folder; its data have to be at hand"
     )
-    arguments.trust(subgroups)
+    arguments.add_trust(subgroups)
     subgroups.add_argument(
         "--by", default="centre", metavar="COLUMN",
         help="centre (default), site, sex, age (bands of 20 years) or localisation, where the data have it",
     )  # fmt: skip
     text = "groups of fewer cases are not shown, nor metrics that rest on fewer of a class; default 10"
-    arguments.number(subgroups, "--min-count", "K", text)
+    arguments.add_number(subgroups, "--min-count", "K", text)
 
 
-def _subgroups(options: Any) -> int:
+def _subgroups(args: Any) -> int:
     from medfl.runs.result import load_run
     from medfl.runs.subgroups import MIN_COUNT
 
-    run = load_run(options.run)
-    subgroups = run.subgroups(options.by, MIN_COUNT if options.min_count is None else options.min_count)
+    run = load_run(args.run)
+    subgroups = run.subgroups(args.by, MIN_COUNT if args.min_count is None else args.min_count)
     source = run.run.data.source
     document = {
         "run": str(run.path), "run_hash": run.run.run_hash, "data_source": source, "by": subgroups.by,
@@ -54,7 +54,7 @@ def _subgroups(options: Any) -> int:
         },
     }  # fmt: skip
     last = "PHANTOM data: images drawn by a program" if source == "phantom" else f"real data: {run.run.bundle}"
-    return show(options, document, lambda: "\n".join([*text(subgroups, terminal.width()), last]))
+    return show(args, document, lambda: "\n".join([*text(subgroups, terminal.width()), last]))
 
 
 def text(subgroups: Subgroups, width: int) -> list[str]:

@@ -31,34 +31,34 @@ def add(verbs: Any) -> None:
         help="values to try of an option of the method, or of lr, lr_decay, local_epochs, batch_size, rounds or "
         "cohort; may be repeated: all combinations are tried",
     )  # fmt: skip
-    arguments.number(what, "--trials", "N", "try so many of the combinations, drawn by the first seed; default: all")
+    arguments.add_number(
+        what, "--trials", "N", "try so many of the combinations, drawn by the first seed; default: all"
+    )
     text = "seeds of each trial, whose mean counts; default 0"
     what.add_argument("--seeds", default="0", metavar="0,1,2", help=text)
-    arguments.what(what, "option of all trials; may be repeated")
-    arguments.partition(arguments.sites(tune))
-    arguments.training(tune, seed=False)
-    arguments.quiet(arguments.grid_of_runs(tune, "the trials and best.json"))
+    arguments.add_what(what, "option of all trials; may be repeated")
+    arguments.add_partition(arguments.add_sites(tune))
+    arguments.add_training(tune, seed=False)
+    arguments.add_quiet(arguments.add_grid(tune, "the trials and best.json"))
 
 
-def _tune(options: Any) -> int:
+def _tune(args: Any) -> int:
     from medfl.compare import search
 
-    requested = arguments.requested(options, "presets", "data", "sites")
-    values, fixed = search.values_of(options.grid), arguments.pairs("--set", options.options)
-    seeds = arguments.seeds(options.seeds)
-    for one in search.trials(options.method, values, options.trials, seeds[0]):
-        check_options(options.method, {**fixed, **one.options})
+    requested = arguments.given_settings(args, "presets", "data", "sites")
+    values, fixed = search.values_of(args.grid), arguments.parse_pairs("--set", args.options)
+    seeds = arguments.parse_seeds(args.seeds)
+    for one in search.trials(args.method, values, args.trials, seeds[0]):
+        check_options(args.method, {**fixed, **one.options})
     with without_gc():
         from medfl.compare.tables import write_tables
         from medfl.compare.tune import searched, tune
-    config = arguments.pairs("--config", options.config)
-    grid = searched(
-        options.bundle, options.method, values, options.trials, seeds, options.partition, fixed, config, requested
-    )
-    document, comparison, failed = tune(grid, options.out, at_once=options.jobs, **telling(options))
+    config = arguments.parse_pairs("--config", args.config)
+    grid = searched(args.bundle, args.method, values, args.trials, seeds, args.partition, fixed, config, requested)
+    document, comparison, failed = tune(grid, args.out, at_once=args.jobs, **telling(args))
     if comparison is not None:
-        document["tables"] = str(write_tables(comparison, options.out / "best")["md"])
-    show(options, document, lambda: _text(document, comparison, failed, options.out))
+        document["tables"] = str(write_tables(comparison, args.out / "best")["md"])
+    show(args, document, lambda: _text(document, comparison, failed, args.out))
     return 1 if failed else 0
 
 

@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code if isinstance(error, MedflError) else 1
 
 
-def _trusting(options: Any) -> AbstractContextManager[None]:
-    if not getattr(options, "trust", False):
+def _trusting(args: Any) -> AbstractContextManager[None]:
+    if not getattr(args, "trust", False):
         return nullcontext()
     from medfl.policy import admission
 

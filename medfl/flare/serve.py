@@ -58,20 +58,20 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
     served.add_argument("--check", action="store_true", help="only see whether it would start")
 
 
-def _serve(options: Any, show: Callable[..., int]) -> int:
+def _serve(args: Any, show: Callable[..., int]) -> int:
     from medfl.flare.job import require_flare
 
-    kit = options.kit.expanduser().resolve()
+    kit = args.kit.expanduser().resolve()
     kind = _kind(kit)
-    _write_own(options, kit)
+    _write_own(args, kit)
     require_flare()
     document = prepare(kit, kind)
-    sandbox, document["sandbox"] = _sandbox(kit, kind, options)
-    show(options, document, lambda: "\n".join(f"{key}: {value}" for key, value in document.items()))
-    return 0 if options.check else start(kit, sandbox)
+    sandbox, document["sandbox"] = _sandbox(kit, kind, args)
+    show(args, document, lambda: "\n".join(f"{key}: {value}" for key, value in document.items()))
+    return 0 if args.check else start(kit, sandbox)
 
 
-def _sandbox(kit: Path, kind: str, options: Any) -> tuple[SiteSandbox | None, str]:
+def _sandbox(kit: Path, kind: str, args: Any) -> tuple[SiteSandbox | None, str]:
     """Return the sandbox of a site's FLARE, and the line about it; none where it is unwanted or there is none."""
     from medfl.core.sandbox import abi
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
@@ -79,10 +79,10 @@ def _sandbox(kit: Path, kind: str, options: Any) -> tuple[SiteSandbox | None, st
 
     if kind != "site":
         return None, "none at a server, which runs the bundle of its own operator"
-    if options.no_sandbox or not abi():
-        why = "--no-sandbox" if options.no_sandbox else "this kernel has no Landlock, or it is switched off"
+    if args.no_sandbox or not abi():
+        why = "--no-sandbox" if args.no_sandbox else "this kernel has no Landlock, or it is switched off"
         return None, f"WARNING: NOT IN FORCE ({why}): the bundle may do what this user may"
-    if options.check:
+    if args.check:
         return None, f"Landlock ABI {abi()}"
     sandbox = SiteSandbox(kit, SiteConfig.read(kit / "local" / CONFIG_FILE))
     return sandbox, sandbox.line
@@ -163,7 +163,7 @@ def _kind(kit: Path) -> str:
     )
 
 
-def _write_own(options: Any, kit: Path) -> None:
+def _write_own(args: Any, kit: Path) -> None:
     """Write what is given into the kit; what is there already is not changed.
 
     Raises:
@@ -175,7 +175,7 @@ def _write_own(options: Any, kit: Path) -> None:
 
     path = kit / "local" / CONFIG_FILE
     names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")
-    settings = {name: value for name in names if (value := getattr(options, name)) is not None}
+    settings = {name: value for name in names if (value := getattr(args, name)) is not None}
     settings = {k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in settings.items()}
     if not settings:
         if not path.is_file():

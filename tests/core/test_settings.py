@@ -73,7 +73,7 @@ def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
             parser.parse_args([*VERBS[verb], *flags(one)])
         return
     options = parser.parse_args([*VERBS[verb], *flags(one)])
-    assert arguments.requested(options) == {name: value_of(one)}
+    assert arguments.given_settings(options) == {name: value_of(one)}
 
 
 @pytest.mark.usefixtures("start")

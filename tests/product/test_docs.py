@@ -108,7 +108,7 @@ def test_options_that_a_methods_page_names_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", [README, *PAGES])
 def test_every_command_is_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for checked in ("bundle", "bundle_folder", "existing", "run_folder"):  # theirs are the reader's
+    for checked in ("bundle_name", "bundle_folder", "existing", "run_folder"):  # theirs are the reader's
         monkeypatch.setattr(f"medfl.cli.arguments.{checked}", str)
     for command in commands(page):
         words = shlex.split(command)
