@@ -201,9 +201,9 @@ class Bundle:
         return self.sections.has_test
 
     @property
-    def unread(self) -> str:
+    def test_error(self) -> str:
         """Why the data that evaluate.* names cannot be read, "" where they can or it names none."""
-        return self.sections.unread
+        return self.sections.test_error
 
     def section(self, name: str) -> Section:
         """Return a section as the bundle's configuration gives it: items, transforms and what reads them."""

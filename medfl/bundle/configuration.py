@@ -30,7 +30,7 @@ from medfl.core.errors import InputError, as_text, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
-from medfl.policy.allowed import renewed
+from medfl.policy.allowed import replace_removed
 from medfl.policy.policy import Policy
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
@@ -122,7 +122,7 @@ class Configuration:
             return habits.rewritten(key, node, self._device)
         if not isinstance(node, Mapping):
             return node
-        old, node = target_name(node), renewed(node)
+        old, node = target_name(node), replace_removed(node)
         safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
         self.adapted |= set() if target == old else {f"{old}:{target}"}
         for name in older.idle_arguments(target, safe):

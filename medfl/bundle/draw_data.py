@@ -167,7 +167,7 @@ class _Drawing:
             for sections in (SECTIONS[:1], SECTIONS[:2], SECTIONS):
                 section, before = sections[-1], copy.deepcopy((self.layout, self.overrides, self.tries))
                 try:
-                    if section != "test" or self.sections.has_test or self.sections.unread:
+                    if section != "test" or self.sections.has_test or self.sections.test_error:
                         counts = self._until_it_works(sections)
                 except InputError as error:
                     if section == "train" or (section == "validate" and self.supervised):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
-from medfl.data.lacking import without_labels
+from medfl.data.lacking import allow_missing_labels
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.source import Source
@@ -109,9 +109,9 @@ class _Labelled(Transform):
 def transforms_of(bundle: Bundle) -> Transform:
     """Return the bundle's validation transforms; those for a label let an image without one pass."""
     try:
-        return without_labels((bundle.get("validate#preprocessing"),))
+        return allow_missing_labels((bundle.get("validate#preprocessing"),))
     except InputError:  # another style of bundle: as its validation data set has them
-        return without_labels(bundle.section("validate").source.transforms)
+        return allow_missing_labels(bundle.section("validate").source.transforms)
 
 
 @contextmanager

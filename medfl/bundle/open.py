@@ -231,7 +231,8 @@ def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabe
     if _is_drawn(bundle, folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not bundle.has_test:
-        why = f"its test data cannot be read ({bundle.unread})" if bundle.unread else "this bundle names no test data"
+        error = bundle.test_error
+        why = f"its test data cannot be read ({error})" if error else "this bundle names no test data"
         notes += (f"{why}: the validation items serve as test items, so 'best' is optimistic",)
     return Opened(bundle, folder, OWN_SPLIT, notes)
 

@@ -36,7 +36,7 @@ class PartSections:
         InputError: data that cannot be divided; names site and section.
     """
 
-    unread = ""
+    test_error = ""
 
     def __init__(
         self, data: Mapping[str, Any], prepare_batch: Callable[..., Any], batch_size: int | None, labelled: bool

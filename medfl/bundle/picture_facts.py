@@ -15,7 +15,7 @@ from medfl.datasets.readers.reading import Pixels
 from medfl.datasets.readers.splitting import Record
 
 
-class Picture(NamedTuple):
+class PictureFacts(NamedTuple):
     """Of a picture or volume: its shape, type and largest value, and a hash of its pixels."""
 
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Picture(NamedTuple):
     digest: bytes = b""
 
     @classmethod
-    def of(cls, pixels: Pixels) -> Picture:
+    def of(cls, pixels: Pixels) -> PictureFacts:
         """Return what pixels have."""
         digest = hashlib.blake2b(np.ascontiguousarray(pixels).data, digest_size=16).digest()
         return cls(pixels.shape, pixels.dtype, float(pixels.max()), digest)
@@ -42,14 +42,14 @@ DEPTHS = (255, 1023, 4095, 16383, 65535)
 """Largest values of 8, 10, 12, 14 and 16 bits."""
 
 
-def pixels(seen: Sequence[Picture]) -> tuple[int, int, tuple[int, int]]:
+def pixels(seen: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
     channels = 3 if any(one.shape[-1] > 1 for one in seen) else 1
     brightest = 1 if own_depth(seen) else max(one.brightest for one in seen)
     return channels, brightest, sides([one.shape[:2] for one in seen])
 
 
-def own_depth(seen: Sequence[Picture]) -> int:
+def own_depth(seen: Sequence[PictureFacts]) -> int:
     """Return the largest value that pictures stored with 16 bits can have, 255 without any; 0 where others are among.
 
     Raises:
@@ -66,17 +66,17 @@ def own_depth(seen: Sequence[Picture]) -> int:
     return 0
 
 
-def depths(seen: Sequence[Picture]) -> tuple[str, ...]:
-    """Return notes where pictures have different depths, or use a part of their 16 bits."""
+def depth_notes(seen: Sequence[PictureFacts]) -> tuple[str, ...]:
+    """Return notes where pictures have different depth_notes, or use a part of their 16 bits."""
     depth, several = own_depth(seen), len({one.dtype for one in seen}) > 1
-    notes = [f"pictures of several depths, each divided by its own: {_depths(seen)}"] if depth and several else []
+    notes = [f"pictures of several depth_notes, each divided by its own: {_depths(seen)}"] if depth and several else []
     if depth in DEPTHS[1:-1] or (depth == DEPTHS[0] and any(one.dtype == np.uint16 for one in seen)):
         most = max(one.largest for one in seen if one.dtype == np.uint16)
         notes.append(f"pictures of 16 bits with values up to {most:g}: read as 0 to {depth}; brighter ones are refused")
     return tuple(notes)
 
 
-def _depths(seen: Sequence[Picture]) -> str:
+def _depths(seen: Sequence[PictureFacts]) -> str:
     most = max((one.brightest for one in seen if one.dtype == np.uint16), default=0)
     counts = Counter(most if one.dtype == np.uint16 else one.brightest for one in seen)
     return ", ".join(f"{count} of at most {value}" for value, count in sorted(counts.items()))
@@ -88,7 +88,7 @@ def sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     return min(every), max(every)
 
 
-def repeats(seen: Sequence[Picture], records: Sequence[Record]) -> tuple[str, ...]:
+def duplicate_notes(seen: Sequence[PictureFacts], records: Sequence[Record]) -> tuple[str, ...]:
     """Return a note where images of several files are the same pixel by pixel: they may be in several sections."""
     first: dict[tuple[bytes, tuple[int, ...]], Record] = {}
     pairs = [

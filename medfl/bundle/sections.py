@@ -17,7 +17,7 @@ from medfl.bundle.engines import find_evaluator
 from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
-from medfl.data.lacking import is_unlabelled, lacking, with_all_channels, without_label
+from medfl.data.lacking import drop_label, is_unlabelled, lacking, with_all_channels
 from medfl.data.prepared import Item
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
 
@@ -84,7 +84,7 @@ class Sections:
         """Take the configurations; nothing in them is evaluated yet."""
         self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
         self._opened: dict[str, Section] = {}
-        self.unread, self._whole = "", whole
+        self.test_error, self._whole = "", whole
         has_validation = find_evaluator(config) is not None or any(key in config for key in _VALIDATION_SETS)
         self._unscored = whole and not has_validation
         self.find_unlabelled: Callable[[], UnlabelledEntries] | None = None
@@ -125,8 +125,8 @@ class Sections:
         try:
             self._opened["test"] = self._open("test")
         except InputError as error:  # many a bundle's test data lie in another way than those that it trains on
-            self.unread = str(error)
-        return not self.unread
+            self.test_error = str(error)
+        return not self.test_error
 
     def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
         """Return the ids of a section's data loader ("" if there is none) and data set."""
@@ -202,7 +202,7 @@ class Sections:
         items = [{**item, LACKS: lacks} if lacks else item for item, lacks in zip(items, absent, strict=True)]
         return items, lacking(replace(source, entries=entries), channels)
 
-    def reread(self, section: str, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int) -> None:
+    def hide(self, section: str, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int) -> None:
         """Have labels of a section, a list, be read by no transform, and channels be zero before the first.
 
         Args:
@@ -214,7 +214,7 @@ class Sections:
         before = self[section]
         ids = [str(item["id"]) for item in before.items]
         entries = [
-            {**(without_label(entry) if i in hidden else entry), LACKS: tuple(absent.get(i, ()))}
+            {**(drop_label(entry) if i in hidden else entry), LACKS: tuple(absent.get(i, ()))}
             for i, entry in zip(ids, before.source.entries, strict=True)
         ]
         items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, before.items, strict=True)]
@@ -231,7 +231,7 @@ def _without_marks(entry: Any) -> Any:
 def _with(source: Source, more: UnlabelledEntries) -> Source:
     """Return a data list with images without labels, at their places by id."""
     listed = [] if more.alone or not source.is_list else source.entries
-    entries = [without_label(entry) if is_unlabelled(entry) else entry for entry in (*listed, *more.entries)]
+    entries = [drop_label(entry) if is_unlabelled(entry) else entry for entry in (*listed, *more.entries)]
     if more.entries and all(isinstance(entry, Mapping) and "id" in entry for entry in entries):
         entries.sort(key=lambda entry: str(entry["id"]))
     bare = any(isinstance(entry, Mapping) and NO_LABEL in entry for entry in entries)

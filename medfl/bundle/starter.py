@@ -24,7 +24,7 @@ from medfl import networks
 from medfl.bundle import own_layouts
 from medfl.bundle.new_metadata import metadata_of
 from medfl.bundle.own_layouts import UserLayout
-from medfl.bundle.picture_facts import Picture, depths, own_depth, pixels, repeats, sides
+from medfl.bundle.picture_facts import PictureFacts, depth_notes, duplicate_notes, own_depth, pixels, sides
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text
 from medfl.core.places import require_new_bundle
@@ -189,12 +189,12 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
     if reserved is not None:
         allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
         raise InputError(f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it")
-    seen = _each(index.records, lambda record: Picture.of(read_pixels(record.image)), progress)
+    seen = _each(index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress)
     counts = tuple(sum(record.label == label for record in index.records) for label in range(len(index.classes)))
     divided = own.sections_of(place, index, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
-    notes = [*index.notes, *own_folder.odd(place), *depths(seen), *repeats(seen, index.records)]
+    notes = [*index.notes, *own_folder.odd(place), *depth_notes(seen), *duplicate_notes(seen, index.records)]
     if not layout.labels:
         notes[:0] = own.beside_classes(place, index.records)
     notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
@@ -267,7 +267,7 @@ def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, p
     shown = [one for _, one in seen]
     notes = (*own_folder.of_pairs(place, other, records, endings), *own_folder.odd(layout.folder))
     notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
-    notes += repeats(shown, records)
+    notes += duplicate_notes(shown, records)
     about: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
         "phantom": str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or ""),
@@ -281,7 +281,7 @@ def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, p
             raise InputError(problem, "as many of each image", "move the others away")
         about |= {"patch": _patch(shapes), "notes": notes}
         return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **about)
-    notes += depths(shown)
+    notes += depth_notes(shown)
     return Survey("pictures", where, names, counts, *pixels(shown), notes=notes, own_depth=own_depth(shown), **about)
 
 
@@ -341,17 +341,17 @@ def _swapped(record: Record, solid: bool) -> bool:
         return False
 
 
-def _picture(record: Record, several: bool) -> tuple[set[int], Picture]:
+def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
     """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
     values = {int(value) for value in np.unique(read_pixels(record.mask))}
     values = {min(value, 1) for value in values} if values <= {0, 255} and not several else values
     pixels, _, _ = pairs.read_pair(record.image, record.mask, classes=max(2, max(values) + 1))
-    return values, Picture.of(pixels)
+    return values, PictureFacts.of(pixels)
 
 
-def _volume(record: Record) -> tuple[set[int], Picture]:
+def _volume(record: Record) -> tuple[set[int], PictureFacts]:
     image, mask = volumes.read_pair(record.image, record.mask, 256)
-    return {int(value) for value in np.unique(mask.numpy())}, Picture.of(image.numpy())
+    return {int(value) for value in np.unique(mask.numpy())}, PictureFacts.of(image.numpy())
 
 
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

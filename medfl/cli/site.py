@@ -123,7 +123,7 @@ def _inspect(args: Any) -> int:
 
     policy = Policy.read(args.policy) if args.policy is not None else Policy()
     if args.job is not None:
-        policy = policy.agreeing(read_run(_run_file(args.job))[0])
+        policy = policy.restricted_to(read_run(_run_file(args.job))[0])
     folder = args.bundle
     target = args.write_policy
     if target is not None:

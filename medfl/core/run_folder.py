@@ -215,19 +215,19 @@ class RunFolder:
         with writing(path), path.open("a") as file:
             file.write(json.dumps(entry) + "\n")
 
-    def rounds(self, up_to: int | None = None) -> list[dict[str, Any]]:
-        """Read rounds.jsonl up to the first incomplete line, as a kill leaves one.
-
-        With `up_to`, also drop the later, uncommitted rounds from the file; `medfl.core.run_integrity` checks damage.
-        """
+    def rounds(self) -> list[dict[str, Any]]:
+        """Read rounds.jsonl up to the first incomplete line, as a kill leaves one (`run_integrity` checks damage)."""
         path = self.path / "rounds.jsonl"
         lines, entries = round_lines(path), list[dict[str, Any]]()
         with suppress(InputError):  # the kill came inside this line
             for number, line in enumerate(lines, 1):
                 entries.append(read_round(path, line, number))
-        if up_to is not None:
-            entries = [entry for entry in entries if entry["round"] <= up_to]
-            write_atomic(path, "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+        return entries
+
+    def truncate_rounds(self, last: int) -> list[dict[str, Any]]:
+        """Drop the rounds after `last`, which were not committed, from rounds.jsonl; return the others."""
+        entries = [entry for entry in self.rounds() if entry["round"] <= last]
+        write_atomic(self.path / "rounds.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries).encode())
         return entries
 
     # Results

@@ -1,7 +1,7 @@
 """The settings of a run, each declared once: its type, default, limits, flag and help.
 
 From these declarations come the fields of `Run` and of `runs.plan.Request`, the flags of the verbs, what a record
-leaves out, what `again` repeats, and what a site of a FLARE job accepts. `GeneralSettings` have the same type in a
+leaves out, what `request_of` repeats, and what a site of a FLARE job accepts. `GeneralSettings` have the same type in a
 request as in a run; `ProtocolSettings` come from the bundle's protocol where a request leaves them open.
 """
 

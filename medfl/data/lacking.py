@@ -30,12 +30,12 @@ def is_unlabelled(entry: Any) -> bool:
     return isinstance(entry, Mapping) and "image" in entry and entry.get("label") in (None, "")
 
 
-def without_label(entry: Mapping[str, Any]) -> dict[str, Any]:
+def drop_label(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return an entry whose label is not read, nor looked for."""
     return {**{key: value for key, value in entry.items() if key != "label"}, NO_LABEL: True}
 
 
-def without_labels(chain: Sequence[Any]) -> Compose:
+def allow_missing_labels(chain: Sequence[Any]) -> Compose:
     """Return a copy of transforms as one, which lets an entry without a label pass."""
     transforms = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
     for transform in transforms.transforms:
@@ -75,7 +75,7 @@ def lacking(source: Source, channels: int = 0) -> Source:
         source: its entries are a list of mappings; those without a label have no such key.
         channels: of an image; 0: none of them is lacking.
     """
-    steps = list(without_labels(source.transforms).transforms)
+    steps = list(allow_missing_labels(source.transforms).transforms)
     if any(isinstance(step, ZeroChannels if channels else Ready) for step in steps):
         return source
     random = (i for i, t in enumerate(steps) if isinstance(t, RandomizableTrait) or not isinstance(t, Transform))

@@ -46,7 +46,7 @@ from medfl.export.formats import (
     quiet,
     write,
 )
-from medfl.export.images import Images, same_predictions, test_images
+from medfl.export.images import Images, compare_predictions, test_images
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 
 _TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
@@ -148,12 +148,12 @@ class _BundleWriter:
         with torch.no_grad():
             for x in self.images.inputs:
                 self.inferer(x, seen)
-        same = self._recorded(network)
+        same = self._check_predictions(network)
         definition = self._network_definition(network)
         for folder in ("configs", "models", "docs"):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
         agreements = self._formats(network, seen, definition)
-        self._weights(network, definition)
+        self._write_weights(network, definition)
         files = descriptions.weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
@@ -173,9 +173,9 @@ class _BundleWriter:
             "version": meta["version"], "files": files, "notes": self.notes,
         }  # fmt: skip
 
-    def _recorded(self, network: nn.Module) -> dict[str, Any] | None:
+    def _check_predictions(self, network: nn.Module) -> dict[str, Any] | None:
         """Compare the network with the run's predictions; raise a RunError where they differ."""
-        same = same_predictions(network, self.result, self.model, self.images)
+        same = compare_predictions(network, self.result, self.model, self.images)
         limit = _SAME_PREDICTIONS[self.result.computed_on_cpu]
         if same and not same["largest_difference"] <= limit:
             raise RunError(
@@ -240,7 +240,7 @@ class _BundleWriter:
             )
         return agreements
 
-    def _weights(self, network: nn.Module, definition: _NetworkDefinition) -> None:
+    def _write_weights(self, network: nn.Module, definition: _NetworkDefinition) -> None:
         if definition.kind == "torchscript":
             with quiet():
                 network = torch.jit.load(str(self.folder / FILES["torchscript"]))  # type: ignore[no-untyped-call]

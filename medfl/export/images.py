@@ -84,7 +84,7 @@ def test_images(result: RunNetworks, model: Model, data: str | None, say: Print)
 # The run's own predictions
 
 
-def same_predictions(network: nn.Module, result: RunNetworks, model: Model, images: Images) -> dict[str, Any] | None:
+def compare_predictions(network: nn.Module, result: RunNetworks, model: Model, images: Images) -> dict[str, Any] | None:
     """Compare a network with predictions.csv on these images.
 
     Returns:

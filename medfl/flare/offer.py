@@ -103,7 +103,7 @@ def export(
         method = methods.load(run.method, run.options)
         source = Bundle(bundle)
         initial_weights.take(source, (asked.get("requested") or {}).get("init", ""))
-        files = text_record.carry(source, run, method, Path(place))
+        files = text_record.write_for_job(source, run, method, Path(place))
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere
             plm = _named(run.text.plm)
             run = replace(run, options={**run.options, "plm": plm}, text=replace(run.text, plm=plm))

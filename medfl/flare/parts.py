@@ -244,7 +244,7 @@ class RemoteController(_Controller):
         folder = ReportedRunFolder(path)
         about = {"medfl": run.versions.get("medfl", ""), "task": bundle.task, "classes": list(bundle.classes)}
         about |= {"key_metric": bundle.key_metric, "command": "a FLARE job", "runtime": "flare"}
-        text_record.keep(bundle, run, federation.method, path)
+        text_record.save(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
         self._run_rounds(federation, folder, say, self._config.roster, track=self._config.track or None)

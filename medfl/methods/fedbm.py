@@ -95,7 +95,7 @@ class FedBM(MakesImages, TextClassified):
     @property
     def language_model(self) -> str:
         """That of the option `plm`, where the head is built from text or z is drawn from it."""
-        return self.plm if self.built or self.generator else ""
+        return self.plm if self.from_text or self.generator else ""
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Replace the head by projection and Gaussians; any head holds the embeddings that z is drawn from."""
@@ -130,7 +130,7 @@ class FedBM(MakesImages, TextClassified):
             InputError: the sites' images differ in size, or the generator cannot make images of this size.
         """
         server = super().init_server(host, weights, introductions)
-        if self.built or self.generator:
+        if self.from_text or self.generator:
             server |= {"informed": {}}
         if self.generator:
             server |= {"image": common_shape(introductions), "version": 0, "generator": {}}
@@ -146,7 +146,7 @@ class FedBM(MakesImages, TextClassified):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average body and projection, then train the generator if its turn has come."""
-        server = {**server, "weights": self.averaged(host, server, replies)}
+        server = {**server, "weights": self.average_weights(host, server, replies)}
         if "informed" in server:
             has = {name: server.get("version", 0) for name in sorted(replies)}
             server["informed"] = {**server["informed"], **has}
@@ -225,14 +225,14 @@ class FedBM(MakesImages, TextClassified):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train body and projection on real and, once there is a generator, synthetic images."""
-        model, state = self.opened(site, state, down)
+        model, state = self.received_model(site, state, down)
         if "generator" in down:
             dimension = self._source(site.task, embeddings_of(model), torch.Generator()).dimension
             sizes = check_received(down, dimension, self.introduce(site).scalars)
             state = {"embeddings": embeddings_of(model), **state, "generator": down["generator"], **sizes}
-        objective = text_objective() if self.built else None
+        objective = text_objective() if self.from_text else None
         feed = self.mixing(site, state) if state.get("generator") else None
-        return self.trained(model, site, state, objective, feed)
+        return self.train_and_reply(model, site, state, objective, feed)
 
     def mixing(self, site: Site, state: State) -> Feed:
         """Return what makes the union of a real batch and fresh synthetic images (eq. 11).

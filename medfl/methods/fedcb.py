@@ -40,7 +40,7 @@ class FedCB(TextClassified):
     def __post_init__(self) -> None:
         """Refuse what the common options do not allow, and a loss over prompts without prompts."""
         super().__post_init__()
-        if self.loss == "finite" and not self.built:
+        if self.loss == "finite" and not self.from_text:
             raise InputError(
                 f"loss=finite with classifier={self.classifier}", "eq. 1 is over prompts", "take text_distribution"
             )
@@ -48,26 +48,26 @@ class FedCB(TextClassified):
     @property
     def language_model(self) -> str:
         """That of the option `plm`, where the head is built from text."""
-        return self.plm if self.built else ""
+        return self.plm if self.from_text else ""
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Replace the head by projection and Gaussians, or freeze it."""
-        return self.with_head(network, task, self.covariance, embeddings=self.built)
+        return self.with_head(network, task, self.covariance, embeddings=self.from_text)
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights; no site has the embeddings."""
-        return {**super().init_server(host, weights, introductions), **({"informed": []} if self.built else {})}
+        return {**super().init_server(host, weights, introductions), **({"informed": []} if self.from_text else {})}
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average body and projection; whoever replied has the embeddings."""
-        informed = {"informed": sorted({*server["informed"], *replies})} if self.built else {}
-        return {"weights": self.averaged(host, server, replies), **informed}
+        informed = {"informed": sorted({*server["informed"], *replies})} if self.from_text else {}
+        return {"weights": self.average_weights(host, server, replies), **informed}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train body and projection against the frozen classifier."""
-        model, state = self.opened(site, state, down)
-        objective = text_objective(self.loss == "finite") if self.built else None
-        return self.trained(model, site, state, objective)
+        model, state = self.received_model(site, state, down)
+        objective = text_objective(self.loss == "finite") if self.from_text else None
+        return self.train_and_reply(model, site, state, objective)
 
 
 METHOD = FedCB

@@ -174,7 +174,7 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
         outbound = options.policy.outbound
         for text in outbound.lines():
             report.add("policy", OK, text)
-        if outbound.formal:
+        if outbound.has_formal_privacy:
             with report.errors_as("policy"):
                 from medfl.policy.privacy import epsilon_of
 

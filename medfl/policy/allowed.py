@@ -142,7 +142,7 @@ WRITERS = name_set(
 )
 """Components that write files; medfl never makes them for a bundle (the ending of those for dictionaries left out)."""
 
-WEIGHTS_OF_THEIR_OWN = frozenset({"EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "ResNetFeatures"})
+LOADS_WEIGHTS = frozenset({"EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "ResNetFeatures"})
 """Networks that fetch weights unless told `pretrained: false`."""
 
 
@@ -163,7 +163,7 @@ _REMOVED: dict[str, tuple[str, dict[str, Any]]] = {
 """Components that MONAI has removed: what does the same now, and what it is told for that."""
 
 
-def renewed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def replace_removed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return a component that MONAI has removed as the one that does the same now; any other as it is."""
     match = re.fullmatch(rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", str(node.get("_target_")), re.ASCII)
     if match is None:
@@ -247,7 +247,7 @@ def why_component_refused(name: str, arguments: Mapping[str, Any]) -> str:
 
     The name is without its module; arguments are literals, a computed one is a text that begins with `$` or `@`.
     """
-    if name in WEIGHTS_OF_THEIR_OWN and arguments.get("pretrained", True) not in (False, None):
+    if name in LOADS_WEIGHTS and arguments.get("pretrained", True) not in (False, None):
         return f"{name} without 'pretrained: false', which would fetch weights"
     if without_ending(name).endswith("TorchVision") and str(arguments.get("name")) not in TORCHVISION:
         return f"{name} of {printable(arguments.get('name'))!r}, which is not on the list"

@@ -125,7 +125,7 @@ class BundleFiles:
                 self.inspection.refuse(name, "", f"its sha256 is {digest[:16]}..., in the policy {pins[name][:16]}...")
         for name in sorted(pins.keys() - here.keys()):
             self.inspection.refuse(name, "", "it is in the policy but not here")
-        self.inspection.unlike += refusals[before:]
+        self.inspection.pin_refusals += refusals[before:]
 
     def _own_modules(self) -> frozenset[str]:
         scripts = [PurePosixPath(file.path) for file in self.inspection.files if file.path.endswith(".py")]

@@ -23,9 +23,9 @@ from torch.optim import lr_scheduler
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import (
     COMPONENTS,
+    LOADS_WEIGHTS,
     MONAI_COMPONENTS,
     TRANSFORMS,
-    WEIGHTS_OF_THEIR_OWN,
     WRITERS,
     why_argument_refused,
     why_component_refused,
@@ -98,7 +98,7 @@ def for_expressions(path: str) -> Any:
         member = component(path)
     except Refused:
         return None
-    listed = member.__module__.startswith(_IN_EXPRESSIONS) and name not in WEIGHTS_OF_THEIR_OWN | _LOADERS
+    listed = member.__module__.startswith(_IN_EXPRESSIONS) and name not in LOADS_WEIGHTS | _LOADERS
     return member if listed and without_ending(name) not in WRITERS else None
 
 

@@ -73,7 +73,7 @@ class Inspection:
     data: dict[str, str] = field(default_factory=dict)
     """file -> what it says of `dataset_dir`"""
     refusals: list[Refusal] = field(default_factory=list)
-    unlike: list[Refusal] = field(default_factory=list)
+    pin_refusals: list[Refusal] = field(default_factory=list)
     """those of them that are about a file's pin"""
 
     @property
@@ -95,7 +95,7 @@ class Inspection:
             raise InputError(problem.replace(";", ","), "it is JSON or YAML with keys and values", "repair the file")
         more = "" if count == 1 else f" (and {count - 1} more)"
         problem = f"bundle {printable(self.bundle)!r} is refused: {first}{more}".replace(";", ",")
-        if len(self.unlike) == count:  # nothing else is wrong with it
+        if len(self.pin_refusals) == count:  # nothing else is wrong with it
             command = f"medfl site inspect {self.folder} --policy FILE --write-policy NEWFILE"
             advice = f"{command} shows them and pins them anew"
             raise InputError(problem, "the files that the site's policy has pinned", advice)
@@ -107,9 +107,9 @@ class Inspection:
 
     def unpin(self) -> list[str]:
         """Judge the bundle without the policy's pins; return in which files it is not as these say, and why."""
-        unlike, self.unlike = self.unlike, []
-        self.refusals = [refusal for refusal in self.refusals if refusal not in unlike]
-        return [str(refusal) for refusal in unlike]
+        pin_refusals, self.pin_refusals = self.pin_refusals, []
+        self.refusals = [refusal for refusal in self.refusals if refusal not in pin_refusals]
+        return [str(refusal) for refusal in pin_refusals]
 
     def policy(self, policy: Policy) -> Policy:
         """Return the policy that pins the files of this bundle, with all else of another."""

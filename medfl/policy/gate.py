@@ -44,7 +44,7 @@ class Gate:
             InputError: epsilon is to be told, but its library is not installed.
         """
         self.rules, self.account, self.site, self._entropy = rules, account, site, entropy
-        if rules.formal:
+        if rules.has_formal_privacy:
             account.epsilon(rules.multiplier)
 
     def charge_noised_reply(self) -> None:
@@ -54,7 +54,7 @@ class Gate:
             RunError: it is beyond the budget.
         """
         self.account.refresh()
-        if self.rules.formal:
+        if self.rules.has_formal_privacy:
             try:
                 self.account.spend(self.rules.multiplier, budget=self.rules.epsilon)
             except BudgetExceeded as error:
@@ -76,7 +76,7 @@ class Gate:
         if rules.clip is not None or rules.noise is not None:
             weights = self._clipped_and_noised(message.tensors.get("weights", {}), received.tensors.get("weights", {}))
             message = Message({**message.tensors, **({"weights": weights} if weights else {})}, message.scalars)
-        if rules.formal:
+        if rules.has_formal_privacy:
             self._check_uncovered(_without_noise(message, samples))
         return message
 
@@ -87,7 +87,7 @@ class Gate:
             RunError: the policy forbids something in it; names it.
         """
         self._check_names(message.flat())
-        if from_images and self.rules.formal:
+        if from_images and self.rules.has_formal_privacy:
             self.account.add(self._check_uncovered(f"{name} (introduction)" for name in message.flat()))
 
     def check_size(self, message: Message) -> None:
@@ -110,12 +110,12 @@ class Gate:
         """
         keys = [f"{group}/{name}" for name in names]
         self._check_names(keys)
-        if from_images and self.rules.formal:
+        if from_images and self.rules.has_formal_privacy:
             self.account.add(self._check_uncovered(keys))
 
     def charge_without_noise(self, message: Message, samples: int) -> None:
         """Charge what a reply that is about to leave tells beside its noised change (`charge_noised_reply`)."""
-        if not self.rules.formal:
+        if not self.rules.has_formal_privacy:
             self.account.spend(None)
         elif uncovered := _without_noise(message, samples):
             self.account.add(Counter(uncovered))

@@ -23,7 +23,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
-from medfl.policy.allowed import WEIGHTS_OF_THEIR_OWN, name_set, renewed, why_argument_refused, why_component_refused
+from medfl.policy.allowed import LOADS_WEIGHTS, name_set, replace_removed, why_argument_refused, why_component_refused
 from medfl.policy.bundle_files import BundleFiles
 from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
@@ -260,11 +260,11 @@ class _Inspector:
         if node.split(".")[0] in self.own_modules and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
             need_word("scripts", node, self.policy.allow, self.inspection.allowed)
         else:
-            component(renewed({"_target_": node})["_target_"])
+            component(replace_removed({"_target_": node})["_target_"])
         self.inspection.targets[node] += 1
 
     def _component(self, node: dict[Any, Any], stem: str) -> None:
-        today = renewed(node)
+        today = replace_removed(node)
         if isinstance(target := today.get("_target_"), str):
             arguments = {key: self._resolved(value) for key, value in today.items()}
             if stem == "inference" and node.get("pretrained") is True:
@@ -273,7 +273,7 @@ class _Inspector:
                 raise Refused(why)
         for key, value in node.items():
             apart = isinstance(key, str) and key != "_target_" and re.split("#|::", key)[-1] == "_target_"
-            if apart and isinstance(value, str) and value.rpartition(".")[2] in WEIGHTS_OF_THEIR_OWN:
+            if apart and isinstance(value, str) and value.rpartition(".")[2] in LOADS_WEIGHTS:
                 raise Refused(f"{printable(value)} apart from its 'pretrained: false', which would fetch weights")
 
     def _has_url(self, value: Plain) -> bool:

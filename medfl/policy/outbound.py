@@ -52,7 +52,7 @@ class Outbound:
             raise InputError(f"{where}: outbound is a {type(values).__name__}", "keys and values", "see docs/deploy.md")
         check_known(values, [field.name for field in fields(cls)], f"{where}: outbound: key")
         rules = cls(**{name: _value(name, value, where) for name, value in values.items()})
-        if rules.epsilon is not None and not rules.formal:
+        if rules.epsilon is not None and not rules.has_formal_privacy:
             raise InputError(
                 f"{where}: outbound has epsilon without {'clip' if rules.clip is None else 'noise'}",
                 "a budget is kept by clipping and noise",
@@ -61,7 +61,7 @@ class Outbound:
         return rules
 
     @property
-    def formal(self) -> bool:
+    def has_formal_privacy(self) -> bool:
         """Whether changes are limited and noised, so that (epsilon, delta) can be told of them."""
         return self.clip is not None and self.noise is not None
 
@@ -96,7 +96,7 @@ class Outbound:
         lines += [] if self.clip is None else [f"the change of the weights is clipped to an L2 norm of {self.clip:g}"]
         if self.noise is not None:
             lines.append(f"Gaussian noise with a standard deviation of {self.noise:g} is added to each number of it")
-        if not self.formal:
+        if not self.has_formal_privacy:
             lines.append(f"no formal privacy: {'nothing is clipped' if self.clip is None else 'no noise is added'}")
         if self.epsilon is not None:
             lines.append(f"the budget is epsilon {self.epsilon:g} at delta {self.delta:g}")

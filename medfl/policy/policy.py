@@ -81,7 +81,7 @@ class Policy:
     settings: Mapping[str, int] = field(default_factory=dict)
     """the most that a job may ask for, of `MOST`; none named: any"""
 
-    def agreeing(self, run: Run) -> Policy:
+    def restricted_to(self, run: Run) -> Policy:
         """Return the policy that agrees to a run and no more of its kind, where this one says nothing of it."""
         settings = self.settings or {name: int(getattr(run, name)) for name in MOST}
         return replace(self, methods=self.methods or (run.method,), settings=settings)

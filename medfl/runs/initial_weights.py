@@ -86,13 +86,13 @@ def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(weights)
 
 
-def keep(bundle: Bundle, run: Run, folder: Path) -> None:
+def save(bundle: Bundle, run: Run, folder: Path) -> None:
     """Write a run's initial weights into its folder, unless they are there; RunError if the disk is full."""
     if run.init and bundle.start is not None and not (folder / FILE).is_file():
         save_weights(folder / FILE, bundle.start)
 
 
-def carry(bundle: Bundle, run: Run, folder: Path) -> list[Path]:
+def write_for_job(bundle: Bundle, run: Run, folder: Path) -> list[Path]:
     """Write a run's initial weights as a job carries them; return the files written."""
     if not run.init or bundle.start is None:
         return []

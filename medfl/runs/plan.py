@@ -167,7 +167,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     as_asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
     as_asked["amp"] = request.amp or (device != "cpu" and bundle.amp)
     as_asked["capture"] = request.capture or request.pack > 1
-    text = text_record.record(bundle, method)
+    text = text_record.make_record(bundle, method)
     run = Run(
         bundle=bundle.name,
         bundle_path=str(bundle.root),
@@ -193,7 +193,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     return Plan(run, bundle, method, notes, public)
 
 
-def again(
+def request_of(
     run: Run,
     bundle: str | None = None,
     options: Mapping[str, Any] | None = None,

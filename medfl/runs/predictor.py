@@ -20,7 +20,7 @@ from medfl.core.names import is_plain_text
 from medfl.core.places import check_which, is_run
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
-from medfl.data.lacking import without_labels
+from medfl.data.lacking import allow_missing_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.policy import admission
@@ -138,7 +138,7 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
         evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
     medfl_entry = meta.get("medfl")
     source = str(medfl_entry.get("data_source", "")) if isinstance(medfl_entry, Mapping) else ""
-    chain = without_labels((opened.config.content("preprocessing"),))
+    chain = allow_missing_labels((opened.config.content("preprocessing"),))
     title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
     return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, meta, source)
 

@@ -21,7 +21,7 @@ from medfl.core.terminal import Print
 from medfl.datasets import own
 from medfl.report import partition_plot
 from medfl.runs import text_record
-from medfl.runs.plan import Plan, again, make_plan, repeat, versions
+from medfl.runs.plan import Plan, make_plan, repeat, request_of, versions
 from medfl.runtimes.federation import Federation
 
 LISTED = 200
@@ -63,7 +63,7 @@ def resumed_plan(
     place = bundle if bundle and bundle != bundle_of(run) and is_recorded(bundle, run) else None
     other = bundle if bundle != bundle_of(run) and not place else None
     if other or options or config or set(requested) - {"rounds", "data"}:
-        asked = make_plan(again(run, other, options, config, **requested), say).run
+        asked = make_plan(request_of(run, other, options, config, **requested), say).run
         sha256 = asked.bundle_sha256 if other else run.bundle_sha256  # `repeat` says what to do where it has changed
         _require_same_settings(replace(asked, versions=run.versions, bundle_sha256=sha256), run)
     _tell_versions(run, "began", say)
@@ -142,7 +142,7 @@ def open_folder(
         now = {"round": done, "versions": versions(), "command": command}
         extra["resumed"] = [*(before.get("resumed") or []), now]
         command = before.get("command") or command
-    text_record.keep(plan.bundle, plan.run, plan.method, path)
+    text_record.save(plan.bundle, plan.run, plan.method, path)
     folder.write_run(plan.run, {**plan.extra(command), **extra})
     if len(plan.run.partition.sites) <= LISTED:
         partition_plot.plot(plan.partition, plan.sections, plan.counted or None, path / "partition.png")

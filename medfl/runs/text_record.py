@@ -46,7 +46,7 @@ def language_model(method: Method) -> str:
     return reader.language_model if reader is not None else ""
 
 
-def record(bundle: Bundle, method: Method) -> TextRecord | None:
+def make_record(bundle: Bundle, method: Method) -> TextRecord | None:
     """Say which embeddings a method takes of a bundle, None for none; InputError if they are not here or do not fit."""
     plm = language_model(method)
     if not plm or bundle.task not in method.tasks:
@@ -55,18 +55,18 @@ def record(bundle: Bundle, method: Method) -> TextRecord | None:
     return TextRecord(bundle.plm_of(plm), fingerprint(embeddings), tuple(embeddings.shape))
 
 
-def keep(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
+def save(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
     """Write a run's embeddings and initial weights into its folder, if not there yet; RunError if the disk is full."""
-    initial_weights.keep(bundle, run, folder)
+    initial_weights.save(bundle, run, folder)
     path = folder / FILE
     if run.text is not None and not path.is_file():
         values = bundle.embeddings(language_model(method)).contiguous()
         write_atomic(path, safetensors.torch.save({"embeddings": values}))
 
 
-def carry(bundle: Bundle, run: Run, method: Method, folder: Path) -> list[Path]:
+def write_for_job(bundle: Bundle, run: Run, method: Method, folder: Path) -> list[Path]:
     """Write a run's embeddings and initial weights as a job carries them; return the files written."""
-    files = initial_weights.carry(bundle, run, folder)
+    files = initial_weights.write_for_job(bundle, run, folder)
     if run.text is None:
         return files
     values = bundle.embeddings(language_model(method)).cpu().float().numpy().astype("<f4")

@@ -41,4 +41,4 @@ def apply_to(bundle: Bundle, run: Run) -> None:
                 )
         listed = isinstance(bundle.sections, Sections) and bundle.section(section).source.is_list
         if listed and (hidden or any(absent.values())):
-            bundle.sections.reread(section, hidden, absent, len(channels))
+            bundle.sections.hide(section, hidden, absent, len(channels))

@@ -93,7 +93,7 @@ class Simulator:
             raise InputError(
                 f"--rounds {self.run.rounds}", f"{self.done} rounds are done already", "ask for at least as many"
             )
-        self.folder.rounds(up_to=self.done)
+        self.folder.truncate_rounds(self.done)
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
             self.tolerance.set_deadline(self.workers)
             self.workers.introduced_counts = self.record.setdefault("told", {})

@@ -205,7 +205,7 @@ def test_a_line_after_the_last_round_of_any_kind_is_dropped(tmp_path: Path, line
     folder = made(tmp_path / "run")
     with (folder.path / "rounds.jsonl").open("a") as file:
         file.write(line + "\n")
-    assert [entry["round"] for entry in RunFolder(folder.path).rounds(up_to=3)] == [1, 2, 3]
+    assert [entry["round"] for entry in RunFolder(folder.path).truncate_rounds(3)] == [1, 2, 3]
     assert len((folder.path / "rounds.jsonl").read_text().splitlines()) == 3
 
 

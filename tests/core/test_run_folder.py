@@ -218,7 +218,7 @@ def test_rounds_are_read_back_and_cut_at_the_last_committed_one(folder: RunFolde
     for round_ in (1, 2, 3):
         folder.append_round({"round": round_, "val": {"auroc": 0.1}})
     assert [entry["round"] for entry in folder.rounds()] == [1, 2, 3]
-    assert [entry["round"] for entry in folder.rounds(up_to=2)] == [1, 2]
+    assert [entry["round"] for entry in folder.truncate_rounds(2)] == [1, 2]
     assert [entry["round"] for entry in folder.rounds()] == [1, 2]
     folder.append_round({"round": 3})
     assert [json.loads(line)["round"] for line in (folder.path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
@@ -232,7 +232,7 @@ def test_a_half_written_last_line_is_dropped(folder: RunFolder, cut: int) -> Non
     folder.append_round({"round": 2, "x": [1, 2, 3]})
     path.write_bytes(path.read_bytes()[: len(whole) + cut])
     assert [entry["round"] for entry in folder.rounds()] == [1]
-    folder.rounds(up_to=1)
+    folder.truncate_rounds(1)
     assert path.read_bytes() == whole
     folder.append_round({"round": 2})
     assert [entry["round"] for entry in folder.rounds()] == [1, 2]
@@ -242,7 +242,7 @@ def test_a_line_without_its_newline_is_not_run_into(folder: RunFolder) -> None:
     path = folder.path / "rounds.jsonl"
     folder.append_round({"round": 1})
     path.write_bytes(path.read_bytes()[:-1])
-    folder.rounds(up_to=1)
+    folder.truncate_rounds(1)
     folder.append_round({"round": 2})
     assert [entry["round"] for entry in folder.rounds()] == [1, 2]
 

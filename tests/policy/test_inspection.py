@@ -292,7 +292,7 @@ def test_a_short_name_is_what_monai_takes_it_for() -> None:
         assert name == "Affine" or not found or found[0] in (component(full) for full, home in homes if home), name
         pretrained = introspection.signature(found[0] if found else component(name)).parameters.get("pretrained")
         fetching |= {name} if pretrained is not None and pretrained.default is not False else set()
-    assert fetching == allowed.WEIGHTS_OF_THEIR_OWN
+    assert fetching == allowed.LOADS_WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_every_member_on_the_list_exists() -> None:
 def test_what_a_removed_component_is_made_as_is_listed_and_takes_what_it_is_told(old: str) -> None:
     assert not hasattr(monai.transforms, old)
     assert not hasattr(monai.handlers, old)
-    new = dict(allowed.renewed({"_target_": f"monai.transforms.{old}"}))
+    new = dict(allowed.replace_removed({"_target_": f"monai.transforms.{old}"}))
     made = component(new.pop("_target_"))
     assert new.keys() <= introspection.signature(made).parameters.keys()
 
@@ -358,7 +358,7 @@ def test_what_a_removed_component_is_made_as_is_listed_and_takes_what_it_is_told
 def test_a_removed_component_is_accepted_and_its_arguments_are_checked(tmp_path: Path) -> None:
     node = {"_target_": "SplitChanneld", "keys": "pred", "channel_dim": 1, "output_postfixes": ["a", "b"]}
     renewed = {"_target_": "SplitDimd", "keys": "pred", "dim": 1, "output_postfixes": ["a", "b"]}
-    assert allowed.renewed(node) == renewed
+    assert allowed.replace_removed(node) == renewed
     assert not inspect(write(tmp_path / "old", {"train": {"first": node}})).refusals
     fetching = {**node, "keys": "https://example.org/keys"}
     assert "is a URL" in reasons(inspect(write(tmp_path / "bad", {"train": {"first": fetching}})))

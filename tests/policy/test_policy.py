@@ -124,7 +124,7 @@ def test_a_policy_that_says_nothing_of_runs_agrees_to_all() -> None:
 
 
 def test_a_run_that_was_agreed_to_is_taken_and_smaller_ones_but_no_other() -> None:
-    agreed = Policy().agreeing(run_record(method="fedavg", rounds=5, batch_size=8, local_epochs=2))
+    agreed = Policy().restricted_to(run_record(method="fedavg", rounds=5, batch_size=8, local_epochs=2))
     assert (agreed.methods, agreed.settings) == (("fedavg",), {"rounds": 5, "batch_size": 8, "local_epochs": 2})
     one = {"method": "fedavg", "rounds": 5, "batch_size": 8, "local_epochs": 2}
     assert agreed.disagreement(run_record(**one)) is None
@@ -141,7 +141,7 @@ def test_a_run_that_was_agreed_to_is_taken_and_smaller_ones_but_no_other() -> No
 
 def test_what_a_policy_says_itself_stays_when_it_agrees_to_a_run() -> None:
     said = Policy(methods=("ditto",), settings={"rounds": 9})
-    assert said.agreeing(run_record(method="fedavg", rounds=5)) == said
+    assert said.restricted_to(run_record(method="fedavg", rounds=5)) == said
 
 
 @pytest.mark.parametrize("entry", BORDER, ids=lambda entry: entry["what"])

@@ -15,7 +15,7 @@ from medfl.bundle.bundle import shipped_root
 from medfl.bundle.open import bundle_of
 from medfl.core.errors import InputError
 from medfl.runs import plan as planning
-from medfl.runs.plan import Request, again, make_plan, repeat
+from medfl.runs.plan import Request, make_plan, repeat, request_of
 
 CONFIG = {"network": "small_cnn"}
 
@@ -64,7 +64,7 @@ def test_what_is_asked_for_wins(skin: str) -> None:
     run = make_plan(request).run
     assert run.options == {"mu": 0.5}
     assert (run.cohort, run.rounds, run.local_epochs, run.batch_size, run.lr) == (1.0, 2, 3, 4, 0.5)
-    assert run.lr_decay == again(run).lr_decay == 0.9
+    assert run.lr_decay == request_of(run).lr_decay == 0.9
     assert run.data.split == "dermamnist"
     assert run.config == {**CONFIG, "split": "dermamnist", "image_size": 24}
     assert [*run.partition.sites] == ["site-1", "site-2", "site-3"]
@@ -190,7 +190,7 @@ def test_how_messages_are_made_smaller_is_recorded(chest: str, given: str, recor
     plain = make_plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid")).run
     assert run.messages == recorded
     assert (run.run_hash == plain.run_hash) == (recorded == "lossless")
-    assert make_plan(again(_reloaded(run))).run == run
+    assert make_plan(request_of(_reloaded(run))).run == run
     assert repeat(_reloaded(run)).run.run_hash == run.run_hash
 
 
@@ -247,12 +247,12 @@ def test_again_keeps_what_is_not_asked_for(skin: str) -> None:
         seed=5,
     )  # fmt: skip
     run = _reloaded(make_plan(request).run)
-    assert make_plan(again(run)).run.run_hash == run.run_hash
-    assert make_plan(again(run, rounds=9)).run == dataclasses.replace(run, rounds=9)
-    assert make_plan(again(run, batch_size=4)).run.difference(run) == ["batch_size: 4 was 8"]
-    assert make_plan(again(run, options={"mu": 1.0})).run.difference(run) == ["options.mu: 1.0 was 0.3"]
-    assert make_plan(again(run, method="fedavg")).run.difference(run)[0] == 'method: "fedavg" was "fedprox"'
-    centres = make_plan(again(run, partition="centre")).run
+    assert make_plan(request_of(run)).run.run_hash == run.run_hash
+    assert make_plan(request_of(run, rounds=9)).run == dataclasses.replace(run, rounds=9)
+    assert make_plan(request_of(run, batch_size=4)).run.difference(run) == ["batch_size: 4 was 8"]
+    assert make_plan(request_of(run, options={"mu": 1.0})).run.difference(run) == ["options.mu: 1.0 was 0.3"]
+    assert make_plan(request_of(run, method="fedavg")).run.difference(run)[0] == 'method: "fedavg" was "fedprox"'
+    centres = make_plan(request_of(run, partition="centre")).run
     assert len(centres.partition.sites) == 4
 
 
@@ -260,9 +260,9 @@ def test_a_run_is_resumed_with_the_presets_that_it_had_and_no_others(skin: str) 
     asked = Request("ham10000", "fedavg", config=CONFIG, data=skin, sites=2, rounds=1, presets=["beta-0.1"])
     run = make_plan(asked).run
     assert run.partition.spec == "dirichlet:0.1"
-    same = make_plan(again(run, presets=["beta-0.1"])).run
+    same = make_plan(request_of(run, presets=["beta-0.1"])).run
     assert not same.difference(run)
-    other = make_plan(again(run, presets=["sgd"])).run
+    other = make_plan(request_of(run, presets=["sgd"])).run
     assert any("optimizer" in line for line in other.difference(run))
 
 
@@ -270,7 +270,7 @@ def test_a_method_with_a_schedule_over_the_rounds_follows_the_run(skin: str) -> 
     asked = Request("ham10000", "fedproc", config=CONFIG, data=skin, sites=2, partition="iid", rounds=7)
     run = make_plan(asked).run
     assert run.options["rounds"] == 7
-    assert make_plan(again(run, rounds=9)).run.options["rounds"] == 7, (
+    assert make_plan(request_of(run, rounds=9)).run.options["rounds"] == 7, (
         "its schedule is not stretched when rounds are added"
     )
     assert make_plan(dataclasses.replace(asked, options={"rounds": "50"})).run.options["rounds"] == 50

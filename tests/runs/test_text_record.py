@@ -97,12 +97,12 @@ class Texts:
 
 def recorded(method: str = "fedcb", **options: Any) -> tuple[Any, Run]:
     found = load(method, options)
-    return found, run_record(method=method, text=text_record.record(Texts(E), found))  # type: ignore[arg-type]
+    return found, run_record(method=method, text=text_record.make_record(Texts(E), found))  # type: ignore[arg-type]
 
 
 def test_embeddings_are_kept_to_the_last_bit(tmp_path: Path) -> None:
     method, made = recorded()
-    text_record.keep(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
+    text_record.save(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
     found = Texts(-E)
     text_record.restore(found, made, method, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(found.values, E)
@@ -113,7 +113,7 @@ def test_embeddings_are_kept_to_the_last_bit(tmp_path: Path) -> None:
 
 def test_a_job_carries_them_as_json(tmp_path: Path) -> None:
     method, made = recorded()
-    (path,) = text_record.carry(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
+    (path,) = text_record.write_for_job(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
     found = Texts(-E)
     text_record.restore(found, made, method, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(found.values, E)
@@ -121,7 +121,7 @@ def test_a_job_carries_them_as_json(tmp_path: Path) -> None:
         path.write_text(damaged)
         with pytest.raises(InputError, match="text.json is damaged"):
             text_record.restore(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
-    assert text_record.carry(Texts(E), run_record(), method, tmp_path) == []  # type: ignore[arg-type]
+    assert text_record.write_for_job(Texts(E), run_record(), method, tmp_path) == []  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

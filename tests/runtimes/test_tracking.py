@@ -45,13 +45,13 @@ def play(folder: RunFolder, uri: str | None, rounds: range, commit: bool = True)
     """Run some rounds as the simulator does; without `commit` a kill comes before the last one is committed."""
     said: list[str] = []
     done = rounds.start - 1
-    folder.rounds(up_to=done)
+    folder.truncate_rounds(done)
     with Events(folder.path / "events", done, Tracking(folder, uri, said.append)) as events:
         for round_ in rounds:
             folder.append_round(entry(round_))
             events.log(entry(round_))
     if not commit:
-        folder.rounds(up_to=rounds.stop - 2)
+        folder.truncate_rounds(rounds.stop - 2)
     return said
 
 

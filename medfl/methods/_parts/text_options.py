@@ -51,7 +51,7 @@ class TextClassified(TextEmbeddings, Method):
             )
 
     @property
-    def built(self) -> bool:
+    def from_text(self) -> bool:
         """Whether the head is built from text."""
         return self.classifier.startswith("text_")
 
@@ -85,7 +85,7 @@ class TextClassified(TextEmbeddings, Method):
             tensors["text"] = {"embeddings": embeddings_of(host.model(server["weights"]))}
         return Message(tensors)
 
-    def averaged(self, host: Host, server: State, replies: Mapping[str, Message]) -> dict[str, Tensor]:
+    def average_weights(self, host: Host, server: State, replies: Mapping[str, Message]) -> dict[str, Tensor]:
         """Average the replies' weights; a frozen head stays as it is, bit for bit."""
         fixed = head_names(host.model(host.networks.initial)) if self.classifier == "random_frozen" else ()
         mean = weighted_mean(replies, "weights", sample_shares(replies))
@@ -93,7 +93,7 @@ class TextClassified(TextEmbeddings, Method):
 
     # Site half
 
-    def opened(self, site: Site, state: State, down: Message) -> tuple[nn.Module, State]:
+    def received_model(self, site: Site, state: State, down: Message) -> tuple[nn.Module, State]:
         """Return the received model with the site's own embeddings in its head, and the State that holds these.
 
         Embeddings that have just come replace the State's.
@@ -110,9 +110,9 @@ class TextClassified(TextEmbeddings, Method):
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the received model with the site's own copy of the classifier."""
-        return self.opened(site, state, down)[0]
+        return self.received_model(site, state, down)[0]
 
-    def trained(
+    def train_and_reply(
         self, model: nn.Module, site: Site, state: State, objective: Objective | None, feed: Feed | None = None
     ) -> tuple[State, Message]:
         """Train; return the next State and the reply."""
