@@ -67,9 +67,9 @@ def own_depth(seen: Sequence[PictureFacts]) -> int:
 
 
 def depth_notes(seen: Sequence[PictureFacts]) -> tuple[str, ...]:
-    """Return notes where pictures have different depth_notes, or use a part of their 16 bits."""
+    """Return notes where pictures have different depths, or use a part of their 16 bits."""
     depth, several = own_depth(seen), len({one.dtype for one in seen}) > 1
-    notes = [f"pictures of several depth_notes, each divided by its own: {_depths(seen)}"] if depth and several else []
+    notes = [f"pictures of several depths, each divided by its own: {_depths(seen)}"] if depth and several else []
     if depth in DEPTHS[1:-1] or (depth == DEPTHS[0] and any(one.dtype == np.uint16 for one in seen)):
         most = max(one.largest for one in seen if one.dtype == np.uint16)
         notes.append(f"pictures of 16 bits with values up to {most:g}: read as 0 to {depth}; brighter ones are refused")
