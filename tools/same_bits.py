@@ -58,7 +58,10 @@ def runs(names: list[str]) -> dict[str, list[Any]]:
     small = {"data": "phantom", "sites": 3, "partition": "dirichlet:1", "cohort": 0.67, "rounds": 2, "local_epochs": 1}
     small |= {"batch_size": 16, "seed": 3}
     volumes = {**small, "partition": "iid", "rounds": 1, "batch_size": 4}
-    made = {name: ["mednist", name, OPTIONS.get(name, {}), SCANS, small] for name in names}
+    made = {name: ["mednist", name, OPTIONS.get(name, {}), SCANS, small] for name in names if name != "condistfl"}
+    if "condistfl" in names:
+        partial = {"sites": 2, "cohort": 1.0, "site_labels": "site-1=anterior;site-2=posterior"}
+        made["condistfl-volumes"] = ["hippocampus", "condistfl", {}, {}, {**volumes, **partial}]
     for name in [name for name in names if name in SEGMENTATION]:
         made[f"{name}-volumes"] = ["hippocampus", name, {}, {}, volumes]
     if "fedavg" in names:

@@ -98,9 +98,9 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
         if label is not None:
             record["label"] = label
         for field, names in (("centre", _CENTRE), ("group", _GROUP)):
-            value = next((entry[name] for name in names if entry.get(name) is not None), None)
-            if value is not None:
-                record[field] = str(value)
+            texts = (str(entry[name]) for name in names if entry.get(name) is not None)
+            value = next((text for text in texts if text not in ("", "nan", "<NA>")), "")  # as tables have none
+            record |= {field: value} if value else {}
         if isinstance(entry.get("size"), int):
             record["size"] = entry["size"]
         record |= {key: entry[key] for key in (NO_LABEL, LACKS) if key in entry}

@@ -157,6 +157,14 @@ def test_records() -> None:
     assert records(take_apart(Own()), "train", [])[3] == {"id": "train-3"}
 
 
+@pytest.mark.parametrize("missing", [None, "", float("nan"), np.float64("nan"), "nan", "<NA>"])
+def test_a_patient_or_centre_that_a_table_lacks_is_none(missing: Any) -> None:
+    entry = {"id": "a", "patient": missing, "lesion": "l7", "centre": missing}
+    assert records(Source([entry, {"id": "b", "patient": missing}]), "train", []) == [
+        {"id": "a", "group": "l7"}, {"id": "b"},
+    ]  # fmt: skip
+
+
 # Preparing
 
 

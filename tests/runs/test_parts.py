@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from torch.utils.data import TensorDataset
 
 import medfl
 from medfl.bundle import parts as parts_module
+from medfl.bundle import parts_data
 from medfl.cli import verbs as cli
 from medfl.core.storage import load_weights
 from medfl.evaluation.metrics import Cases, summarise
@@ -242,6 +244,14 @@ def test_a_site_of_parts_may_be_without_labels(tmp_path: Path) -> None:
     assert hashes([semi]) != hashes([medfl.run(parts, "fedsemi", out=tmp_path / "all", **asked)])
     with pytest.raises(medfl.InputError, match="site .south., which is without labels"):
         medfl.run(parts, "fedavg", unlabelled="south", out=tmp_path / "refused", **asked)
+
+
+def test_items_whose_patient_is_not_known_are_split_one_by_one() -> None:
+    """They were one patient: all of them in one section."""
+    items = [{"image": torch.zeros(1), "label": 0, "patient": "p" if n < 2 else math.nan} for n in range(20)]
+    parts = parts_data._split("north", items)
+    assert sum(map(len, parts.values())) == 20
+    assert 13 <= len(parts["train"]) <= 14  # of 19 groups
 
 
 def test_other_parts_are_another_run_and_gone_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
