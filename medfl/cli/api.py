@@ -16,7 +16,7 @@ from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
 from medfl.compare.grid import compare as run_grid
-from medfl.compare.search import values_of
+from medfl.compare.search import parse_grid
 from medfl.compare.tables import write_tables
 from medfl.compare.tune import searched
 from medfl.compare.tune import tune as run_search
@@ -178,7 +178,7 @@ def tune(
         RunError: no trial, or not the chosen run, was finished.
     """
     requested = _known(settings, ("seed", "partition"))
-    values = values_of(f"{name}={','.join(map(str, listed))}" for name, listed in grid.items())
+    values = parse_grid(f"{name}={','.join(map(str, listed))}" for name, listed in grid.items())
     search = searched(
         given(bundle), method, values, trials, tuple(seeds), partition, options or {}, config or {}, requested
     )

@@ -71,9 +71,9 @@ def _compare(args: Any) -> int:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     shared, seeds = _shared(args), arguments.parse_seeds(args.seeds or "0,1,2")
     from medfl.compare.entry import Entry
-    from medfl.compare.search import chosen
+    from medfl.compare.search import tuned_entries
 
-    tuned = chosen(args.tuned) if args.tuned else {}
+    tuned = tuned_entries(args.tuned) if args.tuned else {}
     named = list(dict.fromkeys(arguments.parse_names(args.methods))) or ([] if args.entries else [*tuned])
     entries = [tuned[name] if name in tuned else Entry.read(name) for name in named]
     entries += [Entry.read(text) for text in dict.fromkeys(args.entries)]

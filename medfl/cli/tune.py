@@ -46,7 +46,7 @@ def _tune(args: Any) -> int:
     from medfl.compare import search
 
     requested = arguments.given_settings(args, "presets", "data", "sites")
-    values, fixed = search.values_of(args.grid), arguments.parse_pairs("--set", args.options)
+    values, fixed = search.parse_grid(args.grid), arguments.parse_pairs("--set", args.options)
     seeds = arguments.parse_seeds(args.seeds)
     for one in search.trials(args.method, values, args.trials, seeds[0]):
         check_options(args.method, {**fixed, **one.options})

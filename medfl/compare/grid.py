@@ -29,7 +29,7 @@ from medfl import methods
 from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.entry import Entry
-from medfl.compare.scheduling import Kind, Schedule, Start, kind_title
+from medfl.compare.scheduling import CostGroup, Schedule, Start, kind_title
 from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
@@ -59,7 +59,7 @@ class Cell:
         return f"{kind_title(self.kind)}, seed {self.seed}"
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CostGroup:
         """Its method and partition: runs that differ only in their seed take the same time and memory."""
         return self.entry.label, self.partition
 
@@ -229,7 +229,7 @@ def _run_all(
     """
     context, failed = multiprocessing.get_context("fork"), dict[str, str]()
     busy: dict[int, tuple[Any, Start[Cell], float]] = {}
-    schedule = Schedule(cells, at_once, gpu.memory if gpu else None)
+    schedule = Schedule(cells, at_once, gpu.free if gpu else None)
     for cell in measured:
         schedule.learn(cell, cell.seconds(), cell.peak())
     form = "{desc} {n}/{total} {bar:8}{postfix}"
@@ -293,7 +293,7 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
         try:
             if gpu and allowance is not None:
                 tensors = gpu.limit_process(allowance)
-                shared.free = within(tensors, gpu.memory) if allowance < gpu.memory else None
+                shared.free = within(tensors, gpu.free) if allowance < gpu.free else None
             resume = (cell.folder / "run.json").is_file()
             requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
             federate(
@@ -304,7 +304,7 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
         except Exception as error:  # of any kind: the other runs go on, and the parent reports it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
             if gpu and allowance is not None and gpu_memory.is_out_of_memory(error):
-                share = f"given {gpu_memory.format_gib(allowance)} of {gpu_memory.format_gib(gpu.memory)}"
+                share = f"given {gpu_memory.format_gib(allowance)} of {gpu_memory.format_gib(gpu.free)}"
                 text = f"out of the device's memory, {share}\n{traceback.format_exc()}"
                 code = gpu_memory.OUT_OF_MEMORY_EXIT
             elif isinstance(error, MedflError):

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 
 from medfl.core.gpu_memory import format_gib
 
-Kind = tuple[str, str | None]
+CostGroup = tuple[str, str | None]
 """Runs that take the same time and memory with any seed: a method as it was typed, and a partition."""
 
 MARGIN = 1.1
@@ -29,7 +29,7 @@ class Waiting(Protocol):
         """Its seed."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CostGroup:
         """Its kind."""
 
 
@@ -64,14 +64,14 @@ class Schedule(Generic[R]):
     runs: Sequence[R]
     at_once: int
     memory: int | None = None
-    seconds: dict[Kind, float] = field(default_factory=dict)
-    peaks: dict[Kind, int] = field(default_factory=dict)
+    seconds: dict[CostGroup, float] = field(default_factory=dict)
+    peaks: dict[CostGroup, int] = field(default_factory=dict)
     retried: list[R] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Start with all runs left."""
         self.left = [*self.runs]
-        self._exceeded: dict[Kind, int] = {}
+        self._exceeded: dict[CostGroup, int] = {}
         self._last_line = ""
 
     def learn(self, run: R, seconds: float | None, peak: int | None) -> None:
@@ -159,7 +159,7 @@ def allowance(peak: int | None, memory: int) -> int:
     return memory if peak is None else min(memory, math.ceil(MARGIN * peak))
 
 
-def kind_title(kind: Kind) -> str:
+def kind_title(kind: CostGroup) -> str:
     """Return the name of a kind for messages."""
     label, partition = kind
     return f"{label} on {partition}" if partition else label

@@ -25,7 +25,7 @@ _FORM: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-def values_of(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the values of each name in `NAME=A,B,C`.
 
     Raises:
@@ -79,7 +79,7 @@ def _number(name: str, value: Any) -> int | float:
     return number
 
 
-def chosen(folder: Path) -> dict[str, Entry]:
+def tuned_entries(folder: Path) -> dict[str, Entry]:
     """Return method -> what a search chose, of the folder of one or of several of these.
 
     Raises:

@@ -38,7 +38,7 @@ class Gpu:
 
     name: str
     total: int
-    memory: int
+    free: int
 
     @classmethod
     def query(cls, name: str) -> Gpu:
@@ -52,7 +52,7 @@ class Gpu:
         Beyond these torch raises `OutOfMemoryError`. A process that may take all free memory needs no part of it for
         its context, which existed when the free memory was measured.
         """
-        tensors = allowance if allowance >= self.memory else max(0, allowance - CONTEXT_BYTES)
+        tensors = allowance if allowance >= self.free else max(0, allowance - CONTEXT_BYTES)
         torch.cuda.set_per_process_memory_fraction(min(1.0, tensors / self.total), _index(self.name))
         return tensors
 

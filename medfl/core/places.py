@@ -12,7 +12,7 @@ from medfl.core.names import check_name
 
 PRIVATE = "MEDFL_PRIVATE_CACHE"
 """Variable of a process in a sandbox: its folder for what is pickled, as other processes would run what it writes."""
-BESIDE = ("local",)
+LOCAL_REFERENCE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""
 
 PHANTOM = "phantom"

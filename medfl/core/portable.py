@@ -1,7 +1,7 @@
 """Portable runs: kernels that every x86 processor since about 2015 has, so that two of them compute the same bits.
 
 Libraries choose their kernels by the processor when they are imported, and by these variables. What is left to choose
-is in `medfl.training.accelerate.exact`.
+is in `medfl.training.accelerate.arithmetic`.
 """
 
 from __future__ import annotations

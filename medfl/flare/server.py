@@ -274,9 +274,9 @@ class FlareWorkers(Workers):
         """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
         facts = {} if self._simulated else site_facts.read(payload, self._federation.bundle)
         if name not in self.facts and facts:
-            self._say(f"site {name!r} says that {site_facts.words(facts)}")
+            self._say(f"site {name!r} says that {site_facts.describe(facts)}")
         if facts != (before := self.facts.setdefault(name, facts)):
-            statement, first = (site_facts.words(one) or "nothing" for one in (facts, before))
+            statement, first = (site_facts.describe(one) or "nothing" for one in (facts, before))
             raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
     def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:

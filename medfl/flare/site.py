@@ -27,7 +27,7 @@ from medfl.evaluation.metrics import Cases, summarise
 from medfl.flare import site_facts, wire
 from medfl.flare.wire import Payload
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl.client import KEPT, LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo
+from medfl.runtimes.monai_fl.client import BASE_ROUND, LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo
 from medfl.runtimes.monai_fl.guard import in_words
 from medfl.runtimes.step import copy_site_weights, score_site, score_site_on_all, segment_site, site_step
 
@@ -141,7 +141,7 @@ class FlareSite:
 
     def _exchange_object(self, payload: Payload) -> Any:
         with errors_safe_to_send():
-            statistics = {ROUND: payload.whole_number(wire.ROUND), KEPT: wire.state_round(payload, self.name)}
+            statistics = {ROUND: payload.whole_number(wire.ROUND), BASE_ROUND: wire.state_round(payload, self.name)}
         return ExchangeObject(weights=payload.group("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
 
     def _scored(self, cases: Mapping[str, Cases]) -> Payload:

@@ -63,7 +63,7 @@ _BYTES = 100_000
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _LISTS = ("permits", "classes", "labels", "channels")
 _OWN = {"labels": "structures, or auto", "channels": "channels"}
-_SAID = re.compile(r"[^,;=\n]{1,200}")
+_DECLARED_NAME = re.compile(r"[^,;=\n]{1,200}")
 _NAMES = {"plm"}
 """Options that stand for something that is looked up."""
 PLAIN = "numbers and plain names"
@@ -128,7 +128,7 @@ class SiteConfig:
                 allowed = "whole class paths, as package.module.Class"
                 raise InputError(f"{path}: classes: {printable(one)}", allowed, advice)
         for name in ("labels", "channels"):
-            if name in settings and not (settings[name] and all(map(_SAID.fullmatch, settings[name]))):
+            if name in settings and not (settings[name] and all(map(_DECLARED_NAME.fullmatch, settings[name]))):
                 raise InputError(f"{path}: {name}", f"names of the bundle's {_OWN[name]}", f"as {name}: [NAME, NAME]")
         settings |= {name: tuple(settings[name]) for name in _LISTS if name in settings}
         here = path.parent

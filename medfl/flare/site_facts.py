@@ -21,12 +21,12 @@ from medfl.runtimes import site_channels
 
 Facts = Mapping[str, list[str]]
 """`labels` and `channels`, each with names of the bundle; what a site does not tell of is not there."""
-_WORDS = {"labels": "its masks show {}", "channels": "its images have the channels {}"}
+_DESCRIPTIONS = {"labels": "its masks show {}", "channels": "its images have the channels {}"}
 
 
 def tensors(statistics: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return what a site tells as it crosses; `statistics` are those beside its message."""
-    return {f"site/{kind}": torch.tensor(statistics[kind]) for kind in _WORDS if kind in statistics}
+    return {f"site/{kind}": torch.tensor(statistics[kind]) for kind in _DESCRIPTIONS if kind in statistics}
 
 
 def read(payload: Payload, bundle: Bundle) -> dict[str, list[str]]:
@@ -39,8 +39,8 @@ def read(payload: Payload, bundle: Bundle) -> dict[str, list[str]]:
 
 
 def _named(kind: str, tensor: Tensor, bundle: Bundle) -> list[str]:
-    if kind not in _WORDS:
-        raise RunError(f"it tells of its {printable(kind, 40)!r}; of its data a site tells {', '.join(_WORDS)}")
+    if kind not in _DESCRIPTIONS:
+        raise RunError(f"it tells of its {printable(kind, 40)!r}; of its data a site tells {', '.join(_DESCRIPTIONS)}")
     names = _names(kind, bundle)
     small = tensor.dtype == torch.int64 and tensor.ndim == 1 and len(tensor) <= len(names)
     positions = tensor.tolist() if small else []
@@ -55,15 +55,15 @@ def _names(kind: str, bundle: Bundle) -> dict[int, str]:
     return {i: name for i, name in enumerate(names) if kind == "channels" or slug(name) != "background"}
 
 
-def words(facts: Facts) -> str:
+def describe(facts: Facts) -> str:
     """Say it in a line's words, "" for nothing."""
-    return ", ".join(_WORDS[kind].format(" and ".join(names)) for kind, names in facts.items())
+    return ", ".join(_DESCRIPTIONS[kind].format(" and ".join(names)) for kind, names in facts.items())
 
 
 def by_kind(facts: Mapping[str, Facts], summary: Mapping[str, Any], bundle: Bundle) -> dict[str, dict[str, list[str]]]:
     """Return kind -> site -> names, of the sites that lack some; of one that has not told what the job says."""
     names_by_kind: dict[str, dict[str, list[str]]] = {}
-    for kind in _WORDS:
+    for kind in _DESCRIPTIONS:
         reports = {site: one[kind] for site, one in sorted(facts.items()) if kind in one}
         if each := {**(summary.get(kind) or {}), **reports}:
             every = len(_names(kind, bundle))

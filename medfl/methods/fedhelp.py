@@ -171,7 +171,7 @@ class FedHelp(LessonOptions, SiteNetworks):
             state["balance"] = self.balance(site.train.deterministic(whole=True), class_count(network))
         if site.name in self.large_sites or not self.lambda_j:
             return state
-        return {**state, **self.first_lesson(site, network)}
+        return {**state, **self.initial_lesson_state(site, network)}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as a large or as a small site; reply the proxy or the surrogate."""

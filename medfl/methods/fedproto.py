@@ -28,7 +28,7 @@ from medfl.methods._parts.prototype_exchange import (
     distances,
     has_prototype,
     only_classes,
-    pull,
+    prototype_loss,
     received,
 )
 from medfl.methods._parts.prototypes import class_counts, class_indices, class_means, distance, prototype_groups
@@ -73,7 +73,7 @@ class FedProto(PrototypeExchange):
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             h, output = features_and_output(network, x)
-            return site.loss(output, y) + self.lam * pull(h, class_indices(y), prototypes)
+            return site.loss(output, y) + self.lam * prototype_loss(h, class_indices(y), prototypes)
 
         return fit(model, site, objective=objective)
 

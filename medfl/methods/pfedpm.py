@@ -46,8 +46,8 @@ from medfl.methods._parts.prototype_exchange import (
     class_mean_groups,
     distances,
     has_prototype,
+    prototype_loss,
     prototypes_in,
-    pull,
     received,
     table,
 )
@@ -194,7 +194,7 @@ class PFedPM(PrototypeExchange):
         """Return the second term of (9) without lambda; live mixing leaves 1 - a of each difference."""
         left = 1 - self.a if self.mix == "live" else 1.0
         if self.reg == "sample_mse":
-            return left**2 * pull(h, label, target)
+            return left**2 * prototype_loss(h, label, target)
         return left * class_distance(h, label, target)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

@@ -112,7 +112,7 @@ _WORDED = {
     "pickle": "torch.load torch.jit.load",
     "sys.path": "sys.path.append sys.path.insert",
 }
-WORDED = {member: word for word, members in _WORDED.items() for member in members.split()}
+PERMISSION_OF = {member: word for word, members in _WORDED.items() for member in members.split()}
 """Members that need a word of the site's policy, and the word."""
 
 MODULES = frozenset(path.partition(".")[0] for path in MEMBERS)

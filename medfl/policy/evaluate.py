@@ -30,7 +30,7 @@ from torch import nn
 
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import PLACES, TABLE_ARGUMENTS
-from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS_OF, WORDED
+from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS_OF, PERMISSION_OF
 from medfl.policy.components import check_arguments, for_expressions
 from medfl.policy.expressions import REFERENCE, check_expression, module_path
 from medfl.policy.growing import GROWING, bounded_range, format_text, formatted, operate
@@ -129,7 +129,7 @@ class ExpressionEvaluator:
         """Return the listed object, or the one of the bundle's own Python, that a path of names stands for."""
         if path not in self._members:
             is_own = path.partition(".")[0] in self.own_modules
-            listed = path in MEMBERS or WORDED.get(path) in self.words or (is_own and "scripts" in self.words)
+            listed = path in MEMBERS or PERMISSION_OF.get(path) in self.words or (is_own and "scripts" in self.words)
             target = _located(path) if listed else for_expressions(path)
             if target is None:
                 raise Refused(f"{printable(path)}, which is not on the list")

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import why_argument_refused
-from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS, WORDED
+from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS, PERMISSION_OF
 from medfl.policy.components import check_arguments, for_expressions
-from medfl.policy.imports import Uses, need_word, only_statement
+from medfl.policy.imports import Uses, need_permission, only_statement
 from medfl.policy.paths import check_id, check_path
 
 REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
@@ -187,9 +187,9 @@ class _Checker:
     def _member(self, path: str) -> None:
         """Check what a module's name and attributes lead to."""
         if path.split(".")[0] in self.own_modules:
-            need_word("scripts", path, self.words, self.uses.words)
-        elif path in WORDED:
-            need_word(WORDED[path], path, self.words, self.uses.words)
+            need_permission("scripts", path, self.words, self.uses.words)
+        elif path in PERMISSION_OF:
+            need_permission(PERMISSION_OF[path], path, self.words, self.uses.words)
         elif path not in MEMBERS and for_expressions(path) is None:
             raise Refused(f"{printable(path)}, which is not on the list")
         self.uses.uses[path] += 1
@@ -219,7 +219,7 @@ class _Checker:
         if isinstance(called, ast.Name) and called.id == "open" and called.id not in local:
             self._open(node)
         elif isinstance(called, ast.Name) and called.id == "setattr" and called.id not in local:
-            need_word("setattr", "setattr()", self.words, self.uses.words)
+            need_permission("setattr", "setattr()", self.words, self.uses.words)
             self.uses.uses["setattr"] += 1
         elif isinstance(called, ast.Name):
             self._name(called, local)
@@ -256,7 +256,7 @@ class _Checker:
         mode = _literal(node.args[1]) if len(node.args) > 1 else keywords.get("mode", "r")
         plain = len(node.args) <= 2 and set(keywords) <= {"mode", "encoding", "newline"}
         if not (plain and mode in ("r", "rb", "rt")):
-            need_word("open", "open() for writing", self.words, self.uses.words)
+            need_permission("open", "open() for writing", self.words, self.uses.words)
         self.uses.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
 
     # What is made of them

@@ -9,7 +9,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
-from medfl.policy.policy import WORDS, Policy
+from medfl.policy.policy import PERMISSIONS, Policy
 
 NOT_LISTED = (
     "a bundle runs nothing that is not listed",
@@ -128,7 +128,7 @@ class Inspection:
             "uses": dict(sorted(self.uses.items())),
             "statements": self.statements,
             "allowed_by_policy": [
-                {"word": word, "meaning": WORDS[word], "what": what, "times": times}
+                {"word": word, "meaning": PERMISSIONS[word], "what": what, "times": times}
                 for (word, what), times in sorted(self.allowed.items())
             ],
             "data": self.data,

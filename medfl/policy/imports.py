@@ -52,7 +52,7 @@ def imported(text: str, uses: Uses) -> dict[str, str]:
     return {bound: path}
 
 
-def need_word(word: str, what: str, words: Collection[str], allowed: Counter[tuple[str, str]]) -> None:
+def need_permission(word: str, what: str, words: Collection[str], allowed: Counter[tuple[str, str]]) -> None:
     """Count that a word of the policy allows something.
 
     Raises:

@@ -29,7 +29,7 @@ from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
 from medfl.policy.findings import UNREADABLE
 from medfl.policy.findings import Inspection as Inspection
-from medfl.policy.imports import DEFAULT_NAMES, Uses, imported, need_word
+from medfl.policy.imports import DEFAULT_NAMES, Uses, imported, need_permission
 from medfl.policy.paths import check_id, check_path
 from medfl.policy.policy import Policy
 
@@ -258,7 +258,7 @@ class _Inspector:
         if not isinstance(node, str):
             raise Refused(f"a _target_ of type {type(node).__name__}")
         if node.split(".")[0] in self.own_modules and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
-            need_word("scripts", node, self.policy.allow, self.inspection.allowed)
+            need_permission("scripts", node, self.policy.allow, self.inspection.allowed)
         else:
             component(replace_removed({"_target_": node})["_target_"])
         self.inspection.targets[node] += 1

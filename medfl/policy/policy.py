@@ -1,7 +1,7 @@
 """A site's policy: which files a bundle consists of, and what it may do beyond what every bundle may.
 
     bundle: hippocampus          # the folder's name
-    allow: [scripts]             # words, see `WORDS`
+    allow: [scripts]             # words, see `PERMISSIONS`
     limits: {config_bytes: 200000}
     files:                       # sha256 of each; with it, a bundle has these files and no others
       configs/train.yaml: 3f5a...
@@ -28,7 +28,7 @@ from medfl.core.run import Run
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.policy.outbound import Outbound, check_known
 
-WORDS = {
+PERMISSIONS = {
     "scripts": "the bundle's own Python is imported and runs with your rights",
     "pickle": "torch.load and TorchScript may be used: they run what a pickled file says",
     "open": "files may be opened for writing, and anywhere",
@@ -116,7 +116,7 @@ class Policy:
             raise InputError(f"policy {path} is a {type(document).__name__}", "keys and values", "see docs/deploy.md")
         check_known(document, _KEYS, f"policy {path}: key")
         allow, files = _words(document, "allow", path), document.get("files")
-        check_known(allow, WORDS, f"policy {path}: the word")
+        check_known(allow, PERMISSIONS, f"policy {path}: the word")
         methods = tuple(check_name(name, f"policy {path}: method") for name in _words(document, "methods", path))
         limits = _numbers(document, "limits", [f.name for f in fields(Limits)], path)
         settings = _numbers(document, "settings", MOST, path)
@@ -144,7 +144,7 @@ class Policy:
         parts |= {"methods": list(self.methods)} if self.methods else {}
         parts |= {"settings": dict(self.settings)} if self.settings else {}
         parts |= {} if self.files is None else {"files": dict(sorted(self.files.items()))}
-        comments = "".join(f"# {word}: {WORDS[word]}\n" for word in sorted(self.allow))
+        comments = "".join(f"# {word}: {PERMISSIONS[word]}\n" for word in sorted(self.allow))
         head = "# What this site has inspected and allows; see docs/deploy.md.\n"
         return head + comments + yaml.safe_dump(parts, sort_keys=False, width=1000, allow_unicode=False)
 

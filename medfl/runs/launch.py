@@ -16,7 +16,7 @@ from medfl.bundle.open import prepared_sections
 from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_untrusted_module
-from medfl.core.places import BESIDE, default_run_folder, folder_to_resume, require_unused
+from medfl.core.places import LOCAL_REFERENCE, default_run_folder, folder_to_resume, require_unused
 from medfl.core.run_documents import read_rows, read_summary
 from medfl.core.run_folder import RunFolder
 from medfl.core.settings import LOSSLESS, MEAN
@@ -34,12 +34,12 @@ from medfl.runs.resume import LISTED as _LISTED
 from medfl.runs.resume import discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
 from medfl.runtimes import registry, site_settings
 from medfl.runtimes.attendance import Tolerance
-from medfl.runtimes.callbacks import Callback, EarlyStopping, named
+from medfl.runtimes.callbacks import Callback, EarlyStopping, callback_names
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
-from medfl.training.accelerate.exact import arithmetic
+from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.precision import tf32, threads
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def federate(
         _require_segmentation(plan)
     path = out or default_run_folder(plan.bundle.name, run.method, run.seed)
     if not resume:
-        require_unused(path, BESIDE)
+        require_unused(path, LOCAL_REFERENCE)
     else:
         _require_same_runtime(path, runtime)
     for note in plan.notes:
@@ -175,7 +175,7 @@ def federate(
     say(_division(plan))
     say(steps_note(run))
     workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
-    with threads(run.threads), arithmetic(run):
+    with threads(run.threads), run_precision(run):
         with tf32(False):
             public = plan.public.prepare(jobs=workers, progress=progress, say=say) if plan.public else None
         prepared = shared.sections(plan) if shared is not None else None
@@ -206,7 +206,7 @@ def federate(
                     execute(alone, *open_folder(local, alone, path / "local", command, record))
                 say(f"now {run.method}")
         if callbacks:
-            opened[0].add_to_run({"callbacks": named(callbacks)})
+            opened[0].add_to_run({"callbacks": callback_names(callbacks)})
         output: dict[str, Any] = {"save_predictions": save_predictions, "profile": profile, "track": track}
         summary = execute(federation, *opened, callbacks=callbacks, untested=untested, **output)
         if with_local:

@@ -113,7 +113,7 @@ def predict(
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
             predictions = _Writer(predictor, files, targets, folder).write(progress)
     if not predictions.rows:
-        raise _nothing(len(files), next(iter(predictions.failed.values())))
+        raise _no_prediction_error(len(files), next(iter(predictions.failed.values())))
     return _document(predictor, files, predictions, folder, targets)
 
 
@@ -288,7 +288,7 @@ def _places(files: Mapping[str, str]) -> dict[str, Path]:
     return places
 
 
-def _nothing(count: int, error: Exception) -> InputError:
+def _no_prediction_error(count: int, error: Exception) -> InputError:
     """Return the error that says why no image could be predicted, by what went wrong with the first."""
     what = "the one image cannot" if count == 1 else f"none of the {count} images can"
     given, *others = error._parts if isinstance(error, InputError) else [_told(error)]

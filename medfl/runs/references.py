@@ -31,7 +31,7 @@ def masks_of(place: Path, files: Mapping[str, str]) -> dict[str, str]:
     of_uri = {uri: matched[name] for name, uri in names.items() if name in matched}
     mask_uris = {ident: of_uri[uri] for ident, uri in files.items() if uri in of_uri}
     if not mask_uris:
-        raise _none(place, f"{len(masks)} masks", "the name of its image, with or without _mask, _seg or _label")
+        raise _no_match(place, f"{len(masks)} masks", "the name of its image, with or without _mask, _seg or _label")
     return mask_uris
 
 
@@ -65,7 +65,7 @@ def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> 
         if labels:
             class_indices[ident] = labels.pop()
     if not class_indices:
-        raise _none(place, "labels", "the path or the name of its image")
+        raise _no_match(place, "labels", "the path or the name of its image")
     return class_indices
 
 
@@ -102,5 +102,5 @@ def _forms(name: str) -> tuple[str, ...]:
     return name, without_ending(name), bare, without_ending(bare)
 
 
-def _none(place: Path, what: str, allowed: str) -> InputError:
+def _no_match(place: Path, what: str, allowed: str) -> InputError:
     return InputError(f"--reference {place} has {what}, but for none of the images", allowed, "check the names")

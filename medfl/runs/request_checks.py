@@ -12,7 +12,7 @@ from medfl.bundle.protocol import resolved
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.names import trust_module
-from medfl.core.places import BESIDE, PHANTOM, record_of, require_run, require_unused, weights_file
+from medfl.core.places import LOCAL_REFERENCE, PHANTOM, record_of, require_run, require_unused, weights_file
 from medfl.core.run_documents import read_run
 from medfl.core.settings import check_limits
 from medfl.runtimes import registry
@@ -55,4 +55,4 @@ def check_before_imports(
     if requested.get("init"):
         weights_file(requested["init"])
     if out is not None and not resume:
-        require_unused(out, BESIDE)
+        require_unused(out, LOCAL_REFERENCE)

@@ -11,7 +11,7 @@ from typing import Any
 from medfl.bundle.check_own import ids_of
 from medfl.bundle.open import bundle_of, is_recorded
 from medfl.core.errors import InputError
-from medfl.core.places import BESIDE, record_of
+from medfl.core.places import LOCAL_REFERENCE, record_of
 from medfl.core.run import Run
 from medfl.core.run_documents import read_summary
 from medfl.core.run_folder import RunFolder
@@ -134,7 +134,7 @@ def open_folder(
         The folder, and whether the run is resumed.
     """
     done = rounds_done(plan.run, path, sums=False)
-    folder = RunFolder.create(path, BESIDE) if done is None else RunFolder.existing(path)
+    folder = RunFolder.create(path, LOCAL_REFERENCE) if done is None else RunFolder.existing(path)
     extra = {**extra, "leaves": federation.describe_exchange()}
     if done is not None:
         folder.state.mkdir(exist_ok=True)
@@ -156,7 +156,7 @@ def discarding(folder: RunFolder, resume: bool) -> Iterator[None]:
         yield
     except InputError:
         if not resume and folder.manifest() is None:
-            folder.remove_unstarted(BESIDE)
+            folder.remove_unstarted(LOCAL_REFERENCE)
         raise
 
 

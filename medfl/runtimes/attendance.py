@@ -99,11 +99,11 @@ class Attendance:
         """Yield (site, answer) of (position of the site, its answer or failure); RunError if too few can answer."""
         for index, answer in answers:
             if isinstance(answer, FailedReply):
-                self.refuse({self.names[index]: answer.why})
+                self.drop({self.names[index]: answer.why})
             else:
                 yield self.names[index], answer
 
-    def refuse(self, reasons: Mapping[str, str]) -> None:
+    def drop(self, reasons: Mapping[str, str]) -> None:
         """Go on without the sites that have a reason, and say it; RunError if too few are left."""
         sender = "site {!r}".format
         if self.least is None and reasons:

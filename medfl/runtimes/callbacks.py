@@ -141,7 +141,7 @@ class BestCheckpoint:
                 torch.save(ended.weights, temporary)
 
 
-def named(callbacks: Sequence[Callback]) -> list[str]:
+def callback_names(callbacks: Sequence[Callback]) -> list[str]:
     """Return what a run's record says of its callbacks."""
     return [str(getattr(one, "__qualname__", "") or re.sub(r" at 0x[0-9a-f]+", "", repr(one))) for one in callbacks]
 

@@ -34,9 +34,9 @@ from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
 from medfl.runtimes.unlabelled import check_sites, hidden
 from medfl.training import Host, LocalSettings, Networks, Site
+from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.compiled import compile_steps
-from medfl.training.accelerate.exact import arithmetic
 from medfl.training.accelerate.max_pool import use_fast_max_pool
 from medfl.training.accelerate.precision import with_channels_last
 
@@ -276,7 +276,7 @@ class Federation:
     def scope(self) -> Iterator[None]:
         """Compute as the run says inside; then take every network leased there back, whichever pool it is from."""
         with ExitStack() as stack:
-            stack.enter_context(arithmetic(self.run))
+            stack.enter_context(run_precision(self.run))
             if self.run.capture:  # packing captures
                 stack.enter_context(capture_steps())
             if self.run.compile:

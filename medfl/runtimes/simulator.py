@@ -134,7 +134,7 @@ class Simulator:
             summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
             summary |= gpu_memory.peak_memory(self.run.device)
             pictures.finish(self.done, self.server)
-            pictures.judged(self.done, cases, masks)
+            pictures.draw_cases(self.done, cases, masks)
         return summary
 
     # Rounds

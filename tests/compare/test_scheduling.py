@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from medfl.compare.scheduling import Kind, Schedule, Start, allowance
+from medfl.compare.scheduling import CostGroup, Schedule, Start, allowance
 from medfl.core.gpu_memory import GIB
 
 MEMORY = 100 * GIB
@@ -20,23 +20,23 @@ class Run:
     partition: str | None = None
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CostGroup:
         return self.method, self.partition
 
 
-def kind(method: str) -> Kind:
+def kind(method: str) -> CostGroup:
     return method, None
 
 
-def gib(**sizes: float) -> dict[Kind, int]:
+def gib(**sizes: float) -> dict[CostGroup, int]:
     return {kind(method): int(size * GIB) for method, size in sizes.items()}
 
 
 def on_gpu(
     left: list[Run],
     *running: float,
-    peaks: Mapping[Kind, int],
-    seconds: Mapping[Kind, float] | None = None,
+    peaks: Mapping[CostGroup, int],
+    seconds: Mapping[CostGroup, float] | None = None,
     at_once: int = 8,
     alone: tuple[Run, ...] = (),
 ) -> Start[Run] | None:
@@ -44,7 +44,7 @@ def on_gpu(
     return Schedule(left, at_once, MEMORY, {**(seconds or {})}, {**peaks}, [*alone]).start(taken)
 
 
-def on_cpu(left: list[Run], running: int = 0, seconds: Mapping[Kind, float] | None = None) -> Start[Run] | None:
+def on_cpu(left: list[Run], running: int = 0, seconds: Mapping[CostGroup, float] | None = None) -> Start[Run] | None:
     return Schedule(left, 2, seconds={**(seconds or {})}).start([Start(Run("other"))] * running)
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_has_to_be_alone_is() -> None:
         ({}, 8, 1),
     ],
 )
-def test_how_many_fit(peaks: dict[Kind, int], at_once: int, count: int) -> None:
+def test_how_many_fit(peaks: dict[CostGroup, int], at_once: int, count: int) -> None:
     runs = [Run("fedavg", 0), Run("fedavg", 1), Run("fedavg", 2), Run("fedprox")]
     assert Schedule(runs, at_once, MEMORY, peaks=peaks).fitting(MEMORY) == count
     assert Schedule([], at_once, MEMORY).fitting(MEMORY) == 1

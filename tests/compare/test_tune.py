@@ -154,7 +154,7 @@ def test_in_python_it_is_the_same_search(scans: Path, done: Path) -> None:
 
 
 def test_some_of_the_combinations_are_drawn_by_the_seed() -> None:
-    values = search.values_of(["mu=1,2,3", "lr=0.1,0.2,0.3"])
+    values = search.parse_grid(["mu=1,2,3", "lr=0.1,0.2,0.3"])
     drawn = [[one.label for one in search.trials("fedprox", values, 4, seed)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(set(drawn[0])) == 4
@@ -184,7 +184,7 @@ def test_some_of_the_combinations_are_drawn_by_the_seed() -> None:
 def test_what_a_folder_says_is_checked(document: Any, said: str, tmp_path: Path) -> None:
     (tmp_path / "best.json").write_text(document if isinstance(document, str) else json.dumps(document))
     with pytest.raises(InputError, match=said):
-        search.chosen(tmp_path)
+        search.tuned_entries(tmp_path)
 
 
 def test_no_trial_that_could_be_validated_is_an_error(scans: Path, tmp_path: Path) -> None:

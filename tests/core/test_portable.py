@@ -13,7 +13,7 @@ import torch
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.settings import check_limits
-from medfl.training.accelerate.exact import exact_arithmetic
+from medfl.training.accelerate.arithmetic import portable_arithmetic
 from tests.support.programs import ROOT
 
 BEGUN = "from medfl.core import portable; portable.enable(); import os; print(portable.active())"
@@ -50,7 +50,7 @@ def test_what_depends_on_the_machine_is_refused_beside_it(other: dict[str, objec
 def test_arithmetic_is_exact_inside_only() -> None:
     x = torch.rand(4000, generator=torch.Generator().manual_seed(1)) + 0.1
     before, right = torch.sqrt(x), np.sqrt(x.numpy())
-    with exact_arithmetic(True):
+    with portable_arithmetic(True):
         assert not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled()
         for root in (torch.sqrt(x), x.clone().sqrt_(), torch._foreach_sqrt([x])[0]):
             assert np.array_equal(root.numpy(), right)
@@ -59,7 +59,7 @@ def test_arithmetic_is_exact_inside_only() -> None:
         assert np.array_equal(y.grad.numpy(), np.float32(1) / (np.float32(2) * right))
         assert torch.sqrt(torch.tensor(4)).dtype == torch.float32
         assert torch.sqrt(torch.rand(2, 3, 4, 5).bfloat16()).dtype == torch.bfloat16
-        with exact_arithmetic(True):
+        with portable_arithmetic(True):
             pass
         assert np.array_equal(torch.sqrt(x).numpy(), right)
     assert torch.equal(torch.sqrt(x), before)

@@ -16,7 +16,7 @@ from medfl.core.seeding import stream
 from medfl.core.storage import load_state, save_state
 from medfl.core.task import Task
 from medfl.methods import load, pfedpm
-from medfl.methods._parts.prototype_exchange import average_prototypes, pull, table
+from medfl.methods._parts.prototype_exchange import average_prototypes, prototype_loss, table
 from medfl.methods._parts.relation_head import Relation, relation_loss, relation_step
 from medfl.methods.pfedpm import class_distance, mix
 from medfl.networks import build
@@ -178,11 +178,11 @@ def test_the_gradients_of_the_pull() -> None:
     apart_by = values.detach().mean(0) - target[1]
     close(gradient, (apart_by / (5 * apart_by.norm())).expand(5, 4))
     close(gradient.norm(dim=1), 1 / 5)
-    (gradient,) = torch.autograd.grad(pull(values, label, target), values)
+    (gradient,) = torch.autograd.grad(prototype_loss(values, label, target), values)
     close(gradient, 2 * (values.detach() - target[1]) / (5 * 4))
     met = torch.stack([target[0], torch.arange(4).double(), target[2]])  # C = C~: zero loss, zero gradient, not NaN
     level = met[label].requires_grad_()
-    for loss in (class_distance(level, label, met), pull(level, label, met)):
+    for loss in (class_distance(level, label, met), prototype_loss(level, label, met)):
         assert loss.item() == 0
         (gradient,) = torch.autograd.grad(loss, level)
         assert not gradient.any()

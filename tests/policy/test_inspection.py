@@ -34,7 +34,7 @@ from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
 from medfl.policy.imports import DEFAULT_NAMES, Uses
 from medfl.policy.inspection import Inspection, inspect
-from medfl.policy.policy import WORDS, Policy
+from medfl.policy.policy import PERMISSIONS, Policy
 from tests.hostile.base import write
 from tests.hostile.friendly import FRIENDLY
 from tests.hostile.table import HOSTILE
@@ -42,7 +42,7 @@ from tests.support.deep import deep_folder
 from tests.support.toy import run_record
 from tests.zoo.build import ZOO
 
-EVERYTHING = Policy(allow=frozenset(WORDS))
+EVERYTHING = Policy(allow=frozenset(PERMISSIONS))
 BUNDLES = sorted(path.parent for path in (shipped_root() or Path()).glob("**/configs"))
 
 
@@ -95,7 +95,7 @@ def test_what_a_word_allows_is_shown_under_that_word(tmp_path: Path) -> None:
     for number, (name, case) in enumerate(HOSTILE.items()):
         if case.word:
             root = write(tmp_path / str(number), case.train, case.files)
-            others = frozenset(WORDS) - {case.word}
+            others = frozenset(PERMISSIONS) - {case.word}
             assert not inspect(root, Policy(allow=others)).accepted, name
             found = inspect(root, Policy(allow=frozenset({case.word})))
             assert found.accepted, (name, reasons(found))
@@ -339,7 +339,7 @@ def test_no_path_through_a_module_leaves_its_package() -> None:
 
 
 def test_every_member_on_the_list_exists() -> None:
-    listed = sorted(allowed_in_expressions.MEMBERS | allowed_in_expressions.WORDED.keys())
+    listed = sorted(allowed_in_expressions.MEMBERS | allowed_in_expressions.PERMISSION_OF.keys())
     installed = [path for path in listed if importlib.util.find_spec(path.partition(".")[0])]
     assert len(installed) > 180
     absent = {path for path in installed if pydoc.locate(path) is None}

@@ -12,7 +12,7 @@ import yaml
 
 from medfl.core.errors import InputError
 from medfl.policy.inspection import inspect
-from medfl.policy.policy import WORDS, Limits, Policy
+from medfl.policy.policy import PERMISSIONS, Limits, Policy
 from tests.hostile.base import write
 from tests.support.toy import run_record
 
@@ -34,7 +34,7 @@ def test_a_policy_that_is_written_is_read_back(tmp_path: Path) -> None:
     policy = replace(policy, methods=("fedavg", "ditto"), settings={"rounds": 3})
     text = policy.text()
     assert read(tmp_path, text) == policy
-    assert f"# scripts: {WORDS['scripts']}" in text
+    assert f"# scripts: {PERMISSIONS['scripts']}" in text
 
 
 @pytest.mark.parametrize(

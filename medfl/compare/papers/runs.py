@@ -54,7 +54,7 @@ def run(
     Raises:
         InputError: no run of the table is left, or a run would be refused.
     """
-    grids = [(number, chosen(table, grid, methods, partitions)) for number, grid in enumerate(table.grids, 1)]
+    grids = [(number, restricted(table, grid, methods, partitions)) for number, grid in enumerate(table.grids, 1)]
     grids = [(n, grid) for n, grid in grids if grid.entries and grid.partitions and bundle in (None, grid.bundle)]
     if not grids:
         offered = sorted({grid.bundle for grid in table.grids})
@@ -146,7 +146,7 @@ def published(comparison: Comparison) -> list[str]:
     return [rendered(("table", *_HEADS), rows, "md"), *notes, "ours may have other settings than the papers'"]
 
 
-def chosen(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None) -> Grid:
+def restricted(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None) -> Grid:
     """Return a grid with only these methods and partitions; where none are given, with all.
 
     A method is given by its name, for all its variants, or by that of the table's row.

@@ -147,7 +147,7 @@ def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, 
 # Losses and logits
 
 
-def pull(features: Tensor, label: Tensor, prototypes: Tensor) -> Tensor:
+def prototype_loss(features: Tensor, label: Tensor, prototypes: Tensor) -> Tensor:
     """Return the mean over batch and d of (h - C_y)^2, C_y constant; a class without prototype contributes 0.
 
     Args:

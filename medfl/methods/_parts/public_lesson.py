@@ -46,7 +46,7 @@ class LessonOptions(PublicData, PixelWeights):
         choices=("no_track", "shared", "separate"),
     )
 
-    def first_lesson(self, site: Site, network: nn.Module) -> State:
+    def initial_lesson_state(self, site: Site, network: nn.Module) -> State:
         """Return a site's first State of its lessons: psi is drawn, and all teachers count the same."""
         public = public_data(site)
         with stream(derive(site.seed, "public head"), "draw"):

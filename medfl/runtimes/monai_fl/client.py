@@ -53,7 +53,7 @@ from medfl.runtimes.monai_fl.view import Aborted, AtSite
 from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
 
 HOSTS = ("medfl", "averaging")
-ROUND, KEPT, LOSS = "round", "kept", "train_loss"
+ROUND, BASE_ROUND, LOSS = "round", "kept", "train_loss"
 """Names in `statistics`: of the round that a broadcast belongs to, of the round whose State the site goes on from (that
 of its newest reply that the server took, 0 for none; not said: the newest State), and of a reply's mean training loss.
 """
@@ -314,7 +314,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 view.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
                 view.require(data.optim is None, "it has the state of an optimiser")
                 numbers = {ROUND: activity.round, **(data.statistics or {})}
-                round_, base = numbers[ROUND], numbers.get(KEPT)
+                round_, base = numbers[ROUND], numbers.get(BASE_ROUND)
                 for value in (round_, 0 if base is None else base):
                     is_whole = type(value) is int and value >= 0
                     view.require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")

@@ -27,7 +27,7 @@ def chosen(cases: Mapping[str, Cases]) -> dict[str, dict[str, str]]:
     return {site: overlays.ranked(dice) for site, dice in _drawn_sites(_dice(cases)).items()}
 
 
-def drawn(
+def case_pictures(
     federation: Federation, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]
 ) -> Iterator[Picture]:
     """Draw the Dice of each site's test cases, and of each site the best, the median and the worst of them.

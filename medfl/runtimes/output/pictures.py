@@ -87,7 +87,7 @@ class Pictures:
             network = federation.method.global_predictor(federation.host(round_), server)
             if network is None or not _has_vectors(network, pooled, federation.networks.device):
                 return
-            real, labels = self._read(network, _drawn(pooled, len(classes), draws))
+            real, labels = self._read(network, _sample_items(pooled, len(classes), draws))
             synthetic, made_labels = real[:0], labels[:0]
             if generated is not None:
                 images = Stacked([{}] * len(asked), generated.inputs, asked)
@@ -99,7 +99,7 @@ class Pictures:
         if spectrum is not None:
             self._keep(spectrum, round_)
 
-    def judged(self, round_: int, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]) -> None:
+    def draw_cases(self, round_: int, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]) -> None:
         """Show test cases as the judged models see them.
 
         Of a segmentation the Dice of all of them, and each site's best, median and worst one; of a classification
@@ -107,9 +107,9 @@ class Pictures:
         """
         pictures: Iterable[Picture] = ()
         if self.federation.task.kind == "segmentation":
-            pictures = overlays.drawn(self.federation, cases, masks)
+            pictures = overlays.case_pictures(self.federation, cases, masks)
         elif self.federation.task.kind == "classification":
-            pictures = worst.drawn(self.federation, cases)
+            pictures = worst.worst_pictures(self.federation, cases)
         for picture in pictures:
             self._keep(picture, round_)
 
@@ -130,7 +130,7 @@ class Pictures:
         self.events.add_image(f"pictures/{tag or picture.name}", picture.pixels, step, dataformats="HWC")
 
 
-def _drawn(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
+def _sample_items(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
     """Draw so many items that it takes seconds; among the first n, for any n, classes are as equal as can be."""
     x, _ = next(pooled.batches(1))
     limit = max(_LEAST * classes, min(_ITEMS, _PIXELS // max(1, x[0, 0].numel())))

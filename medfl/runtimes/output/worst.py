@@ -16,7 +16,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.overlays import test_item
 
 
-def drawn(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Picture]:
+def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterator[Picture]:
     """Yield the images with the highest loss, the highest first, as the network is given them; volumes in a slice.
 
     None where items are no images. A case that several sites own is shown once, as the first of them has it.

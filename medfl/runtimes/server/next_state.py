@@ -77,9 +77,9 @@ def next_state(
 
     with federation.networks.scope():
         sent = federation.method.broadcast(federation.host(round_), server, cohort[0]).tensors
-    attendance.refuse(odd_replies(replies, sent, {"weights"} | federation.like_weights))
+    attendance.drop(odd_replies(replies, sent, {"weights"} | federation.like_weights))
     usable = {name: reply for name, reply in replies.items() if name not in left_out}
-    attendance.refuse(far_replies(federation, usable, sent))
+    attendance.drop(far_replies(federation, usable, sent))
     result = _from_usable(replies, attempt, BrokenRule, attendance)
     check_shares(federation, attendance.what, result.replies, tolerance.max_share)
     return result
@@ -157,7 +157,7 @@ def _from_usable(
             raise
         except Exception as error:  # a message of any form may make it fail in any way
             reasons = _at_fault(names, attempt, error, attendance.what)
-        attendance.refuse(reasons)
+        attendance.drop(reasons)
 
 
 def _only(messages: Mapping[str, Message], names: Sequence[str]) -> Mapping[str, Message]:

@@ -32,7 +32,7 @@ _OWN = "the site's own model, as the method leaves it"
 _TRAINED_ONCE_MORE = "the final global model after one more local training at the site, of which nothing is sent"
 
 Metrics = dict[str, float]
-Judged = dict[str, dict[str, Cases]]
+CasesBySite = dict[str, dict[str, Cases]]
 """site -> section -> outcomes"""
 
 
@@ -107,7 +107,7 @@ class Scoring:
 
     def _personal(
         self, round_: int, server: State, sections: tuple[str, ...], among: Sequence[str] | None = None
-    ) -> Judged:
+    ) -> CasesBySite:
         names = self.names if among is None else among
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
@@ -220,7 +220,7 @@ class Scoring:
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
         return masks, written if save else None
 
-    def _final_personal(self, last: int, server: State) -> Judged:
+    def _final_personal(self, last: int, server: State) -> CasesBySite:
         """Score the personal models of all sites on test items.
 
         For globally judged methods the personal model is the site's own where there is one (`SiteModels`), else,

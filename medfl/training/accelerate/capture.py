@@ -240,7 +240,7 @@ class StepRunner:
             self._key, self._log, self._verdict = key, None, _VERDICTS.get(key)
         if self._verdict is None:
             too_few = self._too_few_steps() if self._log is None else ""
-            return self._give_up(too_few)(*batch) if too_few else self._judge(key, before, batch)
+            return self._give_up(too_few)(*batch) if too_few else self._log_step(key, before, batch)
         if self._verdict.obstacle:
             return self._give_up(self._verdict.obstacle)(*batch)
         self._memory = VisitMemory([before.tensors[index] for index in self._verdict.used])
@@ -309,7 +309,7 @@ class StepRunner:
             return f"a visit has fewer than {_VERDICT_STEPS} steps of the same shape"
         return "each visit has few steps, with code or numbers of its own"
 
-    def _judge(self, key: Hashable, before: ReachableState, batch: tuple[Tensor, ...]) -> Tensor:
+    def _log_step(self, key: Hashable, before: ReachableState, batch: tuple[Tensor, ...]) -> Tensor:
         """Do a step and log it; the second one of two gives the verdict."""
         log = OperationLog(self._device, batch, self._storage_ids)
         with self._warming(), log:

@@ -28,19 +28,19 @@ _inside = False
 
 
 @contextmanager
-def arithmetic(run: Run) -> Iterator[None]:
+def run_precision(run: Run) -> Iterator[None]:
     """Compute as a run says inside the block, in TF32 and exactly.
 
     Raises:
         InputError: it is portable, and this process was not begun for that.
     """
     portable.enable_if_requested(vars(run))
-    with tf32(run.tf32), exact_arithmetic(run.portable):
+    with tf32(run.tf32), portable_arithmetic(run.portable):
         yield
 
 
 @contextmanager
-def exact_arithmetic(active: bool) -> Iterator[None]:
+def portable_arithmetic(active: bool) -> Iterator[None]:
     """Compute so in this process inside the block, where `active`; blocks may lie in each other."""
     global _inside
     if not active or _inside:
