@@ -282,7 +282,7 @@ def test_a_folder_that_cannot_take_pictures_is_our_own_error(tmp_path: Path) -> 
 def test_the_first_items_drawn_have_all_classes_alike() -> None:
     y = torch.tensor([0] * 40 + [1] * 6 + [2] * 2)
     pooled = Shard.of(Stacked([{"label": int(c)} for c in y], torch.zeros(48, 1, 4, 4), y), range(48))
-    drawn = pictures._drawn(pooled, 3, torch.Generator().manual_seed(0))
+    drawn = pictures._sample_items(pooled, 3, torch.Generator().manual_seed(0))
     labels = torch.tensor(drawn.labels)
     assert sorted(drawn.indices.tolist()) == list(range(48))
     assert labels[:6].bincount().tolist() == [2, 2, 2]
@@ -295,7 +295,7 @@ def test_fewer_large_images_are_drawn() -> None:
     for side, expected in ((32, 1000), (64, 1000), (128, 250), (512, 50)):
         x = torch.zeros(1).expand(1200, 1, side, side)
         pooled = Shard.of(Stacked([{}] * 1200, x, torch.zeros(1200, dtype=torch.int64)), range(1200))
-        assert len(pictures._drawn(pooled, 2, torch.Generator())) == expected
+        assert len(pictures._sample_items(pooled, 2, torch.Generator())) == expected
 
 
 @pytest.mark.parametrize("condition", ["concept", "noise", "noise+onehot"])
