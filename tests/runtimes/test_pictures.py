@@ -30,7 +30,7 @@ from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 QUICK = {"g_every": 2, "g_start": 1, "g_iterations": 1, "g_batch": 6, "synthetic_batch": 3, "normalise": "half"}
 FEATURES = ["features-pca", "features-tsne", "spectrum"]
 WORST = [f"worst-{rank:02d}" for rank in range(1, 13)]
-STEPS = ("begin", "after", "finish", "judged")  # what the simulator calls
+STEPS = ("begin", "after", "finish", "draw_cases")  # what the simulator calls
 
 
 def network() -> nn.Module:
