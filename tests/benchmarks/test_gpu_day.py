@@ -171,7 +171,7 @@ def test_all_stages_run_dry(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(script.Day, "command", command)
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--dry", "--out", str(tmp_path)])
     monkeypatch.setenv("PYTHONPATH", python_path())
-    draw_small(monkeypatch, ham10000=60)  # of fewer, its networks have nothing to learn from
+    draw_small(monkeypatch, ham10000=60)  # one of its stages needs as many
     phantom_folder("mednist")  # small also for the programs
     assert script.main() == 0, [path.read_text()[-2000:] for path in tmp_path.glob("*.log")]
     found = documents(tmp_path)
