@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         distances = surface_metrics_of(text, names)
         found = [
             (
-                seconds(lambda p, r, d=distances: scores(p, r, names, SPACING, TOLERANCE, distances=d)),
+                seconds(lambda p, r, d=distances: scores(p, r, names, SPACING, TOLERANCE, surface_metrics=d)),
                 seconds(lambda p, r: one_by_one(p, r, names)),
             )
             for _ in range(options.repeats)

@@ -41,8 +41,8 @@ def _add_audit_hook() -> None:
         if _noting is None or event not in _EVENTS or not isinstance(given[0], str | Path):
             return
         if event.startswith("pathlib"):
-            place = Path(given[0]) / ("**" if event.endswith("rglob") else "") / given[1]
-            _noting.append(("pattern", os.path.abspath(place)))
+            pattern = Path(given[0]) / ("**" if event.endswith("rglob") else "") / given[1]
+            _noting.append(("pattern", os.path.abspath(pattern)))
         else:
             kind = {"glob.glob": "pattern", "open": "file"}.get(event, "folder")
             _noting.append((kind, os.path.abspath(given[0])))

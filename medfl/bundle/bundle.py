@@ -18,7 +18,7 @@ from medfl.bundle import older, own_iteration, text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_trainer, key_metric, own_steps, scoring
 from medfl.bundle.files import channel_names, config_file, find, mask_names, read_metadata, sha256_of, shipped_folders
-from medfl.bundle.files import protocol_of as protocol_of
+from medfl.bundle.files import read_protocol as read_protocol
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
 from medfl.bundle.notes import notes
@@ -115,7 +115,7 @@ class Bundle:
     @cached_property
     def protocol(self) -> Mapping[str, Any]:
         """The content of federated.yaml, the defaults of a run; empty if there is none."""
-        return protocol_of(str(self.root))
+        return read_protocol(str(self.root))
 
     @cached_property
     def sha256(self) -> str:

@@ -35,11 +35,11 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     if folder is None or not Path(folder).expanduser().is_dir():
         given = "no --data" if folder is None else f"--data {folder}"
         raise InputError(given, f"the folder of the images of {bundle.name}", "give it with --data DIR")
-    place = Path(folder).expanduser().resolve()
-    problems, dataset, divided = [], own.Found([], [], {}), list[tuple[Record, str]]()
+    root = Path(folder).expanduser().resolve()
+    problems, dataset, divided = [], own.OwnImages([], [], {}), list[tuple[Record, str]]()
     try:
-        dataset = own.found_by(place, ids)
-        divided = own.sections_of(place, dataset, ids["group_by"], ids["split"])
+        dataset = own.found_by(root, ids)
+        divided = own.sections_of(root, dataset, ids["group_by"], ids["split"])
     except InputError as error:
         problems.append(str(error))
     classes = tuple(ids["classes"])
@@ -48,14 +48,14 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     counts = counted(columns, records, assigned)
     for record in bar(dataset.records, desc="reading images", unit="image", shown=progress):
         try:
-            _read(place, ids)(record)
+            _read(root, ids)(record)
         except InputError as error:
             problems.append(str(error))
     return CheckReport(
-        name=bundle.name, folder=place, layout=_layout(ids), split=str(ids["split"] or "own"),
-        phantom=own.cohort_of([place, *(record.image for record in dataset.records)]) is not None, classes=columns,
+        name=bundle.name, folder=root, layout=_layout(ids), split=str(ids["split"] or "own"),
+        phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None, classes=columns,
         counts=counts, problems=tuple(problems), warnings=tuple(warnings_of(columns, records, assigned, counts)),
-        notes=_notes(place, ids, dataset, records),
+        notes=_notes(root, ids, dataset, records),
     )  # fmt: skip
 
 
@@ -79,21 +79,21 @@ def _layout(ids: Mapping[str, Any]) -> str:
     return f"{named} [+ cases.csv]"
 
 
-def _read(place: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
+def _read(root: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
     """Return what reads an image, with its mask where it has one."""
     if not ids.get("masks"):
         return lambda record: read_pixels(record.image)
     classes = len(ids["classes"])
-    if own.is_volumes(own.below(place, str(ids["images"]))):
+    if own.is_volumes(own.path_below(root, str(ids["images"]))):
         return lambda record: volumes.read_pair(record.image, record.mask, classes)
     return lambda record: pairs.read_pair(record.image, record.mask, classes=classes)
 
 
-def _notes(place: Path, ids: Mapping[str, Any], dataset: own.Found, records: Sequence[Record]) -> tuple[str, ...]:
+def _notes(root: Path, ids: Mapping[str, Any], dataset: own.OwnImages, records: Sequence[Record]) -> tuple[str, ...]:
     """Return what is left out, and what is known of patients."""
     unknown = bool(records) and all(record.group == record.id for record in records)
     groups = len({record.group for record in records})
     patients = (own.UNKNOWN_PATIENTS,) if unknown else (f"{groups} patients, each in one section",) if records else ()
     in_classes = not (ids.get("masks") or ids.get("labels"))
-    beside = own.beside_classes(place, dataset.records) if in_classes else ()
-    return (*dataset.notes, *beside, *own_folder.odd(place), *patients)
+    beside = own.beside_classes(root, dataset.records) if in_classes else ()
+    return (*dataset.notes, *beside, *own_folder.odd(root), *patients)

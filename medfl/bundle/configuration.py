@@ -75,7 +75,7 @@ class Configuration:
         self._merged = parser = ConfigParser({})
         for file in files:
             for key, value in read(file).items():
-                with _told(f"{file}: {key!r} cannot be merged", "its parent ids exist in the training configuration"):
+                with _report(f"{file}: {key!r} cannot be merged", "its parent ids exist in the training configuration"):
                     merge_kv(parser, key, value)
         self.adapted = older.give_numpy_names([*older.python_texts(root), str(parser.get())])
         fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
@@ -84,7 +84,7 @@ class Configuration:
     def override(self, values: Mapping[str, Any]) -> None:
         """Give ids other values, unevaluated, and forget what was evaluated; InputError for an id that is not there."""
         ids = list(self._merged.get())
-        for key, value in meant(values, self._merged.get()).items():
+        for key, value in by_existing_ids(values, self._merged.get()).items():
             if key not in self._merged:
                 raise InputError(
                     f"configuration id {key!r} of bundle {self.root.name!r}",
@@ -103,7 +103,7 @@ class Configuration:
         self._parser = self._parse()
 
     def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
-        with _told(f"{self.file}: its references (%) cannot be followed", "they name ids and files that exist"):
+        with _report(f"{self.file}: its references (%) cannot be followed", "they name ids and files that exist"):
             modules = own_modules(self.root)
             parser = guarded_parser(deepcopy(self._content), self._policy, modules, [*self._places])
             for key in without:
@@ -161,8 +161,8 @@ class Configuration:
 
     def within(self, key: str, part: str) -> str:
         """Return where a component's argument is written, or the component's id where it has none."""
-        place, node = self.raw(f"{key}#{part}")
-        return key if node is None else place
+        written_at, node = self.raw(f"{key}#{part}")
+        return key if node is None else written_at
 
     def nodes(self, target: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield id and content of every component whose class has this name, wherever it stands."""
@@ -225,7 +225,7 @@ class Configuration:
                         del resolved[name]
 
 
-def meant(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+def by_existing_ids(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
     """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id.
 
     A network of MONAI is the component of its class (`medfl.bundle.monai_networks`); `init_weights` is read by
@@ -260,7 +260,7 @@ def components(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
 
 
 @contextmanager
-def _told(given: str, allowed: str) -> Iterator[None]:
+def _report(given: str, allowed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:

@@ -22,14 +22,14 @@ from medfl.datasets.phantoms.shapes import Need
 
 _LOADER = r"\w*(Load|Read)\w*(d|D|Dict)"
 _CROPS = r"\w*(Crop|Patch|GridSplit)\w*"
-_PLACE = r"loc|pos|coord|cent(er|re|roid)|point"
+_POSITION = r"loc|pos|coord|cent(er|re|roid)|point"
 _SIZES = ("spatial_size", "roi_size", "patch_size", "region_size", "size")
 _LARGEST, _MOST_VOXELS, _MOST_VALUES = 1024, 2**25, 254
 _BOXES = [[[8.0, 8.0, 8.0, 8.0, 8.0, 8.0]]]
 Component = tuple[str, Mapping[str, Any]]
 
 
-class Reading:
+class DataNeeds:
     """What can be known of a bundle's data before there are any.
 
     Attributes:
@@ -93,7 +93,7 @@ class Reading:
 
     # Images
 
-    def kinds(self, size: int | None) -> list[tuple[Need, int]]:
+    def image_forms(self, size: int | None) -> list[tuple[Need, int]]:
         """Return what images may be like and in how many files each is, the likeliest first; `size` is their side."""
         ends = [end.get("spatial_shape") or [] for end in (self._image, self._pred)]
         extents = [[int(n) if str(n).isdecimal() else n for n in shape] for shape in ends if len(shape) in (2, 3)]
@@ -114,14 +114,14 @@ class Reading:
             scaling = self._of(r"ScaleIntensity(Range)?(d|D|Dict)")
             scaled = any(shapes.is_mask(key) for part in scaling for key in self._keys(part))
             values.sort(reverse=scaled)
-        kinds = dict.fromkeys(
+        forms = dict.fromkeys(
             (replace(need, shape=tuple(shape), channels=of_file, values=marks), number)
             for marks, shape, (of_file, number) in product(values, [small, large], files)
             if math.prod(shape) * of_file * number <= _MOST_VOXELS
         )
-        if not kinds:
+        if not forms:
             raise ValueError(f"images of {small} with {self.channels} channels are not tiny")
-        return list(kinds)
+        return list(forms)
 
     @property
     def _points(self) -> int:
@@ -162,8 +162,8 @@ class Reading:
             if Path(str(self._argument(part, "src"))) == path:
                 groups = part[1].get("col_groups") or {name: [name] for name in part[1].get("col_names") or []}
                 for key, columns in groups.items():
-                    places = [max(self._crops(2)) // 2] if re.search(_PLACE, str(key)) else range(2)
-                    cells = None if key in {"image", *self.loaded} else places
+                    values = [max(self._crops(2)) // 2] if re.search(_POSITION, str(key)) else range(2)
+                    cells = None if key in {"image", *self.loaded} else values
                     fields |= dict.fromkeys(columns if isinstance(columns, list) else [columns], cells)
         folds = ["fold"] if any("datafold_read" in text for text in self._expressions()) else []
         names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label", *folds])]
@@ -176,7 +176,7 @@ class Reading:
         if "box" in name.lower():
             return _BOXES
         if of_item and name not in {"label", *self.loaded}:
-            return [[side // 2 for side in self._shape]] if re.search(_PLACE, name) else [1]
+            return [[side // 2 for side in self._shape]] if re.search(_POSITION, name) else [1]
         compared = sorted({str(value) for text in self._expressions() for value in _compared(text, name)})
         if compared:
             return compared if len(compared) > 1 else [*compared * 3, "other"]
@@ -198,19 +198,19 @@ class Reading:
                 if isinstance(value, str | Path) and str(value):
                     yield key.replace("::", "#"), Path(os.path.abspath(value))
 
-    def correct(self, layout: DrawnLayout, why: BaseException, table: Table | None) -> None:
+    def correct(self, layout: DrawnLayout, cause: BaseException, table: Table | None) -> None:
         """Give data lists the sections and fields that an error misses, or other values where theirs do not serve."""
-        text = str(why)
+        text = str(cause)
         if wrong := re.search(r"([^/\s'\"]+)/case_\d+", text):
             for fields in (each.fields for each in layout.tables.values() if wrong[1] in each.fields):
-                by_name = (isinstance(why, KeyError) or "is not in list" in text) and self.names
+                by_name = (isinstance(cause, KeyError) or "is not in list" in text) and self.names
                 fields[wrong[1]] = self.names.pop(0) if by_name else self.labels
         elif CASE.search(text) or any(f"'{name}'" in text for name in layout.classes):
             layout.classes = self.names.pop(0) if self.names else layout.classes
-        elif isinstance(why, TypeError | AttributeError) and "list" in text and table is not None:
+        elif isinstance(cause, TypeError | AttributeError) and "list" in text and table is not None:
             table.sections = table.sections or []
         else:
-            for name in missing_names(why):
+            for name in missing_names(cause):
                 self._add_name(layout, name, text, of_item=table is None)
 
     def _add_name(self, layout: DrawnLayout, name: str, text: str, of_item: bool) -> None:

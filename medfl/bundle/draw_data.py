@@ -24,7 +24,7 @@ from torch import Tensor
 
 from medfl.bundle.asked_files import CASE, DrawnLayout, LookUps, noting_lookups, unmatched
 from medfl.bundle.configuration import Configuration, own_python
-from medfl.bundle.data_needs import Reading
+from medfl.bundle.data_needs import DataNeeds
 from medfl.bundle.engines import find_trainer, own_steps
 from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
@@ -131,16 +131,16 @@ class _Drawing:
             self.overrides["dataset_dir"] = str(folder)
             self._configure()
         try:
-            self.reading = Reading(self.config, self.trainer, self.metadata)
-            self.kinds, self.tries = self.reading.kinds(size), 0
+            self.needs = DataNeeds(self.config, self.trainer, self.metadata)
+            self.image_forms, self.tries = self.needs.image_forms(size), 0
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             what = "of metadata.json of the form and size that MONAI's schema has"
             raise InputError(f"{meta}: network_data_format: {as_text(error)}", what, "repair it") from error
-        end = ".png" if len(self.kinds[0][0].shape) == 2 else ".nii.gz"
-        self.layout = DrawnLayout(folder, self.reading.classes, end, cases)
+        end = ".png" if len(self.image_forms[0][0].shape) == 2 else ".nii.gz"
+        self.layout = DrawnLayout(folder, self.needs.classes, end, cases)
         self.failed: dict[int, str] = {}
         self.untried = dict[str, str]()
-        self.led: set[str] = set()
+        self.redirected: set[str] = set()
 
     def _configure(self) -> None:
         """Read the configuration with what is overridden now; nothing is evaluated yet."""
@@ -157,10 +157,10 @@ class _Drawing:
 
     @property
     def need(self) -> shapes.Need:
-        return self.kinds[self.tries % len(self.kinds)][0]
+        return self.image_forms[self.tries % len(self.image_forms)][0]
 
     def run(self) -> Drawn:
-        """Find the layout out, then draw all images."""
+        """Find the layout, then draw all images."""
         counts, notes = list[int](), list[str]()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of loaders with more workers than cores, and of what MONAI changed
@@ -168,25 +168,25 @@ class _Drawing:
                 section, before = sections[-1], copy.deepcopy((self.layout, self.overrides, self.tries))
                 try:
                     if section != "test" or self.sections.has_test or self.sections.test_error:
-                        counts = self._until_it_works(sections)
+                        counts = self._find_layout(sections)
                 except InputError as error:
                     if section == "train" or (section == "validate" and self.supervised):
                         raise
                     self.layout, self.overrides, self.tries = before
-                    counts = self._until_it_works(sections[: len(counts)])
+                    counts = self._find_layout(sections[: len(counts)])
                     notes.append(f"nothing is drawn for its {section} data: {_first_part(error.__cause__ or error)}")
                     break
-        if (kind := self.tries % len(self.kinds)) in self.failed:
-            notes.append(f"its random transforms fail on some draws with {self.failed[kind]}")
+        if (form := self.tries % len(self.image_forms)) in self.failed:
+            notes.append(f"its random transforms fail on some draws with {self.failed[form]}")
         if self.need.values == (0,):
             notes.append("label images are empty: the values of its points are not in its configuration")
-        notes += [f"its {section} images are drawn but not tried: {why}" for section, why in self.untried.items()]
+        notes += [f"its {section} images are drawn but not tried: {reason}" for section, reason in self.untried.items()]
         self._draw_all()
-        for key in self.led:
-            place = self.overrides.pop(key)
+        for key in self.redirected:
+            redirected_to = self.overrides.pop(key)
             self._configure()
-            if self.config.lists.get(key) != place:  # a run finds it by itself if it has the folder
-                self.overrides[key] = place
+            if self.config.lists.get(key) != redirected_to:  # a run finds it by itself if it has the folder
+                self.overrides[key] = redirected_to
         has_folder = self.overrides.pop("dataset_dir", None) is not None
         arguments = ["--data", str(self.folder)] if has_folder else []
         for key, value in self.overrides.items():
@@ -194,18 +194,18 @@ class _Drawing:
         files = sum(path.is_file() for path in self.folder.rglob("*"))
         return Drawn(self.folder, dict(zip(SECTIONS, counts, strict=False)), files, tuple(arguments), tuple(notes))
 
-    def _until_it_works(self, sections: Sequence[str]) -> list[int]:
+    def _find_layout(self, sections: Sequence[str]) -> list[int]:
         """Change the layout until the sections can be read; return their numbers of items."""
         while True:
             try:
-                self.layout.per_image = self.kinds[self.tries % len(self.kinds)][1]
+                self.layout.per_image = self.image_forms[self.tries % len(self.image_forms)][1]
                 self.layout.write(self.need, self.seed)
                 self._configure()
                 self.files: dict[Path, tuple[str, int | None]] = {}
                 return [self._attempt(section) for section in sections]
             except _Stopped as stopped:
                 error, lookups = stopped.args
-                if not self._answer(error, lookups):
+                if not self._change_layout(error, lookups):
                     nothing = "".join(f"; nothing is found by {pattern}" for pattern in unmatched(lookups or [])[:1])
                     raise InputError(
                         f"{self.root.name}: what its data are to be could not be found out: {_first_part(error)}"
@@ -217,9 +217,9 @@ class _Drawing:
 
     def _attempt(self, section: str) -> int:
         """Read a section, draw and try its first item; return how many it has."""
-        self.section, self.reading.config = section, self.config
+        self.section, self.needs.config = section, self.config
         if section == "test":  # what the same evaluator validates on, with evaluate.* merged in
-            self.reading.config = config = self.evaluation()
+            self.needs.config = config = self.evaluation()
             self.sections = Sections(self.root, self.trainer, config, lambda: config)
         with noting_lookups() as lookups:
             try:
@@ -252,8 +252,8 @@ class _Drawing:
         except InputError as error:
             if not isinstance(deepest(error), ImportError):
                 raise
-            self.untried[section], config, data = str(deepest(error)), self.reading.config, None
-            entries = config.content(config.within(self.reading.dataset(section), "data"))
+            self.untried[section], config, data = str(deepest(error)), self.needs.config, None
+            entries = config.content(config.within(self.needs.dataset(section), "data"))
             if not len(entries):
                 problem = f"the data list of section {section!r} is empty"
                 raise InputError(problem, "at least one item", "fill it, or give another list by --config") from None
@@ -267,11 +267,11 @@ class _Drawing:
         label = values.get("label")
         for key, value in values.items():
             for part in value if isinstance(value, list | tuple) else [value]:
-                is_file = key in self.reading.loaded or (isinstance(key, str) and shapes.ending(part))
+                is_file = key in self.needs.loaded or (isinstance(key, str) and shapes.ending(part))
                 if not (is_file and isinstance(part, str | Path)):
                     continue
                 path, mask = Path(os.path.abspath(part)), shapes.is_mask(key)
-                if mask and self.reading.loaded and key not in self.reading.loaded:
+                if mask and self.needs.loaded and key not in self.needs.loaded:
                     raise ValueError(f"invalid {key}: {part}")
                 if self.layout.end and re.search(rf"case_\d+{re.escape(self.layout.end)}\.", path.name):
                     self.layout.end = ""  # the bundle adds one
@@ -300,7 +300,7 @@ class _Drawing:
         if not self.supervised:
             return
         x, y = data.prepare_batch(data.collate([sample]), torch.device("cpu"), False)
-        described, of_batch = self.reading.channels, len(self.need.shape) + 2
+        described, of_batch = self.needs.channels, len(self.need.shape) + 2
         if isinstance(x, Tensor) and described and x.ndim in (of_batch - 1, of_batch):
             channels = x.shape[1] if x.ndim == of_batch else 0
             if channels != described:
@@ -308,56 +308,56 @@ class _Drawing:
         if isinstance(y, Tensor) and y.ndim == of_batch and len(self.need.values) > 1 and not y.any():
             raise ValueError("no mask has a value but 0")
 
-    # Answers to what stopped an attempt; each changes the layout, or returns False
+    # What stopped an attempt changes the layout; False: nothing is known that would help
 
-    def _answer(self, error: Exception, lookups: LookUps | None) -> bool:
-        why = deepest(error)
-        if isinstance(why, ElsewhereRefused | _Elsewhere | FileNotFoundError) or missing_path(why):
-            return self._provide(why)
-        if lookups is not None and self._follow(lookups):
+    def _change_layout(self, error: Exception, lookups: LookUps | None) -> bool:
+        cause = deepest(error)
+        if isinstance(cause, ElsewhereRefused | _Elsewhere | FileNotFoundError) or missing_path(cause):
+            return self._add_missing(cause)
+        if lookups is not None and self._add_matches(lookups):
             return True
         before = copy.deepcopy(self.layout)
         read_last = [Path(path) for kind, path in reversed(lookups or []) if kind == "file"]
         table = next((self.layout.tables[path] for path in read_last if path in self.layout.tables), None)
-        self.reading.correct(self.layout, why, table)
-        return self.layout != before or (self._try_other(why) if lookups is None else self._add_cases(why))
+        self.needs.correct(self.layout, cause, table)
+        return self.layout != before or (self._try_next_form(cause) if lookups is None else self._add_cases(cause))
 
-    def _provide(self, why: BaseException) -> bool:
-        """Put there what was not found, or lead the id that names it into the folder."""
-        if isinstance(why, _Elsewhere) and not os.path.isabs(why.args[0]):
+    def _add_missing(self, cause: BaseException) -> bool:
+        """Put there what was not found, or redirect the id that names it into the folder."""
+        if isinstance(cause, _Elsewhere) and not os.path.isabs(cause.args[0]):
             changed, self.layout.absolute = not self.layout.absolute, True
             return changed
-        name = str(why.args[0]) if isinstance(why, _Elsewhere) else getattr(why, "filename", None) or missing_path(why)
+        name = cause.args[0] if isinstance(cause, _Elsewhere) else getattr(cause, "filename", "") or missing_path(cause)
         path, before = Path(os.path.abspath(str(name))), copy.deepcopy(self.layout)
         if not path.is_relative_to(self.folder):
-            return self._lead_here(path)
-        if isinstance(why, _Elsewhere):
+            return self._redirect(path)
+        if isinstance(cause, _Elsewhere):
             return True
         if path.suffix in (".json", ".csv", ".tsv"):
-            self.layout.tables.setdefault(path, self.reading.table(path))
+            self.layout.tables.setdefault(path, self.needs.table(path))
         elif path.suffix == ".npz":
-            self.layout.arrays.setdefault(path, self.reading.arrays(path))
+            self.layout.arrays.setdefault(path, self.needs.arrays(path))
         elif not path.suffix and path not in self.layout.listed:
             self.layout.listed.append(path)
         return self.layout != before
 
-    def _lead_here(self, path: Path) -> bool:
-        """Give the id whose value leads to a path elsewhere a place in the folder."""
-        leads = [(len(to.parts), key, to) for key, to in self.reading.paths(self.section) if path.is_relative_to(to)]
-        leads = [lead for lead in leads if not self.folder.is_relative_to(lead[2]) and lead[1] not in self.led]
+    def _redirect(self, path: Path) -> bool:
+        """Give the id whose value leads to a path elsewhere one in the folder."""
+        leads = [(len(to.parts), key, to) for key, to in self.needs.paths(self.section) if path.is_relative_to(to)]
+        leads = [lead for lead in leads if not self.folder.is_relative_to(lead[2]) and lead[1] not in self.redirected]
         if not leads:
             return False
         _, key, to = max(leads)
-        self.led.add(key)
+        self.redirected.add(key)
         self.overrides[key] = str(self.folder / to.name)
         return True
 
-    def _follow(self, lookups: LookUps) -> bool:
+    def _add_matches(self, lookups: LookUps) -> bool:
         """Give each pattern that finds nothing a file of each case, a listed folder that is empty one of each class."""
         changed, folders = False, {Path(path) for kind, path in lookups if kind == "folder" and os.path.isdir(path)}
         for pattern in unmatched(lookups):
             if not Path(pattern).is_relative_to(self.folder):
-                changed |= self._lead_here(Path(pattern))
+                changed |= self._redirect(Path(pattern))
             elif pattern not in self.layout.patterns and (shapes.ending(pattern) or not Path(pattern).suffix):
                 self.layout.patterns.append(pattern)
                 changed = True
@@ -369,17 +369,17 @@ class _Drawing:
         self.layout.listed += [] if of_classes else empty
         return bool(empty)
 
-    def _add_cases(self, why: BaseException) -> bool:
-        few = re.search(r"is empty|out of range|num_samples=0|must be non-empty|at least", str(why))
+    def _add_cases(self, cause: BaseException) -> bool:
+        few = re.search(r"is empty|out of range|num_samples=0|must be non-empty|at least", str(cause))
         self.layout.cases *= 2
         any_asked = self.layout.patterns or self.layout.tables or self.layout.arrays
         return bool(few and any_asked) and self.layout.cases <= _MOST_CASES
 
-    def _try_other(self, why: BaseException) -> bool:
+    def _try_next_form(self, cause: BaseException) -> bool:
         """Try images of the next kind, after the last those that failed once more, for what is random may pass."""
-        self.failed[self.tries % len(self.kinds)] = as_text(why)
+        self.failed[self.tries % len(self.image_forms)] = as_text(cause)
         self.tries += 1
-        return self.tries < _DRAWS * len(self.kinds)
+        return self.tries < _DRAWS * len(self.image_forms)
 
 
 def _typed(value: Any) -> str:

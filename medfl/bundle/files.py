@@ -21,7 +21,7 @@ _FORMAT = {
     "num_channels": int, "spatial_shape": list[int | str], "channel_def": dict[str, str], "format": str,
 }  # fmt: skip
 """Entries that metadata.json may have of an input or output, and that are read."""
-_BYTES = 1 << 20
+_MAX_BYTES = 1 << 20
 _MOST_CHANNELS = 1000
 _INDEX = re.compile("[0-9]{1,6}")
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
@@ -78,7 +78,7 @@ def config_file(root: Path, stem: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def protocol_of(name_or_path: str) -> Mapping[str, Any]:
+def read_protocol(name_or_path: str) -> Mapping[str, Any]:
     """Return the content of a bundle's federated.yaml, empty if there is none.
 
     It is read before the bundle is inspected: of one that does not ship as plain values, bounded as those of a job.
@@ -91,7 +91,7 @@ def protocol_of(name_or_path: str) -> Mapping[str, Any]:
     if path is None or root in shipped_folders().values():
         return read(path) if path else {}
     try:
-        text = decode_text(read_bytes(path, _BYTES))
+        text = decode_text(read_bytes(path, _MAX_BYTES))
         content = read_plain(text, is_json=path.suffix == ".json", nodes=20_000, depth=40)
         return dict(content or {})
     except (Refused, TypeError, ValueError) as error:

@@ -92,7 +92,7 @@ class _Component(ConfigComponent):
             arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
         for word in () if own else ("compile", "compile_kwargs"):  # of an engine: they would start a compiler
             arguments.pop(word, None)
-        self._evaluator.check_places(check_arguments(factory, (), arguments), factory)
+        self._evaluator.check_paths(check_arguments(factory, (), arguments), factory)
         try:
             return factory(**arguments)
         except Exception as error:

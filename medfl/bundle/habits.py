@@ -31,8 +31,8 @@ def data_lists(content: Mapping[str, Any], root: Path, folder: str) -> dict[str,
     for key, text in content.items():
         match = _LIST.fullmatch(text) if isinstance(text, str) else None
         if match and not (root / match[1]).is_file():
-            places = Path(folder, match[1]), Path(folder, Path(match[1]).name)
-            if there := next((path for path in places if path.is_file()), None):
+            candidates = Path(folder, match[1]), Path(folder, Path(match[1]).name)
+            if there := next((path for path in candidates if path.is_file()), None):
                 list_files[key] = str(there)
     return list_files
 

@@ -20,7 +20,7 @@ from medfl.policy.components import check_arguments, component
 
 PREFIX = "monai:"
 ARGUMENTS = "network_args"
-_PLACES = ("network_def", "network")
+_IDS = ("network_def", "network")
 """Ids under which bundles define their network."""
 _SAME = (("in_channels", "n_input_channels"), ("num_classes", "out_channels"), ("spatial_dims",))
 """Names of one argument in different classes."""
@@ -41,11 +41,11 @@ def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
             raise InputError(given, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME")
         return dict(values)
     rest = {key: value for key, value in values.items() if key not in ("network", "network_name", ARGUMENTS)}
-    place = next((key for key in _PLACES if isinstance(content.get(key), Mapping) and "_target_" in content[key]), None)
-    if place is None:
-        return {**rest, _PLACES[0]: asked}  # no such id: told as of any other
+    id_ = next((key for key in _IDS if isinstance(content.get(key), Mapping) and "_target_" in content[key]), None)
+    if id_ is None:
+        return {**rest, _IDS[0]: asked}  # no such id: told as of any other
     name = {"network_name": asked} if "network_name" in content else {}
-    return {**rest, **name, place: _node(asked, values.get(ARGUMENTS) or {}, content[place])}
+    return {**rest, **name, id_: _node(asked, values.get(ARGUMENTS) or {}, content[id_])}
 
 
 def names() -> tuple[str, ...]:

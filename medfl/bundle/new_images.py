@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
-from medfl.data.lacking import allow_missing_labels
+from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.source import Source
@@ -127,15 +127,15 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
     volumes, channels = is_volumes(metadata), channels_of(metadata)
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
-        places = [
+        paths = [
             Path(given).expanduser()
             if isinstance(given, str | Path)
             else _written(np.asarray(given), Path(folder) / f"image-{number}")
             for number, given in enumerate(listed)
         ]
-        if not places:
+        if not paths:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
-        yield joined(named(places, volumes), channels)
+        yield joined(named(paths, volumes), channels)
 
 
 def is_volumes(metadata: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from medfl import datasets
 from medfl.bundle import parts, unlabelled_images
-from medfl.bundle.bundle import Bundle, protocol_of, shipped
+from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.bundle.parts import PartsBundle, opened
 from medfl.core.errors import InputError
@@ -61,9 +61,9 @@ def without_data(name: str, config: Mapping[str, Any], device: str, policy: Poli
     return bundle
 
 
-def protocol(name: str) -> Mapping[str, Any]:
+def protocol_of(name: str) -> Mapping[str, Any]:
     """Return the protocol of a bundle, or of parts in Python."""
-    return parts.protocol(name) if parts.is_parts(name) else protocol_of(name)
+    return parts.protocol_of_parts(name) if parts.is_parts(name) else read_protocol(name)
 
 
 def bundle_of(run: Run) -> str:
@@ -71,11 +71,11 @@ def bundle_of(run: Run) -> str:
     return run.bundle if run.bundle in shipped() and run.data.split != OWN_SPLIT else run.bundle_path
 
 
-def is_recorded(place: str, run: Run) -> bool:
+def is_recorded(name_or_path: str, run: Run) -> bool:
     """Tell whether the bundle of a name or folder is the recorded one, by its hash; InputError where none is there."""
-    if parts.is_parts(place):
-        return place == run.bundle_path
-    return sha256_of(find(place), protocol_of(place)) == run.bundle_sha256
+    if parts.is_parts(name_or_path):
+        return name_or_path == run.bundle_path
+    return sha256_of(find(name_or_path), read_protocol(name_or_path)) == run.bundle_sha256
 
 
 def reopened(
@@ -96,22 +96,22 @@ def reopened(
         InputError: no bundle is there, or it has changed since the run.
     """
     name = bundle_of(run)
-    is_ours, there, place = name in shipped(), Path(run.bundle_path), given or name
-    if not is_recorded(place, run):
+    is_ours, there, current = name in shipped(), Path(run.bundle_path), given or name
+    if not is_recorded(current, run):
         if is_ours and not given and (there / "configs").is_dir() and is_recorded(run.bundle_path, run):
-            place = run.bundle_path
+            current = run.bundle_path
         elif not (is_ours and changed and not given):
-            raise _changed(run, place, folder)
-    bundle = opened(place, config, device, policy)
+            raise _changed(run, current, folder)
+    bundle = opened(current, config, device, policy)
     if is_ours:  # a former version's is, too
         bundle.name, bundle.is_shipped = name, True
     return bundle
 
 
-def _changed(run: Run, place: str, folder: Path | None) -> InputError:
+def _changed(run: Run, current: str, folder: Path | None) -> InputError:
     """Return the error of a run whose bundle is not the recorded one; it says how that is given."""
     where, out = (f" in {folder}", str(folder)) if folder else ("", "DIR")
-    given = f"bundle {run.bundle!r} has changed since the run{where}: that of {place} has another configuration hash"
+    given = f"bundle {run.bundle!r} has changed since the run{where}: that of {current} has another configuration hash"
     what = "the folder of the recorded one"
     if (root := shipped_root()) and bundle_of(run) in shipped():
         path = shipped_folders()[run.bundle].relative_to(root)
@@ -170,9 +170,9 @@ def with_data(
     if name not in shipped():
         return _foreign(bundle or opened(name, config, device, policy), data, config, unlabelled)
     if unlabelled and data is not None and _is_unknown(name, data):
-        bundle, place = bundle or opened(name, config, device, policy), Path(data).absolute()
-        bundle.override({"dataset_dir": str(place)})
-        return Opened(bundle, str(place), "", _take_unlabelled(bundle, place))
+        bundle, images = bundle or opened(name, config, device, policy), Path(data).absolute()
+        bundle.override({"dataset_dir": str(images)})
+        return Opened(bundle, str(images), "", _take_unlabelled(bundle, images))
     folder = _folder(name, data, say).absolute()  # a bundle looks below folders that are named in full
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
     bundle = bundle or opened(name, config, device, policy)

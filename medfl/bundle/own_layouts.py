@@ -40,38 +40,38 @@ def find(images: str | Path, masks: str | Path | None = None, labels: str | Path
     Raises:
         InputError: no such folder, or one that is elsewhere.
     """
-    place = Path(images).expanduser().resolve()
-    if not place.is_dir():
+    root = Path(images).expanduser().resolve()
+    if not root.is_dir():
         raise InputError(f"--images {images} is no folder", "a folder of images", "check the path")
     if labels is not None:
         if masks is not None:
             raise InputError("--labels with --masks", "labelled pictures, or images with masks", "leave one out")
-        return _beside(place, Path(labels), "--labels", "table of the classes")
+        return _beside(root, Path(labels), "--labels", "table of the classes")
     if masks is not None:
-        return _with_names(_beside(place, Path(masks), "--masks", "folder of the masks"))
+        return _with_names(_beside(root, Path(masks), "--masks", "folder of the masks"))
     names = conventions.NNUNET_FOLDERS
-    if all((place / name).is_dir() for name in names):
-        rest = "; imagesTs is left out" * (place / "imagesTs").is_dir()
-        return _with_names(UserLayout(place, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{rest}"))
-    if (place / conventions.BIDS).is_file():
-        where = conventions.bids_masks(place)
-        return UserLayout(place, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects")
-    if said := _together(place):
-        return UserLayout(place, ".", ".", said=said)
-    return UserLayout(place)
+    if all((root / name).is_dir() for name in names):
+        rest = "; imagesTs is left out" * (root / "imagesTs").is_dir()
+        return _with_names(UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{rest}"))
+    if (root / conventions.BIDS).is_file():
+        where = conventions.bids_masks(root)
+        return UserLayout(root, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects")
+    if said := _together(root):
+        return UserLayout(root, ".", ".", said=said)
+    return UserLayout(root)
 
 
-def _beside(place: Path, other: Path, flag: str, what: str) -> UserLayout:
+def _beside(root: Path, other: Path, flag: str, what: str) -> UserLayout:
     """Return the layout of images and a folder or table in the same folder, or in that of the images."""
     path = other.expanduser().resolve()
     if not (path.is_file() if flag == "--labels" else path.is_dir()):
         raise InputError(f"{flag} {other} is not there", f"the {what}", "check the path")
-    if path != place and path.is_relative_to(place):
-        folder, images = place, "."
-    elif path.parent == place.parent and path != place:
-        folder, images = place.parent, place.name
+    if path != root and path.is_relative_to(root):
+        folder, images = root, "."
+    elif path.parent == root.parent and path != root:
+        folder, images = root.parent, root.name
     else:
-        problem = f"--images {place} and {flag} {other}"
+        problem = f"--images {root} and {flag} {other}"
         allowed = f"the {what} and the images beside each other, or it among them"
         raise InputError(problem, allowed, "put both into one folder")
     where = path.relative_to(folder).as_posix()
@@ -88,9 +88,9 @@ def _with_names(layout: UserLayout) -> UserLayout:
     return replace(layout, classes=names, said=said)
 
 
-def _together(place: Path) -> str:
+def _together(root: Path) -> str:
     """Tell whether a folder has images and their masks beside each other: most images have one; "" where not."""
-    images, masks = own.paths(place, place, lacking=False)
+    images, masks = own.paths(root, root, lacking=False)
     if not masks or 2 * len(masks) < len(images):
         return ""
     endings = sorted({match[0] for path, _ in masks if (match := matching.ENDING.search(path))})

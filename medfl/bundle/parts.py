@@ -126,7 +126,7 @@ class Parts:
         digest = hashlib.sha256()
         for one in fields(self):
             if one.name not in ("data", "drawn", "name"):
-                digest.update(f"{one.name}={_told(getattr(self, one.name))}\n".encode())
+                digest.update(f"{one.name}={_stable_text(getattr(self, one.name))}\n".encode())
         if isinstance(self.network, nn.Module):
             digest.update(weights_sha256(self.network.state_dict()).encode())
         return digest.hexdigest()
@@ -144,16 +144,16 @@ class Parts:
         return model
 
 
-def _told(value: Any) -> str:
+def _stable_text(value: Any) -> str:
     """Return a text that tells a part from another one: its settings, and the source of what is not a library's."""
     if isinstance(value, Mapping):
-        return str({key: _told(part) for key, part in value.items()})
+        return str({key: _stable_text(part) for key, part in value.items()})
     if isinstance(value, nn.Module):
         return f"{value}{[(_plain(module), _source(type(module))) for module in value.modules()]}"
     if hasattr(value, "func"):  # functools.partial
-        return f"{_told(value.func)}{_told(list(value.args))}{_told(value.keywords)}"
+        return f"{_stable_text(value.func)}{_stable_text(list(value.args))}{_stable_text(value.keywords)}"
     if isinstance(value, list | tuple):
-        return str([_told(part) for part in value])
+        return str([_stable_text(part) for part in value])
     if inspect.isroutine(value) or inspect.isclass(value):
         cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         return f"{_source(value)}{[cell for cell in cells if isinstance(cell, _SIMPLE)]}"
@@ -219,7 +219,7 @@ class PartsBundle(Bundle):
         """Take the parts; nothing is made yet."""
         self.parts, self.root, self.name = parts, Path(parts.bundle_name), parts.name
         self.device, self.start, self.policy = torch.device(device), None, Policy()
-        self.sha256, self.protocol = parts.sha256, protocol(parts.bundle_name)
+        self.sha256, self.protocol = parts.sha256, protocol_of_parts(parts.bundle_name)
         self.sections, self._embeddings = parts.sections, {}  # type: ignore[assignment]
         self.override(config)
 
@@ -318,6 +318,6 @@ class PartsBundle(Bundle):
         return OwnCases(self.loss, parts.inferer, parts.metrics)
 
 
-def protocol(name: str) -> Mapping[str, Any]:
+def protocol_of_parts(name: str) -> Mapping[str, Any]:
     """Return the protocol of parts: their sites, as they are given."""
     return {"partition": "centre", "task": known(name).task}

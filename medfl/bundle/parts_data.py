@@ -144,8 +144,8 @@ def _split(site: str, given: Any) -> dict[str, Any]:
     names = ["test"] * test + ["validate"] * validate + ["train"] * len(groups)
     home = {groups[index]: name for index, name in zip(order, names, strict=False)}
     whole = dataset if isinstance(dataset, torch.utils.data.Dataset) else _Listed(dataset)
-    places = {name: [i for i, group in enumerate(groups_of_items) if home[group] == name] for name in SECTIONS}
-    subsets = {name: Subset(whole, indices) for name, indices in places.items()}
+    indices_of = {name: [i for i, group in enumerate(groups_of_items) if home[group] == name] for name in SECTIONS}
+    subsets = {name: Subset(whole, indices) for name, indices in indices_of.items()}
     if not isinstance(given, DataLoader):
         return subsets
     size = given.batch_size or 1

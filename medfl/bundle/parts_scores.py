@@ -24,9 +24,9 @@ class OwnClasses(ClassEvaluator):
 
     metrics: Metrics = field(default_factory=dict)
 
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
         """Return what `ClassEvaluator` does, and one (N,) tensor per metric."""
-        cases = super().__call__(network, shard, device, distances=distances)
+        cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
         rows = zip(*(torch.split(cases.values[name], 1) for name in ("probabilities", "label")), strict=True)
         return _with(cases, self.metrics, rows)
 
@@ -38,9 +38,9 @@ class OwnMasks(MaskEvaluator):
     metrics: Metrics = field(default_factory=dict)
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
         """Return what `MaskEvaluator` does, and one (N,) tensor per metric."""
-        cases = super().__call__(network, shard, device, distances=distances)
+        cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
         return _with(cases, self.metrics, self._outputs(network, shard, device))
 
 
@@ -52,9 +52,9 @@ class OwnCases(CaseEvaluator):
         self.metrics = metrics
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
         """Return one (N,) tensor per metric, and of the loss."""
-        cases = super().__call__(network, shard, device, distances=distances)
+        cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
         outputs = self._outputs(network, shard, device)
         return _with(cases, self.metrics, ((output, target) for _, target, output, _ in outputs))
 

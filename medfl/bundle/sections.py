@@ -17,7 +17,7 @@ from medfl.bundle.engines import find_evaluator
 from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
-from medfl.data.lacking import drop_label, is_unlabelled, lacking, with_all_channels
+from medfl.data.incomplete_entries import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.prepared import Item
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
 
@@ -70,7 +70,7 @@ class UnlabelledEntries:
 class Sections:
     """Sections by name; `evaluation` reads the training configuration with evaluate.* merged in.
 
-    A `whole` trainer takes batches apart by itself, and may do without validation data.
+    A trainer of the bundle's own (`own_trainer`) takes batches apart by itself, and may do without validation data.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Sections:
         trainer: str,
         config: Configuration,
         evaluation: Callable[[], Configuration],
-        whole: bool = False,
+        own_trainer: bool = False,
     ) -> None:
         """Take the configurations; nothing in them is evaluated yet."""
         self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
         self._opened: dict[str, Section] = {}
-        self.test_error, self._whole = "", whole
+        self.test_error, self._own_trainer = "", own_trainer
         has_validation = find_evaluator(config) is not None or any(key in config for key in _VALIDATION_SETS)
-        self._unscored = whole and not has_validation
+        self._unscored = own_trainer and not has_validation
         self.find_unlabelled: Callable[[], UnlabelledEntries] | None = None
 
     @cached_property
@@ -183,7 +183,7 @@ class Sections:
         engine = self._trainer if section == "train" else find_evaluator(config)
         has_own = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
         prepare_batch = config.content(f"{engine}#prepare_batch") if has_own else default_prepare_batch
-        prepare_batch = _as_loaded if self._whole else prepare_batch
+        prepare_batch = _as_loaded if self._own_trainer else prepare_batch
         folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         items, source = self._with_channels(items, source)
@@ -200,7 +200,7 @@ class Sections:
         if not any(absent):
             return items, source
         items = [{**item, LACKS: lacks} if lacks else item for item, lacks in zip(items, absent, strict=True)]
-        return items, lacking(replace(source, entries=entries), channels)
+        return items, fill_missing(replace(source, entries=entries), channels)
 
     def hide(self, section: str, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int) -> None:
         """Have labels of a section, a list, be read by no transform, and channels be zero before the first.
@@ -218,7 +218,7 @@ class Sections:
             for i, entry in zip(ids, before.source.entries, strict=True)
         ]
         items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, before.items, strict=True)]
-        source = lacking(replace(before.source, entries=entries), channels)
+        source = fill_missing(replace(before.source, entries=entries), channels)
         self._opened[section] = replace(before, items=items, source=source)
 
 
@@ -235,7 +235,7 @@ def _with(source: Source, more: UnlabelledEntries) -> Source:
     if more.entries and all(isinstance(entry, Mapping) and "id" in entry for entry in entries):
         entries.sort(key=lambda entry: str(entry["id"]))
     bare = any(isinstance(entry, Mapping) and NO_LABEL in entry for entry in entries)
-    return lacking(replace(source, entries=entries)) if bare else source
+    return fill_missing(replace(source, entries=entries)) if bare else source
 
 
 def check_labels(items_of: Callable[[str], Sequence[Item]], count: int, bundle: str) -> None:

@@ -180,10 +180,10 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
 
 
 def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Survey:
-    place = layout.folder
-    index = own.in_table(place, layout.images, layout.labels) if layout.labels else _class_folders(place)
+    root = layout.folder
+    index = own.in_table(root, layout.images, layout.labels) if layout.labels else _class_folders(root)
     if len(index.classes) < _LEAST:
-        problem = f"{place / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}"
+        problem = f"{root / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}"
         raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
     reserved = next((name for name in index.classes if re.search(r"[#@$%]|::", name) or not is_plain_text(name)), None)
     if reserved is not None:
@@ -191,41 +191,41 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
         raise InputError(f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it")
     seen = _each(index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress)
     counts = tuple(sum(record.label == label for record in index.records) for label in range(len(index.classes)))
-    divided = own.sections_of(place, index, group_by)
+    divided = own.sections_of(root, index, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
-    notes = [*index.notes, *own_folder.odd(place), *depth_notes(seen), *duplicate_notes(seen, index.records)]
+    notes = [*index.notes, *own_folder.odd(root), *depth_notes(seen), *duplicate_notes(seen, index.records)]
     if not layout.labels:
-        notes[:0] = own.beside_classes(place, index.records)
+        notes[:0] = own.beside_classes(root, index.records)
     notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
     return Survey(
-        "labelled", str(place), index.classes, counts, *pixels(seen), images=layout.images, labels=layout.labels,
+        "labelled", str(root), index.classes, counts, *pixels(seen), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
         own_depth=own_depth(seen), said=(index.columns,) if index.columns else (),
         **_patients(index, divided, group_by),
     )  # fmt: skip
 
 
-def _class_folders(place: Path) -> own.Found:
-    classes = own.class_folders(place)
+def _class_folders(root: Path) -> own.OwnImages:
+    classes = own.class_folders(root)
     if classes:
-        own_folder.refuse_other_folders(place, classes)
-    if not classes and any(volumes.is_nifti(path.name) for path in place.rglob("*")):
+        own_folder.refuse_other_folders(root, classes)
+    if not classes and any(volumes.is_nifti(path.name) for path in root.rglob("*")):
         allowed = "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz"
         advice = "name them so, and the channels of one image NAME_0000, NAME_0001, ..."
-        raise InputError(f"{place} has volumes whose masks are not found by their names", allowed, advice)
+        raise InputError(f"{root} has volumes whose masks are not found by their names", allowed, advice)
     if len(classes) < _LEAST:
         raise InputError(
-            f"{place} has {len(classes)} folders with pictures",
+            f"{root} has {len(classes)} folders with pictures",
             f"a folder for each class, at least {_LEAST}, with pictures ({', '.join(tables.IMAGE_SUFFIXES)})",
             "sort the pictures into folders, or name their classes in a table with --labels FILE; with masks add "
             "--masks DIR",
         )
-    own_folder.refuse_masks_among(place, classes)
-    return own.in_folders(place, classes)
+    own_folder.refuse_masks_among(root, classes)
+    return own.in_folders(root, classes)
 
 
-def _patients(dataset: own.Found, divided: Sequence[tuple[Record, str]], group_by: str | None) -> dict[str, Any]:
+def _patients(dataset: own.OwnImages, divided: Sequence[tuple[Record, str]], group_by: str | None) -> dict[str, Any]:
     """Return what a survey says of patients, and of folds."""
     about: dict[str, Any] = {"group_by": group_by, "tested": sum(section == "test" for _, section in divided)}
     groups = {record.group for record, _ in divided}
@@ -242,19 +242,19 @@ def _patients(dataset: own.Found, divided: Sequence[tuple[Record, str]], group_b
 
 
 def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, progress: bool) -> Survey:
-    place, other = (own.below(layout.folder, name) for name in (layout.images, layout.masks))
+    images, masks = (own.path_below(layout.folder, name) for name in (layout.images, layout.masks))
     check_structures(named := named or layout.classes[1:])
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
-    records, solid = dataset.records, own.is_volumes(place)
+    records, solid = dataset.records, own.is_volumes(images)
     try:
         seen = _each(records, _volume if solid else partial(_picture, several=len(named) > 1), progress)
         present = [values for values, _ in seen]
         values = set[int]().union(*present)
-        _check_values(other, values)
+        _check_values(masks, values)
     except InputError as error:
-        if place != other and _swapped(records[0], solid):
+        if images != masks and _swapped(records[0], solid):
             raise InputError(
-                f"the files in {place} look like masks, those in {other} like their images",
+                f"the files in {images} look like masks, those in {masks} like their images",
                 "--images is the folder of the images, --masks that of the masks",
                 "swap the two",
             ) from error
@@ -265,7 +265,7 @@ def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, p
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
     shown = [one for _, one in seen]
-    notes = (*own_folder.of_pairs(place, other, records, endings), *own_folder.odd(layout.folder))
+    notes = (*own_folder.of_pairs(images, masks, records, endings), *own_folder.odd(layout.folder))
     notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
     notes += duplicate_notes(shown, records)
     about: dict[str, Any] = {
@@ -277,7 +277,7 @@ def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, p
     if solid:
         shapes, channels = [one.shape[1:] for one in shown], {one.shape[0] for one in shown}
         if len(channels) > 1:
-            problem = f"images of {' and '.join(map(str, sorted(channels)))} channels in {place}"
+            problem = f"images of {' and '.join(map(str, sorted(channels)))} channels in {images}"
             raise InputError(problem, "as many of each image", "move the others away")
         about |= {"patch": _patch(shapes), "notes": notes}
         return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **about)

@@ -32,8 +32,8 @@ def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
     if not bundle.is_shipped and isinstance(ids["classes"], list) and "split" in ids:
         return _of_own(folder, ids, channels)
     alone = not (datasets.get(bundle.name).layout(folder) if bundle.is_shipped else bundle.sections.lists)
-    place = folder if alone else folder / own.UNLABELLED
-    files = joined(named([place], is_volumes(bundle.metadata)), channels) if place.is_dir() else {}
+    images = folder if alone else folder / own.UNLABELLED
+    files = joined(named([images], is_volumes(bundle.metadata)), channels) if images.is_dir() else {}
     entries = [_entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri) for name, uri in files.items()]
     maskless = read_table(bundle.name, folder).unlabelled if bundle.is_shipped and not alone else {}
     return UnlabelledEntries([*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone)
@@ -51,33 +51,33 @@ def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> UnlabelledEntr
 
     Those that a table puts into another section, or whose patient has images there, are left out.
     """
-    place = own.below(root, str(ids.get("images") or "."))
-    place = place if place.is_dir() else root
+    images = own.path_below(root, str(ids.get("images") or "."))
+    images = images if images.is_dir() else root
     group_by, held_out = ids.get("group_by"), set[str]()
-    if whole := _alone(root, place, ids, channels):
-        dataset = own.Found([], [], cases.read(root, (), whole), unlabelled=whole)
+    if unlabelled := _alone(root, images, ids, channels):
+        dataset = own.OwnImages([], [], cases.read(root, (), unlabelled), unlabelled=unlabelled)
     else:
         dataset = own.found_by(root, ids, lacking=True)
         divided = own.sections_of(root, dataset, group_by, ids.get("split"))
         held_out = {record.group for record, section in divided if section != SECTIONS[0]}
-    records = cases.described(root, _grouped(dataset.unlabelled, place, group_by), dataset.rows)
+    records = cases.described(root, _grouped(dataset.unlabelled, images, group_by), dataset.rows)
     taken = [r for r in records if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held_out]
-    return UnlabelledEntries([{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(whole))
+    return UnlabelledEntries([{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(unlabelled))
 
 
-def _alone(root: Path, place: Path, ids: Mapping[str, Any], channels: int) -> tuple[Record, ...]:
+def _alone(root: Path, images: Path, ids: Mapping[str, Any], channels: int) -> tuple[Record, ...]:
     """Return the images of a folder in which none has a label; none where some have."""
     if ids.get("masks"):
-        table = pairs.paired(*matching.match(*own.paths(place, own.below(root, str(ids["masks"])), channels > 1)))
+        table = pairs.paired(*matching.match(*own.paths(images, own.path_below(root, str(ids["masks"])), channels > 1)))
         return () if table.records or table.problems else own.unlabelled(table.unlabelled.items())
     if ids.get("labels"):
-        return () if own.below(root, str(ids["labels"])).is_file() else own.unlabelled(tables.image_files(place))
+        return () if own.path_below(root, str(ids["labels"])).is_file() else own.unlabelled(tables.image_files(images))
     has_class = any(name in ids["classes"] for name in own.image_folders(root))
     return () if has_class else own.unlabelled(tables.image_files(root))
 
 
-def _grouped(records: Sequence[Record], place: Path, group_by: str | None) -> Sequence[Record]:
+def _grouped(records: Sequence[Record], images: Path, group_by: str | None) -> Sequence[Record]:
     if not group_by or not records:
         return records
-    patients = grouping.by_names(group_by, [own.below_all(place, record) for record in records])
+    patients = grouping.by_names(group_by, [own.path_in(images, record) for record in records])
     return [replace(record, group=patient or record.group) for record, patient in zip(records, patients, strict=True)]

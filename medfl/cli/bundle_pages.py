@@ -10,7 +10,7 @@ import textwrap
 from typing import Any
 
 from medfl import datasets
-from medfl.bundle.files import find, protocol_of, read, shipped
+from medfl.bundle.files import find, read, read_protocol, shipped
 from medfl.cli.arguments import as_flag_text
 from medfl.core import terminal
 from medfl.core.errors import InputError, did_you_mean
@@ -44,7 +44,7 @@ def bundles(name: str | None = None) -> Document:
 
 
 def _bundle(name: str) -> Document:
-    protocol, data = protocol_of(name), datasets.get(name)
+    protocol, data = read_protocol(name), datasets.get(name)
     training = read(find(name) / "configs" / "train.yaml")
     settings = ("sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "split")
     return {

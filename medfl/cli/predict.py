@@ -53,8 +53,8 @@ def _predict(args: Any) -> int:
     is_run(args.model.expanduser())  # refuses another folder before PyTorch is imported, as what follows
     require_unused(args.out.expanduser(), advice="give a new folder")
     check_which(args.which)
-    for place in args.images:
-        require_there(place.expanduser())
+    for path in args.images:
+        require_there(path.expanduser())
     from medfl.runs.predict import predict
 
     document = predict(

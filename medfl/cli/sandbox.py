@@ -53,9 +53,9 @@ def enter_sandbox(args: Any) -> None:
 
 def _record(args: Any) -> Run | None:
     """Return the run to be resumed or repeated; None for a new one, and for one that cannot be read: told later."""
-    place = args.source or (args.out if args.resume else None)
+    path = args.source or (args.out if args.resume else None)
     try:
-        return read_run(record_of(place))[0] if place else None
+        return read_run(record_of(path))[0] if path else None
     except InputError:
         return None
 
@@ -72,8 +72,8 @@ def _run_folder(args: Any) -> Path:
 
 def _named(args: Any, run: Run | None) -> Iterator[Path]:
     """Yield the files and folders that are named: on the command line, in a record, by $MEDFL_DATA."""
-    places = [run.bundle_path, run.data.folder, run.public and run.public.data.folder] if run else []
-    recorded = [*places, run.options, run.config] if run else []
+    recorded_paths = [run.bundle_path, run.data.folder, run.public and run.public.data.folder] if run else []
+    recorded = [*recorded_paths, run.options, run.config] if run else []
     for text in (os.environ.get("MEDFL_DATA", ""), *args.given, *(t for t in _texts(recorded) if "/" in t)):
         value = text.partition("=")[2]
         for part in (text, value, text.partition(":")[2], value.partition(":")[2]):

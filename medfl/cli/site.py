@@ -88,11 +88,7 @@ def add(verbs: Any) -> None:
     add_number(stats, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
     stats.add_argument("--out", type=Path, metavar="FILE", help="write what is shown; with --collect: the picture")
     stats.add_argument(
-        "--collect",
-        nargs="+",
-        type=arguments.existing,
-        metavar="FILE",
-        help="draw what several sites have written",
+        "--collect", nargs="+", type=arguments.existing, metavar="FILE", help="draw what several sites have written"
     )
     audit = add_verb(actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES)
     audit.add_argument("file", type=arguments.existing, metavar="FILE", help="the log")

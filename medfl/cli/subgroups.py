@@ -50,7 +50,7 @@ def _subgroups(args: Any) -> int:
                 name: {"auroc": area.value, "low": area.low, "high": area.high, "cases": area.positives}
                 for name, area in group.areas.items()
             }
-            for group in (*subgroups.groups, subgroups.told) if group.areas
+            for group in (*subgroups.groups, subgroups.total) if group.areas
         },
     }  # fmt: skip
     last = "PHANTOM data: images drawn by a program" if source == "phantom" else f"real data: {run.run.bundle}"
@@ -61,9 +61,9 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
     """Return the groups as a table with 95 % intervals, and what a reader must know."""
     from medfl.evaluation.metrics import title
 
-    names = [name for name in subgroups.told.metrics if name != "loss"]
+    names = [name for name in subgroups.total.metrics if name != "loss"]
     rows = []
-    for group in (*subgroups.groups, subgroups.told):
+    for group in (*subgroups.groups, subgroups.total):
         count = "not told" if group.count is None else str(group.count)
         rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
     spare = [title(name) for name in reversed(names[2:])]

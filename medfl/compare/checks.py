@@ -32,10 +32,7 @@ MUST_AGREE: Mapping[str, Callable[[RunFiles], str]] = {
 
 
 def require_same(
-    runs: Sequence[RunFiles],
-    allowed: str,
-    advice: str,
-    kinds: Mapping[str, Callable[[RunFiles], str]] = MUST_AGREE,
+    runs: Sequence[RunFiles], allowed: str, advice: str, kinds: Mapping[str, Callable[[RunFiles], str]] = MUST_AGREE
 ) -> None:
     """Raise an InputError that names the first kind in which the runs differ."""
     for kind, read in kinds.items():

@@ -233,14 +233,14 @@ def draw(result: Gains) -> Picture:
         for axes, reference in zip(panels[:, 0], shown, strict=True):
             methods = [name for name in result.methods if result.gains[name].get(reference)]
             step = 0.8 / max(1, len(methods))
-            for place, site in enumerate(result.sites):
+            for column, site in enumerate(result.sites):
                 if site in result.small:
-                    axes.axvspan(place - 0.5, place + 0.5, color="#eef0f3", zorder=0, linewidth=0)
+                    axes.axvspan(column - 0.5, column + 0.5, color="#eef0f3", zorder=0, linewidth=0)
                 for turn, name in enumerate(methods):
                     values = result.gains[name][reference].get(site, [])
                     if not values:
                         continue
-                    x = place + (turn - (len(methods) - 1) / 2) * step
+                    x = column + (turn - (len(methods) - 1) / 2) * step
                     axes.bar(x, statistics.mean(values), width=0.9 * step, color=tone[name], zorder=2)
                     axes.plot([x] * len(values), values, ".", color=INK, markersize=3, zorder=3)
             axes.axhline(0, color=INK, linewidth=0.8)

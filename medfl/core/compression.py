@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core import forms
+from medfl.core import setting_values
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
 
@@ -43,7 +43,7 @@ class Compression:
     """How messages are compressed and restored, the same at both ends.
 
     Attributes:
-        kind: one of `forms.MESSAGES`.
+        kind: one of `setting_values.MESSAGES`.
         fraction: of `topk`, the share of the numbers that leaves.
         exact: tensors of the network that always go as they are.
         groups: groups of messages that are made smaller, as noise of mean 0 in each number does them no harm.
@@ -57,7 +57,7 @@ class Compression:
     @classmethod
     def parse(cls, text: str) -> Compression:
         """Read what `--messages` takes; InputError for anything else."""
-        return cls(*forms.messages(text))
+        return cls(*setting_values.messages(text))
 
     def __str__(self) -> str:
         """Return what `parse` reads."""

@@ -97,10 +97,10 @@ def require_for_export(out: Path) -> None:
         raise InputError(f"--out {out} cannot be made in {above}", "a writable folder", "put it into such a folder")
 
 
-def require_there(place: Path) -> None:
+def require_there(path: Path) -> None:
     """Raise an InputError if there are no images because nothing is there."""
-    if not place.is_dir() and not place.is_file():
-        raise InputError(f"{place} is no file and no folder", "images that are there", "check the path")
+    if not path.is_dir() and not path.is_file():
+        raise InputError(f"{path} is no file and no folder", "images that are there", "check the path")
 
 
 def check_which(which: str) -> None:

@@ -165,10 +165,10 @@ class Run(GeneralSettings, ProtocolSettings):
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
         left, right = ({**ADDED_LATER, **run.to_dict()} for run in (self, other))
-        places = ("rounds", "bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes")
+        may_differ = ("rounds", "bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes")
         for document in (left, right):
             # a record that says nothing of text is compared without it
-            _forget(document, places if self.text is not None and other.text is not None else (*places, "text"))
+            _forget(document, may_differ if self.text is not None and other.text is not None else (*may_differ, "text"))
         lines = []
         for name in {**left, **right}:
             now, was = left.get(name), right.get(name)

@@ -73,8 +73,8 @@ def python_and_system() -> tuple[Path, ...]:
     """
     package = Path(__file__).resolve().parents[1]
     named = [*sys.path[1:], *os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)]
-    places = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(None, named))
-    return (*map(Path, places), package, package.parent / "bundles")
+    paths = (*_SYSTEM, sys.prefix, sys.base_prefix, sys.exec_prefix, *filter(None, named))
+    return (*map(Path, paths), package, package.parent / "bundles")
 
 
 def devices() -> tuple[Path, ...]:
@@ -96,7 +96,7 @@ def private_folders(folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "tmp").mkdir(exist_ok=True)
     caches = {"MPLCONFIGDIR": "matplotlib", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
-    variables = {name: str(folder / place) for name, place in {**caches, "TMPDIR": "tmp", PRIVATE: ""}.items()}
+    variables = {name: str(folder / below) for name, below in {**caches, "TMPDIR": "tmp", PRIVATE: ""}.items()}
     return {**variables, "LOKY_MAX_CPU_COUNT": "1"}  # else joblib asks a program for the cores
 
 

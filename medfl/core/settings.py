@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from medfl.core import forms, portable
+from medfl.core import portable, setting_values
 from medfl.core.errors import InputError
 
 LOSSLESS, MEAN = "lossless", "mean"
 TRAINING, MACHINE, COMPUTING, ROBUSTNESS, SITES = "training", "machine", "computing", "robustness", "sites"
-_MOST = 1_000_000
+_MAX_VALUE = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Setting:
         later: added after the first release: records leave it out at its default, so that their hashes stay.
         least, above, most: limits of a number; `above` is exclusive.
         optional: whether a run may have None.
-        form: of text: reads it, and raises an InputError where it is none of its form; None: any text.
+        parse: reads a text, and raises an InputError for one that it does not allow; None: any text.
         longest: characters of text.
     """
 
@@ -50,7 +50,7 @@ class Setting:
     above: float | None = None
     most: float | None = None
     optional: bool = False
-    form: Callable[[str], object] | None = None
+    parse: Callable[[str], object] | None = None
     longest: int = 200
 
     @property
@@ -100,7 +100,7 @@ class GeneralSettings:
     seed: int = setting("seed of everything random; default 0", "S", group=TRAINING, default=0, least=0, most=2**63 - 1)
     device: str = setting(
         "where networks are trained; default cpu", "auto|cpu|cuda[:i]",
-        group=MACHINE, default="cpu", form=forms.device,
+        group=MACHINE, default="cpu", parse=setting_values.device,
     )  # fmt: skip
     amp: bool = setting("automatic mixed precision", group=COMPUTING, default=False)
     tf32: bool = setting("let a GPU round products to TF32", group=COMPUTING, default=False, later=True)
@@ -116,11 +116,11 @@ class GeneralSettings:
     )  # fmt: skip
     pack: int = setting(
         "capture, and train up to N sites in one step where that is measured to be faster", "N",
-        group=COMPUTING, default=1, later=True, least=1, most=_MOST,
+        group=COMPUTING, default=1, later=True, least=1, most=_MAX_VALUE,
     )  # fmt: skip
     threads: int = setting(
         "threads of each worker; default 1; more may change the last bits", "T",
-        group=MACHINE, default=1, least=1, most=_MOST,
+        group=MACHINE, default=1, least=1, most=_MAX_VALUE,
     )  # fmt: skip
     eval_every: int = setting(
         "rounds between evaluations; 0: after the last only; default 1", "N",
@@ -137,11 +137,11 @@ class GeneralSettings:
     metrics: str = setting(
         "what segmented test items are scored by beside Dice: all (default), or dice (Dice alone), hd95, surface_dice, "
         "either with a structure's name (hd95_liver), joined by commas", "NAMES",
-        group=TRAINING, default=forms.ALL, later=True, form=forms.metrics,
+        group=TRAINING, default=setting_values.ALL, later=True, parse=setting_values.metrics,
     )  # fmt: skip
     messages: str = setting(
         "lossless (default), float16, bfloat16, int8, or topk:FRACTION of the changes, the rest sent later", "FORM",
-        group=TRAINING, default=LOSSLESS, later=True, form=forms.messages,
+        group=TRAINING, default=LOSSLESS, later=True, parse=setting_values.messages,
     )  # fmt: skip
     aggregation: str = setting(
         "mean (default); or for methods that keep FedAvg's server half: clip:C (the mean of changes of at most this "
@@ -149,7 +149,7 @@ class GeneralSettings:
         "faulty sites; time n log n; loses what a minority knows), trimmed:FRACTION (tolerates that share; loses "
         "less), krum:F (tolerates F faulty ones of 2F+3 or more; time n^2; learns from one site a round), multikrum:F "
         "(as krum, from n-F-2 sites)", "RULE",
-        group=ROBUSTNESS, default=MEAN, later=True, form=forms.aggregation,
+        group=ROBUSTNESS, default=MEAN, later=True, parse=setting_values.aggregation,
     )  # fmt: skip
     channel_drop: float = setting(
         "probability that a channel of a training image is set to zero, all but one at most; for runs whose sites lack "
@@ -158,7 +158,7 @@ class GeneralSettings:
     )  # fmt: skip
     unlabelled: str = setting(
         "sites that train without labels, joined by commas; labels of theirs are hidden, images may have none", "SITES",
-        group=SITES, default="", later=True, form=forms.site_names,
+        group=SITES, default="", later=True, parse=setting_values.site_names,
     )  # fmt: skip
     max_share: float | None = setting(
         "largest share of a round's weight for one site: larger ones are cut down to it; default: no cap, but across "
@@ -173,26 +173,26 @@ class ProtocolSettings:
 
     cohort: float = setting("fraction of the sites in each round", "FRACTION", group=SITES, above=0, most=1)
     rounds: int = setting(
-        "rounds of broadcast, local training and aggregation", "R", group=TRAINING, least=1, most=_MOST
+        "rounds of broadcast, local training and aggregation", "R", group=TRAINING, least=1, most=_MAX_VALUE
     )
-    local_epochs: int = setting("passes over a site's data a round", "E", group=TRAINING, least=1, most=_MOST)
-    batch_size: int = setting("images a step", "B", group=TRAINING, least=1, most=_MOST)
+    local_epochs: int = setting("passes over a site's data a round", "E", group=TRAINING, least=1, most=_MAX_VALUE)
+    batch_size: int = setting("images a step", "B", group=TRAINING, least=1, most=_MAX_VALUE)
     lr: float | None = setting("learning rate of round 1", "X", group=TRAINING, above=0)
     lr_decay: float = setting(
         "what one round multiplies the learning rate with; 1 keeps it", "G", group=TRAINING, above=0, most=1
     )
     patience: int = setting(
         "rounds without a better validation metric after which a run ends; default: it has all its rounds", "N",
-        group=TRAINING, default=0, later=True, least=0, most=_MOST,
+        group=TRAINING, default=0, later=True, least=0, most=_MAX_VALUE,
     )  # fmt: skip
     decay_per: str = setting(
         "what --lr-decay is of: a round (default), or a local epoch, counted over all rounds", "round|epoch",
-        group=TRAINING, default="round", later=True, form=forms.one_of("--decay-per", ("round", "epoch")),
+        group=TRAINING, default="round", later=True, parse=setting_values.one_of("--decay-per", ("round", "epoch")),
     )  # fmt: skip
     site_weights: str = setting(
         "how sites count where a method averages by number of images: samples (default), or uniform: all the same",
-        "samples|uniform",
-        group=TRAINING, default="samples", later=True, form=forms.one_of("--site-weights", ("samples", "uniform")),
+        "samples|uniform", group=TRAINING, default="samples", later=True,
+        parse=setting_values.one_of("--site-weights", ("samples", "uniform")),
     )  # fmt: skip
     keep_optimizer: bool = setting(
         "each site keeps its optimisers' states from round to round, instead of new ones in each",
@@ -201,17 +201,18 @@ class ProtocolSettings:
     site_labels: str = setting(
         "which structures some sites annotate, of a segmentation; auto: those that the site's training masks show; "
         "default: every site all", "SITE=NAME,...;...",
-        group=SITES, default="", later=True, form=forms.by_site("--site-labels"), longest=10_000,
+        group=SITES, default="", later=True, parse=setting_values.by_site("--site-labels"), longest=10_000,
     )  # fmt: skip
     site_channels: str = setting(
         "which channels of the images some sites have, by name or number; the others are zero there, and need no "
         "files; default: every site all", "SITE=NAME,...;...",
-        group=SITES, default="", later=True, form=forms.by_site("--site-channels"), longest=10_000,
+        group=SITES, default="", later=True, parse=setting_values.by_site("--site-channels"), longest=10_000,
     )  # fmt: skip
     partial_loss: str = setting(
         "what a structure is to a site that does not annotate it: marginal (default): it may be wherever the site "
         "sees background; or naive: it is nowhere", "marginal|naive",
-        group=SITES, default="marginal", later=True, form=forms.one_of("--partial-loss", ("marginal", "naive")),
+        group=SITES, default="marginal", later=True,
+        parse=setting_values.one_of("--partial-loss", ("marginal", "naive")),
     )  # fmt: skip
 
 
@@ -242,6 +243,6 @@ def check_limits(values: Mapping[str, Any]) -> None:
         value = values.get(one.name)
         if not one.allows(value):
             raise InputError(f"{one.flag} {value:g}", one.allowed, f"change the value of {one.flag}")
-        if one.form is not None and value is not None:
-            one.form(value)
+        if one.parse is not None and value is not None:
+            one.parse(value)
     portable.check(values)

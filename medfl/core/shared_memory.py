@@ -34,7 +34,7 @@ class SharedBuffer:
         self.used = 0
 
     def put(self, tensor: Tensor) -> tuple[int, torch.dtype, torch.Size] | None:
-        """Copy a tensor in and return its place, None if it is small or does not fit."""
+        """Copy a tensor in and return its location, None if it is small or does not fit."""
         start = -(-self.used // _ALIGNED) * _ALIGNED
         if tensor.nbytes < _SMALL or start + tensor.nbytes > len(self.bytes):
             return None
@@ -42,9 +42,9 @@ class SharedBuffer:
         self.at((start, tensor.dtype, tensor.shape)).copy_(tensor)
         return start, tensor.dtype, tensor.shape
 
-    def at(self, place: tuple[int, torch.dtype, torch.Size]) -> Tensor:
-        """Return the tensor at a place, a view of the memory."""
-        start, dtype, shape = place
+    def at(self, location: tuple[int, torch.dtype, torch.Size]) -> Tensor:
+        """Return the tensor at a location, a view of the memory."""
+        start, dtype, shape = location
         return self.bytes[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
@@ -89,9 +89,9 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self._shared, self._copy = shared, copy
 
-    def persistent_load(self, place: Any) -> Tensor:
+    def persistent_load(self, location: Any) -> Tensor:
         assert self._shared is not None, "packed into shared memory, which the reader does not have"
-        tensor = self._shared.at(place)
+        tensor = self._shared.at(location)
         return tensor.clone() if self._copy else tensor
 
 

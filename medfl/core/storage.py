@@ -66,14 +66,14 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(place: Path | str, advice: str = "free some space, then go on (a run with --resume)") -> Iterator[None]:
-    """Raise a RunError where what the block writes to a place cannot be written."""
+def writing(target: Path | str, advice: str = "free some space, then go on (a run with --resume)") -> Iterator[None]:
+    """Raise a RunError where what the block writes to `target` cannot be written."""
     try:
         yield
     except (OSError, safetensors.SafetensorError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's, of a full disk
             raise
-        raise RunError(f"cannot write {place}: {_reason(error)}; what was saved before is intact; {advice}") from error
+        raise RunError(f"cannot write {target}: {_reason(error)}; what was saved before is intact; {advice}") from error
 
 
 def _reason(error: Exception) -> str:

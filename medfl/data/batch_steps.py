@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 """(H, W[, D])."""
 
 
-def _between(draws: Tensor, low: float, high: float) -> Tensor:
+def _uniform(draws: Tensor, low: float, high: float) -> Tensor:
     return low + (high - low) * draws
 
 
@@ -51,7 +51,7 @@ class _Random:
 
     keys: tuple[str, ...]
     prob: float
-    only_moves: ClassVar[bool] = False
+    keeps_values: ClassVar[bool] = False
 
     def _chosen(self, draws: Tensor) -> Tensor:
         """Return the positions of the items that are changed: an item's first number decides."""
@@ -63,8 +63,8 @@ class Flip(_Random):
     """RandFlipd: with `prob`, mirror along `dims` of (B, C, ...)."""
 
     dims: tuple[int, ...]
-    only_moves: ClassVar[bool] = True
-    width: ClassVar[int] = 1
+    keeps_values: ClassVar[bool] = True
+    num_draws: ClassVar[int] = 1
 
     def __call__(self, key: str, rows: Column, draws: Tensor) -> Column:
         """Flip the chosen items."""
@@ -77,8 +77,8 @@ class Rotate90(_Random):
 
     max_k: int
     dims: tuple[int, int]
-    only_moves: ClassVar[bool] = True
-    width: ClassVar[int] = 2
+    keeps_values: ClassVar[bool] = True
+    num_draws: ClassVar[int] = 2
 
     def __call__(self, key: str, rows: Column, draws: Tensor) -> Column:
         """Turn the chosen items."""
@@ -93,18 +93,18 @@ class Rotate90(_Random):
 class Crop:
     """RandSpatialCropd: a patch of `size`, each place as likely, from items that may differ in size.
 
-    With `middle` it is CenterSpatialCropd, which needs no numbers.
+    With `centred` it is CenterSpatialCropd, which needs no numbers.
     """
 
     keys: tuple[str, ...]
     size: Shape
-    middle: bool = False
-    only_moves: ClassVar[bool] = True
+    centred: bool = False
+    keeps_values: ClassVar[bool] = True
 
     @property
-    def width(self) -> int:
+    def num_draws(self) -> int:
         """One number for each axis."""
-        return 0 if self.middle else len(self.size)
+        return 0 if self.centred else len(self.size)
 
     def __call__(self, key: str, rows: Any, draws: Tensor) -> Column:
         """Cut the patches out."""
@@ -118,12 +118,12 @@ class Crop:
 
     def _cut(self, values: Tensor, draws: Tensor) -> Tensor:
         sides = list(zip(values.shape[2:], self.size, strict=True))
-        if self.middle:
+        if self.centred:
             corners = [[n // 2 - s // 2 for n, s in sides]] * len(values)
         else:
             corners = (draws * torch.tensor([n - s + 1 for n, s in sides])).long().tolist()
-        places = [[slice(c, c + s) for c, s in zip(corner, self.size, strict=True)] for corner in corners]
-        return torch.stack([row[(slice(None), *place)] for row, place in zip(values, places, strict=True)])
+        patches = [[slice(c, c + s) for c, s in zip(corner, self.size, strict=True)] for corner in corners]
+        return torch.stack([row[(slice(None), *patch)] for row, patch in zip(values, patches, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -131,24 +131,24 @@ class Intensity(_Random):
     """RandScaleIntensityd, RandShiftIntensityd: with `prob`, multiply by 1 + f or add f, f uniform in [low, high).
 
     Attributes:
-        draws: how many f an item has: 1 for all channels, or one for each.
+        num_factors: how many f an item has: 1 for all channels, or one for each.
         shift: add instead of multiply.
     """
 
     low: float
     high: float
-    draws: int
+    num_factors: int
     shift: bool
 
     @property
-    def width(self) -> int:
+    def num_draws(self) -> int:
         """One number to decide, and one for each f."""
-        return 1 + self.draws
+        return 1 + self.num_factors
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Change the chosen items."""
         chosen = self._chosen(draws)
-        f = _between(draws[chosen, 1:], self.low, self.high)
+        f = _uniform(draws[chosen, 1:], self.low, self.high)
         if self.shift:
             return _changed(rows, chosen, lambda part: part + _for_channels(f, part))
         return _changed(rows, chosen, lambda part: part * _for_channels(1 + f, part))
@@ -169,12 +169,12 @@ class Noise(_Random):
     mean: float
     std: float
     sampled: bool
-    width: ClassVar[int] = 3
+    num_draws: ClassVar[int] = 3
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Add noise to the chosen items."""
         chosen = self._chosen(draws)
-        deviations = _between(draws[chosen, 2], 0.0, self.std) if self.sampled else torch.full((len(chosen),), self.std)
+        deviations = _uniform(draws[chosen, 2], 0.0, self.std) if self.sampled else torch.full((len(chosen),), self.std)
 
         def add(part: Tensor) -> Tensor:
             fields = []
@@ -202,7 +202,7 @@ class Affine(_Random):
     modes: Mapping[str, tuple[str, str]]
 
     @property
-    def width(self) -> int:
+    def num_draws(self) -> int:
         """One number to decide, and one for each parameter."""
         return 1 + sum(map(len, self.ranges.values()))
 
@@ -216,8 +216,8 @@ class Affine(_Random):
             grid = torch.as_tensor(create_grid(shape, device=part.device, backend="torch"), dtype=torch.float32)
             coordinates = (matrices @ grid.flatten(1))[:, : len(shape)].double()
             scale = torch.tensor([2.0 / max(2, side) for side in shape], dtype=torch.float64, device=part.device)
-            places = (coordinates * scale[:, None]).flip(1).transpose(1, 2).reshape(len(part), *shape, len(shape))
-            return grid_sample(part.double(), places, mode, padding, align_corners=False).float()
+            positions = (coordinates * scale[:, None]).flip(1).transpose(1, 2).reshape(len(part), *shape, len(shape))
+            return grid_sample(part.double(), positions, mode, padding, align_corners=False).float()
 
         return _changed(rows.float(), chosen, resample)
 
@@ -245,7 +245,7 @@ class Rotate(_Random):
     modes: Mapping[str, tuple[str, str, bool]]
 
     @property
-    def width(self) -> int:
+    def num_draws(self) -> int:
         """One number to decide, and one for each angle."""
         return 1 + len(self.ranges)
 
@@ -275,6 +275,6 @@ class Rotate(_Random):
 Step = Flip | Rotate90 | Crop | Intensity | Noise | Affine | Rotate
 """One transform of a batch.
 
-`keys` are what it changes of image and label, `width` is how many uniform numbers it needs for an item, `only_moves`
-whether it only takes numbers to other places, which it may then do with their codes.
+`keys` are what it changes of image and label, `num_draws` is how many uniform numbers it needs for an item,
+`keeps_values` whether it only takes numbers to other places, which it may then do with their codes.
 """

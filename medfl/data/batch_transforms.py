@@ -34,13 +34,13 @@ class BatchRecipe:
     masks: bool
 
     @property
-    def width(self) -> int:
+    def num_draws(self) -> int:
         """How many uniform numbers the steps need for an item."""
-        return sum(step.width for step in self.steps)
+        return sum(step.num_draws for step in self.steps)
 
-    def deterministic(self, whole: bool) -> BatchRecipe:
-        """Return the steps that are left where nothing is drawn: crops, of the middle, or with `whole` none."""
-        crops = () if whole else tuple(replace(step, middle=True) for step in self.steps if isinstance(step, Crop))
+    def deterministic(self, uncropped: bool) -> BatchRecipe:
+        """Return the steps that are left where nothing is drawn: crops, of the middle, or with `uncropped` none."""
+        crops = () if uncropped else tuple(replace(step, centred=True) for step in self.steps if isinstance(step, Crop))
         return BatchRecipe(crops, self.masks)
 
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> tuple[Any, Any]:
@@ -49,14 +49,14 @@ class BatchRecipe:
         Args:
             inputs: images (B, C, H, W[, D]).
             targets: class indices (B,), or masks as the images.
-            draws: (B, width) float64, uniform in [0, 1).
+            draws: (B, num_draws) float64, uniform in [0, 1).
         """
         rows: dict[str, Any] = {"image": inputs, "label": targets}
-        drawn = torch.split(draws, [step.width for step in self.steps], dim=1)
+        drawn = torch.split(draws, [step.num_draws for step in self.steps], dim=1)
         for step, numbers in zip(self.steps, drawn, strict=True):
             for key in step.keys:
                 column: Any = rows[key] if isinstance(step, Crop) else _as_column(rows[key])  # crops take any sizes
-                rows[key] = step(key, column if step.only_moves else plain(column), numbers)
+                rows[key] = step(key, column if step.keeps_values else plain(column), numbers)
         masks = plain(_as_column(rows["label"])) if self.masks else rows["label"]
         return plain(_as_column(rows["image"])), masks
 
@@ -184,8 +184,8 @@ def _scale(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
     if not _is_intensity(keys, arriving, scaler.dtype):
         return None
     low, high = scaler.factors
-    draws = arriving.channels if scaler.channel_wise else 1
-    return Intensity(keys, transform.prob, low, high, draws, shift=False)
+    num_factors = arriving.channels if scaler.channel_wise else 1
+    return Intensity(keys, transform.prob, low, high, num_factors, shift=False)
 
 
 def _shift(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
@@ -193,8 +193,8 @@ def _shift(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
     if not _is_intensity(keys, arriving) or any(key is not None for key in transform.factor_key):
         return None
     low, high = shifter.offsets
-    draws = arriving.channels if shifter.channel_wise else 1
-    return Intensity(keys, transform.prob, low, high, draws, shift=True)
+    num_factors = arriving.channels if shifter.channel_wise else 1
+    return Intensity(keys, transform.prob, low, high, num_factors, shift=True)
 
 
 def _noise(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:

@@ -142,9 +142,9 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
 def _recode(codes: Tensor, table: NDArray[np.signedinteger], common: Sequence[NDArray[np.signedinteger]]) -> None:
     """Turn positions in a table into positions in the common one, in place."""
     for row, old, values in zip(codes.numpy(), table, common, strict=True):
-        places = np.searchsorted(values, old).astype(np.uint8)
-        if not np.array_equal(places, np.arange(len(old))):
-            row[...] = places[row]
+        positions = np.searchsorted(values, old).astype(np.uint8)
+        if not np.array_equal(positions, np.arange(len(old))):
+            row[...] = positions[row]
 
 
 def _padded(tables: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:

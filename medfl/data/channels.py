@@ -15,7 +15,7 @@ from medfl.data.prepared import Batch, Prepared
 class Channels(Prepared):
     """Prepared items whose images lack channels, each its own.
 
-    Zero is written after all transforms; those before the first random one saw zero too (`medfl.data.lacking`).
+    Zero is written after all transforms; those before the first random one saw zero too (`incomplete_entries`).
     """
 
     def __init__(self, prepared: Prepared, present: Tensor, drop: float = 0.0) -> None:
@@ -28,7 +28,7 @@ class Channels(Prepared):
         """
         super().__init__(prepared.items)
         self.prepared, self.present, self.drop = prepared, present, drop
-        self.geometry, self.others, self.pinned = prepared.geometry, prepared.others, prepared.pinned
+        self.geometry, self.extras_of, self.pinned = (prepared.geometry, prepared.extras_of, prepared.pinned)
         self.labelled = prepared.labelled
 
     @property
@@ -46,9 +46,9 @@ class Channels(Prepared):
         moved = self.prepared.to(device, budget)
         return self if moved is self.prepared else self._with(prepared=moved)
 
-    def deterministic(self, whole: bool = False) -> Prepared:
+    def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms; none of their channels is dropped."""
-        return self._with(prepared=self.prepared.deterministic(whole), drop=0.0)
+        return self._with(prepared=self.prepared.deterministic(uncropped), drop=0.0)
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches with zeros in the channels that are lacking; what is dropped is drawn on the CPU first."""

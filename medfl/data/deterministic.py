@@ -8,7 +8,7 @@ from typing import Any
 from monai import transforms as mt
 
 
-def without_draws(transforms: Sequence[Any], *, whole: bool) -> list[Any]:
+def without_draws(transforms: Sequence[Any], *, uncropped: bool) -> list[Any]:
     """Return transforms that draw nothing: what has a probability never happens, a random crop is the middle one.
 
     Others that draw (somebody's own functions, choices between transforms) stay; their draws are those of the item's
@@ -16,13 +16,13 @@ def without_draws(transforms: Sequence[Any], *, whole: bool) -> list[Any]:
 
     Args:
         transforms: MONAI's or anybody's; their probabilities are changed in place.
-        whole: leave random crops out instead.
+        uncropped: leave random crops out instead.
     """
     without: list[Any] = []
     for transform in transforms:
         crop = _middle(transform) if isinstance(transform, mt.RandomizableTrait) else None
         if crop is not None:
-            without += [] if whole else [crop]
+            without += [] if uncropped else [crop]
             continue
         if isinstance(transform, mt.RandomizableTransform):
             transform.prob = 0.0  # it keeps what it does in any case: types, and sizes that are asked for

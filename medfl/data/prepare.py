@@ -22,9 +22,9 @@ from medfl.core.errors import InputError
 from medfl.core.shared_memory import dump_shared, load_shared
 from medfl.data.byte_codes import shape_of
 from medfl.data.disk_cache import DiskCache, OnDisk
-from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, beside, stack
+from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, extras, stack
 from medfl.data.sampled import Sampled
-from medfl.data.samples import Samples, Tracked, is_pair
+from medfl.data.samples import SampleMaker, Tracked, is_pair
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES
 
@@ -51,15 +51,15 @@ def prepare(
     Raises:
         InputError: an item cannot be read, or the images differ in their channels; names the item.
     """
-    samples = Samples(items, source)
+    samples = SampleMaker(items, source)
     if source.fixed:
         make = partial(_make, samples, label=label, jobs=jobs, progress=progress)
         samples.cached = list(make(range(len(items)))) if cache is None else cache.keep(len(items), make)
     prepared = _prepared(items, samples, collate, prepare_batch)
     if not samples.random:
         cached = samples.cached or []
-        light = [beside(sample) for sample in cached] if isinstance(cached, list) else cached  # without pixels
-        prepared.others = lambda index: collate([beside(light[index])])
+        light = [extras(sample) for sample in cached] if isinstance(cached, list) else cached  # without pixels
+        prepared.extras_of = lambda index: collate([extras(light[index])])
         geometries = [_geometry(sample, samples.reads_rows_first) for sample in samples.cached or []]
         if all(geometries):
             prepared.geometry = [geometry for geometry in geometries if geometry is not None]
@@ -67,7 +67,7 @@ def prepare(
 
 
 def _prepared(
-    items: Sequence[Item], samples: Samples, collate: Callable[[list[Any]], Any], prepare_batch: Callable[..., Any]
+    items: Sequence[Item], samples: SampleMaker, collate: Callable[[list[Any]], Any], prepare_batch: Callable[..., Any]
 ) -> Prepared:
     """Return the samples in the fastest form that they have: stacked, transformed in batches, or one by one."""
     cached: Sequence[Any] = [] if samples.cached is None else samples.cached
@@ -126,7 +126,7 @@ def _unpack_batch(prepare_batch: Callable[..., Any], batch: Any) -> Batch:
     return as_plain(pair[0]), as_plain(pair[1])
 
 
-def _make(samples: Samples, indices: Sequence[int], label: str, jobs: int, progress: bool) -> Iterator[Any]:
+def _make(samples: SampleMaker, indices: Sequence[int], label: str, jobs: int, progress: bool) -> Iterator[Any]:
     """Run the deterministic transforms over these items in order, in forked workers where that pays."""
     count = len(indices)
     with terminal.bar(total=count, desc=label, unit="image", shown=progress) as bar:
@@ -146,13 +146,13 @@ def _make(samples: Samples, indices: Sequence[int], label: str, jobs: int, progr
                 yield from chunk
 
 
-def _start_worker(samples: Samples) -> None:
+def _start_worker(samples: SampleMaker) -> None:
     global _SAMPLES
     _SAMPLES = samples
     torch.set_num_threads(1)
 
 
-_SAMPLES: Samples
+_SAMPLES: SampleMaker
 """What a worker process works on."""
 
 

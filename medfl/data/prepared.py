@@ -69,7 +69,7 @@ class Prepared(ABC):
 
     Attributes:
         geometry: one per item where the transforms keep track of it, else empty.
-        others: position -> what a sample has beside image and label, as a batch of one; None where nothing is known.
+        extras_of: position -> what its sample has but image and label, as a batch of one; None where unknown.
         pinned: whether a shard's batches come in pinned memory, from which a GPU copies without being waited for.
         labelled: whether its batches have targets; None stands for them where not (`medfl.data.unlabelled`).
     """
@@ -80,7 +80,7 @@ class Prepared(ABC):
         """Keep the data list entries; index i below always means `items[i]`."""
         self.items = items
         self.geometry: Sequence[Geometry] = ()
-        self.others: Callable[[int], Mapping[str, Any]] | None = None
+        self.extras_of: Callable[[int], Mapping[str, Any]] | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -98,7 +98,7 @@ class Prepared(ABC):
     def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
         """Yield inputs and targets of each item, a batch of one, and what else is in the batch."""
         for index, (x, y) in zip(indices.tolist(), self.batches(indices, 1, None), strict=True):
-            yield x, y, self.others(index) if self.others else {}
+            yield x, y, self.extras_of(index) if self.extras_of else {}
 
     @property
     def nbytes(self) -> int:
@@ -117,11 +117,11 @@ class Prepared(ABC):
         """
         return self
 
-    def deterministic(self, whole: bool = False) -> Prepared:
+    def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms; this very object where it knows of none.
 
         Args:
-            whole: leave random crops out instead of taking the middle; items may then differ in size.
+            uncropped: leave random crops out instead of taking the middle; items may then differ in size.
         """
         return self
 
@@ -203,18 +203,18 @@ class Augmented(Prepared):
         moved = self.cached.to(device, budget) if isinstance(self.cached, Stacked) else self.cached
         return self if moved is self.cached else self._with(cached=moved)
 
-    def deterministic(self, whole: bool = False) -> Prepared:
+    def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms, held where these are."""
-        return self._with(recipe=self.recipe.deterministic(whole))
+        return self._with(recipe=self.recipe.deterministic(uncropped))
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches, random transforms drawn on the CPU from the generator, or without one by each position."""
-        width = self.recipe.width
+        num_draws = self.recipe.num_draws
         if generator is not None:
-            draws = torch.rand(len(indices), width, generator=generator, dtype=torch.float64)
+            draws = torch.rand(len(indices), num_draws, generator=generator, dtype=torch.float64)
         else:
             seeds = [torch.Generator().manual_seed(derive(0, "sample", index)) for index in indices.tolist()]
-            draws = torch.stack([torch.rand(width, generator=seed, dtype=torch.float64) for seed in seeds])
+            draws = torch.stack([torch.rand(num_draws, generator=seed, dtype=torch.float64) for seed in seeds])
         for chunk, drawn in zip(torch.split(indices, size), torch.split(draws, size), strict=True):
             yield self.recipe(*self._rows(chunk), drawn)
 
@@ -236,7 +236,7 @@ def moved(value: Any, device: torch.device) -> Any:
     return value.to(device, non_blocking=True) if isinstance(value, Tensor) and value.device != device else value
 
 
-def beside(sample: Any) -> dict[str, Any]:
+def extras(sample: Any) -> dict[str, Any]:
     """Return what a sample or a batch has beside image and label."""
     return {k: v for k, v in sample.items() if k not in ("image", "label")} if isinstance(sample, Mapping) else {}
 
@@ -284,9 +284,9 @@ class Shard:
         labels = [self.prepared.items[i].get("label") for i in self.indices.tolist()]
         return [int(x) for x in labels if isinstance(x, int)] if all(isinstance(x, int) for x in labels) else []
 
-    def deterministic(self, whole: bool = False) -> Shard:
+    def deterministic(self, uncropped: bool = False) -> Shard:
         """Return the same items without random transforms, to measure on them; see `Prepared.deterministic`."""
-        return replace(self, prepared=self.prepared.deterministic(whole))
+        return replace(self, prepared=self.prepared.deterministic(uncropped))
 
     def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[Batch]:
         """Yield batches: shuffled and freshly transformed with a generator, in order and always the same without."""

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from medfl.core.seeding import stream
-from medfl.data.prepared import Batch, Item, Prepared, beside
+from medfl.data.prepared import Batch, Item, Prepared, extras
 
 _THREADS = 2  # that make samples before they are needed
 _AHEAD = 4  # batches that they may be ahead
 
-Sampler = tuple[Callable[[int], Any], Callable[[int], None] | None]
+SampleFunctions = tuple[Callable[[int], Any], Callable[[int], None] | None]
 """index -> the sample after all transforms; what sets the state of the random ones, None if there are none."""
 
 
@@ -33,7 +33,7 @@ class Sampled(Prepared):
         unpack: batch -> (inputs, targets).
         clone: makes another `sample` and `reseed`, of the same numbers, for a thread beside this one; they draw from
             nothing but their own state. None keeps the work in this thread.
-        without_draws: whole -> `sample` and `reseed` of `deterministic`; None where they are these.
+        without_draws: uncropped -> `sample` and `reseed` of `deterministic`; None where they are these.
     """
 
     def __init__(
@@ -43,19 +43,19 @@ class Sampled(Prepared):
         reseed: Callable[[int], None] | None,
         collate: Callable[[list[Any]], Any],
         unpack: Callable[[Any], Batch],
-        clone: Callable[[], Sampler] | None = None,
-        without_draws: Callable[[bool], Sampler] | None = None,
+        clone: Callable[[], SampleFunctions] | None = None,
+        without_draws: Callable[[bool], SampleFunctions] | None = None,
     ) -> None:
         super().__init__(items)
         self.sample, self.reseed, self.collate, self.unpack, self.clone = sample, reseed, collate, unpack, clone
         self._without_draws = without_draws
-        self._clones: list[Sampler] = []
+        self._clones: list[SampleFunctions] = []
 
-    def deterministic(self, whole: bool = False) -> Prepared:
+    def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms."""
         if self._without_draws is None:
             return self
-        clone = partial(self._without_draws, whole)
+        clone = partial(self._without_draws, uncropped)
         sample, reseed = clone()
         return self._with(
             sample=sample, reseed=reseed, clone=clone if self.clone else None, _without_draws=None, _clones=[]
@@ -71,7 +71,7 @@ class Sampled(Prepared):
     def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
         """Yield inputs and targets of each item, a batch of one, and what else is in the batch."""
         for batch in self._collated(indices, 1, None):
-            yield *self.unpack(batch), beside(batch)
+            yield *self.unpack(batch), extras(batch)
 
     def _collated(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Any]:
         seeds = indices
@@ -85,7 +85,7 @@ class Sampled(Prepared):
         for samples in batches:
             yield self.collate(samples)
 
-    def _make(self, work: list[tuple[int, int]], clone: Sampler | None = None) -> list[Any]:
+    def _make(self, work: list[tuple[int, int]], clone: SampleFunctions | None = None) -> list[Any]:
         """Make one batch's samples, with a clone in a thread beside this one."""
         sample, reseed = clone or (self.sample, self.reseed)
         samples = []

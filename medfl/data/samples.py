@@ -19,9 +19,9 @@ from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
 from medfl.data.deterministic import without_draws
-from medfl.data.lacking import is_unlabelled
+from medfl.data.incomplete_entries import is_unlabelled
 from medfl.data.prepared import Item, as_plain, check_channels
-from medfl.data.sampled import Sampler
+from medfl.data.sampled import SampleFunctions
 from medfl.data.source import Source
 
 _OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")  # MONAI's; others may draw globally
@@ -49,7 +49,7 @@ def _encoded(image: Tensor) -> Coded | None:
     return Tracked(coded.codes, coded.values, tracked)
 
 
-class Samples:
+class SampleMaker:
     """Index -> the sample after all transforms; a failure names the item.
 
     Attributes:
@@ -112,18 +112,18 @@ class Samples:
         for number, part in enumerate(self._parts):
             part.set_random_state(seed=derive(seed, number) % 2**32)
 
-    def clone(self) -> Sampler:
+    def clone(self) -> SampleFunctions:
         """Return what makes the same samples in another thread, and what seeds its random transforms."""
         clone = copy(self)
         clone._compose, clone._parts = deepcopy(self._compose), None
         return clone, clone.reseed if self.random else None
 
-    def without_draws(self, whole: bool) -> Sampler:
+    def without_draws(self, uncropped: bool) -> SampleFunctions:
         """Return what makes the same samples without random transforms, and what seeds those that have to stay."""
         clone = copy(self)
         clone._compose, clone._parts = deepcopy(self._compose), None
         steps = clone._compose.transforms
-        clone._compose.transforms = (*steps[: self._first], *without_draws(steps[self._first :], whole=whole))
+        clone._compose.transforms = (*steps[: self._first], *without_draws(steps[self._first :], uncropped=uncropped))
         return clone, clone.reseed
 
     @property

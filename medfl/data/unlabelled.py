@@ -26,9 +26,9 @@ class LabelsHidden(Prepared):
         """Where the images are."""
         return self.prepared.device
 
-    def deterministic(self, whole: bool = False) -> Prepared:
+    def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms, labels hidden too."""
-        return LabelsHidden(self.prepared.deterministic(whole))
+        return LabelsHidden(self.prepared.deterministic(uncropped))
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield inputs with None."""

@@ -160,11 +160,11 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
     root = Path(os.environ["MEDFL_DATA"] if folder is None else folder)
     if not root.is_dir():
         raise InputError(f"{root} is not a folder", layouts, f"give the folder that holds {name} with --data")
-    places = [root, *(root / folder_name for folder_name in dataset.folders)]
-    for place in places:
-        if dataset.layout(place) is not None:
-            return place
-    looked = ", ".join(place.name for place in places[1:])
+    candidates = [root, *(root / folder_name for folder_name in dataset.folders)]
+    for candidate in candidates:
+        if dataset.layout(candidate) is not None:
+            return candidate
+    looked = ", ".join(candidate.name for candidate in candidates[1:])
     raise InputError(
         f"{root} holds no {name} data, nor does a folder {looked} in it", layouts, "give its folder with --data"
     )
@@ -172,10 +172,10 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
 
 def layout_of(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
     """Return the folder that holds data set `name`, as `locate` does, and its layout."""
-    place = locate(name, folder)
-    layout = get(name).layout(place)
-    assert layout is not None, place
-    return place, layout
+    root = locate(name, folder)
+    layout = get(name).layout(root)
+    assert layout is not None, root
+    return root, layout
 
 
 def splits(name: str, folder: str | Path) -> tuple[str, ...]:
@@ -194,7 +194,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
     Raises:
         InputError: it does not offer this split, or the split has no trials.
     """
-    place, layout = layout_of(name, folder)
+    root, layout = layout_of(name, folder)
     split = split or layout.splits[0]
     if rule := fold_of(split, name):
         return split, rule
@@ -207,7 +207,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
         return split, dataclasses.replace(rule, trial=int(number))
     forms = [f"{offered}[:TRIAL]" if isinstance(rule, WholeCentres) else offered for offered, rule in rules.items()]
     raise InputError(
-        f"split {split!r} is not offered by {name} in {place}",
+        f"split {split!r} is not offered by {name} in {root}",
         f"splits there: {', '.join(forms)}",
         "give one of them with --config split=NAME",
     )
@@ -215,10 +215,10 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
 
 def notes(name: str, folder: str | Path) -> tuple[str, ...]:
     """Return what a user of the data in `folder` must know: of the data set, of this layout, of a phantom."""
-    place, layout = layout_of(name, folder)
-    phantom = (f"{place} is a phantom: drawn images, not real ones",) if is_phantom(place) else ()
+    root, layout = layout_of(name, folder)
+    phantom = (f"{root} is a phantom: drawn images, not real ones",) if is_phantom(root) else ()
     try:
-        of_table = tuple(read_table(name, place).notes)
+        of_table = tuple(read_table(name, root).notes)
     except InputError:  # raised where the data are asked for
         of_table = ()
     return phantom + of_table + layout.notes + get(name).notes
@@ -229,7 +229,7 @@ MARKER = "PHANTOM.json"
 
 def is_phantom(folder: str | Path) -> bool:
     """Tell whether `folder` is (or lies directly in) a phantom cohort, by its marker file."""
-    return any((place / MARKER).is_file() for place in (Path(folder), Path(folder).absolute().parent))
+    return any((path / MARKER).is_file() for path in (Path(folder), Path(folder).absolute().parent))
 
 
 def read_table(name: str, folder: str | Path) -> Table:
@@ -261,38 +261,38 @@ def sections(name: str, folder: str | Path, split: str | None = None) -> Mapping
 
 def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int, int], ...]]:
     """Return where the data lie, and names, times and sizes that change with the folder's content."""
-    place, layout = layout_of(name, folder)
-    with os.scandir(place) as entries:
+    root, layout = layout_of(name, folder)
+    with os.scandir(root) as entries:
         files = [
             (entry.name, (stat := entry.stat(follow_symlinks=False)).st_mtime_ns, stat.st_size) for entry in entries
         ]
-    return place.absolute(), (*sorted(files), (layout.text, 0, 0))
+    return root.absolute(), (*sorted(files), (layout.text, 0, 0))
 
 
 @functools.lru_cache(maxsize=8)
-def _read(name: str, place: Path, version: tuple[tuple[str, int, int], ...]) -> Table:
-    table = layout_of(name, place)[1].read(place)
+def _read(name: str, root: Path, version: tuple[tuple[str, int, int], ...]) -> Table:
+    table = layout_of(name, root)[1].read(root)
     table.records.sort(key=lambda record: record.id)
     times = Counter(record.id for record in table.records)
     table.problems += [f"image {ident} is listed {count} times" for ident, count in times.items() if count > 1]
     if not table.records and not table.problems:
-        table.problems.append(f"{place} holds no image")
+        table.problems.append(f"{root} holds no image")
     return table
 
 
 @functools.lru_cache(maxsize=16)
 def _sections(
-    name: str, place: Path, version: tuple[tuple[str, int, int], ...], split: str | None
+    name: str, root: Path, version: tuple[tuple[str, int, int], ...], split: str | None
 ) -> Mapping[str, tuple[Item, ...]]:
-    dataset, table = get(name), _read(name, place, version)
+    dataset, table = get(name), _read(name, root, version)
     if table.problems:
         raise InputError(
-            f"{name} in {place}: {several(table.problems, 'problems')}",
+            f"{name} in {root}: {several(table.problems, 'problems')}",
             f"the classes are {', '.join(dataset.classes)}; each image lies in the folder once",
-            f"see `medfl data check {name} --data {place}`",
+            f"see `medfl data check {name} --data {root}`",
         )
     items: dict[str, list[Item]] = {section: [] for section in (*SECTIONS, LEFT_OUT)}
-    for record, section in zip(table.records, choose(name, place, split)[1](table.records), strict=True):
+    for record, section in zip(table.records, choose(name, root, split)[1](table.records), strict=True):
         items[section].append(item_of(record))
     return MappingProxyType({section: tuple(items[section]) for section in SECTIONS})
 

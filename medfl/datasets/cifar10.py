@@ -20,9 +20,9 @@ def batches_layout(kind: str, classes: int) -> Layout:
 
     def find(folder: Path) -> dict[str, tuple[str, str]]:
         is_inside = folder.name == kind and (folder / "batches.meta").exists()
-        place = folder if is_inside else first(folder, kind, ARCHIVES[kind])
-        parts = ("train", "test") if place else ()
-        return {part: (f"{place}!{part}_images", f"{place}!{part}_labels") for part in parts}
+        source = folder if is_inside else first(folder, kind, ARCHIVES[kind])
+        parts = ("train", "test") if source else ()
+        return {part: (f"{source}!{part}_images", f"{source}!{part}_labels") for part in parts}
 
     return stacked(f"torchvision's {kind}/ (Python pickles), or {ARCHIVES[kind]}", find, classes, "official")
 

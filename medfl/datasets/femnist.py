@@ -27,11 +27,11 @@ _SPLIT = re.compile(r"all_data_\d+(_[a-z]+_\d+)*(_(train|test)_\d+)?\.json")
 
 
 def _files(folder: Path) -> list[Path]:
-    for place in (folder, folder / "all_data", folder / "data" / "all_data"):
-        if files := _numbered(place):
+    for root in (folder, folder / "all_data", folder / "data" / "all_data"):
+        if files := _numbered(root):
             return files
-    for place in (folder, folder / "data"):
-        if files := [*_numbered(place / "train"), *_numbered(place / "test")]:
+    for root in (folder, folder / "data"):
+        if files := [*_numbered(root / "train"), *_numbered(root / "test")]:
             return files
     return []
 
@@ -106,13 +106,13 @@ def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: A
         if not len(images) == len(labels) == size:
             counts = f"{len(images)} images, {len(labels)} labels, num_samples {size}"
             table.problems.append(f"{path}: {writer} has {counts}")
-        for place, label in zip(images, labels, strict=False):
+        for span, label in zip(images, labels, strict=False):
             row = rows[writer] = rows.get(writer, -1) + 1
             if type(label) is not int or not 0 <= label < len(CLASSES):
                 table.problems.append(f"{path}: {writer} has label {label!r}, the labels are 0 to {len(CLASSES) - 1}")
                 continue
             key = f"{writer}/{row:04d}"
-            table.records.append(Record(f"{path}!{place.start}:{place.stop}", label, key, writer, key))
+            table.records.append(Record(f"{path}!{span.start}:{span.stop}", label, key, writer, key))
 
 
 def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:

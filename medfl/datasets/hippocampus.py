@@ -21,24 +21,24 @@ PUBLISHED = ("imagesTr", "labelsTr")
 PLAIN = ("images", "labels")
 
 
-def _place(folder: Path, names: tuple[str, str]) -> Path | None:
+def _root(folder: Path, names: tuple[str, str]) -> Path | None:
     """Return the folder that holds both folders: this one, or the archive's own in it."""
-    for place in (folder, folder / ROOT):
-        images, masks = (place / name for name in names)
+    for root in (folder, folder / ROOT):
+        images, masks = (root / name for name in names)
         if images.is_dir() and masks.is_dir() and volume_index(images) and volume_index(masks):
-            return place
+            return root
     return None
 
 
 def _layout(text: str, names: tuple[str, str]) -> Layout:
     def read(folder: Path) -> Table:
-        place = _place(folder, names)
-        assert place is not None
-        table = paired(volume_index(place / names[0]), volume_index(place / names[1]))
+        root = _root(folder, names)
+        assert root is not None
+        table = paired(volume_index(root / names[0]), volume_index(root / names[1]))
         table.records = [replace(record, size=count_voxels(record.image)) for record in table.records]
         return table
 
-    return Layout(text, ("seeded",), lambda folder: _place(folder, names), read)
+    return Layout(text, ("seeded",), lambda folder: _root(folder, names), read)
 
 
 def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:

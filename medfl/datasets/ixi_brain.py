@@ -36,9 +36,9 @@ _T1, _MASK = "_t1", "_brainmask"
 def _root(folder: Path) -> Path | None:
     """Return the folder of the subjects, here or in what FLamby's archive unpacks to; else the archive."""
     inside = sorted(folder.glob("7kd5wj7v7p-*/IXI_sample"))
-    for place in (folder, folder / "IXI_sample", *inside):
-        if any(place.glob("IXI???-*-*/T1")):
-            return place
+    for root in (folder, folder / "IXI_sample", *inside):
+        if any(root.glob("IXI???-*-*/T1")):
+            return root
     packed = sorted((*folder.glob("7kd5wj7v7p-*.zip"), *folder.glob("IXI*.zip")))
     return next((path for path in packed if any(_FILE.search(name) for name, _ in volume_files(path))), None)
 
@@ -102,8 +102,8 @@ def split_few(records: Sequence[Record]) -> list[str]:
     order = sorted(range(len(records)), key=lambda i: hash_order("ixi_brain", records[i].id))
     test, validate = max(1, round(0.2 * len(order))), max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
     sections = ["train"] * len(order)
-    for place, index in enumerate(order[: test + validate]):
-        sections[index] = "test" if place < test else "validate"
+    for position, index in enumerate(order[: test + validate]):
+        sections[index] = "test" if position < test else "validate"
     return sections
 
 
@@ -116,14 +116,14 @@ def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:
     for index, centre in enumerate(CENTRES):
         count = max(7, round(cases * (0.46, 0.35, 0.19)[index]))
         tests = set(rng.permutation(count)[: round(0.2 * count)].tolist())
-        for place in range(count):
+        for position in range(count):
             number += 1
             subject = f"IXI{number}-{centre}-{rng.integers(10000):04d}"
             image, labels = scenes_volumes.head(rng, (side, round(1.25 * side), side), index)
             root = folder / "IXI_sample" / subject
             scenes_volumes.save(root / "T1" / f"{subject}_image.nii.gz", np.rint(image * 400).astype(np.int16), 4.0)
             scenes_volumes.save(root / "label" / f"{subject}_label.nii.gz", labels, 4.0)
-            rows.append((number, index, "test" if place in tests else "train"))
+            rows.append((number, index, "test" if position in tests else "train"))
     write_csv(folder / TABLES[0], [("Patient ID", "Manufacturer", "Split"), *rows])
     return len(rows)
 

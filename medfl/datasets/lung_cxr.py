@@ -23,7 +23,7 @@ SPLITS = ("patient", "fedhelp")
 _FILE = re.compile(
     rf"(?:^|/)(CXR_png|leftMask|rightMask|masks?)/(?:[^/]+/)*((?:{'|'.join(NAMED)})_\d+_\d)(?:_mask)?\.png$"
 )
-_PLACES = ("", "MontgomerySet", "ChinaSet_AllFiles", "Lung Segmentation", "data/Lung Segmentation")
+_SUBFOLDERS = ("", "MontgomerySet", "ChinaSet_AllFiles", "Lung Segmentation", "data/Lung Segmentation")
 _FOLDERS = ("CXR_png", "ManualMask", "mask", "masks")
 _ZIPS = ("*Montgomery*.zip", "*ChinaSet*.zip", "*ChinaCXR*.zip", "*shcxr*.zip", "*chest-xray-masks*.zip", "archive.zip")
 
@@ -49,7 +49,7 @@ def _read_sources(folder: Path) -> Table:
 
 
 def _roots(folder: Path) -> list[Path]:
-    plain = [folder / place / name for place in _PLACES for name in _FOLDERS]
+    plain = [folder / subfolder / name for subfolder in _SUBFOLDERS for name in _FOLDERS]
     packed = sorted({path for pattern in _ZIPS for path in folder.glob(pattern) if path.is_file()})
     return [path for path in plain if path.is_dir()] + packed
 

@@ -21,9 +21,9 @@ def idx_layout(root: str, classes: int) -> Layout:
     """Return the layout of four idx files in `<root>/raw/`, in `raw/`, or in the folder itself."""
 
     def find(folder: Path) -> dict[str, tuple[str, str]]:
-        for place in (folder / root / "raw", folder / "raw", folder):
+        for source in (folder / root / "raw", folder / "raw", folder):
             pairs = {
-                part: [first(place, f"{s}-{kind}", f"{s}-{kind}.gz") for kind in KINDS] for part, s in STEMS.items()
+                part: [first(source, f"{s}-{kind}", f"{s}-{kind}.gz") for kind in KINDS] for part, s in STEMS.items()
             }
             if all(map(all, pairs.values())):
                 return {part: (f"{images}!idx", f"{labels}!idx") for part, (images, labels) in pairs.items()}

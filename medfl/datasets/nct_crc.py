@@ -70,10 +70,10 @@ def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
     for number, row in enumerate(shapes.tolist()):
         root, stem = (PLAIN, f"{number:06d}") if number < per_class else (OTHERS, f"TCGA-{number:06d}")
         for label, kind in enumerate(CLASSES):
-            place = folder / root / kind
-            place.mkdir(parents=True, exist_ok=True)
+            class_folder = folder / root / kind
+            class_folder.mkdir(parents=True, exist_ok=True)
             patch = render(tissue, Case(label, 0, number, row[label], 0), size)
-            Image.fromarray(patch).save(place / f"{kind}-{stem}.tif", compression="tiff_adobe_deflate")
+            Image.fromarray(patch).save(class_folder / f"{kind}-{stem}.tif", compression="tiff_adobe_deflate")
     return count * len(CLASSES)
 
 

@@ -30,7 +30,7 @@ _ALONE = ", or name a site that has images alone with --unlabelled"
 
 
 @dataclass(frozen=True)
-class Found:
+class OwnImages:
     """The images of a folder.
 
     Attributes:
@@ -108,7 +108,7 @@ def paired(
     return _items(root, with_masks(root, images, masks, lacking=True), section, group_by, split)
 
 
-def in_folders(root: Path, classes: Sequence[str]) -> Found:
+def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the folders of classes."""
     folders = [name for name in image_folders(root) if name != UNLABELLED or name in classes]
     unknown = [name for name in folders if name not in classes]
@@ -126,16 +126,16 @@ def in_folders(root: Path, classes: Sequence[str]) -> Found:
     rest = () if UNLABELLED in classes else unlabelled(tables.image_files(root / UNLABELLED), f"{UNLABELLED}/")
     notes += (f"{len(rest)} images in folder {UNLABELLED!r} have no class and are left out",) if rest else ()
     rows = cases.read(root, records, rest)
-    return Found(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), rest)
+    return OwnImages(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), rest)
 
 
-def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None = None) -> Found:
+def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None = None) -> OwnImages:
     """Return the images of a folder that a table names, their labels those of the classes; None: of the classes sorted.
 
     Raises:
         InputError: the table has other classes, or as `medfl.datasets.readers.label_table.read`.
     """
-    table, files = below(root, labels), tables.image_files(below(root, images))
+    table, files = path_below(root, labels), tables.image_files(path_below(root, images))
     if not table.is_file():
         raise InputError(f"{table} is not there", "the table of the images' classes", f"restore it{_ALONE}")
     labelling = label_table.read(table, [path for path, _ in files])
@@ -147,19 +147,19 @@ def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None
     records = [_record(uri, names.index(labelling.classes[path]), path) for path, uri in used]
     rest = unlabelled((path, uri) for path, uri in files if path not in labelling.classes)
     rows = cases.read(root, records, rest) or {path: row for path, row in labelling.rows.items() if row}
-    return Found(records, [path for path, _ in used], rows, labelling.notes, labelling.columns, tuple(names), rest)
+    return OwnImages(records, [path for path, _ in used], rows, labelling.notes, labelling.columns, tuple(names), rest)
 
 
-def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> Found:
+def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:
     """Return the images of a folder that have masks in another, or in the same; some of them may lack channels."""
-    place, other = below(root, images), below(root, masks)
-    table = _pairs(place, other, lacking)
+    image_folder, mask_folder = path_below(root, images), path_below(root, masks)
+    table = _pairs(image_folder, mask_folder, lacking)
     records, rest = table.records, unlabelled(table.unlabelled.items())
-    if (place / conventions.BIDS).is_file():
+    if (image_folder / conventions.BIDS).is_file():
         records = [replace(record, group=conventions.subject(record.image)) for record in records]
         rest = tuple(replace(record, group=conventions.subject(record.image)) for record in rest)
-    names = [below_all(place, record) for record in records]
-    return Found(records, names, cases.read(root, records, rest), tuple(table.notes), unlabelled=rest)
+    names = [path_in(image_folder, record) for record in records]
+    return OwnImages(records, names, cases.read(root, records, rest), tuple(table.notes), unlabelled=rest)
 
 
 def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Record, ...]:
@@ -167,9 +167,9 @@ def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Reco
     return tuple(_record(uri, 0, folder + path) for path, uri in files)
 
 
-def below_all(place: Path, record: Record) -> str:
+def path_in(folder: Path, record: Record) -> str:
     """Return an image's path below the folder of all."""
-    return os.path.relpath(record.image.split(JOINED)[0], place).replace(os.sep, "/")
+    return os.path.relpath(record.image.split(JOINED)[0], folder).replace(os.sep, "/")
 
 
 def _record(uri: str, label: int, ident: str) -> Record:
@@ -201,7 +201,7 @@ NO_PATIENTS = (
 UNKNOWN_PATIENTS = f"{NO_PATIENTS}, or as a part of the file names with --config group_by=EXPRESSION"
 
 
-def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> Found:
+def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> OwnImages:
     """Return the images of a folder as a bundle of `medfl new` with these ids takes them; some may lack channels."""
     if ids.get("masks"):
         return with_masks(root, str(ids["images"]), str(ids["masks"]), lacking=lacking)
@@ -237,12 +237,12 @@ def _folders(root: Path) -> list[str]:
     return [path.name for path in sorted(root.iterdir()) if path.is_dir() and path.name[0] not in "._"]
 
 
-def cohort_of(places: Iterable[str | Path]) -> Path | None:
+def cohort_of(uris: Iterable[str | Path]) -> Path | None:
     """Return the phantom cohort in which one of these folders or files lies, None where none is known to.
 
     What is not there is passed over; a link counts for what it leads to.
     """
-    files = {Path(split_uri(part)[0]) for place in places for part in str(place).split(JOINED)}
+    files = {Path(split_uri(part)[0]) for uri in uris for part in str(uri).split(JOINED)}
     existing = {whole for path in files if os.path.exists(path) for whole in (path.absolute(), path.resolve())}
     folders = {folder for path in existing for folder in (path, *path.parents)}
     return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
@@ -250,10 +250,10 @@ def cohort_of(places: Iterable[str | Path]) -> Path | None:
 
 def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
     """Return a record for each image that has a mask."""
-    for place in (images, masks):
-        if not place.is_dir():
+    for folder in (images, masks):
+        if not folder.is_dir():
             advice = f"give the paths of both folders{_ALONE}"
-            raise InputError(f"{place} is no folder", "a folder of images and one of their masks", advice)
+            raise InputError(f"{folder} is no folder", "a folder of images and one of their masks", advice)
     image_paths, mask_paths = paths(images, masks, lacking)
     table = pairs.paired(*matching.match(image_paths, mask_paths))
     if table.problems or not table.records:
@@ -297,7 +297,7 @@ def _root(folder: str | Path) -> Path:
     return root
 
 
-def below(root: Path, name: str) -> Path:
+def path_below(root: Path, name: str) -> Path:
     """Return a place that a bundle names in the data folder.
 
     Raises:
@@ -308,14 +308,14 @@ def below(root: Path, name: str) -> Path:
     return root if name in ("", ".") else root / name
 
 
-def _items(root: Path, dataset: Found, section: str, group_by: str | None, split: str | None) -> list[Item]:
+def _items(root: Path, dataset: OwnImages, section: str, group_by: str | None, split: str | None) -> list[Item]:
     divided = sections_of(root, dataset, group_by, split)
     chosen = [record for record, its_section in divided if its_section == section]
     return [item_of(record) for record in sorted(chosen, key=lambda record: record.id)]
 
 
 def sections_of(
-    root: Path, dataset: Found, group_by: str | None = None, split: str | None = None
+    root: Path, dataset: OwnImages, group_by: str | None = None, split: str | None = None
 ) -> list[tuple[Record, str]]:
     """Return each image with its section; its group is its patient, or itself where that is not known.
 

@@ -25,25 +25,25 @@ _BLOCK = 64  # draws whose areas are computed at once: they fit in a cache
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
-Times = NDArray[np.int32]
+Draws = NDArray[np.int32]
 """(draws, N): how often each draw takes each of N cases."""
 
 
-def draw(strata: Integers, seed: int, count: int = DRAWS) -> Times:
+def draw(strata: Integers, seed: int, count: int = DRAWS) -> Draws:
     """Draw cases with replacement, from each stratum (N,) as many as it has.
 
     The numbers are those that `scipy.stats.bootstrap` draws from `numpy.random.default_rng(seed)`.
     """
     generator = np.random.default_rng(seed)
-    times = np.zeros((count, len(strata)), np.int32)
+    draws = np.zeros((count, len(strata)), np.int32)
     for stratum in np.unique(strata):
         members = np.flatnonzero(strata == stratum)
         size, step = len(members), max(1, _DRAWN_AT_ONCE // len(members))
         for start in range(0, count, step):
             rows = min(step, count - start)
             taken = generator.integers(0, size, (rows, size)) + size * np.arange(rows)[:, None]
-            times[start : start + rows, members] = np.bincount(taken.ravel(), minlength=rows * size).reshape(rows, size)
-    return times
+            draws[start : start + rows, members] = np.bincount(taken.ravel(), minlength=rows * size).reshape(rows, size)
+    return draws
 
 
 def interval(values: Floats) -> Interval | None:
@@ -61,7 +61,7 @@ def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
 
 
 def classification(
-    label: Integers, predicted: Integers, probabilities: Floats | None, classes: int, times: Times
+    label: Integers, predicted: Integers, probabilities: Floats | None, classes: int, draws: Draws
 ) -> dict[str, Interval]:
     """Return the intervals of accuracy, balanced accuracy, macro F1 and, with probabilities (N, K), AUROC.
 
@@ -70,16 +70,16 @@ def classification(
     """
     if len(label) < LEAST:
         return {}
-    values = classified(label, predicted, classes, times)
+    values = classified(label, predicted, classes, draws)
     if probabilities is not None:
-        area = mean_area(areas(label, probabilities, times))
+        area = mean_area(areas(label, probabilities, draws))
         values |= {} if area is None else {"auroc": area}
     return intervals(values)
 
 
-def classified(label: Integers, predicted: Integers, classes: int, times: Times) -> dict[str, Floats]:
+def classified(label: Integers, predicted: Integers, classes: int, draws: Draws) -> dict[str, Floats]:
     """Return accuracy, balanced accuracy and macro F1 (draws,) in each draw, as `medfl.evaluation.metrics` has them."""
-    counts = _confusions(label, predicted, classes, times)
+    counts = _confusions(label, predicted, classes, draws)
     hits, reference, predictions = np.diagonal(counts, 0, 1, 2), counts.sum(2), counts.sum(1)
     return {
         "accuracy": hits.sum(1) / reference.sum(1),
@@ -94,21 +94,21 @@ def _mean_share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
     return shares
 
 
-def means(values: Mapping[str, Floats], times: Times) -> dict[str, Interval]:
+def means(values: Mapping[str, Floats], draws: Draws) -> dict[str, Interval]:
     """Return the interval of each metric's mean over the cases whose value (N,) is not NaN, if these are enough."""
     enough = {name: column for name, column in values.items() if np.count_nonzero(~np.isnan(column)) >= LEAST}
-    return intervals({name: mean(column, times) for name, column in enough.items()})
+    return intervals({name: mean(column, draws) for name, column in enough.items()})
 
 
-def mean(values: Floats, times: Times) -> Floats:
+def mean(values: Floats, draws: Draws) -> Floats:
     """Return the mean (draws,) of the values (N,) that are not NaN in each draw, NaN where it takes none of them."""
     scored = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
-        averages: Floats = times[:, scored] @ values[scored] / times[:, scored].sum(1)
+        averages: Floats = draws[:, scored] @ values[scored] / draws[:, scored].sum(1)
     return averages
 
 
-def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:
+def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
     """Return the one-versus-rest area under the ROC curve of each class in each draw, (draws, K).
 
     Mann-Whitney on weighted cases: the mean, over pairs of a case of the class and one of another, of 1 where the
@@ -118,11 +118,11 @@ def areas(label: Integers, probabilities: Floats, times: Times) -> Floats:
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     usable = [c for c in classes if 0 < np.count_nonzero(label == c) < len(label)]
     ranked = [_Ranked.of(label == c, probabilities[:, c]) for c in usable]
-    by_class = np.full((len(times), probabilities.shape[1]), np.nan)
-    for start in range(0, len(times), _BLOCK):
+    by_class = np.full((len(draws), probabilities.shape[1]), np.nan)
+    for start in range(0, len(draws), _BLOCK):
         rows = slice(start, start + _BLOCK)
         for c, scores in zip(usable, ranked, strict=True):
-            by_class[rows, c] = scores.areas(times[rows])
+            by_class[rows, c] = scores.areas(draws[rows])
     return by_class
 
 
@@ -154,9 +154,9 @@ class _Ranked(NamedTuple):
         ends = [np.searchsorted(score[negatives], score[positives], side) for side in ("left", "right")]
         return cls(positives, negatives, ends[0], ends[1])
 
-    def areas(self, times: Times) -> Floats:
+    def areas(self, draws: Draws) -> Floats:
         """Return the area in each draw."""
-        positives, summed = times.take(self.positives, 1), times.take(self.negatives, 1).cumsum(1, dtype=np.int32)
+        positives, summed = draws.take(self.positives, 1), draws.take(self.negatives, 1).cumsum(1, dtype=np.int32)
         summed = np.pad(summed, ((0, 0), (1, 0)))
         pairs = summed.take(self.below, 1) + summed.take(self.up_to, 1)
         won: Floats = np.einsum("dp,dp->d", positives, pairs, dtype=float)
@@ -165,11 +165,11 @@ class _Ranked(NamedTuple):
         return share
 
 
-def _confusions(label: Integers, predicted: Integers, classes: int, times: Times) -> NDArray[Any]:
+def _confusions(label: Integers, predicted: Integers, classes: int, draws: Draws) -> NDArray[Any]:
     """Return (draws, K, K) counts with the reference in rows."""
     cells = label * classes + predicted
     order = np.argsort(cells, kind="stable")
     present, first = np.unique(cells[order], return_index=True)
-    counts = np.zeros((len(times), classes * classes), np.int64)
-    counts[:, present] = np.add.reduceat(times[:, order], first, axis=1, dtype=np.int64)
+    counts = np.zeros((len(draws), classes * classes), np.int64)
+    counts[:, present] = np.add.reduceat(draws[:, order], first, axis=1, dtype=np.int64)
     return counts.reshape(-1, classes, classes)

@@ -60,14 +60,14 @@ def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> 
 
 
 def redrawn(
-    curve: Reliability, confidence: Floats, correct: NDArray[Any], times: NDArray[Any]
+    curve: Reliability, confidence: Floats, correct: NDArray[Any], draws: NDArray[Any]
 ) -> tuple[Floats, Floats]:
     """Return the ECE (draws,) and each bin's accuracy (draws, B) over draws, NaN where a draw has no case of the bin.
 
-    The curve is that of all cases; `times` (draws, N) is how often each draw of `evaluation.bootstrap` takes each.
+    The curve is that of all cases; `draws` (draws, N) is how often each draw of `evaluation.bootstrap` takes each.
     """
     bins = np.equal.outer(curve.member, np.arange(len(curve.count))).astype(np.float64)
     right = np.asarray(correct).astype(np.float64)[:, None]
-    gaps, hits, cases = (times @ column for column in (bins * (right - confidence[:, None]), bins * right, bins))
+    gaps, hits, cases = (draws @ column for column in (bins * (right - confidence[:, None]), bins * right, bins))
     with np.errstate(invalid="ignore"):
         return np.abs(gaps).sum(1) / cases.sum(1), hits / cases

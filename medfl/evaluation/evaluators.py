@@ -38,10 +38,10 @@ class Masks(NamedTuple):
 class Evaluator(Protocol):
     """Scores a network on a shard."""
 
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
         """Return one outcome per item, in the shard's order; the network, on `device`, is put in evaluation mode.
 
-        `distances` are the metrics of masks' surfaces to compute too, which are too slow for every round.
+        `surface_metrics` are the metrics of masks' surfaces to compute too, which are too slow for every round.
         """
 
 
@@ -60,7 +60,7 @@ class ClassEvaluator:
     ends_in_sigmoid: bool = False
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
         """Return "probabilities" (N, K), "label" (N,) and "loss" (N,)."""
         network.eval()
         rows: list[Tensor] = []
@@ -100,7 +100,7 @@ class MaskEvaluator:
     tolerance: float = 1.0
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
         """Return one (N,) tensor per metric; of surfaces only those asked for.
 
         Raises:
@@ -117,7 +117,7 @@ class MaskEvaluator:
                 prediction, reference = known.renumbered(prediction), known.renumbered(reference)
                 names = ("background", *(names[c] for c in known.classes))
                 logits, y = known.marginal_logits(logits), known.renumbered(y)
-            row = scores(prediction, reference, names, spacing, self.tolerance, distances=distances)
+            row = scores(prediction, reference, names, spacing, self.tolerance, surface_metrics=surface_metrics)
             with _naming_item(ident):
                 rows.append({**row, "loss": float(self.loss(logits, y))})
         return _cases(shard, rows)
@@ -199,7 +199,7 @@ class CaseEvaluator:
             metric.attach(self._engine, name)
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, distances: Names = ()) -> Cases:
+    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
         """Return the metric's value per case (N,), NaN where it is undefined, and the metrics of a segmentation.
 
         Raises:
@@ -216,7 +216,7 @@ class CaseEvaluator:
                 row = {self.name: self._score(cases, y, prediction)}
                 if self.tolerance is not None:
                     names = self.structures if known is None else known.named(self.structures)
-                    row = {**self._mask_row(x, cases, shard.prepared, index, distances, names), **row}
+                    row = {**self._mask_row(x, cases, shard.prepared, index, surface_metrics, names), **row}
                 rows.append(row)
         return _cases(shard, rows)
 
@@ -245,13 +245,13 @@ class CaseEvaluator:
         return [self.postprocessing(case) if self.postprocessing else case for case in cases]
 
     def _mask_row(
-        self, x: Any, cases: Sequence[Any], prepared: Prepared, index: int, distances: Sequence[str], names: Names
+        self, x: Any, cases: Sequence[Any], prepared: Prepared, index: int, surface_metrics: Sequence[str], names: Names
     ) -> dict[str, float]:
         pair = _channels(x, cases)
         if pair is None or self.tolerance is None:
-            return dict.fromkeys(("dice", "pixel_accuracy", *distances), math.nan)
+            return dict.fromkeys(("dice", "pixel_accuracy", *surface_metrics), math.nan)
         spacing = _spacing(prepared, index, x.ndim - 2)
-        return channel_scores(*pair, spacing, self.tolerance, distances=distances, names=names)
+        return channel_scores(*pair, spacing, self.tolerance, surface_metrics=surface_metrics, names=names)
 
     def _score(self, cases: list[Any], y: Any, prediction: Any) -> float:
         if not self._is_ignite:
@@ -289,7 +289,7 @@ def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
 
 
 def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ...]:
-    """Return the distances between an item's pixels; 1 where the transforms do not record them."""
+    """Return the surface_metrics between an item's pixels; 1 where the transforms do not record them."""
     spacing = prepared.geometry[index].spacing if prepared.geometry else ()
     return spacing if len(spacing) == dimensions else (1.0,) * dimensions
 

@@ -19,8 +19,8 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.forms import ALL, SURFACE_METRICS, metrics
 from medfl.core.names import is_plain_text
+from medfl.core.setting_values import ALL, SURFACE_METRICS, metrics
 
 KINDS = ("dice", *SURFACE_METRICS)
 """The metrics that each structure has of its own: `<kind>_<slug of its name>`."""
@@ -61,7 +61,7 @@ def scores(
     spacing: Sequence[float],
     tolerance: float,
     *,
-    distances: Sequence[str] = (),
+    surface_metrics: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of one case.
 
@@ -80,7 +80,7 @@ def scores(
         classes: K names, the background's first.
         spacing: distance between neighbours along each axis, in mm, or in pixels where these are not known.
         tolerance: of the surface Dice, in the same unit.
-        distances: the metrics of surfaces that are computed too, `surface_metrics_of` gives them.
+        surface_metrics: the metrics of surfaces that are computed too, `surface_metrics_of` gives them.
     """
     predicted, true = (mask.detach().cpu().numpy() for mask in (prediction, reference))
     count, shape = len(classes), predicted.shape
@@ -95,12 +95,11 @@ def scores(
     by_class = zip(classes[1:], np.where(present, dice, math.nan), strict=True)
     result |= {f"dice_{slug(name)}": float(value) for name, value in by_class}
     result["pixel_accuracy"] = float(np.trace(counts) / counts.sum())
-    if distances:
+    if surface_metrics:
         ours, theirs = (_surface_points(mask, count) for mask in (predicted, true))
         measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=shape)
-        result |= _of_surfaces(
-            distances, classes[1:], present, lambda c: measure(ours[c], theirs[c]), lambda rows: np.mean(rows, axis=0)
-        )
+        average: Callable[..., Any] = partial(np.mean, axis=0)
+        result |= _of_surfaces(surface_metrics, classes[1:], present, lambda c: measure(ours[c], theirs[c]), average)
     return result
 
 
@@ -110,13 +109,13 @@ def channel_scores(
     spacing: Sequence[float],
     tolerance: float,
     *,
-    distances: Sequence[str] = (),
+    surface_metrics: Sequence[str] = (),
     names: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the metrics of one case whose masks are binary channels (C, H, W[, D]), which may overlap.
 
     Each channel is a foreground class; where the reference's channels add up to 1 everywhere, the first is the
-    background. A pixel is right if it is right in all channels. `distances` as in `scores`, `names` are the channels'.
+    background. A pixel is right if it is so in all channels. `surface_metrics` as in `scores`; `names`: of channels.
     """
     first = int(len(reference) > 1 and _exclusive(reference))
     pairs = [*zip(prediction[first:], reference[first:], strict=True)]
@@ -125,7 +124,7 @@ def channel_scores(
     result = {"dice": float(np.mean([case["dice"] for case in cases]))}
     result |= {own: case[own] for case, own in zip(cases, (f"dice_{slug(name)}" for name in names), strict=True)}
     result["pixel_accuracy"] = float((prediction == reference).all(0).double().mean())
-    if distances:
+    if surface_metrics:
         present = [bool(true.any()) for _, true in pairs]
         measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:])
         maps: list[list[NDArray[np.int64]]] = []
@@ -136,7 +135,7 @@ def channel_scores(
             of_channel = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
             return measure(*([points[c] for points in maps] or of_channel))
 
-        result |= _of_surfaces(distances, names, present, measured, lambda rows: map(np.mean, zip(*rows, strict=True)))
+        result |= _of_surfaces(surface_metrics, names, present, measured, lambda r: map(np.mean, zip(*r, strict=True)))
     return result
 
 
@@ -191,7 +190,7 @@ def _exclusive(channels: Tensor) -> bool:
 
 
 def _of_surfaces(
-    distances: Sequence[str],
+    surface_metrics: Sequence[str],
     names: Sequence[str],
     present: Sequence[bool],
     measured: Callable[[int], _Surfaces],
@@ -201,13 +200,13 @@ def _of_surfaces(
 
     NaN for a structure that is not among them, or that the reference has not.
     """
-    whole = [kind for kind in SURFACE_METRICS if kind in distances]
-    metric_names = dict.fromkeys([*distances, *(f"{kind}_{slug(name)}" for kind in whole for name in names)])
+    of_all = [kind for kind in SURFACE_METRICS if kind in surface_metrics]
+    metric_names = dict.fromkeys([*surface_metrics, *(f"{kind}_{slug(name)}" for kind in of_all for name in names)])
     asked_for = [any(f"{kind}_{slug(name)}" in metric_names for kind in SURFACE_METRICS) for name in names]
     values = {c: measured(c) for c, is_asked in enumerate(asked_for) if is_asked}
     seen = {c: pair for c, pair in values.items() if present[c]}
     results = {f"{k}_{slug(names[c])}": pair[i] for c, pair in seen.items() for i, k in enumerate(SURFACE_METRICS)}
-    results |= zip(SURFACE_METRICS, mean([*values.values()]), strict=True) if whole else {}
+    results |= zip(SURFACE_METRICS, mean([*values.values()]), strict=True) if of_all else {}
     return {name: float(results.get(name, math.nan)) for name in metric_names}
 
 

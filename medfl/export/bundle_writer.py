@@ -21,7 +21,7 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.bundle.configuration import Configuration, meant, own_modules
+from medfl.bundle.configuration import Configuration, by_existing_ids, own_modules
 from medfl.bundle.files import config_file, read
 from medfl.bundle.habits import without_fetching
 from medfl.bundle.parts import is_parts
@@ -36,16 +36,7 @@ from medfl.data.prepared import as_plain
 from medfl.export import configs, descriptions
 from medfl.export import network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
-from medfl.export.formats import (
-    FILES,
-    LIMITS,
-    Agreement,
-    Comparison,
-    ShapeRecorder,
-    format_difference,
-    quiet,
-    write,
-)
+from medfl.export.formats import FILES, LIMITS, Agreement, Comparison, ShapeRecorder, format_difference, quiet, write
 from medfl.export.images import Images, compare_predictions, test_images
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 
@@ -257,7 +248,7 @@ class _BundleWriter:
                 continue
             file = configs.EditedConfig(source)
             if stem != "federated":
-                for key, value in meant(changes, file.content).items():
+                for key, value in by_existing_ids(changes, file.content).items():
                     if key != "dataset_dir":
                         file.set(key, value)
                 folder = file.get("dataset_dir")

@@ -31,7 +31,7 @@ class EditedConfig:
 
     def __contains__(self, key: str) -> bool:
         """Tell whether the file has an id."""
-        return self._place(key) is not None
+        return self._holder_of(key) is not None
 
     def head(self, text: str) -> None:
         """Give a YAML file another comment above its first id."""
@@ -43,7 +43,7 @@ class EditedConfig:
 
     def set(self, key: str, value: Any) -> None:
         """Change an id if the file has it."""
-        if place := self._place(key):
+        if place := self._holder_of(key):
             parent, name = place
             parent[name] = value
 
@@ -60,7 +60,7 @@ class EditedConfig:
         text = self._patched()
         return text if yaml.safe_load(text) == self.content else _dumped(self.content)  # unless blocks were not found
 
-    def _place(self, key: str) -> tuple[Any, Any] | None:
+    def _holder_of(self, key: str) -> tuple[Any, Any] | None:
         """Return the dict or list that holds an id, and its name or index there."""
         names = [name for name in self.content if name.lstrip("+").replace("::", "#") == key.replace("::", "#")]
         if names:

@@ -86,9 +86,9 @@ def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: An
             f"at most {MOST_SITES}: each is a process with all libraries loaded",
             "take fewer sites, or --runtime simulator",
         )
-    places = (str(folder.resolve()), os.getcwd())
-    controller = MedflController(*places, min_replies=min_replies, **settings)
-    executor = MedflExecutor(*places)
+    inside = (str(folder.resolve()), os.getcwd())
+    controller = MedflController(*inside, min_replies=min_replies, **settings)
+    executor = MedflExecutor(*inside)
     return recipe(run, [folder / "run.json"], controller, executor, min_replies or len(clients)), clients
 
 

@@ -99,15 +99,15 @@ def export(
     least = min_replies or len(sites)
     if least > len(sites):
         raise InputError(f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many")
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as temporary:
         method = methods.load(run.method, run.options)
         source = Bundle(bundle)
-        initial_weights.take(source, (asked.get("requested") or {}).get("init", ""))
-        files = text_record.write_for_job(source, run, method, Path(place))
+        initial_weights.begin_with(source, (asked.get("requested") or {}).get("init", ""))
+        files = text_record.write_for_job(source, run, method, Path(temporary))
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere
             plm = _named(run.text.plm)
             run = replace(run, options={**run.options, "plm": plm}, text=replace(run.text, plm=plm))
-        carried = Path(place) / RUN_FILE
+        carried = Path(temporary) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
         controller = RemoteController(resume=resume, **tolerance.record())
         job = write_job(recipe(run, [carried, *files], controller, RemoteExecutor(), least), out)

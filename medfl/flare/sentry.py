@@ -22,7 +22,7 @@ from medfl.core.untrusted import Refused, folders_below, json_values, printable
 
 _SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
 _CONFIGURATION = "config_fed_client.json"
-_BYTES = 1_000_000
+_MAX_BYTES = 1_000_000
 _COMMANDS = (ShellCommandProcessor, ClientInfoProcessor, ReportEnvProcessor, ConfigureJobLogProcessor)
 """Commands that show files, or errors with texts and paths, or set loggers, which are classes too."""
 
@@ -56,7 +56,7 @@ class Sentry(AppValidator):  # type: ignore[misc]
 
     def _unlisted(self, path: Path) -> Iterator[str]:
         try:
-            todo = [json_values(path, _BYTES)]
+            todo = [json_values(path, _MAX_BYTES)]
         except Refused as error:
             yield str(error)
             return

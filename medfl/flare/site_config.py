@@ -39,9 +39,9 @@ from medfl.bundle.open import with_data
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
 from medfl.core.errors import InputError, errors_safe_to_send
-from medfl.core.forms import site_names
 from medfl.core.names import is_name
 from medfl.core.run import DataRecord, Run
+from medfl.core.setting_values import site_names
 from medfl.core.settings import SETTINGS
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
@@ -54,12 +54,12 @@ from medfl.flare.wire import is_flare_name
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
-from medfl.runtimes import lacking, site_channels, site_labels, site_settings
+from medfl.runtimes import incomplete_data, site_channels, site_labels, site_settings
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.unlabelled import check_unlabelled
 
 CONFIG_FILE = "medfl.yaml"
-_BYTES = 100_000
+_MAX_BYTES = 100_000
 _CLASS = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
 _LISTS = ("permits", "classes", "labels", "channels")
 _OWN = {"labels": "structures, or auto", "channels": "channels"}
@@ -103,7 +103,7 @@ class SiteConfig:
         """
         advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
         try:
-            text = decode_text(path.read_bytes()[:_BYTES])
+            text = decode_text(path.read_bytes()[:_MAX_BYTES])
             settings: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice) from error
@@ -133,10 +133,10 @@ class SiteConfig:
         settings |= {name: tuple(settings[name]) for name in _LISTS if name in settings}
         here = path.parent
         given_paths = [name for name in ("folder", "data", "policy", "audit") if settings.get(name)]
-        places = {name: str(here / settings[name]) for name in given_paths}
+        absolute = {name: str(here / settings[name]) for name in given_paths}
         if settings["bundle"] not in shipped_folders():
-            places["bundle"] = str(here / settings["bundle"])
-        return cls(**{**settings, **places})
+            absolute["bundle"] = str(here / settings["bundle"])
+        return cls(**{**settings, **absolute})
 
     def checked_policy(self) -> Policy:
         """Return the policy, after an inspection of the bundle by it.
@@ -325,7 +325,7 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
     sites = {site: items if site == name else {} for site in run.partition.sites}
     run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=str(opened.bundle.root))
     text_record.restore(opened.bundle, run, method, carried)
-    lacking.apply_to(opened.bundle, run)
+    incomplete_data.apply_to(opened.bundle, run)
     federation = Federation(opened.bundle, method, run)
     federation.hold()
     return federation

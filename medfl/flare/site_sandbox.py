@@ -69,12 +69,12 @@ def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
         workspace.unlink()
     workspace.mkdir(exist_ok=True)
     for name in ("startup", "local"):
-        place = workspace / name
-        if place.is_symlink() or place.is_file():
-            place.unlink()
-        elif place.exists():
-            shutil.rmtree(place)
-        shutil.copytree(kit / name, place)  # FLARE follows no links
+        target = workspace / name
+        if target.is_symlink() or target.is_file():
+            target.unlink()
+        elif target.exists():
+            shutil.rmtree(target)
+        shutil.copytree(kit / name, target)  # FLARE follows no links
     settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items() if v}
     (workspace / "local" / CONFIG_FILE).write_text(yaml.safe_dump(settings))  # whose paths are whole
     return workspace

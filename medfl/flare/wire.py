@@ -34,7 +34,7 @@ NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
 
 _RESERVED = frozenset({"server", "admin", "relay"})
 _WHY, _LONGEST = 400, 63
-_METRICS, _NAME, _MOST = 10_000, 200, 2**53  # metrics of a site, characters of the name of one, a whole number
+_METRICS, _NAME, _LARGEST = 10_000, 200, 2**53  # metrics of a site, characters of the name of one, a whole number
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Payload:
             RunError: it is missing or another number.
         """
         value = self.numbers.get(name)
-        if value is None or value != int(value) or not 0 <= value <= _MOST:
-            raise RunError(f"the number {name!r} is {printable(value, 40)}; expected a whole one from 0 to {_MOST}")
+        if value is None or value != int(value) or not 0 <= value <= _LARGEST:
+            raise RunError(f"the number {name!r} is {printable(value, 40)}; expected a whole one from 0 to {_LARGEST}")
         return int(value)
 
     @property

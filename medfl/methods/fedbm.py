@@ -29,7 +29,7 @@ from medfl.core.storage import State
 from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
-from medfl.methods._parts.synthesis import AXES, CONDITIONS, Source, check_received, common_shape, shape_of
+from medfl.methods._parts.synthesis import AXES, CONDITIONS, Conditions, check_received, common_shape, shape_of
 from medfl.methods._parts.text_classifier import TextGaussians, TextHead, embeddings_of, text_objective
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import Group, option
@@ -170,9 +170,9 @@ class FedBM(MakesImages, TextClassified):
             network.load_state_dict(server["generator"])
         optimizer = torch.optim.Adam(network.parameters(), self.g_lr, betas=_BETAS)
 
-        def step(z: Tensor, labels: Tensor, places: Tensor) -> Tensor:
+        def step(z: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
             optimizer.zero_grad()
-            augment = partial(source.augmentation.moved, places=places)
+            augment = partial(source.augmentation.moved, positions=positions)
             loss = self.generator_loss(teacher, network(z), z, labels, augment)
             loss.backward()  # type: ignore[no-untyped-call]
             with without_readback(optimizer):
@@ -182,7 +182,7 @@ class FedBM(MakesImages, TextClassified):
         steps = StepRunner(step, optimizer, host.device, self.g_iterations)
         for _ in range(self.g_iterations):
             labels, z = source.draw(self.g_batch, host.device)
-            steps(z, labels, source.places(self.g_batch, server["image"], host.device))
+            steps(z, labels, source.positions(self.g_batch, server["image"], host.device))
         steps.finish()
         return snapshot(network)
 
@@ -215,11 +215,11 @@ class FedBM(MakesImages, TextClassified):
             images = torch.cat([network(z.to(host.device)) for z in torch.split(source.conditions(labels), _AT_ONCE)])
         return Synthetic(images, source.augmentation.normalised(images))
 
-    def _source(self, task: Task, embeddings: Tensor, draws: torch.Generator) -> Source:
+    def _source(self, task: Task, embeddings: Tensor, draws: torch.Generator) -> Conditions:
         """Return where z and augmentations come from, all of them on `draws`."""
         gaussians = TextGaussians.of(embeddings.cpu(), self.tau, self.z_covariance)
         augmentation = Augmentation(*self._constants(task), per_image=self.augment == "image")
-        return Source(gaussians, self.condition, augmentation, draws)
+        return Conditions(gaussians, self.condition, augmentation, draws)
 
     # Site half
 

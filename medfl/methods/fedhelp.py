@@ -168,14 +168,14 @@ class FedHelp(LessonOptions, SiteNetworks):
         network = site.model(site.initial_weights)
         state: State = {"weights": snapshot(network)}
         if self.weighs_pixels(site.task):
-            state["balance"] = self.balance(site.train.deterministic(whole=True), class_count(network))
+            state["balance"] = self.balance(site.train.deterministic(uncropped=True), class_count(network))
         if site.name in self.large_sites or not self.lambda_j:
             return state
         return {**state, **self.initial_lesson_state(site, network)}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as a large or as a small site; reply the proxy or the surrogate."""
-        half = self._large if site.name in self.large_sites else self._small
+        half = self._train_large if site.name in self.large_sites else self._train_small
         trained, changed_state = half(site, state, down)
         return {**state, **changed_state}, Message({"weights": trained}, {"samples": site.num_samples})
 
@@ -192,7 +192,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     # Small sites
 
-    def _small(self, site: Site, state: State, down: Message) -> tuple[dict[str, Tensor], State]:
+    def _train_small(self, site: Site, state: State, down: Message) -> tuple[dict[str, Tensor], State]:
         network = site.model(down["weights"])
         loss = self._loss(site, state.get("balance"))
         if not self.lambda_j:
@@ -213,7 +213,7 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     # Large sites
 
-    def _large(self, site: Site, state: State, down: Message) -> tuple[dict[str, Tensor], State]:
+    def _train_large(self, site: Site, state: State, down: Message) -> tuple[dict[str, Tensor], State]:
         large, proxy = site.model(state["weights"]), proxy_model(site, down["weights"])
         if not self.lambda_f and not self.proxy_ce:
             proxy.eval()  # it has nothing to learn, so its running statistics stay too
@@ -223,28 +223,28 @@ class FedHelp(LessonOptions, SiteNetworks):
         return snapshot(proxy), {"weights": snapshot(large)}
 
     def _together(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
-        def both(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
-            return self._of_large(loss, z, z_proxy, y) + self._of_proxy(loss, z, z_proxy, y)  # eq. 7
+        def both_losses(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+            return self._large_loss(loss, z, z_proxy, y) + self._proxy_loss(loss, z, z_proxy, y)  # eq. 7
 
-        train_together(site, large, proxy, both, "proxy")
+        train_together(site, large, proxy, both_losses, "proxy")
 
     def _in_turns(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
-        def of_large(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def large_objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             with torch.no_grad():
                 z_proxy = proxy(x)
-            return self._of_large(loss, network(x), z_proxy, y)
+            return self._large_loss(loss, network(x), z_proxy, y)
 
-        def of_proxy(network: nn.Module, x: Any, y: Any) -> Tensor:
+        def proxy_objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             with torch.no_grad():
                 z = large(x)
-            return self._of_proxy(loss, z, network(x), y)
+            return self._proxy_loss(loss, z, network(x), y)
 
-        turns: list[Turn] = [(large, proxy, {"objective": of_large})]
+        turns: list[Turn] = [(large, proxy, {"objective": large_objective})]
         if self.lambda_f or self.proxy_ce:
-            turns.append((proxy, large, {"objective": of_proxy}))
+            turns.append((proxy, large, {"objective": proxy_objective}))
         train_in_turns(site, lambda epoch: turns)
 
-    def _of_large(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+    def _large_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
         """Return L + lambda_B <-KD, what trains the large network (eq. 2, 5, 6)."""
         on_labels = loss(z, y)
         if not self.lambda_b:
@@ -253,7 +253,7 @@ class FedHelp(LessonOptions, SiteNetworks):
             return on_labels + self.lambda_b * self._divergence(z, z_proxy)
         return on_labels + self.lambda_b * set_loss(z, top_set(z_proxy, self._size(z)))
 
-    def _of_proxy(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
+    def _proxy_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
         """Return lambda_F ->KD, what trains the proxy (eq. 4), and the labels' part where one is asked for."""
         total = z_proxy.new_zeros(())
         if self.lambda_f:

@@ -31,7 +31,7 @@ from medfl.core.storage import State, weights_sha256
 from medfl.core.task import Task
 from medfl.methods._parts.adapters import Adapters
 from medfl.methods._parts.adapting import adapting
-from medfl.methods._parts.low_rank import delta, named
+from medfl.methods._parts.low_rank import delta, named_factors
 from medfl.methods.base import Group
 from medfl.training import Host, Site, fit
 
@@ -62,7 +62,7 @@ class FedLoRA(Adapters):
         base_state = {"base": _base_hash(weights, server["weights"])}
         if self.share == "stack":
             return {**server, **base_state, "delta": {delta(name): m.new_zeros(m.shape) for name, m in layers.items()}}
-        return {**server, **base_state, "adapters": named(self.first(host, layers, self.bank), self.down)}
+        return {**server, **base_state, "adapters": named_factors(self.first(host, layers, self.bank), self.down)}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
@@ -88,7 +88,7 @@ class FedLoRA(Adapters):
         if self.share != "a":
             return {}
         first = self.first(site, self.matrices(site.model(site.initial_weights)), self.rank_of(site.name))
-        return {"adapters": named(first, "B")}
+        return {"adapters": named_factors(first, "B")}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train the adapters and the head."""
@@ -100,8 +100,9 @@ class FedLoRA(Adapters):
         with adapting(model, pairs, self.scale, whole, trains_a=self.share != "b") as trained:
             fit(model, site)
         weights = {name: t.detach().clone() for name, t in model.state_dict().items() if name in whole}
-        reply = Message({"weights": weights, "adapters": named(trained, self.up)}, {"samples": site.num_samples})
-        return ({"adapters": named(trained, "B")} if self.share == "a" else state), reply
+        sent = named_factors(trained, self.up)
+        reply = Message({"weights": weights, "adapters": sent}, {"samples": site.num_samples})
+        return ({"adapters": named_factors(trained, "B")} if self.share == "a" else state), reply
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the base with the newest head and products, of `share=a` the site's own."""

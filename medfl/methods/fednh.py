@@ -23,7 +23,7 @@ from medfl.core.message import Message
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
-from medfl.methods._parts.prototypes import class_means, merge
+from medfl.methods._parts.prototypes import class_means, pooled_means
 from medfl.methods.base import Group, Method, option, step_towards, uniform_shares, weighted_mean
 from medfl.networks.heads import head_name, replace_head
 from medfl.training import Host, Site, snapshot
@@ -83,7 +83,7 @@ class FedNH(Method):
 
     def _moved(self, old: Tensor, sent: list[Mapping[str, Tensor]]) -> Tensor:
         """Return the next W (K, d)."""
-        means, counts = merge(sent)
+        means, counts = pooled_means(sent)
         if self.rho == 1:
             return old.clone()
         fresh = normalize(self.rho * old + (1 - self.rho) * normalize(means, dim=1), dim=1)

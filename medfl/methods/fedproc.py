@@ -24,7 +24,7 @@ from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
-from medfl.methods._parts.prototypes import class_indices, class_means, merge
+from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
 from medfl.methods.base import MEANS, Group, Method, option
 from medfl.networks.heads import features_and_output, head
 from medfl.training import FitReport, Host, Site, fit, snapshot
@@ -91,7 +91,7 @@ class FedProc(Method):
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the weights, and each class's means over its owners."""
         old = server["prototypes"]
-        means, counts = merge([replies[name]["prototypes"] for name in sorted(replies)])
+        means, counts = pooled_means([replies[name]["prototypes"] for name in sorted(replies)])
         newest_counts = torch.where(counts > 0, counts, old["counts"])
         fresh = {"means": torch.where(counts[:, None] > 0, means, old["means"]), "counts": newest_counts}
         return {**super().aggregate(host, server, replies, num_sites), "prototypes": fresh}

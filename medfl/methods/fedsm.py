@@ -183,10 +183,10 @@ class SuperModel(nn.Module):
             return self._model(asked[0])(x)
         output: Any = None
         for number in asked:
-            places = (routes == number).nonzero()[:, 0]
-            part = self._model(number)(x[places])
+            rows = (routes == number).nonzero()[:, 0]
+            part = self._model(number)(x[rows])
             output = part.new_empty((len(x), *part.shape[1:])) if output is None else output
-            output[places] = part
+            output[rows] = part
         return output
 
     def _blended(self, x: Tensor, routes: Tensor) -> Any:

@@ -86,7 +86,7 @@ class FeSEM(Method):
         elif self.start == "random":
             with stream(host.seed, "deal") as generator:
                 order = torch.randperm(len(names), generator=generator).tolist()
-            assignment = {names[i]: place % self.clusters for place, i in enumerate(order)}
+            assignment = {names[i]: rank % self.clusters for rank, i in enumerate(order)}
         chosen = self.clusters if self.start == "random" else 0
         return {"weights": dict(weights), "others": drawn, "assignment": assignment, "chosen": chosen}
 

@@ -36,7 +36,7 @@ from medfl.core.message import Message
 from medfl.core.seeding import stream
 from medfl.core.storage import State
 from medfl.data.prepared import Batch
-from medfl.methods._parts.side_stream import SideStream
+from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
 from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
@@ -74,7 +74,7 @@ class PerFedAvg(Method):
             return fit(model, site)
         start = [p.detach().clone() for p in _trainable(model)]
         names = ("inner", "hessian") if self.order == "hessian_free" else ("inner",)
-        beside, twice = SideStream(site, "inner", 1), SideStream(site, "hessian", 1, each=2)
+        randomness, twice = SeparateRandomness(site, "inner", 1), SeparateRandomness(site, "hessian", 1, each=2)
         steps, last = count(1), list[Any]()
 
         def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
@@ -87,7 +87,7 @@ class PerFedAvg(Method):
         def after_a_step(network: nn.Module, x: Any, y: Any, x_inner: Any, y_inner: Any, *for_hessian: Any) -> Tensor:
             torch._foreach_copy_(start, [p.detach() for p in _trainable(network)])
             last[:] = for_hessian
-            with beside():
+            with randomness():
                 inner_step(network, site, (x_inner, y_inner), self.alpha)  # (1)
             loss: Tensor = site.loss(network(x), y)
             return loss
@@ -145,7 +145,7 @@ def inner_step(network: nn.Module, site: Site, batch: Batch, alpha: float) -> No
 
 
 def hessian_product(
-    network: nn.Module, site: Site, v: Sequence[Tensor], delta: float, batch: Batch, beside: SideStream
+    network: nn.Module, site: Site, v: Sequence[Tensor], delta: float, batch: Batch, randomness: SeparateRandomness
 ) -> list[Tensor]:
     """Return [g(w + delta v; D'') - g(w - delta v; D'')] / (2 delta), near the Hessian times v.
 
@@ -155,14 +155,14 @@ def hessian_product(
         v: one tensor a trainable parameter.
         delta: above 0.
         batch: D''.
-        beside: gives both gradients the same dropout.
+        randomness: gives both gradients the same dropout.
     """
     parameters = _trainable(network)
     start, gradients = [p.detach().clone() for p in parameters], []
     for sign in (delta, -delta):
         with torch.no_grad():
             torch._foreach_copy_(parameters, torch._foreach_add(start, list(v), alpha=sign))
-        with beside():
+        with randomness():
             gradients.append(gradient(network, site, batch))
     with torch.no_grad():
         torch._foreach_copy_(parameters, start)

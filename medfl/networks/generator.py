@@ -152,20 +152,20 @@ class Augmentation:
 
     def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Return images ready for the classifier, same shape; differentiable. `generator` is on the CPU."""
-        return self.moved(images, self.places(len(images), images.shape[1:], generator).to(images.device))
+        return self.moved(images, self.positions(len(images), images.shape[1:], generator).to(images.device))
 
-    def places(self, count: int, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    def positions(self, count: int, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Draw where the pixels of images of a shape (C, H, W) come from.
 
         Returns:
-            (count or 1, H W), on the CPU: places in the padded image, of each image or of all.
+            (count or 1, H W), on the CPU: positions in the padded image, of each image or of all.
         """
         return torch.stack([_place(shape[1], shape[2], generator) for _ in range(count if self.per_image else 1)])
 
-    def moved(self, images: Tensor, places: Tensor) -> Tensor:
-        """Return images (B, C, H, W) as `__call__` does, by `places` that were drawn before; nothing waits."""
+    def moved(self, images: Tensor, positions: Tensor) -> Tensor:
+        """Return images (B, C, H, W) as `__call__` does, by `positions` that were drawn before; nothing waits."""
         padded = functional.pad(images, [_PADDING] * 4).flatten(2)
-        taken = padded.gather(2, places[:, None].expand(*padded.shape[:2], -1))
+        taken = padded.gather(2, positions[:, None].expand(*padded.shape[:2], -1))
         return self.normalised(taken.view_as(images))
 
     def normalised(self, images: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Augmentation:
 
 
 def _place(height: int, width: int, generator: torch.Generator) -> Tensor:
-    """Draw a crop and flips; return (H W,) places in an image padded on all sides."""
+    """Draw a crop and flips; return (H W,) positions in an image padded on all sides."""
     top, left = torch.randint(2 * _PADDING + 1, (2,), generator=generator).tolist()
     mirrored, overturned = (torch.rand(2, generator=generator) < 0.5).tolist()
     rows, columns = torch.arange(top, top + height), torch.arange(left, left + width)

@@ -30,7 +30,7 @@ class Finding(NamedTuple):
 
 
 _NAMED = 20
-_FEW = 5
+_NAMED_CASES = 5
 _FAR = 5.0
 """Quartile distances beyond which an item is named."""
 _VALUES = 256
@@ -233,7 +233,7 @@ class Findings:
             yield Finding("patients", "ok", "no patient or lesion has images in several sections")
 
 
-def named(names: Sequence[str], limit: int = _FEW) -> str:
+def named(names: Sequence[str], limit: int = _NAMED_CASES) -> str:
     """Return some names for a line, and how many more there are."""
     return listed([printable(name, 160) for name in names], limit)
 

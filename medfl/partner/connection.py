@@ -33,9 +33,9 @@ class Kit:
     @classmethod
     def open(cls, folder: Path) -> Kit:
         """Find the certificates in a kit's folder, or in `startup` below it; InputError if they are not there."""
-        for place in (folder, folder / "startup"):
-            if all((place / name).is_file() for name in _FILES):
-                return cls(place, *_named(place / "fed_client.json"))
+        for candidate in (folder, folder / "startup"):
+            if all((candidate / name).is_file() for name in _FILES):
+                return cls(candidate, *_named(candidate / "fed_client.json"))
         allowed = f"the folder of a site's startup kit, with {', '.join(_FILES)}"
         raise InputError(f"--kit {printable(folder)}", allowed, "check the path")
 

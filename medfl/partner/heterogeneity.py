@@ -22,13 +22,13 @@ from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.data.partition.table import TITLES, shorten
-from medfl.partner.statistics import FORM
+from medfl.partner.statistics import DOCUMENT_FORM
 from medfl.report.style import BAND, INK, SOFT, TINTS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BYTES = 20_000_000
+_MAX_BYTES = 20_000_000
 _CHANNELS = 4
 _ROOM = 24  # sites whose names and numbers fit
 
@@ -147,11 +147,11 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
 
 def _document(path: Path) -> Mapping[str, Any]:
     try:
-        text = decode_text(read_bytes(path, _BYTES))
+        text = decode_text(read_bytes(path, _MAX_BYTES))
         document: Mapping[str, Any] = read_plain(text, is_json=True, nodes=1_000_000, depth=8)
-        is_ours = isinstance(document, dict) and document.get("form") == FORM
+        is_ours = isinstance(document, dict) and document.get("form") == DOCUMENT_FORM
         if not is_ours or not isinstance(document.get("bundle"), str):
-            raise Refused(f"it is no {FORM!r} of a bundle")
+            raise Refused(f"it is no {DOCUMENT_FORM!r} of a bundle")
     except Refused as error:
         raise InputError(f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one") from error
     return document

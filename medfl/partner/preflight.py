@@ -292,9 +292,9 @@ def _disk(report: Preflight, options: PreflightOptions, findings: Findings, netw
         ("cache of prepared images", cache_folder("prepared"), cache),
         ("State", options.folder, _STATES * network),
     ):
-        place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-        free = shutil.disk_usage(place).free
-        text = f"{what}: {_gib(needed)} needed, {_gib(free)} free in {place}"
+        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+        free = shutil.disk_usage(existing).free
+        text = f"{what}: {_gib(needed)} needed, {_gib(free)} free in {existing}"
         text = f"{what}: none, the images fit in memory" if what.startswith("cache") and not needed else text
         level = OK if needed < 0.8 * free else WARNING if needed < free else FAILED
         report.add("disk", level, text, "free some space, or set XDG_CACHE_HOME to a larger disk")

@@ -19,7 +19,7 @@ from medfl.bundle.bundle import Bundle
 from medfl.core import terminal
 from medfl.core.errors import MedflError
 from medfl.core.task import SECTIONS
-from medfl.data.samples import Samples
+from medfl.data.samples import SampleMaker
 from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, UNREADABLE, archive, orientation, split_uri
 
@@ -60,7 +60,7 @@ def sections(bundle: Bundle) -> list[str]:
 def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
     """Yield the items of a section, one after the other; nothing of them is kept."""
     data = bundle.section(section)
-    samples = Samples(data.items, data.source)
+    samples = SampleMaker(data.items, data.source)
     shown = terminal.bar(data.items, desc=f"reading {section} images", unit="image", shown=progress)
     for index, item in enumerate(shown):
         ident, entry = str(item["id"]), data.source.entries[index] if data.source.is_list else None

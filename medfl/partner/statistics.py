@@ -34,7 +34,7 @@ from medfl.partner.scanning import ScannedItem, scan, sections
 from medfl.policy.suppression import Entropy, add_noise, geometric, hidden_bins, suppress_counts
 from medfl.runtimes.monai_fl.data_stats import Bins, Sums, sums, value_range
 
-FORM = "medfl site statistics 1"
+DOCUMENT_FORM = "medfl site statistics 1"
 HIDDEN, OTHERS, UNRECORDED = "not told", "others", "not recorded"
 _SEXES = {"f": "female", "female": "female", "m": "male", "male": "male", case_metadata.UNKNOWN: UNRECORDED}
 _SIDES = (64, 128, 256, 512, 1024, 2048)
@@ -83,7 +83,7 @@ def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress:
             counts.add(item, metadata.get(item.id, {}))
         summaries[section] = counts.released(options)
     return {
-        "form": FORM,
+        "form": DOCUMENT_FORM,
         "bundle": bundle.name,
         "bundle_sha256": bundle.sha256,
         "task": bundle.task,

@@ -105,15 +105,15 @@ Left out: what changes its argument (`add_`), looks at memory as something else 
 trusts indices that it is given (`sparse_coo_tensor`, `embedding_bag`), and the backends' own (`mkldnn_...`).
 """
 
-_WORDED = {
+_NEED_PERMISSION = {
     "distributed": """
         torch.distributed.init_process_group torch.distributed.destroy_process_group torch.cuda.set_device
         """,
     "pickle": "torch.load torch.jit.load",
     "sys.path": "sys.path.append sys.path.insert",
 }
-PERMISSION_OF = {member: word for word, members in _WORDED.items() for member in members.split()}
-"""Members that need a word of the site's policy, and the word."""
+PERMISSION_OF = {member: permission for permission, members in _NEED_PERMISSION.items() for member in members.split()}
+"""Members that need a permission of the site's policy, and which."""
 
 MODULES = frozenset(path.partition(".")[0] for path in MEMBERS)
 """The packages of these; Python of a bundle's own may not take their names."""

@@ -142,7 +142,7 @@ def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str,
     if any(str(key).startswith("__") for value in values if isinstance(value, Mapping) for key in value):
         raise Refused("a key with two underscores, which would become an attribute")
     for name, value in by_name.items():
-        loads = function is torch.load and name == "weights_only"  # reached with its word only
+        loads = function is torch.load and name == "weights_only"  # reached with its permission only
         if not loads and (why := why_argument_refused(name, value)):
             raise Refused(why)
     if why := why_component_refused(called, by_name):

@@ -76,13 +76,13 @@ class ExpressionEvaluator:
 
     Args:
         names: what its imports bind, and the paths that they stand for.
-        words: of the policy.
+        permissions: of the policy.
         own_modules: top-level modules of its own Python.
         roots: the folders that it may look into.
     """
 
     names: Mapping[str, str]
-    words: Collection[str] = ()
+    permissions: Collection[str] = ()
     own_modules: Collection[str] = ()
     roots: Collection[Path] = ()
     _members: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class ExpressionEvaluator:
         Raises:
             Refused: it does something that is not listed.
         """
-        check_expression(text, self.names, self.words, self.own_modules, Uses())
+        check_expression(text, self.names, self.permissions, self.own_modules, Uses())
         ids: list[str] = []
 
         def placeholder(match: re.Match[str]) -> str:
@@ -115,7 +115,7 @@ class ExpressionEvaluator:
             **{name: getattr(builtins, name) for name in BUILTINS},
             "range": bounded_range,
             "open": self._open,
-            "setattr": setattr,  # the check of the text wants a word for it
+            "setattr": setattr,  # the check of the text wants a permission for it
             "__builtins__": {},
             "__name__": __name__,
             _MEMBER: self._value_of,
@@ -129,7 +129,8 @@ class ExpressionEvaluator:
         """Return the listed object, or the one of the bundle's own Python, that a path of names stands for."""
         if path not in self._members:
             is_own = path.partition(".")[0] in self.own_modules
-            listed = path in MEMBERS or PERMISSION_OF.get(path) in self.words or (is_own and "scripts" in self.words)
+            permitted = PERMISSION_OF.get(path) in self.permissions or (is_own and "scripts" in self.permissions)
+            listed = path in MEMBERS or permitted
             target = _located(path) if listed else for_expressions(path)
             if target is None:
                 raise Refused(f"{printable(path)}, which is not on the list")
@@ -152,7 +153,7 @@ class ExpressionEvaluator:
             kind = _kind(value) or f"a {type(value).__name__}"
             raise Refused(f"the attribute .{printable(name)} of {kind}, which is not on the list")
         if isinstance(value, Path) and name in _READS_PATH:
-            self._check_place(value)
+            self._check_path(value)
         if isinstance(value, Path) and name in ("glob", "rglob"):
             return self._looks_inside(getattr(value, name), (), value)
         if isinstance(value, str) and name == "format":
@@ -176,7 +177,7 @@ class ExpressionEvaluator:
 
     def _is_own(self, value: object) -> bool:
         module = getattr(value, "__module__", None) or ""
-        return "scripts" in self.words and str(module).partition(".")[0] in self.own_modules
+        return "scripts" in self.permissions and str(module).partition(".")[0] in self.own_modules
 
     def _call(self, function: Any, *arguments: Any, **named: Any) -> Any:
         if isinstance(function, _CheckedCall):
@@ -187,9 +188,9 @@ class ExpressionEvaluator:
             raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
         for value in (*arguments, *named.values()):
             self._check_handed(value)
-        self.check_places(check_arguments(function, arguments, named), function)
+        self.check_paths(check_arguments(function, arguments, named), function)
         if type(function).__module__.startswith("monai."):  # a transform that was made: it may read the file
-            self.check_places({"path": [value for value in _inside([*arguments, *named.values()]) if _is_far(value)]})
+            self.check_paths({"path": [value for value in _inside([*arguments, *named.values()]) if _is_far(value)]})
         return function(*arguments, **named)
 
     def _check_handed(self, value: Any) -> None:
@@ -200,13 +201,13 @@ class ExpressionEvaluator:
         elif (inspect.isroutine(value) or inspect.isclass(value)) and not self._callable(value):
             raise Refused(f"{printable(value.__name__)} handed on, which is not on the list")
 
-    def check_places(self, arguments: Mapping[str, Any], function: Any = None) -> None:
+    def check_paths(self, arguments: Mapping[str, Any], function: Any = None) -> None:
         """Refuse arguments, of a function or class if it is given, that name a file or folder elsewhere."""
         further = _PLACES_OF.get(f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}", ())
         for name in PLACES.union(further) & arguments.keys():
-            for place in _inside(arguments[name]):
-                if isinstance(place, str | PurePath):
-                    self._check_place(place)
+            for given in _inside(arguments[name]):
+                if isinstance(given, str | PurePath):
+                    self._check_path(given)
 
     def _callable(self, function: Any) -> bool:
         if id(function) in self._ids or self._is_own(function):
@@ -230,38 +231,38 @@ class ExpressionEvaluator:
             by_name = signature.bind(*arguments, **named).arguments
             if others := by_name.keys() - {where, *allowed}:
                 raise Refused(f"the argument {min(others)} of {function.__name__}, which is not on the list")
-            place = by_name.get(where, "." if where != "folder" else None)
-            if place is not None:
-                self._check_place(place if folder is None else folder / str(place))
+            given = by_name.get(where, "." if where != "folder" else None)
+            if given is not None:
+                self._check_path(given if folder is None else folder / str(given))
             return function(*arguments, **named)
 
         return look
 
     def _open(self, path: Any, mode: str = "r", **named: Any) -> Any:
-        if "open" in self.words:
+        if "open" in self.permissions:
             return open(path, mode, **named)
         if mode not in ("r", "rb", "rt") or set(named) - {"encoding", "newline"}:
             raise Refused("open() for writing, for which the policy has to allow 'open'")
-        self._check_place(path)
+        self._check_path(path)
         content = Path(path).read_bytes()  # nobody would close the file
         return io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode(named.get("encoding") or "utf-8"))
 
-    def _check_place(self, place: Any) -> None:
-        """Refuse to look at a place that is not below the bundle's folder, its data, or what the user named."""
-        if "paths" in self.words:
+    def _check_path(self, given: Any) -> None:
+        """Refuse to look at a path that is not below the bundle's folder, its data, or what the user named."""
+        if "paths" in self.permissions:
             return
-        if not isinstance(place, str | PurePath):
-            raise Refused(f"a {type(place).__name__} as a path")
-        path = Path(os.path.abspath(place))
-        if re.match(r"\w{2,}:", str(place)):
-            raise Refused(f"{printable(place)}, a URL: nothing is fetched")
+        if not isinstance(given, str | PurePath):
+            raise Refused(f"a {type(given).__name__} as a path")
+        path = Path(os.path.abspath(given))
+        if re.match(r"\w{2,}:", str(given)):
+            raise Refused(f"{printable(given)}, a URL: nothing is fetched")
         if not any(path.is_relative_to(root) for root in self.roots):
-            raise ElsewhereRefused(f"the path {printable(place)}, which is neither below the bundle nor below its data")
-        upwards = ".." in PurePath(place).parts
-        if upwards and (_PATTERN.search(str(place)) or os.path.realpath(place) != os.path.realpath(path)):
-            raise Refused(f"the path {printable(place)}, which leads upwards ('..') behind a link")
+            raise ElsewhereRefused(f"the path {printable(given)}, which is neither below the bundle nor below its data")
+        upwards = ".." in PurePath(given).parts
+        if upwards and (_PATTERN.search(str(given)) or os.path.realpath(given) != os.path.realpath(path)):
+            raise Refused(f"the path {printable(given)}, which leads upwards ('..') behind a link")
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise Refused(f"the path {printable(place)}, a pipe or a device, which would be waited for")
+            raise Refused(f"the path {printable(given)}, a pipe or a device, which would be waited for")
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,7 @@ _OPERATORS = (
 def check_expression(
     text: str,
     names: Mapping[str, str],
-    words: Collection[str],
+    permissions: Collection[str],
     own_modules: Collection[str],
     uses: Uses,
     *,
@@ -50,7 +50,7 @@ def check_expression(
     Args:
         text: the expression without its `$`.
         names: what imports bind, and the paths that they stand for.
-        words: of the policy.
+        permissions: of the policy.
         own_modules: top-level modules of the bundle's own Python.
         uses: takes what is used.
         prints: it belongs to a handler, which medfl never makes: it may print.
@@ -74,7 +74,7 @@ def check_expression(
     if _levels(node) > _DEEPEST:
         raise Refused(f"an expression of more than {_DEEPEST} levels")
     shape = ast.dump(node)
-    _Checker(names, words, own_modules, uses, prints).value(node.value, frozenset())
+    _Checker(names, permissions, own_modules, uses, prints).value(node.value, frozenset())
     evaluated = only_statement(REFERENCE.sub(lambda match: f"{_LOCAL}['{match[0][1:]}']", text))
     if ast.dump(_References().visit(evaluated)) != shape:
         raise Refused("a reference inside a text, which MONAI would read as something else")
@@ -138,7 +138,7 @@ class _References(ast.NodeTransformer):
 @dataclass
 class _Checker:
     names: Mapping[str, str]
-    words: Collection[str]
+    permissions: Collection[str]
     own_modules: Collection[str]
     uses: Uses
     prints: bool
@@ -178,7 +178,7 @@ class _Checker:
         if node.id.startswith(_PLACEHOLDER):
             if node.id != f"{_PLACEHOLDER}0":
                 raise Refused("text that runs into a reference")
-            self.uses.uses["reference"] += 1
+            self.uses.counts["reference"] += 1
         elif node.id in self.names:
             self._member(self.names[node.id])
         elif node.id not in local and node.id not in BUILTINS and not (self.prints and node.id == "print"):
@@ -187,19 +187,19 @@ class _Checker:
     def _member(self, path: str) -> None:
         """Check what a module's name and attributes lead to."""
         if path.split(".")[0] in self.own_modules:
-            need_permission("scripts", path, self.words, self.uses.words)
+            need_permission("scripts", path, self.permissions, self.uses.permissions)
         elif path in PERMISSION_OF:
-            need_permission(PERMISSION_OF[path], path, self.words, self.uses.words)
+            need_permission(PERMISSION_OF[path], path, self.permissions, self.uses.permissions)
         elif path not in MEMBERS and for_expressions(path) is None:
             raise Refused(f"{printable(path)}, which is not on the list")
-        self.uses.uses[path] += 1
+        self.uses.counts[path] += 1
 
     def _attribute(self, node: ast.Attribute, local: frozenset[str]) -> None:
         path = module_path(node, self.names)
         if path:
             self._member(path)
             return
-        of_scripts = bool(self.own_modules) and "scripts" in self.words
+        of_scripts = bool(self.own_modules) and "scripts" in self.permissions
         column = isinstance(node.value, ast.Call) and module_path(node.value.func, self.names) == "pandas.read_csv"
         if not ((of_scripts or column) and not node.attr.startswith("_")) and node.attr not in METHODS:
             raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
@@ -210,7 +210,7 @@ class _Checker:
         if node.attr == "replace" and self.calls is not node:
             raise Refused("a replace() that is handed on")  # a path's would move a file
         self.value(node.value, local)
-        self.uses.uses[f".{node.attr}"] += 1
+        self.uses.counts[f".{node.attr}"] += 1
 
     # Calls
 
@@ -219,14 +219,14 @@ class _Checker:
         if isinstance(called, ast.Name) and called.id == "open" and called.id not in local:
             self._open(node)
         elif isinstance(called, ast.Name) and called.id == "setattr" and called.id not in local:
-            need_permission("setattr", "setattr()", self.words, self.uses.words)
-            self.uses.uses["setattr"] += 1
+            need_permission("setattr", "setattr()", self.permissions, self.uses.permissions)
+            self.uses.counts["setattr"] += 1
         elif isinstance(called, ast.Name):
             self._name(called, local)
             if called.id == "range" and any(type(n := _literal(a)) is int and n > _LONGEST_RANGE for a in node.args):
                 raise Refused(f"a range beyond {_LONGEST_RANGE}")
             if called.id in BUILTINS and called.id not in local:
-                self.uses.uses[called.id] += 1
+                self.uses.counts[called.id] += 1
         elif isinstance(called, ast.Attribute | ast.Call):
             self.calls = called
             self.value(called, local)
@@ -246,7 +246,7 @@ class _Checker:
                 raise Refused("arguments handed on with two stars")
             if keyword.arg.startswith(_PLACEHOLDER):
                 raise Refused("a reference as the name of an argument")
-            loads = keyword.arg == "weights_only" and module_path(called, self.names) == "torch.load"  # needs its word
+            loads = keyword.arg == "weights_only" and module_path(called, self.names) == "torch.load"  # if permitted
             if not loads and (why := why_argument_refused(keyword.arg, _literal(keyword.value))):
                 raise Refused(why)
             self.value(keyword.value, local)
@@ -256,8 +256,8 @@ class _Checker:
         mode = _literal(node.args[1]) if len(node.args) > 1 else keywords.get("mode", "r")
         plain = len(node.args) <= 2 and set(keywords) <= {"mode", "encoding", "newline"}
         if not (plain and mode in ("r", "rb", "rt")):
-            need_permission("open", "open() for writing", self.words, self.uses.words)
-        self.uses.uses["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
+            need_permission("open", "open() for writing", self.permissions, self.uses.permissions)
+        self.uses.counts["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
 
     # What is made of them
 
@@ -288,7 +288,7 @@ class _Checker:
             raise Refused(f"the operator {type(operator).__name__}")
 
     def _ifexp(self, node: ast.IfExp, local: frozenset[str]) -> None:
-        self.uses.uses["if ... else"] += 1
+        self.uses.counts["if ... else"] += 1
         self.all([node.test, node.body, node.orelse], local)
 
     def _parts(self, node: ast.Subscript | ast.Slice | ast.Dict, local: frozenset[str]) -> None:
@@ -308,12 +308,12 @@ class _Checker:
                 self.value(part.value, local)
             else:
                 self.value(part, local, continues=index > 0)
-        self.uses.uses["text with values"] += 1
+        self.uses.counts["text with values"] += 1
 
     def _lambda(self, node: ast.Lambda, local: frozenset[str]) -> None:
         taken = node.args
         self.all([*taken.defaults, *taken.kw_defaults], local)
-        self.uses.uses["lambda"] += 1
+        self.uses.counts["lambda"] += 1
         arguments = [*taken.posonlyargs, *taken.args, *taken.kwonlyargs, taken.vararg, taken.kwarg]
         self.value(node.body, local | self._bound(each.arg for each in arguments if each))
 
@@ -333,7 +333,7 @@ class _Checker:
                 raise Refused("a comprehension that assigns to more than names")
             local |= self._bound(target.id for target in targets if isinstance(target, ast.Name))
             self.all(generator.ifs, local)
-        self.uses.uses["comprehension"] += 1
+        self.uses.counts["comprehension"] += 1
         return local
 
     def _bound(self, names: Iterable[str]) -> frozenset[str]:

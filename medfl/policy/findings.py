@@ -69,7 +69,7 @@ class Inspection:
     statements: list[str] = field(default_factory=list)
     """those that medfl never evaluates, with file and id"""
     allowed: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(word of the policy, what it allowed)"""
+    """(permission of the policy, what it allowed)"""
     data: dict[str, str] = field(default_factory=dict)
     """file -> what it says of `dataset_dir`"""
     refusals: list[Refusal] = field(default_factory=list)

@@ -16,11 +16,11 @@ DEFAULT_NAMES = {"monai": "monai", "torch": "torch", "np": "numpy", "numpy": "nu
 
 @dataclass
 class Uses:
-    """What expressions and imports use, with counts, and the words of the policy that they need."""
+    """What expressions and imports use, with counts, and the policy's permissions that this needs."""
 
-    uses: Counter[str] = field(default_factory=Counter)
-    words: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """(word, what needs it)"""
+    counts: Counter[str] = field(default_factory=Counter)
+    permissions: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """(permission, what needs it)"""
 
 
 def imported(text: str, uses: Uses) -> dict[str, str]:
@@ -48,19 +48,19 @@ def imported(text: str, uses: Uses) -> dict[str, str]:
         path = name if alias else bound
     if bound in BUILTINS or bound in ("open", "setattr") or DEFAULT_NAMES.get(bound, path) != path:
         raise Refused(f"an import that takes the name {printable(bound)}")
-    uses.uses[f"import {path}"] += 1
+    uses.counts[f"import {path}"] += 1
     return {bound: path}
 
 
-def need_permission(word: str, what: str, words: Collection[str], allowed: Counter[tuple[str, str]]) -> None:
-    """Count that a word of the policy allows something.
+def need_permission(name: str, what: str, granted: Collection[str], allowed: Counter[tuple[str, str]]) -> None:
+    """Count that a permission of the policy allows something.
 
     Raises:
-        Refused: the policy lacks the word.
+        Refused: the policy does not grant it.
     """
-    if word not in words:
-        raise Refused(f"{what}, for which the policy has to allow {word!r}")
-    allowed[word, what] += 1
+    if name not in granted:
+        raise Refused(f"{what}, for which the policy has to allow {name!r}")
+    allowed[name, what] += 1
 
 
 def only_statement(text: str) -> ast.stmt:

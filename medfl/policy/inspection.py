@@ -61,17 +61,17 @@ _LINKS = 20
 """References of references that are followed."""
 _NAMES = re.compile(r"(\w[\w.-]*(,\w[\w.-]*)*)?", re.ASCII)
 
-_Place = tuple[str, ...]
+_Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class _Configuration:
-    """A configuration file: its content, and all values in it with their places; `stem` is its name without ending."""
+    """A configuration file: its content, its values with the keys that lead there; `stem`: its name without ending."""
 
     file: str
     stem: str
     content: Plain
-    nodes: list[tuple[_Place, Plain]]
+    nodes: list[tuple[_Keys, Plain]]
 
 
 def inspect(folder: Path, policy: Policy | None = None) -> Inspection:
@@ -100,12 +100,12 @@ class _Inspector:
         self.own_modules: frozenset[str] = frozenset()
         self.referred: set[str] = set()
         self.names_of_keys = _KEY
-        self.definitions: dict[_Place, list[Plain]] = {}
-        # asked once of a place, or of a value, however many references lead there
+        self.definitions: dict[_Keys, list[Plain]] = {}
+        # asked once of each path of keys, or of a value, however many references lead there
         self.urls: dict[int, bool] = {}
         self.texts: dict[int, bool] = {}
-        self.distinct = cache(lambda place: list({repr(v): v for v in self.definitions.get(place, ())}.values()))
-        self.is_branch = cache(lambda place: all(isinstance(v, dict) for v in self.definitions.get(place, ())))
+        self.distinct = cache(lambda keys: list({repr(v): v for v in self.definitions.get(keys, ())}.values()))
+        self.is_branch = cache(lambda keys: all(isinstance(v, dict) for v in self.definitions.get(keys, ())))
 
     def run(self) -> None:
         refuse = self.inspection.refuse
@@ -123,12 +123,12 @@ class _Inspector:
             for file, content in files.contents.items()
         ]
         for one in configurations:
-            if any(len(place) > depth for place, _ in one.nodes):
+            if any(len(keys) > depth for keys, _ in one.nodes):
                 refuse(one.file, "", f"an id of more than {depth} parts")
-            for place, node in one.nodes:
-                self.definitions.setdefault(place, []).append(node)
-                if "config" in place:  # a preset of federated.yaml is laid over the rest
-                    self.definitions.setdefault(place[place.index("config") + 1 :], []).append(node)
+            for keys, node in one.nodes:
+                self.definitions.setdefault(keys, []).append(node)
+                if "config" in keys:  # a preset of federated.yaml is laid over the rest
+                    self.definitions.setdefault(keys[keys.index("config") + 1 :], []).append(node)
         texts = [node for one in configurations for _, node in one.nodes if isinstance(node, str)]
         self.names_of_keys = _KEY if any(map(_RELATIVE.search, texts)) else _LABEL
         for text in texts:
@@ -165,24 +165,24 @@ class _Inspector:
                 self._note(uses)
 
     def _note(self, uses: Uses) -> None:
-        self.inspection.uses += uses.uses
-        self.inspection.allowed += uses.words
+        self.inspection.uses += uses.counts
+        self.inspection.allowed += uses.permissions
 
     def _macros(self, configurations: Sequence[_Configuration]) -> None:
         """Refuse macros of macros: they could grow without end."""
         macros = [
-            (one.file, place, tuple(re.split("#|::", node[1:])))
+            (one.file, keys, tuple(re.split("#|::", node[1:])))
             for one in configurations
-            for place, node in one.nodes
+            for keys, node in one.nodes
             if isinstance(node, str) and _MACRO.fullmatch(node)
         ]
-        outer: list[_Place] = []  # that lie in no other: beside a target in their order are all that could meet it
-        for place in sorted(place for _, place, _ in macros):
-            outer += [] if outer and place[: len(outer[-1])] == outer[-1] else [place]
-        for file, place, target in macros:
+        outer: list[_Keys] = []  # that lie in no other: beside a target in their order are all that could meet it
+        for keys in sorted(keys for _, keys, _ in macros):
+            outer += [] if outer and keys[: len(outer[-1])] == outer[-1] else [keys]
+        for file, keys, target in macros:
             at = bisect(outer, target)
             if any(all(map(str.__eq__, other, target)) for other in outer[max(0, at - 1) : at + 1]):
-                self.inspection.refuse(file, _id(place), "a macro of a macro")
+                self.inspection.refuse(file, _id(keys), "a macro of a macro")
 
     # One file
 
@@ -192,22 +192,22 @@ class _Inspector:
             return
         if where.stem in ("train", "inference", "evaluate") and "dataset_dir" in where.content:
             self.inspection.data[where.file] = printable(where.content["dataset_dir"])
-        for place, node in where.nodes:
+        for keys, node in where.nodes:
             if len(self.inspection.refusals) > _REFUSALS:
-                self.inspection.refuse(where.file, _id(place), "there is more that is refused")
+                self.inspection.refuse(where.file, _id(keys), "there is more that is refused")
                 return
             try:
                 if isinstance(node, dict):
                     for key in node:
-                        self._key(key, place, where.stem)
+                        self._key(key, keys, where.stem)
                 if where.stem == "metadata":
                     self._description(node)
-                elif place[:1] != ("imports",):  # those were read before, or are refused by their key
-                    self._node(where, place, node)
+                elif keys[:1] != ("imports",):  # those were read before, or are refused by their key
+                    self._node(where, keys, node)
             except Refused as error:
-                self.inspection.refuse(where.file, _id(place), error)
+                self.inspection.refuse(where.file, _id(keys), error)
 
-    def _key(self, key: object, place: _Place, stem: str) -> None:
+    def _key(self, key: object, keys: _Keys, stem: str) -> None:
         if isinstance(key, int) and not isinstance(key, bool):
             return
         if not isinstance(key, str):
@@ -216,11 +216,11 @@ class _Inspector:
         last = re.split("#|::", key)[-1]
         if last.startswith("_") and last.endswith("_") and last not in _SPECIAL:
             raise Refused(f"the key {printable(key)!r}")
-        if key.lstrip("+") != "imports" and re.split("#|::", key.lstrip("+"))[0] == "imports" and not place:
+        if key.lstrip("+") != "imports" and re.split("#|::", key.lstrip("+"))[0] == "imports" and not keys:
             raise Refused("an import outside of the list of imports")
         if last in _SPECIAL and stem == "metadata":
             raise Refused(f"the key {printable(key)!r} in a description")
-        if not _is_free(place, stem) and not _KEY.fullmatch(key) and not self.names_of_keys.fullmatch(key):
+        if not _is_free(keys, stem) and not _KEY.fullmatch(key) and not self.names_of_keys.fullmatch(key):
             raise Refused(f"the key {printable(key)!r}, which is no plain name")
 
     def _description(self, node: Plain) -> None:
@@ -229,20 +229,20 @@ class _Inspector:
             if node[:1] in ("$", "@", "%"):
                 raise Refused(f"the text {printable(node, 40)!r} in a description, which would be evaluated")
 
-    def _node(self, where: _Configuration, place: _Place, node: Plain) -> None:
-        name, stem = place[-1] if place else "", where.stem
+    def _node(self, where: _Configuration, keys: _Keys, node: Plain) -> None:
+        name, stem = keys[-1] if keys else "", where.stem
         if name == "_target_":
             self._target(node)
         elif name == "_mode_" and node != "default":
             raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
-        names_bundles = stem == "federated" and isinstance(node, str) and {*_BUNDLES} & {*place}
+        names_bundles = stem == "federated" and isinstance(node, str) and {*_BUNDLES} & {*keys}
         if names_bundles and not _NAMES.fullmatch(str(node)):
             raise Refused(f"{printable(node, 40)!r}, where a bundle names others by their names only")
         if stem == "federated" and name == "partition" and str(node).startswith("file:"):
             raise Refused(f"{printable(node, 40)!r}, a table that only a user names")
         value = self._resolved(node)
-        is_free = _is_free(place, stem) or self._is_statement(where, place)
-        for part in () if is_free else place:  # every part: `x#reader#0` is one of the argument `reader`
+        is_free = _is_free(keys, stem) or self._is_statement(where, keys)
+        for part in () if is_free else keys:  # every part: `x#reader#0` is one of the argument `reader`
             read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
             if not read_as_false and (why := why_argument_refused(part, value, self._has_url(value))):
                 raise Refused(why)
@@ -250,7 +250,7 @@ class _Inspector:
             self._component(node, stem)
         elif isinstance(node, str):
             check_visible(node)
-            self._text(where, place, node)
+            self._text(where, keys, node)
         elif not isinstance(node, list | bool | int | float | date | None):
             raise Refused(f"a value of type {type(node).__name__}")
 
@@ -293,16 +293,16 @@ class _Inspector:
         for _ in range(_LINKS):
             if not (isinstance(node, str) and _REFERENCE.fullmatch(node)):
                 break
-            place = tuple(re.split("#|::", node[1:]))
-            values = self.distinct(place) if len(place) <= self.policy.limits.depth else []
-            if len(values) != 1 or not all(self.is_branch(place[:end]) for end in range(1, len(place))):
+            keys = tuple(re.split("#|::", node[1:]))
+            values = self.distinct(keys) if len(keys) <= self.policy.limits.depth else []
+            if len(values) != 1 or not all(self.is_branch(keys[:end]) for end in range(1, len(keys))):
                 break
             node = values[0]
         return _LITERALS.get(node, node) if isinstance(node, str) else node
 
-    def _text(self, where: _Configuration, place: _Place, text: str) -> None:
+    def _text(self, where: _Configuration, keys: _Keys, text: str) -> None:
         if text.startswith("$"):
-            self._expression(where, place, text)
+            self._expression(where, keys, text)
         elif text.startswith("@"):
             if not _REFERENCE.fullmatch(text):
                 raise Refused(f"{printable(text, 40)!r}, which begins as a reference and is none")
@@ -312,20 +312,20 @@ class _Inspector:
             if not _MACRO.fullmatch(text) or where.stem == "federated":
                 raise Refused(f"the macro {printable(text, 40)!r}, which is not one of an id of this configuration")
             check_id(text[1:])
-        elif place[-1:] != ("_desc_",):
-            up = _UPWARDS.match(text) if place == ("dataset_dir",) else None
+        elif keys[-1:] != ("_desc_",):
+            up = _UPWARDS.match(text) if keys == ("dataset_dir",) else None
             try:
-                check_path(text[up.end() :] if up else text, absolute=place in (("dataset_dir",), ("bundle_root",)))
+                check_path(text[up.end() :] if up else text, absolute=keys in (("dataset_dir",), ("bundle_root",)))
             except Refused as error:
                 if "absolute" not in str(error) or "paths" not in self.policy.allow:
                     hint = ", for which the policy has to allow 'paths'" if "absolute" in str(error) else ""
                     raise Refused(f"{error} ({printable(text, 40)}){hint}") from error
                 self.inspection.allowed["paths", printable(text)] += 1
 
-    def _expression(self, where: _Configuration, place: _Place, text: str) -> None:
+    def _expression(self, where: _Configuration, keys: _Keys, text: str) -> None:
         _not_relative(text, where.stem)
-        if self._is_statement(where, place):
-            self.inspection.statements.append(f"{where.file}: {_id(place)}: {printable(text)}")
+        if self._is_statement(where, keys):
+            self.inspection.statements.append(f"{where.file}: {_id(keys)}: {printable(text)}")
             return
         uses = Uses()
         self.inspection.expressions += 1
@@ -336,52 +336,52 @@ class _Inspector:
                 self.policy.allow,
                 self.own_modules,
                 uses,
-                prints=any(part.endswith("handlers") for part in place),
+                prints=any(part.endswith("handlers") for part in keys),
                 length=self.policy.limits.expression,
             )
         except Refused as error:
             raise Refused(f"{error}, in {printable(text)}") from error
         self._note(uses)
 
-    def _is_statement(self, where: _Configuration, place: _Place) -> bool:
+    def _is_statement(self, where: _Configuration, keys: _Keys) -> bool:
         """Tell whether medfl never evaluates this: a list of statements that nothing asks for, or one of them."""
-        if not 1 <= len(place) <= 2 or place[0] in self.referred or place[0] in _ASKED:
+        if not 1 <= len(keys) <= 2 or keys[0] in self.referred or keys[0] in _ASKED:
             return False
-        held = where.content.get(place[0], where.content.get(f"+{place[0]}"))
-        if place[0] in _ENTRIES:
-            return len(place) == 1 or isinstance(held, list)
+        held = where.content.get(keys[0], where.content.get(f"+{keys[0]}"))
+        if keys[0] in _ENTRIES:
+            return len(keys) == 1 or isinstance(held, list)
         if id(held) not in self.texts:
             is_texts = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
             self.texts[id(held)] = is_texts
-        return self.texts[id(held)] and where.stem != "federated" and not place[0].startswith("_")
+        return self.texts[id(held)] and where.stem != "federated" and not keys[0].startswith("_")
 
 
-def _walk(content: Plain, depth: int) -> Iterator[tuple[_Place, Plain]]:
-    """Yield every value with its place; top-level keys such as `+train#dataset` are taken apart as MONAI does.
+def _walk(content: Plain, depth: int) -> Iterator[tuple[_Keys, Plain]]:
+    """Yield every value with the keys to it; top-level keys such as `+train#dataset` are taken apart as MONAI does.
 
-    Nothing is yielded of what lies in a place of more than `depth` parts.
+    Nothing is yielded of what lies deeper than `depth` keys.
     """
-    todo: list[tuple[_Place, Plain]] = [((), content)]
+    todo: list[tuple[_Keys, Plain]] = [((), content)]
     while todo:
-        place, node = todo.pop()
-        yield place, node
-        if len(place) > depth:
+        keys, node = todo.pop()
+        yield keys, node
+        if len(keys) > depth:
             continue
         if isinstance(node, dict):
             for key, value in reversed(node.items()):
-                name = str(key) if place else str(key).removeprefix("+")
-                todo.append(((*place, *re.split("#|::", name)), value))
+                name = str(key) if keys else str(key).removeprefix("+")
+                todo.append(((*keys, *re.split("#|::", name)), value))
         elif isinstance(node, list):
-            todo += [((*place, str(index)), node[index]) for index in range(len(node) - 1, -1, -1)]
+            todo += [((*keys, str(index)), node[index]) for index in range(len(node) - 1, -1, -1)]
 
 
-def _id(place: _Place) -> str:
-    return printable("#".join(place))
+def _id(keys: _Keys) -> str:
+    return printable("#".join(keys))
 
 
-def _is_free(place: _Place, stem: str) -> bool:
-    """Tell whether a place never becomes part of the configuration: a preset's `config` of federated.yaml does."""
-    return stem == "metadata" or (stem == "federated" and "config" not in place)
+def _is_free(keys: _Keys, stem: str) -> bool:
+    """Tell whether a value never becomes part of the configuration: a preset's `config` of federated.yaml does."""
+    return stem == "metadata" or (stem == "federated" and "config" not in keys)
 
 
 def _not_relative(text: str, stem: str) -> None:

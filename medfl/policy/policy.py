@@ -39,13 +39,13 @@ PERMISSIONS = {
     "logging": "no longer needed: medfl does not read configs/logging.conf",
     "files": "no longer needed: medfl opens no file of an unknown kind",
 }
-"""What a policy can allow, and what each word means."""
+"""What a policy can allow, and what each permission means."""
 
 _KEYS = ("bundle", "allow", "limits", "files", "outbound", "methods", "settings")
 MOST = ("rounds", "batch_size", "local_epochs")
 """Settings of a run that a policy may limit."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_BYTES = 4_000_000
+_MAX_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Policy:
             InputError: it cannot be read, or says something that no policy can say.
         """
         try:
-            document = read_plain(decode_text(read_bytes(path, _BYTES)), is_json=False, nodes=100_000, depth=4)
+            document = read_plain(decode_text(read_bytes(path, _MAX_BYTES)), is_json=False, nodes=100_000, depth=4)
         except Refused as error:
             raise InputError(f"policy {path}: {error}", "a policy is plain YAML", "see docs/deploy.md") from error
         document = {} if document is None else document
@@ -116,7 +116,7 @@ class Policy:
             raise InputError(f"policy {path} is a {type(document).__name__}", "keys and values", "see docs/deploy.md")
         check_known(document, _KEYS, f"policy {path}: key")
         allow, files = _words(document, "allow", path), document.get("files")
-        check_known(allow, PERMISSIONS, f"policy {path}: the word")
+        check_known(allow, PERMISSIONS, f"policy {path}: the permission")
         methods = tuple(check_name(name, f"policy {path}: method") for name in _words(document, "methods", path))
         limits = _numbers(document, "limits", [f.name for f in fields(Limits)], path)
         settings = _numbers(document, "settings", MOST, path)

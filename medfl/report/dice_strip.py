@@ -67,8 +67,8 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
 
 def _swarm(values: Floats, near: float, step: float) -> Floats:
     """Return the sideways shift of each of the sorted values that keeps close ones apart."""
-    places, row = np.zeros(len(values)), 0
+    offsets, row = np.zeros(len(values)), 0
     for i in range(1, len(values)):
         row = row + 1 if values[i] - values[i - row - 1] < near else 0
-        places[i] = (row + 1) // 2 * (step if row % 2 else -step)
-    return places * min(1.0, 0.38 / max(1e-12, float(np.abs(places).max())))
+        offsets[i] = (row + 1) // 2 * (step if row % 2 else -step)
+    return offsets * min(1.0, 0.38 / max(1e-12, float(np.abs(offsets).max())))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
-from medfl.evaluation.bootstrap import LEAST, Floats, Interval, Times
+from medfl.evaluation.bootstrap import LEAST, Draws, Floats, Interval
 from medfl.report.formatting import number
 from medfl.report.run_files import Predictions, RunFiles
 
@@ -88,8 +88,8 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
     first, second = (p.label[rows] if len(p.label) else rows[:0] for p, rows in both)
     if not scored.any() or not np.array_equal(first, second):
         return None
-    times = _times(ours, *both[0], "models")
-    metric_draws = [_key_metric(ours, predictions, rows, times) for predictions, rows in both]
+    draws = _draws(ours, *both[0], "models")
+    metric_draws = [_key_metric(ours, predictions, rows, draws) for predictions, rows in both]
     if metric_draws[0] is None or metric_draws[1] is None:
         return None
     enough = _are_enough(ours, *both[0])
@@ -109,7 +109,7 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
         rows = np.flatnonzero(members)
         if run.key in predictions.scores:
             rows = rows[~np.isnan(predictions.scores[run.key][rows])]
-        values = _key_metric(run, predictions, rows, _times(run, predictions, rows, name)) if len(rows) else None
+        values = _key_metric(run, predictions, rows, _draws(run, predictions, rows, name)) if len(rows) else None
         if values is None:
             return None
         metric_draws.append(values)
@@ -196,19 +196,19 @@ def _are_enough(run: RunFiles, predictions: Predictions, rows: Rows) -> bool:
     return bool(np.unique(predictions.label[rows], return_counts=True)[1].min() >= LEAST_OF_CLASS)
 
 
-def _times(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Times:
+def _draws(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Draws:
     """Return how often each draw takes each of these cases; first all of them once."""
     drawn = bootstrap.draw(predictions.strata[rows], derive(run.seed, "report", "differences", name))
     return np.concatenate([np.ones((1, len(rows)), np.int32), drawn])
 
 
-def _key_metric(run: RunFiles, predictions: Predictions, rows: Rows, times: Times) -> Floats | None:
+def _key_metric(run: RunFiles, predictions: Predictions, rows: Rows, draws: Draws) -> Floats | None:
     """Return the key metric (draws,) of some cases, None where the predictions do not give it."""
     if run.key in predictions.scores:
-        return bootstrap.mean(predictions.scores[run.key][rows], times)
+        return bootstrap.mean(predictions.scores[run.key][rows], draws)
     if not len(predictions.label):
         return None
     label = predictions.label[rows]
     if run.key == "auroc" and predictions.probabilities is not None:
-        return bootstrap.mean_area(bootstrap.areas(label, predictions.probabilities[rows], times))
-    return bootstrap.classified(label, predictions.predicted[rows], len(run.classes), times).get(run.key)
+        return bootstrap.mean_area(bootstrap.areas(label, predictions.probabilities[rows], draws))
+    return bootstrap.classified(label, predictions.predicted[rows], len(run.classes), draws).get(run.key)

@@ -23,7 +23,7 @@ from medfl.report import folds, formatting, round_charts, saved_pictures
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.prediction_analysis import analyse_predictions
-from medfl.report.run_files import MODEL_KINDS, POOLED, RunFiles
+from medfl.report.run_files import MODEL_KINDS, SUMMARY_KINDS, RunFiles
 
 _SHOWN = ("key", "judged", "personal_model", "phantom", "public", "finished", "rise", "rounds", "summary")
 """What the page is given of `RunFiles` by the same name."""
@@ -89,7 +89,7 @@ def context(run: RunFiles) -> dict[str, Any]:
         "metric_names": run.metric_names(),
         "definitions": metrics.METRICS,
         "pooled": pooled,
-        "pooled_titles": {kind: title for kind, (_, title, _) in POOLED.items()},
+        "pooled_titles": {kind: title for kind, (_, title, _) in SUMMARY_KINDS.items()},
         "headline": {when: entry for kind, when, entry in pooled if kind == judged},
         "kinds": kinds,
         "spreads": [(kind, title, metrics.spread(by_site, higher)) for kind, title, by_site in kinds],
@@ -117,8 +117,8 @@ def context(run: RunFiles) -> dict[str, Any]:
 
 def _notes(data: Mapping[str, Any]) -> list[str]:
     """Return the remarks on the images without the path of the data folder, because reports are shared."""
-    place = str(data.get("folder") or "")
-    return [note.replace(place, "the data folder") if place else note for note in data.get("notes") or ()]
+    folder = str(data.get("folder") or "")
+    return [note.replace(folder, "the data folder") if folder else note for note in data.get("notes") or ()]
 
 
 def _predicted(run: RunFiles) -> dict[str, Any]:

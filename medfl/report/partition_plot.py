@@ -129,8 +129,8 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
     cells = [(x, y, count) for y, row in enumerate(matrix) for x, count in enumerate(row) if count]
     diameters = [_diameter(layout, count, largest) for _, _, count in cells]
     axes.set(xlim=(-0.5, len(layout.classes) - 0.5), ylim=(len(matrix) - 0.5, -0.5))
-    places = [x for x, _, _ in cells], [y for _, y, _ in cells]
-    axes.scatter(*places, s=[d**2 for d in diameters], color=TINTS["train"], alpha=0.85, linewidths=0, clip_on=False)
+    centres = [x for x, _, _ in cells], [y for _, y, _ in cells]
+    axes.scatter(*centres, s=[d**2 for d in diameters], color=TINTS["train"], alpha=0.85, linewidths=0, clip_on=False)
     axes.set_yticks(range(len(matrix)), layout.sites, size=layout.font)
     axes.xaxis.tick_top()
     slant: dict[str, Any] = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"} if layout.slanted else {}

@@ -33,21 +33,21 @@ class PredictionAnalysis:
         return bool(len(self.predictions.label))
 
     @cached_property
-    def _times(self) -> NDArray[np.int32]:
+    def _draws(self) -> NDArray[np.int32]:
         return bootstrap.draw(self.predictions.strata, derive(self.run.seed, "report", "intervals"))
 
     @cached_property
     def _areas(self) -> NDArray[np.float64]:
         assert self.predictions.probabilities is not None
-        return bootstrap.areas(self.predictions.label, self.predictions.probabilities, self._times)
+        return bootstrap.areas(self.predictions.label, self.predictions.probabilities, self._draws)
 
     @cached_property
     def intervals(self) -> dict[str, Interval]:
         """Metric -> its interval over draws of the test cases."""
         cases = self.predictions
         if not self.is_classification:
-            return bootstrap.means(cases.scores, self._times)
-        ends = bootstrap.classification(cases.label, cases.predicted, None, len(self.classes), self._times)
+            return bootstrap.means(cases.scores, self._draws)
+        ends = bootstrap.classification(cases.label, cases.predicted, None, len(self.classes), self._draws)
         if cases.probabilities is not None:
             area = bootstrap.mean_area(self._areas) if self._enough else None
             ends |= {} if area is None else bootstrap.intervals({"auroc": area})
@@ -175,7 +175,7 @@ class PredictionAnalysis:
             return None
         confidence, right = self._confidence
         curve = calibration.reliability(confidence, right)
-        eces, accuracy = calibration.redrawn(curve, confidence, right, self._times)
+        eces, accuracy = calibration.redrawn(curve, confidence, right, self._draws)
         intervals = [
             bootstrap.interval(column) if n >= bootstrap.LEAST else None
             for column, n in zip(accuracy.T, curve.count, strict=True)

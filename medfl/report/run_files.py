@@ -23,7 +23,7 @@ _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rou
 _RISE = 0.005
 MODEL_KINDS = (("received", "Global model"), ("personal", "Personalised"), ("local", "Local only"))
 """The models that a site's test items are scored with, and their titles."""
-POOLED = {
+SUMMARY_KINDS = {
     "received": ("global", "Global", ("last", "best")),
     "personal": ("personal", "Personal", ("last", "best")),
     "sites": ("site_models", "Each site's model", ("mean", "sd")),
@@ -196,13 +196,13 @@ class RunFiles:
         """
         if self.summary is None:
             return []
-        by_kind = {kind: self.summary.get(name) for kind, (name, _, _) in POOLED.items()}
+        by_kind = {kind: self.summary.get(name) for kind, (name, _, _) in SUMMARY_KINDS.items()}
         if not any(by_kind.values()):
             by_kind[self.judged] = self.summary
         return [
             (kind, what, entries[what])
             for kind, entries in by_kind.items() if entries
-            for what in POOLED[kind][2] if entries.get(what) and (what != "sd" or len(self.site_names) > 1)
+            for what in SUMMARY_KINDS[kind][2] if entries.get(what) and (what != "sd" or len(self.site_names) > 1)
         ]  # fmt: skip
 
     def progress(self) -> list[tuple[int, float, float, float]]:

@@ -12,7 +12,7 @@ from medfl.core import terminal
 from medfl.evaluation import metrics
 from medfl.report import formatting
 from medfl.report.differences import Differences
-from medfl.report.run_files import MODEL_KINDS, POOLED, RunFiles
+from medfl.report.run_files import MODEL_KINDS, SUMMARY_KINDS, RunFiles
 
 _TABLE_SITES = 24
 _TABLE_STRUCTURES, _WIDE = 12, 21
@@ -90,7 +90,7 @@ def _pooled_lines(run: RunFiles) -> list[str]:
         return []
     lines = ["", f"{'pooled test set':<22} {'round':>5}"]
     for kind, what, values in pooled:
-        lines.append(f"{POOLED[kind][1].lower()} {what}".ljust(22) + f" {values.get('round', '–'):>5}")
+        lines.append(f"{SUMMARY_KINDS[kind][1].lower()} {what}".ljust(22) + f" {values.get('round', '–'):>5}")
     for name in run.metric_names():
         unit = run.title(name).removeprefix(metrics.title(name))
         cells = [formatting.plain(f"{name}{unit}"), *(formatting.number(values.get(name)) for _, _, values in pooled)]

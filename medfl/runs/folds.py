@@ -80,32 +80,30 @@ def resume(
     Raises:
         InputError: there is none, its images have changed, or other settings are asked for than its own.
     """
-    place, asked = Path(folder), dict(requested or {})
-    record = report.read_record(place)
+    root, asked = Path(folder), dict(requested or {})
+    record = report.read_record(root)
     allowed = {"settings": {*_SETTINGS}, "requested": {one.name for one in fields(Request)} - _OWN}
     odd = [f"{key!r} under {name}" for name, known in allowed.items() for key in sorted(record[name].keys() - known)]
     odd += type_errors(record["settings"], _SETTINGS, "settings.")
     if odd:
-        raise InputError(
-            f"{place / FOLDS}: {odd[0]}", "a cross-validation as medfl run --folds writes it", "restore it"
-        )
+        raise InputError(f"{root / FOLDS}: {odd[0]}", "a cross-validation as medfl run --folds writes it", "restore it")
     for what, where in (("method", "requested"), ("runtime", "settings")):
-        refuse_untrusted_module(str(record[where].get(what, "")), what, place / FOLDS)
+        refuse_untrusted_module(str(record[where].get(what, "")), what, root / FOLDS)
     if other := sorted(asked.keys() - _CHANGES):
         raise InputError(
             f"--resume of a cross-validation with {', '.join(other)}",
             "it is resumed with its own settings; only --rounds may grow",
             "leave them out, or start in another folder",
         )
-    new = [number for number in range(1, record["folds"] + 1) if not _begun(place, number)]
+    new = [number for number in range(1, record["folds"] + 1) if not _begun(root, number)]
     for number, plan in zip(new, _plans({**record, "requested": {**record["requested"], **asked}}, new), strict=True):
         if plan.run.data.checksum != record["images"][number - 1]:
             raise InputError(
-                f"other images in {plan.run.data.folder} than when {place} was begun",
+                f"other images in {plan.run.data.folder} than when {root} was begun",
                 "folds divide the same images",
                 "restore them, or start in another folder",
             )
-    return _run(place, record, asked, say, machine)
+    return _run(root, record, asked, say, machine)
 
 
 def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,11 +148,11 @@ def _run(
 ) -> dict[str, Any]:
     """Run what is missing of the folds, and write what all of them say."""
     for number in range(1, record["folds"] + 1):
-        place = report.fold_folder(folder, number)
-        if _is_done(place, asked):
+        fold_folder = report.fold_folder(folder, number)
+        if _is_done(fold_folder, asked):
             continue
         say(f"fold {number} of {record['folds']}")
-        shared = {"out": place, "command": f"{record['command']} (fold {number})", "say": say, **machine}
+        shared = {"out": fold_folder, "command": f"{record['command']} (fold {number})", "say": say, **machine}
         settings = {name: value for name, value in record["settings"].items() if name != "with_local"}
         if _begun(folder, number):
             federate(requested=asked, resume=True, **settings, **shared)

@@ -25,16 +25,16 @@ from medfl.core.untrusted import json_values
 
 FILE = "init.safetensors"
 """Of a run's folder."""
-CARRIED = "init.json"
+JOB_FILE = "init.json"
 """Of a job's configuration, where sites take nothing but JSON: the content of FILE in base64."""
 KNOWN = "sha256:"
 """What a record says begins so."""
-_BYTES = 1 << 30
+_MAX_BYTES = 1 << 30
 _WITHIN = ("model", "state_dict", "model_state_dict", "network")
 """Keys of training checkpoints under which the weights are."""
 
 
-def take(bundle: Bundle, text: str) -> str:
+def begin_with(bundle: Bundle, text: str) -> str:
     """Let a bundle's networks begin as `--init` says, and return what the record says of it.
 
     Without a text weights are drawn; what a record said is left as it is. The weights are compared with the network
@@ -97,8 +97,8 @@ def write_for_job(bundle: Bundle, run: Run, folder: Path) -> list[Path]:
     if not run.init or bundle.start is None:
         return []
     data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in bundle.start.items()})
-    (folder / CARRIED).write_text(json.dumps({"safetensors": base64.b64encode(data).decode()}))
-    return [folder / CARRIED]
+    (folder / JOB_FILE).write_text(json.dumps({"safetensors": base64.b64encode(data).decode()}))
+    return [folder / JOB_FILE]
 
 
 def restore(bundle: Bundle, run: Run, folder: Path | None) -> None:
@@ -107,11 +107,11 @@ def restore(bundle: Bundle, run: Run, folder: Path | None) -> None:
     Raises:
         InputError: they are damaged, or others.
     """
-    path = next((folder / name for name in (FILE, CARRIED) if (folder / name).is_file()), None) if folder else None
+    path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None) if folder else None
     if not run.init or path is None:
         return
     try:
-        weights = _carried(path) if path.name == CARRIED else tensors(path)
+        weights = _from_job(path) if path.name == JOB_FILE else tensors(path)
     except Exception as error:  # as in `read`
         raise InputError(f"{path} is damaged ({error})", "the run's initial weights", "restore it") from error
     if KNOWN + weights_sha256(weights) != run.init:
@@ -121,6 +121,6 @@ def restore(bundle: Bundle, run: Run, folder: Path | None) -> None:
     bundle.start = weights
 
 
-def _carried(path: Path) -> dict[str, Tensor]:
-    document = json_values(path, _BYTES)
+def _from_job(path: Path) -> dict[str, Tensor]:
+    document = json_values(path, _MAX_BYTES)
     return _finite(safetensors.torch.load(base64.b64decode(document["safetensors"], validate=True)))

@@ -130,8 +130,8 @@ class RunNetworks:
         if site is not None:
             self._check_site(site)
             names = self.sites if site == "all" and "all" not in self.sites else [site]
-            judged = _States(self, data, say)
-            return [self._site_model(judged, name) for name in names]
+            states = _States(self, data, say)
+            return [self._site_model(states, name) for name in names]
         network = self._from_file()
         if network is None:
             network = _States(self, data, say).server_network(self.round)

@@ -16,15 +16,14 @@ import torch
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import bundle_of, reopened, with_data, without_data
-from medfl.bundle.open import protocol as protocol_of
+from medfl.bundle.open import bundle_of, protocol_of, reopened, with_data, without_data
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.forms import device
 from medfl.core.places import PHANTOM
 from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, Run
+from medfl.core.setting_values import device
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
@@ -37,7 +36,7 @@ from medfl.policy.policy import Policy
 from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
-from medfl.runtimes import lacking, site_channels, site_labels
+from medfl.runtimes import incomplete_data, site_channels, site_labels
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 
 
@@ -131,14 +130,14 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = {**protocol["config"], **{key: override_value(value) for key, value in request.config.items()}}
     bundle = without_data(request.bundle, config, device, policy)
-    init = initial_weights.take(bundle, request.init)
-    chosen = {
+    init = initial_weights.begin_with(bundle, request.init)
+    protocol_settings = {
         name: _typed(name, protocol[name] if (value := getattr(request, name)) is None else value)
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
     }
-    check_limits({name: value for name, value in chosen.items() if value != AUTO})
+    check_limits({name: value for name, value in protocol_settings.items() if value != AUTO})
     given_options = {**options_for(protocol, request.method), **request.options}
-    unscheduled = methods.load(request.method, given_options)  # refused before the images are looked for
+    method_as_asked = methods.load(request.method, given_options)  # refused before the images are looked for
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
     seed, split = request.seed, protocol["split"]
@@ -149,24 +148,24 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     sections = _items(bundle)
     sites = request.sites if request.sites is not None or kind in OWN_SITES else protocol["sites"]
     partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=seed)
-    held = partition.to_ids(sections)
-    held = {site: next(iter(held.values()))} if site else held
-    sizes = {name: len(ids["train"]) for name, ids in held.items()}
-    site_labels.check(chosen["site_labels"], bundle, unscheduled, held)
-    site_channels.check(chosen["site_channels"], request.channel_drop, bundle, held)
+    site_ids = partition.to_ids(sections)
+    site_ids = {site: next(iter(site_ids.values()))} if site else site_ids
+    sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
+    site_labels.check(protocol_settings["site_labels"], bundle, method_as_asked, site_ids)
+    site_channels.check(protocol_settings["site_channels"], request.channel_drop, bundle, site_ids)
     if not site:
-        check_unlabelled(request.unlabelled, request.method, unscheduled, held, sections["train"])
-    settled = fit_schedule(chosen, sizes.values(), bundle.batch_size, bundle.task)
-    schedule = {"rounds": int(settled["rounds"])} if methods.has_option(request.method, "rounds") else {}
+        check_unlabelled(request.unlabelled, request.method, method_as_asked, site_ids, sections["train"])
+    settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
+    schedule = {"rounds": int(settings["rounds"])} if methods.has_option(request.method, "rounds") else {}
     method = methods.load(request.method, {**schedule, **given_options})
     asked, method = methods.values_of(method), methods.settled(method, sizes)
-    for own in {repr(own): own for own in methods.site_networks(method, [*held]).values() if own}.values():
+    for own in {repr(own): own for own in methods.site_networks(method, [*site_ids]).values() if own}.values():
         without_data(request.bundle, {**config, **own}, device, policy)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
-    as_asked = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
-    as_asked["amp"] = request.amp or (device != "cpu" and bundle.amp)
-    as_asked["capture"] = request.capture or request.pack > 1
+    general_settings = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
+    general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
+    general_settings["capture"] = request.capture or request.pack > 1
     text = text_record.make_record(bundle, method)
     run = Run(
         bundle=bundle.name,
@@ -176,17 +175,18 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         options=options,
         config=config,
         data=opened.record(),
-        partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), held),
+        partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), site_ids),
         versions=versions(),
         public=public.record if public else None,
         text=text,
         adapted=bundle.adapted,
-        **{**settled, "batch_size": settled["batch_size"] or bundle.batch_size},
-        **{**as_asked, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
+        **{**settings, "batch_size": settings["batch_size"] or bundle.batch_size},
+        **{**general_settings, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
     )
-    lacking.apply_to(bundle, run)
-    taken = tuple(f"{name}={options[name]}, by the sites' sizes" for name in options if options[name] != asked[name])
-    notes = opened.notes + taken + rounds_note(chosen, run) + tuple(public.notes(bundle, sections) if public else ())
+    incomplete_data.apply_to(bundle, run)
+    changed = tuple(f"{key}={options[key]}, by the sites' sizes" for key in options if options[key] != asked[key])
+    notes = (*opened.notes, *changed, *rounds_note(protocol_settings, run))
+    notes += tuple(public.notes(bundle, sections)) if public else ()
     if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes)))
         notes += site_notes
@@ -220,12 +220,12 @@ def request_of(
 
 
 def repeat(
-    run: Run, data: str | None = None, say: Print = str, folder: Path | None = None, place: str | None = None
+    run: Run, data: str | None = None, say: Print = str, folder: Path | None = None, bundle_path: str | None = None
 ) -> Plan:
     """Rebuild the plan of a recorded run: same settings, same partition.
 
-    Its images may lie elsewhere (`data`), its bundle too (`place`, which the plan's run then records); `folder` is that
-    of the run, which keeps its text embeddings.
+    Its images may lie elsewhere (`data`), its bundle too (`bundle_path`, which the plan's run then records);
+    `folder` is that of the run, which keeps its text embeddings.
 
     Raises:
         InputError: the bundle, the data or the text embeddings are not the recorded ones.
@@ -233,10 +233,10 @@ def repeat(
     name = bundle_of(run)
     is_shipped = name in shipped()
     config = {**run.config, **({"split": run.data.split} if is_shipped else {})}
-    bundle = reopened(run, run.config, device := device_named(run.device), given=place, folder=folder)
+    bundle = reopened(run, run.config, device := device_named(run.device), given=bundle_path, folder=folder)
     method = methods.load(run.method, run.options)
-    place, unlabelled = data or _recorded_data(run, is_shipped), bool(run.unlabelled)
-    opened = with_data(name, place, config, device, say=say, bundle=bundle, unlabelled=unlabelled)
+    images, unlabelled = data or _recorded_data(run, is_shipped), bool(run.unlabelled)
+    opened = with_data(name, images, config, device, say=say, bundle=bundle, unlabelled=unlabelled)
     record = opened.record()
     if record.checksum != run.data.checksum:
         raise InputError(
@@ -248,7 +248,7 @@ def repeat(
     public = _repeated_public(run, method, opened.bundle, say)
     notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
     run = dataclasses.replace(run, data=record, public=public.record if public else None, bundle_path=str(bundle.root))
-    lacking.apply_to(opened.bundle, run)
+    incomplete_data.apply_to(opened.bundle, run)
     return Plan(run, opened.bundle, method, notes, public)
 
 

@@ -103,11 +103,11 @@ def predict(
     folder = Path(out).expanduser()
     require_unused(folder, advice="give a new folder")
     predictor = open_predictor(model, which, site, device, say)
-    for place in [images] if isinstance(images, str | Path) else images:
-        if isinstance(place, str | Path):
-            root, scored_by = Path(place).expanduser(), Path(reference).expanduser() if reference else None
+    for source in [images] if isinstance(images, str | Path) else images:
+        if isinstance(source, str | Path):
+            root, scored_by = Path(source).expanduser(), Path(reference).expanduser() if reference else None
             for line in (*own_folder.odd(root), *other_kinds(root, scored_by)):
-                say(f"note: {place}: {line}")
+                say(f"note: {source}: {line}")
     with new_images.as_files(images, predictor.metadata) as files:
         targets = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
@@ -117,10 +117,10 @@ def predict(
     return _document(predictor, files, predictions, folder, targets)
 
 
-def _references(place: Path, predictor: Predictor, files: Mapping[str, str]) -> Mapping[str, int | str]:
+def _references(path: Path, predictor: Predictor, files: Mapping[str, str]) -> Mapping[str, int | str]:
     if predictor.task == "segmentation":
-        return references.masks_of(place, files)
-    return references.labels_of(place, files, predictor.classes)
+        return references.masks_of(path, files)
+    return references.labels_of(path, files, predictor.classes)
 
 
 _Outcome = tuple[Prepared, list[Masks | None] | Cases]
@@ -133,7 +133,7 @@ class _Writer:
         self, predictor: Predictor, files: Mapping[str, str], targets: Mapping[str, int | str], folder: Path
     ) -> None:
         self.predictor, self.files, self.targets, self.folder = predictor, files, targets, folder
-        self.places, self.predictions = _places(files), Predictions()
+        self.mask_paths, self.predictions = _mask_paths(files), Predictions()
 
     def write(self, progress: bool) -> Predictions:
         """Predict everything; what fails is told in what is returned."""
@@ -221,7 +221,7 @@ class _Writer:
             )
         if labelled:
             part = Shard.of(prepared, labelled)
-            cases = evaluator(predictor.network, part, predictor.device, distances=predictor.distances)
+            cases = evaluator(predictor.network, part, predictor.device, surface_metrics=predictor.surface_metrics)
             scores = {name: values for name, values in cases.values.items() if name != "loss"}
             self.predictions.cases.append(Cases(cases.ids, scores))
             self.predictions.units |= {unit(prepared.geometry[index]) for index in labelled}
@@ -238,7 +238,7 @@ class _Writer:
         for index, (ident, masks) in enumerate(zip(idents, outcome, strict=True)):
             assert masks is not None
             geometry = prepared.geometry[index]
-            mask, path = save_masks.to_original(masks.prediction, geometry), self.folder / self.places[ident]
+            mask, path = save_masks.to_original(masks.prediction, geometry), self.folder / self.mask_paths[ident]
             path.parent.mkdir(parents=True, exist_ok=True)
             written = save_masks.write(mask, masks.classes, geometry, path).relative_to(self.folder)
             amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
@@ -268,10 +268,10 @@ def _amounts(mask: NDArray[np.uint8], count: int, geometry: Geometry, classes: t
     return {f"{name}_share": float(f"{n / mask.size:.6g}") for name, n in zip(names[1:], pixels, strict=True)}
 
 
-def _places(files: Mapping[str, str]) -> dict[str, Path]:
+def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
     """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
     times = Counter(without_ending(ident).casefold() for ident in files)
-    taken, places = set[str](), dict[str, Path]()
+    taken, paths = set[str](), dict[str, Path]()
     for ident in files:
         bare = without_ending(ident)
         parts = PurePosixPath(bare if times[bare.casefold()] == 1 else ident).parts
@@ -279,24 +279,24 @@ def _places(files: Mapping[str, str]) -> dict[str, Path]:
         path = Path(*(_OUTPUT.sub("%2E", folder) for folder in above), name)
         if len(str(path)) > _LONGEST:
             path = Path(readable_file_name(ident))
-        number, place = 1, path
-        while place.as_posix().casefold() in taken:
+        number, numbered = 1, path
+        while numbered.as_posix().casefold() in taken:
             number += 1
-            place = path.with_name(f"{path.name}-{number}")
-        taken.add(place.as_posix().casefold())
-        places[ident] = place
-    return places
+            numbered = path.with_name(f"{path.name}-{number}")
+        taken.add(numbered.as_posix().casefold())
+        paths[ident] = numbered
+    return paths
 
 
 def _no_prediction_error(count: int, error: Exception) -> InputError:
     """Return the error that says why no image could be predicted, by what went wrong with the first."""
     what = "the one image cannot" if count == 1 else f"none of the {count} images can"
-    given, *others = error._parts if isinstance(error, InputError) else [_told(error)]
+    given, *others = error._parts if isinstance(error, InputError) else [_problem(error)]
     allowed, advice = others or ("images like those that the network was trained on", "give such images")
     return InputError(f"{what} be predicted: {given}", allowed, advice)
 
 
-def _told(error: Exception) -> str:
+def _problem(error: Exception) -> str:
     """Return in one line what is wrong."""
     return (
         str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -327,7 +327,7 @@ def _document(
         "model": predictor.title, "task": predictor.task, "classes": [*predictor.classes],
         "data_source": predictor.data_source, "out": str(folder), "images": len(files), "files": written,
         "predictions": [*predictions.rows.values()],
-        "failed": [{"id": i, "file": files[i], "problem": _told(error)} for i, error in predictions.failed.items()],
+        "failed": [{"id": i, "file": files[i], "problem": _problem(error)} for i, error in predictions.failed.items()],
         "scores": scores, "structures": structures, "scored": scored,
         "with_reference": len(targets),
         "units": {x: " or ".join(sorted(predictions.units)) for x in scores or () if is_distance(x)},

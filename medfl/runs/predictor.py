@@ -15,12 +15,12 @@ from medfl.bundle import new_images
 from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
 from medfl.core.errors import InputError
-from medfl.core.forms import SURFACE_METRICS
 from medfl.core.names import is_plain_text
 from medfl.core.places import check_which, is_run
+from medfl.core.setting_values import SURFACE_METRICS
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
-from medfl.data.lacking import allow_missing_labels
+from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.policy import admission
@@ -41,7 +41,7 @@ class Predictor:
         evaluator: what scored the run, of masks without the loss.
         metadata: of the bundle, which says what its images are.
         data_source: of its training images: real, phantom, or "" where it is not known.
-        distances: the metrics of surfaces that masks are scored by.
+        surface_metrics: the metrics of surfaces that masks are scored by.
         threads: that it computes with, None for as many as PyTorch takes.
         tf32: as the run had it.
     """
@@ -55,7 +55,7 @@ class Predictor:
     device: torch.device
     metadata: Mapping[str, Any]
     data_source: str
-    distances: tuple[str, ...] = SURFACE_METRICS
+    surface_metrics: tuple[str, ...] = SURFACE_METRICS
     threads: int | None = None
     tf32: bool = False
 

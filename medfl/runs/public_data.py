@@ -78,8 +78,8 @@ class PublicPlan:
     def _refuse_crops(self, prepared: Prepared) -> None:
         """Raise an InputError if sites would take a part of what a teacher segments."""
         sizes = [
-            tuple(next(prepared.deterministic(whole).batches(torch.tensor([0]), 1, None))[0].shape[2:])
-            for whole in (False, True)
+            tuple(next(prepared.deterministic(uncropped).batches(torch.tensor([0]), 1, None))[0].shape[2:])
+            for uncropped in (False, True)
         ]
         if sizes[0] != sizes[1]:
             raise InputError(
@@ -130,8 +130,8 @@ def plan_public(
             f"add --set public=BUNDLE[:DIR], for example one of {', '.join(shipped())}",
         )
     name, data = read_public(str(options["public"]))
-    place = {} if name in shipped() or data is None else {"dataset_dir": str(Path(data).expanduser().resolve())}
-    plain = Bundle(name, place, policy=bundle.policy)
+    own_data = {} if name in shipped() or data is None else {"dataset_dir": str(Path(data).expanduser().resolve())}
+    plain = Bundle(name, own_data, policy=bundle.policy)
     said: Mapping[str, Any] = plain.protocol.get("public") or {}
     section = str(options["public_section"] or said.get("section") or "test")
     number = int(options["public_items"])

@@ -13,33 +13,33 @@ from medfl.datasets.readers.unlabelled import without_ending
 from medfl.datasets.readers.volumes import volume_paths
 
 
-def masks_of(place: Path, files: Mapping[str, str]) -> dict[str, str]:
+def masks_of(path: Path, files: Mapping[str, str]) -> dict[str, str]:
     """Return id -> URI of its reference mask, of the images that have one.
 
     Args:
-        place: a folder of masks, named as data sets of one's own name them (`medfl.datasets.own.paired`).
+        path: a folder of masks, named as data sets of one's own name them (`medfl.datasets.own.paired`).
         files: id -> URI of the images.
 
     Raises:
         InputError: it is no folder, no mask in it is of an image, or one fits several.
     """
-    if not place.is_dir():
-        raise InputError(f"--reference {place} is no folder", "a folder of masks", "check the path")
-    masks = [*pairs.picture_paths(place), *volume_paths(place)]
+    if not path.is_dir():
+        raise InputError(f"--reference {path} is no folder", "a folder of masks", "check the path")
+    masks = [*pairs.picture_paths(path), *volume_paths(path)]
     images = conventions.channels([(without_ending(ident), uri) for ident, uri in files.items()], masks)
     names, matched = matching.match(images, masks)
     of_uri = {uri: matched[name] for name, uri in names.items() if name in matched}
     mask_uris = {ident: of_uri[uri] for ident, uri in files.items() if uri in of_uri}
     if not mask_uris:
-        raise _no_match(place, f"{len(masks)} masks", "the name of its image, with or without _mask, _seg or _label")
+        raise _no_match(path, f"{len(masks)} masks", "the name of its image, with or without _mask, _seg or _label")
     return mask_uris
 
 
-def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> dict[str, int]:
+def labels_of(path: Path, files: Mapping[str, str], classes: Sequence[str]) -> dict[str, int]:
     """Return id -> index of its reference class, of the images that have one.
 
     Args:
-        place: a folder with one of images for each class, or a table as `label_table.read` reads it, with id and label,
+        path: a folder with one of images for each class, or a table as `label_table.read` reads it, with id and label,
             where a label is the name or the index of a class. An image has its path there, or its file's name where
             only one has it, with or without the ending.
         files: id -> URI of the images.
@@ -48,10 +48,10 @@ def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> 
     Raises:
         InputError: it is neither, names another class, gives an image two, or has none of the images.
     """
-    if not place.is_dir():
-        return _in_table(place, files, classes)
+    if not path.is_dir():
+        return _in_table(path, files, classes)
     form_labels = defaultdict[str, set[int]](set)
-    for name, label in _in_folders(place, classes):
+    for name, label in _in_folders(path, classes):
         for form in _forms(name):
             form_labels[form].add(label)
     class_indices, bare = {}, Counter(_forms(ident)[-1] for ident in files)
@@ -61,11 +61,11 @@ def labels_of(place: Path, files: Mapping[str, str], classes: Sequence[str]) -> 
         labels = set(next((form_labels[form] for form in forms if form in form_labels), ()))
         if len(labels) > 1:
             named = ", ".join(sorted(classes[label] for label in labels))
-            raise InputError(f"--reference {place} has image {ident} as {named}", "one class an image", "give its path")
+            raise InputError(f"--reference {path} has image {ident} as {named}", "one class an image", "give its path")
         if labels:
             class_indices[ident] = labels.pop()
     if not class_indices:
-        raise _no_match(place, "labels", "the path or the name of its image")
+        raise _no_match(path, "labels", "the path or the name of its image")
     return class_indices
 
 
@@ -102,5 +102,5 @@ def _forms(name: str) -> tuple[str, ...]:
     return name, without_ending(name), bare, without_ending(bare)
 
 
-def _no_match(place: Path, what: str, allowed: str) -> InputError:
-    return InputError(f"--reference {place} has {what}, but for none of the images", allowed, "check the names")
+def _no_match(path: Path, what: str, allowed: str) -> InputError:
+    return InputError(f"--reference {path} has {what}, but for none of the images", allowed, "check the names")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl import datasets
-from medfl.bundle.files import protocol_of, shipped
+from medfl.bundle.files import read_protocol, shipped
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
 from medfl.core.errors import InputError
@@ -41,13 +41,13 @@ def check_before_imports(
         if out is None:
             raise InputError("--resume without --out", "--out names the folder of the run to continue", "add --out DIR")
         require_run(out)
-    place, recorded = source or (out if resume else None), False
-    if place is not None:
-        recorded = read_run(record_of(place))[0].portable
+    folder, recorded = source or (out if resume else None), False
+    if folder is not None:
+        recorded = read_run(record_of(folder))[0].portable
     elif bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     elif bundle in shipped():
-        resolved(bundle, protocol_of(bundle), requested.get("presets", ()))
+        resolved(bundle, read_protocol(bundle), requested.get("presets", ()))
         if (data := requested.get("data")) not in (None, PHANTOM) and not Path(str(data)).expanduser().is_dir():
             datasets.locate(bundle, data)
     if requested.get("portable") or recorded:

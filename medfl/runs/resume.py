@@ -60,8 +60,8 @@ def resumed_plan(
     run, _ = read_verified_run(path / "run.json")
     rounds = requested.get("rounds", run.rounds)
     _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
-    place = bundle if bundle and bundle != bundle_of(run) and is_recorded(bundle, run) else None
-    other = bundle if bundle != bundle_of(run) and not place else None
+    moved_bundle = bundle if bundle and bundle != bundle_of(run) and is_recorded(bundle, run) else None
+    other = bundle if bundle != bundle_of(run) and not moved_bundle else None
     if other or options or config or set(requested) - {"rounds", "data"}:
         asked = make_plan(request_of(run, other, options, config, **requested), say).run
         sha256 = asked.bundle_sha256 if other else run.bundle_sha256  # `repeat` says what to do where it has changed
@@ -70,7 +70,7 @@ def resumed_plan(
     if rounds > run.options.get("rounds", rounds):
         ends = run.options["rounds"]
         say(f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more")
-    plan = repeat(run, requested.get("data"), say, path, place)
+    plan = repeat(run, requested.get("data"), say, path, moved_bundle)
     return replace(plan, run=replace(plan.run, rounds=rounds))
 
 

@@ -49,14 +49,14 @@ class Subgroup:
         count: cases; None where they are too few to be told, or would give away others that are.
         metrics: name -> estimate; those that rest on too few cases are left out.
         areas: class -> its area against the others, of the classes that are told.
-        silent: classes with a case here but too few to be told.
+        small_classes: classes with a case here but too few to be told.
     """
 
     name: str
     count: int | None
     metrics: Mapping[str, Estimate]
     areas: Mapping[str, Area]
-    silent: tuple[str, ...] = ()
+    small_classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,26 +66,26 @@ class Subgroups:
     Attributes:
         by: the column.
         groups: in order; ages from young to old, cases without a value last.
-        told: all cases of the groups that are told, together.
+        total: all cases of the groups that are told, together.
         min_count: the fewest cases that are told.
     """
 
     by: str
     groups: tuple[Subgroup, ...]
-    told: Subgroup
+    total: Subgroup
     min_count: int
 
     def records(self) -> list[dict[str, Any]]:
         """Return one record a group: its name, cases, and value, low and high end of each metric; None: not told."""
-        names = list(self.told.metrics)
+        names = list(self.total.metrics)
         rows = []
-        for group in (*self.groups, self.told):
+        for group in (*self.groups, self.total):
             row: dict[str, Any] = {self.by: group.name, "cases": group.count}
             for name in names:
                 estimate = group.metrics.get(name)
                 ends = (estimate.value, estimate.low, estimate.high) if estimate else (None, None, None)
                 row |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
-            rows.append({**row, "silent": ", ".join(group.silent)})
+            rows.append({**row, "silent": ", ".join(group.small_classes)})
         return rows
 
     def notes(self) -> list[str]:
@@ -93,7 +93,7 @@ class Subgroups:
         few = [group.name for group in self.groups if group.count is None]
         why = f"fewer than {self.min_count} cases, or its count would reveal such a group"
         said = [f"not told, {why}: {', '.join(few)}"] if few else []
-        thin = {group.name: group.silent for group in self.groups if group.silent}
+        thin = {group.name: group.small_classes for group in self.groups if group.small_classes}
         if thin:
             listing = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in thin.items())
             few_of = f"a class, or all others, have fewer than {self.min_count} cases"

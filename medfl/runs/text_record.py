@@ -28,9 +28,9 @@ from medfl.runs import initial_weights
 
 FILE = "text.safetensors"
 """Of a run's folder: `embeddings` (K, M, D) float32, as they were used."""
-CARRIED = "text.json"
+JOB_FILE = "text.json"
 """Of a job's configuration, where sites take nothing but JSON: `shape`, and the float32 values in base64."""
-_BYTES = 1 << 28
+_MAX_BYTES = 1 << 28
 
 
 def fingerprint(embeddings: Tensor) -> str:
@@ -71,8 +71,8 @@ def write_for_job(bundle: Bundle, run: Run, method: Method, folder: Path) -> lis
         return files
     values = bundle.embeddings(language_model(method)).cpu().float().numpy().astype("<f4")
     text = {"shape": list(values.shape), "float32": base64.b64encode(values.tobytes()).decode()}
-    (folder / CARRIED).write_text(json.dumps(text))
-    return [*files, folder / CARRIED]
+    (folder / JOB_FILE).write_text(json.dumps(text))
+    return [*files, folder / JOB_FILE]
 
 
 def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> None:
@@ -87,7 +87,7 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
     initial_weights.restore(bundle, run, folder)
     if run.text is None:
         return
-    path = next((folder / name for name in (FILE, CARRIED) if (folder / name).is_file()), None) if folder else None
+    path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None) if folder else None
     if path is not None:
         embeddings, where = _read(path), str(path)
         bundle.give_embeddings(language_model(method), embeddings, run.text.plm)
@@ -103,7 +103,7 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
 
 def _read(path: Path) -> Tensor:
     try:
-        embeddings = _carried(path) if path.name == CARRIED else safetensors.torch.load_file(path)["embeddings"]
+        embeddings = _from_job(path) if path.name == JOB_FILE else safetensors.torch.load_file(path)["embeddings"]
         if embeddings.ndim != 3 or embeddings.dtype != torch.float32:
             raise ValueError(f"its tensor is {tuple(embeddings.shape)} {embeddings.dtype}")
         if not embeddings.isfinite().all():
@@ -113,7 +113,7 @@ def _read(path: Path) -> Tensor:
     return embeddings
 
 
-def _carried(path: Path) -> Tensor:
-    document = json_values(path, _BYTES)
+def _from_job(path: Path) -> Tensor:
+    document = json_values(path, _MAX_BYTES)
     values = np.frombuffer(base64.b64decode(document["float32"], validate=True), "<f4")
     return torch.from_numpy(values.astype(np.float32)).reshape([int(side) for side in document["shape"]])

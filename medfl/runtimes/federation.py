@@ -32,7 +32,7 @@ from medfl.methods._parts.robust import Aggregation, with_effective_counts
 from medfl.methods.base import Method
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
-from medfl.runtimes.unlabelled import check_sites, hidden
+from medfl.runtimes.unlabelled import check_sites, hide_labels
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.capture import capture_steps
@@ -69,9 +69,9 @@ class Federation:
         participants: who trains: the sites, or one participant with everybody's data.
         networks: the pool of the bundle's own network, which is the server's.
         public: the run's public data, None for a method that uses none.
-        messages: how messages are made smaller.
+        compression: how messages are made smaller.
         aggregation: how the server makes one set of weights of the replies'.
-        distances: the metrics of masks' surfaces that test items are scored by.
+        surface_metrics: the metrics of masks' surfaces that test items are scored by.
         sections: section -> prepared items, shared by all sites.
         known: what the masks of each site show, of sites that do not annotate everything.
     """
@@ -109,11 +109,11 @@ class Federation:
         if run.max_share is not None and self.equal_weight_flag:
             given = f"--max-share {run.max_share:g} with {self.equal_weight_flag}"
             raise InputError(given, "sites count the same there", "leave one of them out")
-        self.distances = surface_metrics_of(run.metrics, bundle.structures if bundle.task == "segmentation" else None)
+        structures = bundle.structures if bundle.task == "segmentation" else None
+        self.surface_metrics = surface_metrics_of(run.metrics, structures)
         self.networks = self._pool(bundle)
         self._architectures = self._assign_architectures()
-        self.public = public
-        self.compression = self._make_compression()
+        self.public, self.compression = public, self._make_compression()
         site_labels.check(run.site_labels, bundle, method, self.names)
         prepared = prepared or prepared_sections(bundle, jobs=jobs, progress=progress)
         self.sections = site_channels.filled(prepared, bundle, run)
@@ -264,7 +264,7 @@ class Federation:
             rates=(lambda epoch: bundle.rates(first + epoch, run.lr)) if bundle.is_scheduled else None,
             epoch_factor=run.lr_decay if by_epoch else 1.0,
         )  # fmt: skip
-        train, validate, test = hidden(run, name, [self.participant_shard(name, section) for section in SECTIONS])
+        train, validate, test = hide_labels(run, name, [self.participant_shard(name, section) for section in SECTIONS])
         known = self.known.get(name)
         return Site(
             name, derive(run.seed, "round", round_, name), train, validate, test,

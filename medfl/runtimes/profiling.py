@@ -21,10 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from medfl.data.prepared import Batch, Shard
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, MaskEvaluator
 
-DATA, PASSES, OPTIMISER, STEP = "data", "forward and backward", "optimiser", "rest of local update"
+DATA, PASSES, OPTIMISER, REST = "data", "forward and backward", "optimiser", "rest of local update"
 AGGREGATION, EVALUATION, MESSAGES, CHECKPOINT, IDLE = "aggregation", "evaluation", "messages", "checkpoint", "idle"
-PARTS = (DATA, PASSES, OPTIMISER, STEP, AGGREGATION, EVALUATION, MESSAGES, CHECKPOINT)
-_LOCAL = (DATA, PASSES, OPTIMISER, STEP)
+PARTS = (DATA, PASSES, OPTIMISER, REST, AGGREGATION, EVALUATION, MESSAGES, CHECKPOINT)
+_LOCAL = (DATA, PASSES, OPTIMISER, REST)
 _DRAWN = 200_000  # spans in a trace; after these only whole visits to a site are drawn, and times still count
 
 
@@ -44,7 +44,7 @@ class Span(NamedTuple):
     site: str
 
 
-class Lap(NamedTuple):
+class Segment(NamedTuple):
     """What a worker has recorded since it was last asked: spans, and (round, site, part) -> seconds."""
 
     spans: list[Span]
@@ -61,12 +61,12 @@ class Recorder:
 
     def __init__(self, device: str = "cpu") -> None:
         self.device, self.round = device, 0
-        self.walls: dict[int, float] = {}
+        self.round_seconds: dict[int, float] = {}
         self._part: str | None = None
         self._since, self._site = 0.0, ""
         self._spans: list[Span] = []
         self._seconds: defaultdict[tuple[int, str, str], float] = defaultdict(float)
-        self._laps: dict[int, list[Lap]] = {}
+        self._segments: dict[int, list[Segment]] = {}
         self._room = _DRAWN
 
     @property
@@ -122,36 +122,36 @@ class Recorder:
             yield
         finally:
             self.switch(None)
-            self.walls[round_] = self.walls.get(round_, 0.0) + time.perf_counter() - started
+            self.round_seconds[round_] = self.round_seconds.get(round_, 0.0) + time.perf_counter() - started
             self.round = 0
 
-    def lap(self) -> Lap:
+    def take_segment(self) -> Segment:
         """Hand over what was recorded so far and forget it."""
-        lap = Lap(self._spans, dict(self._seconds))
+        segment = Segment(self._spans, dict(self._seconds))
         self._spans, self._seconds = [], defaultdict(float)
-        return lap
+        return segment
 
-    def gather(self, worker: int, lap: Lap) -> None:
+    def gather(self, worker: int, segment: Segment) -> None:
         """Take over what a worker (from 1) has recorded."""
-        spans = lap.spans if self._room > 0 else [span for span in lap.spans if span.name == span.site]
+        spans = segment.spans if self._room > 0 else [span for span in segment.spans if span.name == span.site]
         self._room -= len(spans)
-        self._laps.setdefault(worker, []).append(Lap(spans, lap.seconds))
+        self._segments.setdefault(worker, []).append(Segment(spans, segment.seconds))
 
     # What is told
 
     def rows(self) -> dict[str, dict[str, float]]:
         """Return process -> part -> seconds in the rounds, idle among them; those of a process are the wall clock."""
-        wall, durations = sum(self.walls.values()), {}
-        for name, laps in self._processes().items():
+        wall, durations = sum(self.round_seconds.values()), {}
+        for name, segments in self._processes().items():
             seconds = dict.fromkeys(PARTS, 0.0)
-            for _, _, part, value in _in_rounds(laps):
+            for _, _, part, value in _in_rounds(segments):
                 seconds[part] += value
             durations[name] = {**seconds, IDLE: wall - sum(seconds.values())}
         return durations
 
     def table(self) -> str:
         """Return the table that is shown at the end of a run: each column adds up to the rounds' wall clock."""
-        rows, wall, count = self.rows(), sum(self.walls.values()), len(self.walls)
+        rows, wall, count = self.rows(), sum(self.round_seconds.values()), len(self.round_seconds)
         server, *workers = rows.values()
         columns = {"server" if workers else "seconds": server}
         if workers:
@@ -171,47 +171,47 @@ class Recorder:
     def trace(self) -> dict[str, Any]:
         """Return the document of profile.json: one row a process, seconds by round and by site beside it."""
         processes = self._processes()
-        begin = min((span.start for laps in processes.values() for lap in laps for span in lap.spans), default=0.0)
+        begin = min((span.start for parts in processes.values() for part in parts for span in part.spans), default=0.0)
         events: list[dict[str, Any]] = []
-        rounds = {round_: dict.fromkeys(PARTS, 0.0) for round_ in self.walls}
+        rounds = {round_: dict.fromkeys(PARTS, 0.0) for round_ in self.round_seconds}
         sites: dict[str, dict[str, float]] = {}
-        for row, (name, laps) in enumerate(processes.items()):
-            place = {"pid": 1, "tid": row}
-            events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": name}})
-            events.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": row}})
-            events += [_event(span, begin, place) for lap in laps for span in lap.spans]
-            for round_, site, part, value in _in_rounds(laps):
+        for row, (name, segments) in enumerate(processes.items()):
+            process_ids = {"pid": 1, "tid": row}
+            events.append({"name": "thread_name", "ph": "M", **process_ids, "args": {"name": name}})
+            events.append({"name": "thread_sort_index", "ph": "M", **process_ids, "args": {"sort_index": row}})
+            events += [_event(span, begin, process_ids) for segment in segments for span in segment.spans]
+            for round_, site, part, value in _in_rounds(segments):
                 rounds[round_][part] += value
                 if site:
                     site_seconds = sites.setdefault(site, {})
                     site_seconds[part] = site_seconds.get(part, 0.0) + value
         timings = {
             "seconds": self.rows(),
-            "rounds": [{"round": r, "seconds": self.walls[r], **parts} for r, parts in rounds.items()],
+            "rounds": [{"round": r, "seconds": self.round_seconds[r], **parts} for r, parts in rounds.items()],
             "sites": sites,
         }
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": timings}
 
-    def _processes(self) -> dict[str, list[Lap]]:
+    def _processes(self) -> dict[str, list[Segment]]:
         """Return the server and the workers, each with what it recorded."""
-        workers = {f"worker {worker}": self._laps[worker] for worker in sorted(self._laps)}
-        return {"server": [Lap(self._spans, self._seconds)], **workers}
+        workers = {f"worker {worker}": self._segments[worker] for worker in sorted(self._segments)}
+        return {"server": [Segment(self._spans, self._seconds)], **workers}
 
 
-def _in_rounds(laps: list[Lap]) -> Iterator[tuple[int, str, str, float]]:
+def _in_rounds(segments: list[Segment]) -> Iterator[tuple[int, str, str, float]]:
     """Yield round, site, part and seconds of what was recorded in rounds."""
-    for lap in laps:
-        for (round_, site, part), seconds in lap.seconds.items():
+    for segment in segments:
+        for (round_, site, part), seconds in segment.seconds.items():
             if round_:
                 yield round_, site, part, seconds
 
 
-def _event(span: Span, begin: float, place: Mapping[str, int]) -> dict[str, Any]:
+def _event(span: Span, begin: float, process_ids: Mapping[str, int]) -> dict[str, Any]:
     """Return a complete event; times are in microseconds."""
     start, length = round((span.start - begin) * 1e6, 1), round((span.end - span.start) * 1e6, 1)
     details = {"round": span.round, **({"site": span.site} if span.site else {})}
     kind = "visit" if span.name == span.site else "part"
-    return {"name": span.name, "cat": kind, "ph": "X", "ts": start, "dur": length, **place, "args": details}
+    return {"name": span.name, "cat": kind, "ph": "X", "ts": start, "dur": length, **process_ids, "args": details}
 
 
 # The recorder that is running
@@ -300,7 +300,7 @@ def _watched(batches: Callable[..., Iterator[Batch]]) -> Callable[..., Iterator[
                 recorder.switch(DATA)
             batch = next(iterator, None)
             if recorder is not None and local:
-                recorder.switch(STEP if batch is None else PASSES)
+                recorder.switch(REST if batch is None else PASSES)
             if batch is None:
                 return
             yield batch

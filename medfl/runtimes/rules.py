@@ -22,7 +22,7 @@ class BrokenRule(InputError):
     """A method broke a rule for methods."""
 
 
-Marks = dict[str, tuple[int, int]]
+Versions = dict[str, tuple[int, int]]
 """Path in a State -> which object is there, and how often it was written to."""
 
 
@@ -66,7 +66,7 @@ def check_state(method: str, which: str, state: Any) -> None:
         )
 
 
-def marks(state: Any, path: str = "") -> Marks:
+def object_versions(state: Any, path: str = "") -> Versions:
     """Note what is in a State, to see later whether it was changed in place."""
     if isinstance(state, Tensor):
         return {path: (id(state), 0 if state.is_inference() else state._version)}
@@ -74,17 +74,17 @@ def marks(state: Any, path: str = "") -> Marks:
     parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
     noted = {path: (id(state), len(state) if isinstance(state, dict | list) else 0)}
     for name, part in parts:
-        noted |= marks(part, f"{path}/{name}".removeprefix("/"))
+        noted |= object_versions(part, f"{path}/{name}".removeprefix("/"))
     return noted
 
 
-def check_marks(method: str, state: State, before: Marks) -> None:
+def check_unchanged(method: str, state: State, before: Versions) -> None:
     """See that `aggregate` left the server's State as it was.
 
     Raises:
         BrokenRule: something in it was changed in place; names it.
     """
-    after = marks(state)
+    after = object_versions(state)
     if after != before:
         changed = [path for path in (*before, *after) if before.get(path) != after.get(path)]
         raise BrokenRule(

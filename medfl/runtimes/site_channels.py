@@ -9,8 +9,8 @@ import torch
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
-from medfl.core.forms import by_site
 from medfl.core.run import Run
+from medfl.core.setting_values import by_site
 from medfl.data.channels import Channels
 from medfl.data.prepared import Prepared
 from medfl.runtimes.site_settings import positions, require_sites
@@ -31,12 +31,12 @@ def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[s
     Raises:
         InputError: a name is no channel, or no site of the run.
     """
-    places = {**{str(i): i for i in range(len(channels))}, **{name.lower(): i for i, name in enumerate(channels)}}
+    numbers = {**{str(i): i for i in range(len(channels))}, **{name.lower(): i for i, name in enumerate(channels)}}
     allowed = f"the channels of the bundle's images are {', '.join(channels) or 'not known'}"
     advice, site_channels = "choose among them, by name or number from 0", by_site(_FLAG)(text)
     require_sites(_FLAG, site_channels, sites, "=...")
     return {
-        site: positions("channel", site, {one: one.lower() for one in named}, places, allowed, advice)
+        site: positions("channel", site, {one: one.lower() for one in named}, numbers, allowed, advice)
         for site, named in site_channels.items()
     }
 

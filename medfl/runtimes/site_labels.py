@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.core.forms import FROM_MASKS, by_site
 from medfl.core.run import Run
+from medfl.core.setting_values import FROM_MASKS, by_site
 from medfl.data.known_labels import AnnotatedClasses, PartialLoss
 from medfl.data.prepared import Shard
 from medfl.evaluation.mask_metrics import slug
@@ -129,7 +129,7 @@ def described(known: Mapping[str, AnnotatedClasses], bundle: Bundle) -> str:
 def _classes_in_masks(shard: Shard, count: int) -> set[int]:
     """Return the values of a shard's masks, or the channels that are not empty."""
     values: set[int] = set()
-    for _, y in shard.deterministic(whole=True).batches(1):
+    for _, y in shard.deterministic(uncropped=True).batches(1):
         in_channels = y.ndim > 3 and y.shape[1] == count
         values |= {c for c in range(count) if y[:, c].any()} if in_channels else {int(v) for v in torch.unique(y)}
     return values

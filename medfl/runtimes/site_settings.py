@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from medfl.bundle.open import protocol
+from medfl.bundle.open import protocol_of
 from medfl.bundle.protocol import resolved
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.forms import by_site, site_names
 from medfl.core.run import Run
+from medfl.core.setting_values import by_site, site_names
 from medfl.core.terminal import Print
 
 EMPTY: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelled": ""}
@@ -19,7 +19,7 @@ EMPTY: Mapping[str, Any] = {"site_labels": "", "site_channels": "", "unlabelled"
 
 def of_request(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return these settings of a request, else of the bundle's protocol."""
-    values = resolved(bundle, protocol(bundle), requested.get("presets", ()))
+    values = resolved(bundle, protocol_of(bundle), requested.get("presets", ()))
     asked = {setting: requested.get(setting) for setting in EMPTY}
     return {name: str(values.get(name, "") if text is None else text) for name, text in asked.items()}
 

@@ -19,8 +19,8 @@ from medfl.core.storage import writing
 from medfl.data.disk_cache import free_ram
 
 BUDGET: int | None = None
-"""Bytes of one round's replies that stay in memory; None: an eighth of what is free, at most `_MOST`."""
-_MOST = 2 * 2**30
+"""Bytes of one round's replies that stay in memory; None: an eighth of what is free, at most `_MAX_BUDGET`."""
+_MAX_BUDGET = 2 * 2**30
 
 
 class TensorStore:
@@ -34,7 +34,7 @@ class TensorStore:
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         self.held, self._folder = 0, folder
         most = BUDGET if budget is None else budget
-        self._budget = min(_MOST, free_ram() // 8) if most is None else most
+        self._budget = min(_MAX_BUDGET, free_ram() // 8) if most is None else most
         self._file: Any = None
 
     def keep(self, tensors: Weights) -> Weights:
@@ -49,20 +49,20 @@ class TensorStore:
             return tensors
         return _TensorsOnDisk(self, {name: self._write(tensor) for name, tensor in tensors.items()})
 
-    def read(self, place: _Place) -> Tensor:
+    def read(self, extent: _Extent) -> Tensor:
         """Return a tensor of the file in memory of its own."""
-        return self.part(place, 0, place.shape.numel()).reshape(place.shape)
+        return self.part(extent, 0, extent.shape.numel()).reshape(extent.shape)
 
-    def part(self, place: _Place, start: int, stop: int) -> Tensor:
+    def part(self, extent: _Extent, start: int, stop: int) -> Tensor:
         """Return the numbers start..stop of a tensor of the file."""
         if start == stop:
-            return torch.empty(0, dtype=place.dtype, device=place.device)
-        data = bytearray((stop - start) * place.dtype.itemsize)
-        self._file.seek(place.offset + start * place.dtype.itemsize)
+            return torch.empty(0, dtype=extent.dtype, device=extent.device)
+        data = bytearray((stop - start) * extent.dtype.itemsize)
+        self._file.seek(extent.offset + start * extent.dtype.itemsize)
         self._file.readinto(data)
-        return torch.frombuffer(data, dtype=place.dtype).to(place.device)
+        return torch.frombuffer(data, dtype=extent.dtype).to(extent.device)
 
-    def _write(self, tensor: Tensor) -> _Place:
+    def _write(self, tensor: Tensor) -> _Extent:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         with writing(self._folder):
             if self._file is None:
@@ -70,7 +70,7 @@ class TensorStore:
             offset = self._file.seek(0, 2)
             self._file.write(data)
             self._file.flush()
-        return _Place(offset, tensor.shape, tensor.dtype, tensor.device)
+        return _Extent(offset, tensor.shape, tensor.dtype, tensor.device)
 
     def __del__(self) -> None:
         """Let go of the file."""
@@ -79,7 +79,7 @@ class TensorStore:
                 self._file.close()
 
 
-class _Place(NamedTuple):
+class _Extent(NamedTuple):
     """Where a tensor lies in the file, and its form."""
 
     offset: int
@@ -88,33 +88,33 @@ class _Place(NamedTuple):
     device: torch.device
 
 
-class _ByPlace(Mapping[str, Tensor]):
-    """Tensors that lie in places under their names."""
+class _ByName(Mapping[str, Tensor]):
+    """Tensors under names, each read when it is asked for."""
 
-    _places: Mapping[str, Any]
+    _stored: Mapping[str, Any]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._places
+        return name in self._stored
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._stored)
 
 
-class _TensorsOnDisk(_ByPlace):
+class _TensorsOnDisk(_ByName):
     """Named tensors of a store's file; each access reads one anew."""
 
-    def __init__(self, store: TensorStore, places: Mapping[str, _Place]) -> None:
-        self._store, self._places = store, places
+    def __init__(self, store: TensorStore, extents: Mapping[str, _Extent]) -> None:
+        self._store, self._stored = store, extents
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._store.read(self._places[name])
+        return self._store.read(self._stored[name])
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
         """Return the numbers start..stop of a tensor, and read no others."""
-        return self._store.part(self._places[name], start, stop)
+        return self._store.part(self._stored[name], start, stop)
 
 
 class Replies(Mapping[str, Message]):
@@ -139,18 +139,18 @@ class Replies(Mapping[str, Message]):
         return len(self._messages)
 
 
-class SitesWeights(_ByPlace):
+class SitesWeights(_ByName):
     """The weights of each site's own model under `<site>/<tensor>`."""
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
         self._store = TensorStore(folder, budget)
-        self._places: dict[str, tuple[Weights, str]] = {}
+        self._stored: dict[str, tuple[Weights, str]] = {}
 
     def add(self, name: str, weights: Weights) -> None:
         """Take a site's weights."""
         stored = self._store.keep(weights)
-        self._places |= {f"{name}/{key}": (stored, key) for key in stored}
+        self._stored |= {f"{name}/{key}": (stored, key) for key in stored}
 
     def __getitem__(self, name: str) -> Tensor:
-        stored, key = self._places[name]
+        stored, key = self._stored[name]
         return stored[key]

@@ -53,9 +53,9 @@ class StepResult:
 
 
 def site_step(
-    federation: Federation, round_: int, name: str, state: State | None, down: Message, judge: Sequence[str] = ()
+    federation: Federation, round_: int, name: str, state: State | None, down: Message, score_on: Sequence[str] = ()
 ) -> StepResult:
-    """Train at one site; for globally judged methods also score the trained model on its own sections `judge`.
+    """Train at one site; for globally judged methods also score the trained model on its own sections `score_on`.
 
     Both ends of the wire are here: the broadcast and the reply are made smaller, counted and restored.
     """
@@ -70,8 +70,8 @@ def site_step(
         assert not {UNSENT, OPTIMIZERS} & state.keys(), f"a method's State has no keys {UNSENT!r} and {OPTIMIZERS!r}"
         federation.check_message(name, reply)
         cases = {}
-        if judge and "weights" in reply:
-            cases = _scores(federation, _trained(federation, site, state, received, reply), name, judge)
+        if score_on and "weights" in reply:
+            cases = _scores(federation, _trained(federation, site, state, received, reply), name, score_on)
         wire, unsent = messages.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = messages.decompress_reply(wire, down, f"site {name!r}")
         if not messages.lossless:
@@ -200,8 +200,8 @@ def _scores(federation: Federation, network: nn.Module, site: str, sections: Seq
 
 def score(federation: Federation, network: nn.Module, items: Shard, section: str) -> Cases:
     """Score a network on items of a section; what takes long is computed on test items only."""
-    distances = federation.distances if section == "test" else ()
-    return federation.bundle.evaluator(network, items, federation.networks.device, distances=distances)
+    surface_metrics = federation.surface_metrics if section == "test" else ()
+    return federation.bundle.evaluator(network, items, federation.networks.device, surface_metrics=surface_metrics)
 
 
 def segment(

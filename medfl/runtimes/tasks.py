@@ -133,7 +133,7 @@ class Train(RoundTask):
     sections: tuple[str, ...] = ()
 
     function = site_step
-    part = profiling.STEP
+    part = profiling.REST
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class TrainToScore(RoundTask):
     sections: tuple[str, ...]
 
     function = site_step
-    part = profiling.STEP
+    part = profiling.REST
 
     def run(self, federation: Federation) -> dict[str, Cases]:
         """Return the outcomes by section."""

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.core.forms import site_names
 from medfl.core.run import Run
+from medfl.core.setting_values import site_names
 from medfl.data.prepared import Item, Shard
 from medfl.data.source import NO_LABEL
 from medfl.data.unlabelled import unlabelled
@@ -18,7 +18,7 @@ from medfl.runtimes.site_settings import allowed_sites, require_sites
 from medfl.training.site import Site
 
 
-def hidden(run: Run, name: str, sections: Sequence[Shard]) -> list[Shard]:
+def hide_labels(run: Run, name: str, sections: Sequence[Shard]) -> list[Shard]:
     """Return a site's sections, the first, which it trains on, without labels where the run says that it has none."""
     train, *held_out = sections
     return [unlabelled(train) if name in site_names(run.unlabelled) else train, *held_out]
@@ -40,11 +40,11 @@ def check_unlabelled(
         raise InputError(f"--unlabelled {text}: no site has labels", allowed_sites(sites), "leave out one that has")
     if without:
         _check_method(method, name, without[0])
-    bare = {str(item["id"]) for item in items if NO_LABEL in item}
-    if bare and len(bare) == len(items):
-        raise InputError(f"none of the {len(bare)} training images has a label", "some have", "check the data folder")
-    for site in sites.keys() - {*without} if bare else ():
-        if here := sorted(bare & {*sites[site].get("train", ())}):
+    unlabelled_ids = {str(item["id"]) for item in items if NO_LABEL in item}
+    if unlabelled_ids and len(unlabelled_ids) == len(items):
+        raise InputError(f"none of the {len(items)} training images has a label", "some have", "check the data folder")
+    for site in sites.keys() - {*without} if unlabelled_ids else ():
+        if here := sorted(unlabelled_ids & {*sites[site].get("train", ())}):
             raise InputError(
                 f"image {here[0]!r} of site {site!r} has no label ({len(here)} such)",
                 f"images without labels are of sites that --unlabelled names: {', '.join(without) or 'none'}",

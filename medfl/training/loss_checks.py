@@ -20,9 +20,7 @@ def check_one_number(loss: Any, site: Site) -> Tensor:
         return loss
     form = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
     raise InputError(
-        f"the loss of method {site.method!r} {form}",
-        "a loss is one number, the mean over the batch",
-        "take its mean()",
+        f"the loss of method {site.method!r} {form}", "a loss is one number, the mean over the batch", "take its mean()"
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from medfl import datasets
-from medfl.bundle.bundle import Bundle, protocol_of, shipped
+from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.core.errors import InputError
 from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator
 from medfl.evaluation.metrics import KEY_METRICS, higher_is_better
@@ -398,7 +398,7 @@ BOMB = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)
 def test_what_is_read_before_the_gate_is_plain_and_bounded(text: str, tmp_path: Path) -> None:
     folder = written(tmp_path, content())
     (folder / "configs" / "federated.yaml").write_text(text)
-    for read in (lambda: protocol_of(str(folder)), lambda: make_plan(Request(str(folder)))):
+    for read in (lambda: read_protocol(str(folder)), lambda: make_plan(Request(str(folder)))):
         with pytest.raises(InputError, match=r"federated.yaml cannot be read") as caught:
             read()
         assert len(str(caught.value)) < 600

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import protocol
+from medfl.bundle.open import protocol_of
 from medfl.bundle.protocol import options_for, resolved
 from medfl.compare import papers
 from medfl.compare.papers import tables
@@ -17,7 +17,7 @@ from medfl.methods import load, options_of
 
 
 def taken(bundle: str, method: str, *presets: str) -> dict[str, object]:
-    found = resolved(bundle, protocol(bundle), ["paper", *presets])
+    found = resolved(bundle, protocol_of(bundle), ["paper", *presets])
     method = load(method, dict(options_for(found, method)))
     settings = {name: found[name] for name in ("decay_per", "site_weights", "patience", "keep_optimizer")}
     return {**settings, **found["config"], **vars(method)}
@@ -33,15 +33,15 @@ def test_fedbm_as_printed(bundle: str) -> None:
     }  # fmt: skip
     assert {name: found[name] for name in wanted} == wanted
     assert taken(bundle, "fedcb")["covariance"] == "full"
-    assert found["tau"] == load("fedbm", dict(options_for(resolved(bundle, protocol(bundle)), "fedbm"))).tau
-    plain = resolved(bundle, protocol(bundle))
+    assert found["tau"] == load("fedbm", dict(options_for(resolved(bundle, protocol_of(bundle)), "fedbm"))).tau
+    plain = resolved(bundle, protocol_of(bundle))
     assert (plain["decay_per"], plain["site_weights"]) == ("round", "samples"), "the default is the code's"
 
 
 @pytest.mark.parametrize(("bundle", "split"), [("ham10000", "dermamnist"), ("pbc", "official"), ("oct_c8", "official")])
 def test_fedbm_s_sections_are_those_of_the_card(bundle: str, split: str) -> None:
     """HAM10000 at 7,007, 1,003 and 2,005 images and PBC at 11,959, 1,712 and 3,421 are MedMNIST's; OCT-C8's its own."""
-    assert resolved(bundle, protocol(bundle), ["paper"])["split"] == split
+    assert resolved(bundle, protocol_of(bundle), ["paper"])["split"] == split
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_fedbm_s_sections_are_those_of_the_card(bundle: str, split: str) -> None
 )
 def test_fedmr_as_printed(bundle: str, preset: str) -> None:
     """Section 4.1, eq. 4 over the classes present, and a deviation with divisor n; plain FedMR has the code's n - 1."""
-    found = resolved(bundle, protocol(bundle), [preset])
+    found = resolved(bundle, protocol_of(bundle), [preset])
     method = load("fedmr", dict(options_for(found, "fedmr")))
     assert (method.inter_scope, method.std, method.intra_scale) == ("present", "biased", "paper")
     assert (load("fedmr").inter_scope, load("fedmr").std) == ("all", "unbiased")
@@ -76,7 +76,7 @@ def test_pfedpm_as_printed(bundle: str, presets: tuple[str, ...], lam: float) ->
 @pytest.mark.parametrize("bundle", ["isic19", "pneumonia", "lung_cxr", "ixi_brain"])
 def test_fedhelp_as_printed(bundle: str) -> None:
     """4.1.2: four lambdas, sums over all public data, early stopping after at most 100 rounds, all sites in each."""
-    found, values = taken(bundle, "fedhelp"), resolved(bundle, protocol(bundle), ["paper"])
+    found, values = taken(bundle, "fedhelp"), resolved(bundle, protocol_of(bundle), ["paper"])
     wanted = {
         "lambda_r": 0.1, "lambda_j": 0.2, "lambda_f": 1.0, "lambda_b": 0.2,
         "loss_reduction": "sum", "public_schedule": "full", "patience": 10,
@@ -107,7 +107,7 @@ def test_every_grid_of_a_table_takes_its_own_paper_s_preset() -> None:
 @pytest.mark.parametrize(("key", "number"), [("fedmr/table2", 7), ("fedmr/table3", 5)])
 def test_fedmr_s_isic2019_rows_have_its_protocol(key: str, number: int) -> None:
     grid = tables.load(key).grids[number - 1]
-    found = resolved("isic19", protocol("isic19"), presets_of(grid))
+    found = resolved("isic19", protocol_of("isic19"), presets_of(grid))
     assert (grid.bundle, found["config"]["network"], found["batch_size"], found["lr"], found["patience"]) == (
         "isic19", "efficientnet_b0", 128, 0.01, 0,
     )  # fmt: skip

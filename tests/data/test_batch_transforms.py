@@ -50,7 +50,7 @@ def made(transforms: Any, shape: tuple[int, ...], channels: int = 1, masks: bool
 def ours(transforms: Any, image: torch.Tensor, count: int, seed: int = 0) -> torch.Tensor:
     """Return `count` draws of an image (C, ...)."""
     found = made(transforms, tuple(image.shape[1:]), len(image))
-    draws = torch.rand(count, found.width, generator=seeded(seed), dtype=torch.float64)
+    draws = torch.rand(count, found.num_draws, generator=seeded(seed), dtype=torch.float64)
     return found(image.repeat(count, *[1] * image.ndim), torch.zeros(count), draws)[0]
 
 
@@ -139,7 +139,7 @@ def test_continuous_draws_are_distributed_as_monais(transform: Any, image: torch
 def test_items_are_drawn_apart_from_each_other_and_from_whether_a_step_applies() -> None:
     """Of what is rotated with probability 0.5, half has an angle above 0."""
     found = made([RandAffined("image", prob=0.5, rotate_range=0.8)], (9, 9))
-    draws = torch.rand(2000, found.width, generator=seeded(), dtype=torch.float64)
+    draws = torch.rand(2000, found.num_draws, generator=seeded(), dtype=torch.float64)
     step = found.steps[0]
     assert isinstance(step, Affine)
     angles = [float(step.matrix(row[1:], (9, 9))[1, 0]) for row in draws if row[0] < 0.5]
@@ -177,7 +177,7 @@ def test_affine_of_given_parameters_is_monais(shape: tuple[int, ...], way: tuple
     found = made([transform], shape, 2, masks=True)
     images = torch.randn(4, 2, *shape, generator=seeded())
     masks = torch.randint(3, (4, 1, *shape), generator=seeded(), dtype=torch.uint8)
-    draws = torch.rand(4, found.width, generator=seeded(3), dtype=torch.float64)
+    draws = torch.rand(4, found.num_draws, generator=seeded(3), dtype=torch.float64)
     draws[:, 0] = torch.tensor([0.1, 0.9, 0.2, 0.3])  # the second is left as it is
     x, y = found(images.clone(), masks.clone(), draws)
     assert x.dtype == y.dtype == torch.float32
@@ -202,7 +202,7 @@ def test_rotation_by_given_angles_is_monais(shape: tuple[int, ...]) -> None:
     transform = RandRotated("image", 0.5, 0.4, 0.3, prob=1.0, padding_mode="zeros")
     found = made([transform], shape, 2)
     images = torch.randn(3, 2, *shape, generator=seeded())
-    draws = torch.rand(3, found.width, generator=seeded(1), dtype=torch.float64)
+    draws = torch.rand(3, found.num_draws, generator=seeded(1), dtype=torch.float64)
     x, _ = found(images.clone(), torch.zeros(3), draws)
     rotate = transform.rand_rotate
     for i in range(3):
@@ -228,7 +228,7 @@ def test_masks_move_with_their_images() -> None:
     found = made(GEOMETRY, (5, 6), masks=True)
     images = torch.rand(40, 1, 5, 6, generator=seeded())
     masks = (images > 0.5).to(torch.uint8)
-    x, y = found(images, masks, torch.rand(40, found.width, generator=seeded(1), dtype=torch.float64))
+    x, y = found(images, masks, torch.rand(40, found.num_draws, generator=seeded(1), dtype=torch.float64))
     assert y.dtype == torch.uint8
     assert torch.equal(y, (x > 0.5).to(torch.uint8))
 
@@ -256,7 +256,7 @@ def test_codes_give_the_same_bits_as_numbers() -> None:
         [RandFlipd("image", 0.5), RandRotate90d("image", 0.5), RandSpatialCropd("image", 8, random_size=False),
          RandScaleIntensityd("image", 0.2, prob=0.5)], (24, 24), 3,
     )  # fmt: skip
-    draws = torch.rand(6, found.width, generator=seeded(1), dtype=torch.float64)
+    draws = torch.rand(6, found.num_draws, generator=seeded(1), dtype=torch.float64)
     labels = torch.arange(6)
     expected, _ = found(images.clone(), labels, draws)
     for rows in (stacked(coded), stacked(coded, share=False), coded, list(images)):
@@ -270,7 +270,7 @@ def test_an_item_depends_on_its_own_draws_alone() -> None:
         [RandFlipd("image", 0.5), RandGaussianNoised("image", 0.5), RandRotated("image", 0.5, prob=0.5)], (6, 6)
     )
     images = torch.rand(8, 1, 6, 6, generator=seeded())
-    draws = torch.rand(8, found.width, generator=seeded(1), dtype=torch.float64)
+    draws = torch.rand(8, found.num_draws, generator=seeded(1), dtype=torch.float64)
     whole, _ = found(images.clone(), torch.zeros(8), draws)
     for i in range(8):
         assert torch.equal(found(images[i : i + 1].clone(), torch.zeros(1), draws[i : i + 1])[0][0], whole[i])
@@ -328,4 +328,4 @@ def test_only_what_follows_the_first_random_transform_is_taken() -> None:
 def test_the_bundles_own_crop_is_a_crop() -> None:
     found = made(RandSpatialCropd(BOTH, [24, 40, 24], random_size=False), (30, 50, 30), masks=True)
     assert found.steps == (Crop(("image", "label"), (24, 40, 24)),)
-    assert found.width == 3
+    assert found.num_draws == 3

@@ -13,7 +13,7 @@ import yaml
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import protocol
+from medfl.bundle.open import protocol_of
 from medfl.core.errors import InputError
 from medfl.data.intensities import constants
 
@@ -73,7 +73,7 @@ def test_what_cannot_be_read_is_refused(steps: list[Any], named: str) -> None:
 def test_every_shipped_bundle_of_pictures_is_read(tmp_path: Path) -> None:
     """Those that scale each image by itself are refused; none is misread."""
     for name in shipped():
-        if protocol(name)["task"] != "classification":
+        if protocol_of(name)["task"] != "classification":
             continue
         bundle = Bundle(name, {"dataset_dir": datasets.write_phantom(name, tmp_path / name, per_class=10, size=16)})
         mean, sd = constants(bundle.section("train").source.transforms)

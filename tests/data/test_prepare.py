@@ -52,7 +52,7 @@ from medfl.data.deterministic import without_draws
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
 from medfl.data.sampled import Sampled
-from medfl.data.samples import Samples
+from medfl.data.samples import SampleMaker
 from medfl.data.source import Source, records, take_apart
 from medfl.evaluation.save_masks import is_picture, to_original
 
@@ -349,7 +349,7 @@ def test_only_transforms_with_a_state_of_their_own_run_in_threads(transforms: li
 def test_a_seed_reaches_the_parts_of_a_transform_apart() -> None:
     """With one seed for all parts, the angle of what is rotated with probability 0.5 would always be below 0."""
     rotate = RandAffined("image", prob=0.5, rotate_range=0.8)
-    samples = Samples([{"id": "a"}], Source([ENTRIES[0]], (Compose([rotate]),)))
+    samples = SampleMaker([{"id": "a"}], Source([ENTRIES[0]], (Compose([rotate]),)))
     angles, shared = [], []
     for seed in range(300):
         samples.reseed(seed)
@@ -436,7 +436,7 @@ def test_items_that_stand_still_are_those_of_evaluation(random: list[Any]) -> No
     assert not torch.equal(next(moving.batches(order, 3, None))[0], still[0])
     drawn = next(moving.deterministic().batches(order, 3, torch.Generator()))[0]
     assert torch.equal(drawn, still[0])
-    whole = next(moving.deterministic(whole=True).batches(order, 3, None))[0]
+    whole = next(moving.deterministic(uncropped=True).batches(order, 3, None))[0]
     assert torch.equal(whole[..., 2:-2, 2:-2], still[1])
     assert whole.shape[2:] == (10, 10)
 
@@ -459,10 +459,10 @@ def test_items_without_random_transforms_are_their_own_still_view() -> None:
 )
 def test_the_middle_of_a_random_crop(crop: Any, size: tuple[int, ...]) -> None:
     sample = {"image": torch.arange(36.0).reshape(1, 6, 6), "mask": torch.ones(1, 6, 6)}
-    (middle,) = without_draws([crop], whole=False)
+    (middle,) = without_draws([crop], uncropped=False)
     assert middle(sample)["image"].shape[1:] == size
     assert torch.equal(middle(sample)["image"], middle(sample)["image"])
-    assert without_draws([crop], whole=True) == []
+    assert without_draws([crop], uncropped=True) == []
 
 
 @pytest.mark.parametrize("reader", ["PILReader", PILReader(reverse_indexing=False)])

@@ -177,7 +177,7 @@ def test_a_failure_in_a_thread_comes_at_its_place() -> None:
 class Added:
     """A recipe that adds its one number."""
 
-    width: int = 1
+    num_draws: int = 1
 
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> Any:
         x = plain(inputs) if isinstance(inputs, Tensor | Coded) else torch.stack(list(inputs))

@@ -129,10 +129,10 @@ def one_by_one(x: torch.Tensor, y: torch.Tensor) -> Shard:
 
 def test_masks_are_scored_case_by_case() -> None:
     x, y = maps()
-    cases = evaluator(tolerance=2.0)(nn.Identity(), shard(x, y), CPU, distances=SURFACE_METRICS)
+    cases = evaluator(tolerance=2.0)(nn.Identity(), shard(x, y), CPU, surface_metrics=SURFACE_METRICS)
     assert cases.ids == ("i0", "i1", "i2", "i3", "i4")
     for index in range(5):
-        expected = scores(x[index].argmax(0), y[index, 0], STRUCTURES, (1, 1), 2.0, distances=SURFACE_METRICS)
+        expected = scores(x[index].argmax(0), y[index, 0], STRUCTURES, (1, 1), 2.0, surface_metrics=SURFACE_METRICS)
         expected["loss"] = float(LOSS(x[index : index + 1], y[index : index + 1]))
         assert {name: float(values[index]) for name, values in cases.values.items()} == pytest.approx(expected)
     assert {values.dtype for values in cases.values.values()} == {torch.float64}
@@ -197,9 +197,9 @@ def test_distances_are_in_the_unit_of_the_affine() -> None:
     affine = np.array([[0, -1, 0, 7], [3, 0, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1.0]])
     items = shard(x, y)
     items.prepared.geometry = [Geometry(affine, np.eye(4), (12, 12), "x.nii")] * 5
-    cases = evaluator()(nn.Identity(), items, CPU, distances=SURFACE_METRICS)
+    cases = evaluator()(nn.Identity(), items, CPU, surface_metrics=SURFACE_METRICS)
     expected = [
-        scores(a.argmax(0), b[0], STRUCTURES, (3, 1), 1, distances=SURFACE_METRICS)["hd95"]
+        scores(a.argmax(0), b[0], STRUCTURES, (3, 1), 1, surface_metrics=SURFACE_METRICS)["hd95"]
         for a, b in zip(*maps(), strict=True)
     ]
     assert cases.values["hd95"].tolist() == expected
@@ -245,9 +245,9 @@ def test_a_foreign_key_metric_stays_and_others_come_with_it() -> None:
     y[1] = y[1].clamp(max=0)
     theirs = MeanDice(include_background=False, output_transform=PAIR)
     cases = CaseEvaluator("dice", theirs, SimpleInferer(), DISCRETE, 1.0)(
-        nn.Identity(), shard(x, y), CPU, distances=SURFACE_METRICS
+        nn.Identity(), shard(x, y), CPU, surface_metrics=SURFACE_METRICS
     )
-    ours = evaluator()(nn.Identity(), shard(x, y), CPU, distances=SURFACE_METRICS)
+    ours = evaluator()(nn.Identity(), shard(x, y), CPU, surface_metrics=SURFACE_METRICS)
     own = [f"{kind}_class_{index}" for kind in ("hd95", "surface_dice") for index in (1, 2)]
     both = ["dice", "dice_class_1", "dice_class_2", "pixel_accuracy"]
     assert list(cases.values) == [*both, "hd95", "surface_dice", *own]
@@ -263,7 +263,7 @@ def test_what_is_no_mask_has_no_metrics_of_masks() -> None:
     """Probabilities instead of classes, or a label of another size."""
     x, y = torch.rand(2, 1, 4, 4), torch.rand(2, 1, 4, 4)
     bare = CaseEvaluator("loss", nn.functional.mse_loss, SimpleInferer(), None, 1.0)
-    assert set(summarise(bare(nn.Identity(), shard(x, y), CPU, distances=SURFACE_METRICS))) == {"loss"}
+    assert set(summarise(bare(nn.Identity(), shard(x, y), CPU, surface_metrics=SURFACE_METRICS))) == {"loss"}
     assert list(bare.masks(nn.Identity(), shard(x, y), CPU)) == [None, None]
     small = CaseEvaluator("loss", lambda prediction, target: torch.zeros(()), SimpleInferer(), None, 1.0)
     assert set(summarise(small(nn.AvgPool2d(2), shard(x.round(), y.round()), CPU))) == {"loss"}

@@ -25,7 +25,7 @@ from PIL import Image
 from medfl.core.errors import RunError
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Geometry
-from medfl.data.samples import Samples
+from medfl.data.samples import SampleMaker
 from medfl.data.source import Source
 from medfl.datasets.readers.transforms import ReadPaird
 from medfl.evaluation.save_masks import save, to_original
@@ -45,7 +45,7 @@ def prepared(file: str, *transforms: Any) -> tuple[MetaTensor, Geometry]:
     """Return an image after deterministic transforms, and its geometry."""
     chain = (LoadImaged("image", ensure_channel_first=True), *transforms)
     source = Source([{"image": file, "label": 0}], chain)
-    samples = Samples([{"id": "x"}], source)
+    samples = SampleMaker([{"id": "x"}], source)
     return samples(0)["image"], prepare([{"id": "x"}], source).geometry[0]
 
 

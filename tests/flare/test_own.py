@@ -562,7 +562,7 @@ def test_a_job_carries_the_text_embeddings(scans: dict[str, Path], tmp_path: Pat
     asked = {"config": CONFIG, "requested": {"method": "fedcb", "rounds": 1}, "options": {"plm": str(file)}}
     made = flare_offer.export("mednist", SITES, tmp_path / "job", rehearsal=True, **asked)
     file.unlink()
-    configs = sorted((tmp_path / "job").rglob(text_record.CARRIED))
+    configs = sorted((tmp_path / "job").rglob(text_record.JOB_FILE))
     assert configs
     assert all(path.parent.name == "config" for path in configs)
     run, folder = read_run(str(configs[0].parent.parent)), configs[0].parent

@@ -359,7 +359,7 @@ def test_the_covariance_of_z(covariance: str, off_diagonal: bool) -> None:
 def test_one_crop_for_all_images_or_for_each(augment: str, crops: int) -> None:
     """At the server, which draws places, and at a site."""
     source = quick(augment=augment)._source(Task(), EMBEDDINGS, torch.Generator().manual_seed(0))
-    places = source.places(20, [1, 16, 16], torch.device("cpu"))
+    places = source.positions(20, [1, 16, 16], torch.device("cpu"))
     assert len(places) == crops
     image = torch.arange(256.0).reshape(1, 1, 16, 16).expand(20, 1, 16, 16)
     assert (len({bits(row) for row in source.augment(image)}) > 1) is (crops > 1)

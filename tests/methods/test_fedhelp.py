@@ -197,14 +197,14 @@ def test_both_divergences_at_a_temperature(warm: float) -> None:
 
     method = fedhelp(temperature=warm, lambda_f=3, backward="symmetric", proxy_ce=0.7)
     forward = 3 * warmed(z_proxy, z) + 0.7 * cross_entropy(z_proxy, y)
-    torch.testing.assert_close(method._of_proxy(cross_entropy, z, z_proxy, y), forward, rtol=0, atol=1e-10)
+    torch.testing.assert_close(method._proxy_loss(cross_entropy, z, z_proxy, y), forward, rtol=0, atol=1e-10)
     back = cross_entropy(z, y) + 0.2 * warmed(z, z_proxy)
-    torch.testing.assert_close(method._of_large(cross_entropy, z, z_proxy, y), back, rtol=0, atol=1e-10)
+    torch.testing.assert_close(method._large_loss(cross_entropy, z, z_proxy, y), back, rtol=0, atol=1e-10)
 
 
 def test_labels_alone_may_teach_the_proxy() -> None:
     z, z_proxy, y = logits(4, 5), logits(4, 5, seed=1), torch.tensor([0, 1, 2, 4])
-    found = fedhelp(lambda_f=0, proxy_ce=0.5)._of_proxy(cross_entropy, z, z_proxy, y)
+    found = fedhelp(lambda_f=0, proxy_ce=0.5)._proxy_loss(cross_entropy, z, z_proxy, y)
     torch.testing.assert_close(found, 0.5 * cross_entropy(z_proxy, y), rtol=0, atol=1e-12)
 
 

@@ -111,7 +111,7 @@ def test_the_backward_part_is_the_proxys_mask() -> None:
     z, z_proxy = (torch.randn(2, 2, 4, 4, generator=generator) for _ in range(2))
     zero = lambda z, y: z.new_zeros(())  # noqa: E731
     expected = 0.2 * cross_entropy(z, z_proxy.argmax(1))
-    torch.testing.assert_close(method._of_large(zero, z, z_proxy, None), expected)
+    torch.testing.assert_close(method._large_loss(zero, z, z_proxy, None), expected)
 
 
 def test_a_private_mask_with_other_classes_than_the_public_one() -> None:

@@ -12,7 +12,7 @@ from torch.func import functional_call
 from medfl.core.seeding import stream
 from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
-from medfl.methods._parts.side_stream import SideStream
+from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.perfedavg import draw, gradient, hessian_product
 from medfl.training.site import Site, snapshot
 from tests.support.toy import WHOLE, Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
@@ -184,7 +184,7 @@ def test_both_gradients_of_the_difference_see_the_same_dropout(lines: Toy) -> No
     """With one mask the loss is a quadratic of that mask: any delta gives the same; with two, noise / delta."""
     toy = replace(lines, network=lambda: nn.Sequential(nn.Dropout(0.5), lines.network()), batch_size=6)
     site = toy.site("d")
-    beside = lambda step: SideStream(site, "hessian", step, each=2)  # noqa: E731
+    beside = lambda step: SeparateRandomness(site, "hessian", step, each=2)  # noqa: E731
     v = [torch.ones(1, 3, dtype=torch.float64)]
     with toy.networks.scope():
         model = site.model(toy.initial)

@@ -15,7 +15,7 @@ from scipy.spatial.distance import jensenshannon
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.partner.heterogeneity import draw, read
-from medfl.partner.statistics import FORM
+from medfl.partner.statistics import DOCUMENT_FORM
 
 
 def told(path: Path, classes: dict[str, int | None], images: int | None, shares: Any = ((0.5, 0.5),)) -> Path:
@@ -23,7 +23,7 @@ def told(path: Path, classes: dict[str, int | None], images: int | None, shares:
     part = {"images": images, "tables": {"class": classes}, "intensity": {"low": 0, "high": 1, "channels": channels}}
     nothing = {"images": None, "tables": {}, "intensity": None}
     document = {
-        "form": FORM, "bundle": "moles", "bundle_sha256": "0", "task": "classification", "min_count": 10,
+        "form": DOCUMENT_FORM, "bundle": "moles", "bundle_sha256": "0", "task": "classification", "min_count": 10,
         "epsilon": None, "sections": {"train": part, "test": nothing},
     }  # fmt: skip
     path.write_text(json.dumps(document))

@@ -18,7 +18,7 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.partner.scanning import scan
 from medfl.partner.statistics import (
-    FORM,
+    DOCUMENT_FORM,
     OTHERS,
     UNRECORDED,
     StatisticsOptions,
@@ -52,7 +52,7 @@ def everything(bundle: Bundle, moles: Path) -> dict[str, Any]:
 
 
 def test_counts_and_intensities_are_those_of_the_images(bundle: Bundle, everything: dict[str, Any]) -> None:
-    assert everything["form"] == FORM
+    assert everything["form"] == DOCUMENT_FORM
     for section in ("train", "validate", "test"):
         part, items = everything["sections"][section], bundle.items(section)
         assert part["images"] == len(items)

@@ -168,9 +168,9 @@ def test_functions_of_tensors_make_tensors_of_their_own() -> None:
 
 def test_a_teacher_s_weights_are_of_the_bundle(places: dict[str, Path]) -> None:
     evaluator = ExpressionEvaluator(NAMES, (), (), (places["inside"],))
-    evaluator.check_places({"source": str(places["inside"] / "a.pth")}, component("medfl.medsam.load"))
+    evaluator.check_paths({"source": str(places["inside"] / "a.pth")}, component("medfl.medsam.load"))
     with pytest.raises(Refused, match="neither below the bundle nor"):
-        evaluator.check_places({"source": str(places["outside"] / "a.pth")}, component("medfl.medsam.load"))
+        evaluator.check_paths({"source": str(places["outside"] / "a.pth")}, component("medfl.medsam.load"))
 
 
 NOT_IN_REACH = (

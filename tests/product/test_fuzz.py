@@ -253,7 +253,7 @@ def prompt_embeddings(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Dec
 
 def carried_embeddings(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
     carried = {"shape": [1, 2, 1], "float32": "AACAPwAAgD8="}
-    return json_files(carried), written(recorded.place / text_record.CARRIED, text_record._read)
+    return json_files(carried), written(recorded.place / text_record.JOB_FILE, text_record._read)
 
 
 def statistics(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:

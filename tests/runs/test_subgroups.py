@@ -37,13 +37,13 @@ def test_the_metrics_of_a_group_are_those_of_its_cases() -> None:
     label, predicted = [row["label"] for row in own], [row["predicted"] for row in own]
     probabilities = np.array([[row[f"p_{name}"] for name in CLASSES] for row in own])
     group = found.groups[0]
-    assert (group.name, group.count, group.silent) == ("north", 47, ())
+    assert (group.name, group.count, group.small_classes) == ("north", 47, ())
     assert group.metrics["accuracy"].value == pytest.approx(np.mean(np.equal(label, predicted)))
     assert group.metrics["balanced_accuracy"].value == pytest.approx(recall_score(label, predicted, average="macro"))
     assert group.metrics["auroc"].value == pytest.approx(roc_auc_score(label, probabilities, multi_class="ovr"))
     assert group.areas["b"] == delong.area(np.equal(label, 1), probabilities[:, 1])
     assert all(one.low < one.value < one.high for one in group.metrics.values())
-    assert found.told.count == len(made)
+    assert found.total.count == len(made)
 
 
 def test_of_two_classes_the_area_has_delong_s_interval() -> None:
@@ -58,7 +58,7 @@ def test_small_groups_are_not_told_and_do_not_enter_the_total() -> None:
     next_, large, small = (next(one for one in found.groups if one.name == n) for n in ("next", "large", "small"))
     assert (next_.count, large.count, small.count) == (30, None, None)  # small would be what is left of all cases
     assert not small.metrics
-    assert found.told.count == 30
+    assert found.total.count == 30
     record = next(row for row in found.records() if row["centre"] == "small")
     assert [record[name] for name in ("cases", "accuracy", "auroc_low")] == [None, None, None]
     why = "fewer than 10 cases, or its count would reveal such a group"
@@ -68,7 +68,7 @@ def test_small_groups_are_not_told_and_do_not_enter_the_total() -> None:
 def test_where_a_class_has_few_cases_only_accuracy_and_the_other_areas_are_told() -> None:
     made = rows({"north": (20, 15, 4)})
     group = of(made, "centre", CLASSES).groups[0]
-    assert group.silent == ("c",)
+    assert group.small_classes == ("c",)
     assert set(group.areas) == {"a", "b"}
     assert set(group.metrics) == {"accuracy"}
     assert any("north: c" in note for note in of(made, "centre", CLASSES).notes())
@@ -76,7 +76,7 @@ def test_where_a_class_has_few_cases_only_accuracy_and_the_other_areas_are_told(
 
 def test_nothing_is_told_where_every_group_is_small() -> None:
     found = of(rows({"one": (2, 2, 2), "two": (3, 1, 1)}), "centre", CLASSES)
-    assert [group.count for group in (*found.groups, found.told)] == [None, None, None]
+    assert [group.count for group in (*found.groups, found.total)] == [None, None, None]
     assert all(row["cases"] is None for row in found.records())
 
 

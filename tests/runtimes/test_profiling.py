@@ -29,9 +29,9 @@ from medfl.runtimes.profiling import (
     OPTIMISER,
     PARTS,
     PASSES,
-    STEP,
-    Lap,
+    REST,
     Recorder,
+    Segment,
     Span,
 )
 from tests.support.toy import Toy, bits, simulate
@@ -64,11 +64,11 @@ def filled(clock: Clock) -> Recorder:
         with recorder.visit("a"):
             with recorder.during(CHECKPOINT):
                 clock.wait(1)
-            with recorder.during(STEP):
+            with recorder.during(REST):
                 clock.wait(1)
                 recorder.switch(DATA)
                 clock.wait(2)
-                recorder.switch(STEP)
+                recorder.switch(REST)
                 clock.wait(2)
             clock.wait(2)
         with recorder.during(AGGREGATION):
@@ -84,7 +84,7 @@ def test_a_part_inside_another_is_counted_once(clock: Clock) -> None:
     """Checkpoint 1 + 1, data 2, the rest of the step 3, aggregation 1.5 + 1.5, idle 20 - 10."""
     row = filled(clock).rows()["server"]
     shown = {part: seconds for part, seconds in row.items() if seconds}
-    assert shown == {CHECKPOINT: 2, DATA: 2, STEP: 3, AGGREGATION: 3, IDLE: 10}
+    assert shown == {CHECKPOINT: 2, DATA: 2, REST: 3, AGGREGATION: 3, IDLE: 10}
     assert sum(row.values()) == 20
 
 
@@ -106,7 +106,7 @@ def test_workers_are_told_by_their_mean(clock: Clock) -> None:
     """Workers of 6 s and 10 s in data, of the round's 20 s: the mean is 8, and 12 idle."""
     recorder = filled(clock)
     for worker, seconds in ((1, 6.0), (2, 10.0)):
-        recorder.gather(worker, Lap([], {(1, "a", DATA): seconds, (0, "", DATA): 99.0}))
+        recorder.gather(worker, Segment([], {(1, "a", DATA): seconds, (0, "", DATA): 99.0}))
     lines = recorder.table().splitlines()
     cells = {line[:34].strip(): line[34:].split() for line in lines if line[:1] != "─"}
     assert cells[DATA] == ["2.000", "10%", "8.000", "40%"]
@@ -119,7 +119,7 @@ def test_workers_are_told_by_their_mean(clock: Clock) -> None:
 def test_the_trace_is_what_viewers_read(clock: Clock) -> None:
     """Complete events ("X") in microseconds from the first, on a named row a process; the parts lie in their visit."""
     recorder = filled(clock)
-    recorder.gather(1, Lap([Span(DATA, 152.0, 153.0, 1, "b")], {(1, "b", DATA): 1.0}))
+    recorder.gather(1, Segment([Span(DATA, 152.0, 153.0, 1, "b")], {(1, "b", DATA): 1.0}))
     document = json.loads(json.dumps(recorder.trace()))
     events = document["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
@@ -131,12 +131,12 @@ def test_the_trace_is_what_viewers_read(clock: Clock) -> None:
     (visit,) = [event for event in drawn if event["cat"] == "visit"]
     assert (visit["name"], visit["ts"], visit["dur"], visit["args"]) == ("a", 50e6, 8e6, {"round": 1, "site": "a"})
     own = [event for event in drawn if event["args"].get("site") == "a" and event["cat"] == "part"]
-    assert [event["name"] for event in own] == [CHECKPOINT, STEP, DATA, STEP]
+    assert [event["name"] for event in own] == [CHECKPOINT, REST, DATA, REST]
     assert all(50e6 <= event["ts"] <= event["ts"] + event["dur"] <= 58e6 for event in own)
     (data,) = [event for event in drawn if event["tid"] == 1]
     assert (data["ts"], data["dur"]) == (52e6, 1e6)
     told = document["otherData"]
-    assert told["sites"] == {"a": {CHECKPOINT: 1, STEP: 3, DATA: 2}, "b": {DATA: 1}}
+    assert told["sites"] == {"a": {CHECKPOINT: 1, REST: 3, DATA: 2}, "b": {DATA: 1}}
     assert told["rounds"][0]["seconds"] == 20
     assert told["rounds"][0][DATA] == 3
 
@@ -151,7 +151,7 @@ def test_a_long_run_is_counted_whole_though_not_drawn_whole(clock: Clock, monkey
     assert recorder.rows()["server"][DATA] == 10
     drawn = [event for event in recorder.trace()["traceEvents"] if event["ph"] == "X"]
     assert [event["name"] for event in drawn] == [DATA] * 5 + ["a"]
-    recorder.gather(1, Lap([Span(DATA, 1.0, 2.0, 1, "b"), Span("b", 1.0, 3.0, 1, "b")], {(1, "b", DATA): 1.0}))
+    recorder.gather(1, Segment([Span(DATA, 1.0, 2.0, 1, "b"), Span("b", 1.0, 3.0, 1, "b")], {(1, "b", DATA): 1.0}))
     names = [e["name"] for e in recorder.trace()["traceEvents"] if e["ph"] == "X" and e["tid"] == 1]
     assert names == ["b"]
     assert recorder.rows()["worker 1"][DATA] == 1
@@ -166,10 +166,10 @@ def test_training_is_split_into_its_parts_and_not_changed(classes: Toy, method: 
     made = load(method)
     plain = simulate(made, classes.adapted(made), 1)
     recorder = Recorder()
-    with profiling.recording(recorder), recorder.during(STEP):
+    with profiling.recording(recorder), recorder.during(REST):
         watched = simulate(made, classes.adapted(made), 1)
     assert bits([watched.server, watched.states, watched.replies]) == bits([plain.server, plain.states, plain.replies])
-    counts = Counter(span.name for span in recorder.lap().spans)
+    counts = Counter(span.name for span in recorder.take_segment().spans)
     assert counts[OPTIMISER] == 3 + 2 + 3
     assert counts[DATA] >= 4 + 3 + 4
     assert counts[PASSES] >= 2 * counts[OPTIMISER]  # before and after each step
@@ -179,18 +179,18 @@ def test_an_evaluation_is_one_part_with_its_batches(classes: Toy) -> None:
     recorder = Recorder()
     site = classes.site("a")
     with profiling.recording(recorder):
-        with recorder.during(STEP):
+        with recorder.during(REST):
             ClassEvaluator()(site.model(site.initial_weights), site.train, torch.device("cpu"))
-        assert [span.name for span in recorder.lap().spans] == [STEP, EVALUATION, STEP]
+        assert [span.name for span in recorder.take_segment().spans] == [REST, EVALUATION, REST]
         ClassEvaluator()(site.model(site.initial_weights), site.train, torch.device("cpu"))
-        assert [span.name for span in recorder.lap().spans] == [EVALUATION]
+        assert [span.name for span in recorder.take_segment().spans] == [EVALUATION]
 
 
 def test_outside_a_local_update_batches_and_steps_are_nobodys(classes: Toy) -> None:
     recorder = Recorder()
     with profiling.recording(recorder), recorder.during(AGGREGATION):
         simulate(load("fedavg"), classes, 1)
-    assert [span.name for span in recorder.lap().spans] == [AGGREGATION]
+    assert [span.name for span in recorder.take_segment().spans] == [AGGREGATION]
 
 
 def test_nothing_is_hooked_in_while_nothing_is_recorded() -> None:
@@ -215,7 +215,7 @@ def test_nothing_is_hooked_in_while_nothing_is_recorded() -> None:
 def test_a_batch_that_nobody_finishes_leaves_no_trouble(classes: Toy) -> None:
     recorder = Recorder()
     shard = classes.site("a").train
-    with profiling.recording(recorder), recorder.during(STEP):
+    with profiling.recording(recorder), recorder.during(REST):
         first, _ = next(shard.batches(2))
         pairs = zip(shard.batches(4), shard.batches(4), strict=True)
         assert [len(x) for (x, _), _ in pairs] == [4, 4, 1]
@@ -228,7 +228,7 @@ def test_optimiser_steps_without_a_recorder_running_are_not_counted() -> None:
     parameter = nn.Parameter(torch.ones(1))
     with profiling.recording(recorder):
         torch.optim.SGD([parameter], 0.1).step()
-    assert recorder.lap().spans == []
+    assert recorder.take_segment().spans == []
 
 
 # The command line

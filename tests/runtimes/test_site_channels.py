@@ -14,7 +14,7 @@ import torch
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import protocol
+from medfl.bundle.open import protocol_of
 from medfl.bundle.protocol import resolved
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
@@ -125,7 +125,7 @@ def test_channels_have_names_where_the_bundle_says_them(tmp_path: Path) -> None:
     assert channels == ("T1", "T2", "FLAIR")
     assert site_channels.read("a=flair,0;b=1", channels, ["a", "b"]) == {"a": (0, 2), "b": (1,)}
     (copied / "configs" / "federated.yaml").write_text("sites: {a: {channels: [T1]}, b: {}}\n")
-    told = resolved("named", protocol(str(copied)))
+    told = resolved("named", protocol_of(str(copied)))
     assert (told["sites"], told["site_channels"]) == (2, "a=T1")
     asked = {"site_channels": "b=1", "unlabelled": "a,b"}
     assert site_settings.of_request_for("b", str(copied), asked) == {

@@ -71,7 +71,7 @@ def available() -> bool:
 def let_runs_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take its name where a run's device is given; the command line knows no such device."""
     monkeypatch.setattr(plan, "device_named", lambda name: name)
-    monkeypatch.setitem(cast(dict[str, Any], SETTINGS), "device", replace(SETTINGS["device"], form=None))
+    monkeypatch.setitem(cast(dict[str, Any], SETTINGS), "device", replace(SETTINGS["device"], parse=None))
 
 
 def register() -> torch.device:

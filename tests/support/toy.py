@@ -129,7 +129,7 @@ def public_blobs(count: int = 10, teachers: int = 2, classes: int = 4, seed: int
 class Shaking:
     """A random transform that adds up to 100 to each input."""
 
-    width: int = 1
+    num_draws: int = 1
 
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> Any:
         return inputs + 100 * draws.sum(1).to(inputs).view(-1, *[1] * (inputs.ndim - 1)), targets

@@ -100,11 +100,11 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
                 "name one of these",
             )
         stream = _fixed(limit)
-        images = {name: [data[name][i] for i in places] for name, places in positions.items()}
+        images = {name: [data[name][i] for i in indices] for name, indices in positions.items()}
         limited, more_notes = _divide(images, [limit.centre], [limit.count], stream)
         notes += more_notes
-        for name, places in positions.items():
-            for i, home in zip(places, limited[name], strict=True):
+        for name, indices in positions.items():
+            for i, home in zip(indices, limited[name], strict=True):
                 result[name][i] = home
         left_out = [f"{part.count(None)} of {len(part)} {name}" for name, part in limited.items() if None in part]
         notes += [f"images of {limit.centre} that are left out: {listed(left_out)}"] if left_out else []
@@ -116,7 +116,7 @@ def _fixed(limit: Limit) -> _Stream:
 
 
 def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream) -> tuple[_Homes, list[str]]:
-    """Divide every section by the counts; a group that is placed in one section keeps its site in the next."""
+    """Divide every section by the counts; a group that is site_of_group in one section keeps its site in the next."""
     available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
     fitted, notes = {}, []
     for kind, number in available.items():
@@ -129,14 +129,14 @@ def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: 
 
     labelled = all(item.get("label") is not None for items in data.values() for item in items)
     homes: _Homes = {}
-    placed: dict[str, int] = {}
+    site_of_group: dict[str, int] = {}
     for name in SECTIONS:
         groups = gathered(data[name], by_label=labelled)
-        deal(groups, sizes[name], partial(stream, name), placed)
+        deal(groups, sizes[name], partial(stream, name), site_of_group)
         homes[name] = [None] * len(data[name])
         for group in groups:
-            for i in group.members if placed[group.key] < len(sites) else ():
-                homes[name][i] = sites[placed[group.key]]
+            for i in group.members if site_of_group[group.key] < len(sites) else ():
+                homes[name][i] = sites[site_of_group[group.key]]
     return homes, notes + _count_notes(homes, sites, fitted)
 
 
@@ -182,19 +182,19 @@ def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int
 
 
 def deal(
-    groups: Sequence[Group], wanted: Sequence[int], stream: Callable[[int], np.random.Generator], placed: dict[str, int]
+    groups: Sequence[Group], wanted: Sequence[int], stream: Callable[[int], np.random.Generator], owners: dict[str, int]
 ) -> None:
-    """Enter the owner of every group in `placed`: a position in `wanted`, or its length for nobody.
+    """Enter the owner of every group in `owners`: a position in `wanted`, or its length for nobody.
 
     Class after class, shuffled and the largest groups first, each group goes where most is missing of the owner's part
     of the images dealt so far. With one image a group every owner has exactly what it wants and nearly its part of each
-    class. Groups placed before stay and count.
+    class. Groups that have an owner keep it, and count.
     """
     shares = [*wanted, max(0, images_in(groups) - sum(wanted))]
     for group in groups:
-        if group.key in placed:
-            shares[placed[group.key]] -= len(group.members)
-    free = [group for group in groups if group.key not in placed]
+        if group.key in owners:
+            shares[owners[group.key]] -= len(group.members)
+    free = [group for group in groups if group.key not in owners]
     size, done, dealt = images_in(free), 0, [0] * len(shares)
     shares = apportion([max(0, share) for share in shares], size)
     for label in sorted({group.label for group in free}):
@@ -204,4 +204,4 @@ def deal(
             done += len(group.members)
             owner = max(range(len(shares)), key=lambda i: shares[i] * done - dealt[i] * size)
             dealt[owner] += len(group.members)
-            placed[group.key] = owner
+            owners[group.key] = owner

@@ -222,18 +222,18 @@ def gathered(items: Sequence[Item], *, by_label: bool) -> list[Group]:
 
 
 def divide(
-    groups: Sequence[Group], share: Share, rng: np.random.Generator, placed: dict[str, int]
+    groups: Sequence[Group], share: Share, rng: np.random.Generator, owner_of: dict[str, int]
 ) -> list[list[Group]]:
-    """Shuffle the groups of one class, cut them at the boundaries nearest to the share, enter them in `placed`.
+    """Shuffle the groups of one class, cut them at the boundaries nearest to the share, enter them in `owner_of`.
 
-    Groups placed before stay where they are and count towards their site's part. Returns the groups of each owner.
+    Groups that have an owner keep it and count towards their site's part. Returns the groups of each owner.
     """
     before: dict[int, list[Group]] = {owner: [] for owner in share.owners}
     for group in groups:
-        if placed.get(group.key) in before:
-            before[placed[group.key]].append(group)
+        if owner_of.get(group.key) in before:
+            before[owner_of[group.key]].append(group)
     result = [before[owner] for owner in share.owners]
-    free = [group for group in groups if group.key not in placed]
+    free = [group for group in groups if group.key not in owner_of]
     sizes = share.sizes(images_in(groups))
     if len(free) < len(groups) and free:
         missing = np.maximum(sizes - [images_in(part) for part in result], 0)
@@ -246,7 +246,7 @@ def divide(
     cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist() if free else [0] * len(bounds)
     for part, owner, start, stop in zip(result, share.owners, [0, *cuts], [*cuts, len(free)], strict=True):
         part.extend(free[start:stop])
-        placed.update((group.key, owner) for group in free[start:stop])
+        owner_of.update((group.key, owner) for group in free[start:stop])
     return result
 
 
@@ -256,7 +256,7 @@ def _take_shots(
     share: Share,
     shots: Sequence[int],
     rng: np.random.Generator,
-    placed: dict[str, int],
+    owner_of: dict[str, int],
     homes: list[int | None],
 ) -> None:
     """Give each owner the next block of its number of images; a group that a block ends in is not used further."""
@@ -265,7 +265,7 @@ def _take_shots(
         open_places = shots[owner]
         while open_places and queue:
             group = queue.pop()
-            placed[group.key] = owner
+            owner_of[group.key] = owner
             for i in group.members[:open_places]:
                 homes[i] = owner
             open_places -= min(open_places, len(group.members))

@@ -143,8 +143,8 @@ def cut(rng: Generator, labels: Sequence[int], shares: Mapping[str, float]) -> l
     sections, values = np.empty(len(labels), dtype=object), np.asarray(labels)
     edges = np.cumsum(list(shares.values()))[:-1]
     for label in np.unique(values):
-        places = rng.permutation(np.flatnonzero(values == label))
-        for part, chosen in zip(shares, np.split(places, np.rint(edges * len(places)).astype(int)), strict=True):
+        positions = rng.permutation(np.flatnonzero(values == label))
+        for part, chosen in zip(shares, np.split(positions, np.rint(edges * len(positions)).astype(int)), strict=True):
             sections[chosen] = part
     return [str(section) for section in sections]
 

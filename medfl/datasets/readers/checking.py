@@ -68,12 +68,12 @@ def check(
     Raises:
         InputError: no known layout in the folder, or no such split in it.
     """
-    dataset, (place, layout) = get(name), layout_of(name, folder)
-    split, rule = choose(name, place, split)
+    dataset, (root, layout) = get(name), layout_of(name, folder)
+    split, rule = choose(name, root, split)
     columns = dataset.classes if dataset.task == "classification" else ("cases",)
     problems, records, assigned = list[str](), list[Record](), list[str]()
     try:
-        table = read_table(name, place)
+        table = read_table(name, root)
         records = table.records
         problems += table.problems
         assigned = rule(records)
@@ -83,15 +83,15 @@ def check(
     problems += _unreadable(dataset, records, progress)
     return CheckReport(
         name=name,
-        folder=place,
+        folder=root,
         layout=layout.text,
         split=split,
-        phantom=is_phantom(place),
+        phantom=is_phantom(root),
         classes=columns,
         counts=counts,
         problems=tuple(problems),
         warnings=tuple(warnings_of(columns, records, assigned, counts)),
-        notes=notes(name, place),
+        notes=notes(name, root),
     )
 
 

@@ -52,11 +52,11 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
             f"DICOM file {files[0]} has {image.GetSize()[2]} frames", "a file for each slice", "convert it to NIfTI"
         )
     direction, spacing = np.reshape(image.GetDirection(), (3, 3)), image.GetSpacing()
-    _check_places(folder, reader, len(files), direction[:, 2], min(spacing[:2]))
+    _check_positions(folder, reader, len(files), direction[:, 2], min(spacing[:2]))
     return np.moveaxis(voxels, (0, 2), (2, 0)), _affine(image)
 
 
-def _check_places(folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float) -> None:
+def _check_positions(folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float) -> None:
     """Refuse a series whose voxels would not lie where the affine has them: slices are missing, or the gantry tilted.
 
     `normal` (3,) is that of the slices, which may be shifted by half the side of a pixel, in mm.
@@ -64,15 +64,15 @@ def _check_places(folder: str, reader: Any, slices: int, normal: NDArray[Any], p
     if slices < 2 or not all(reader.HasMetaDataKey(index, _POSITION) for index in range(slices)):
         return
     texts = (reader.GetMetaData(index, _POSITION) for index in range(slices))
-    places = np.array([[float(number) for number in text.split("\\")] for text in texts])
-    steps = np.linalg.norm(np.diff(places, axis=0), axis=1)
+    positions = np.array([[float(number) for number in text.split("\\")] for text in texts])
+    steps = np.linalg.norm(np.diff(positions, axis=0), axis=1)
     if np.ptp(steps) > 0.01 * np.median(steps) or not steps.any():
         raise InputError(
             f"DICOM series {folder}: its {slices} slices lie {steps.min():.4g} to {steps.max():.4g} mm apart",
             "slices lie at equal distances",
             "add the missing slices, or resample the series",
         )
-    moved = places - places[0]
+    moved = positions - positions[0]
     above = moved @ normal
     shifts = np.linalg.norm(moved - np.outer(above, normal), axis=1)
     if shifts[-1] > 0.5 * pixel:

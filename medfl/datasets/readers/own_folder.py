@@ -21,56 +21,56 @@ _MASKS = {
 }  # fmt: skip
 
 
-def refuse_other_folders(place: Path, names: Sequence[str]) -> None:
+def refuse_other_folders(folder: Path, names: Sequence[str]) -> None:
     """Raise an InputError if the folders with pictures are named as sections, or as images and masks, not classes."""
     lower = {name.lower(): name for name in names}
     sections = [lower[name] for name in lower if name in _SECTIONS]
     if {"train", "training"} & lower.keys() or len(sections) == len(lower):
         raise InputError(
-            f"folders {', '.join(sections)} in {place} are named as sections, not classes",
+            f"folders {', '.join(sections)} in {folder} are named as sections, not classes",
             "a folder for each class, with its images of all sections",
             "put each class's into one folder and say their sections in column 'section' of cases.csv",
         )
     images, masks = ([lower[name] for name in lower if name in words] for words in (_IMAGES, _MASKS))
     if images and masks and 2 * len(images + masks) > len(lower):
         raise InputError(
-            f"folders {images[0]} and {masks[0]} in {place} are named as images and their masks, not classes",
+            f"folders {images[0]} and {masks[0]} in {folder} are named as images and their masks, not classes",
             "a folder for each class, or images with masks",
-            f"give --images {place / images[0]} --masks {place / masks[0]}",
+            f"give --images {folder / images[0]} --masks {folder / masks[0]}",
         )
 
 
-def refuse_masks_among(place: Path, names: Sequence[str]) -> None:
+def refuse_masks_among(folder: Path, names: Sequence[str]) -> None:
     """Raise an InputError if a class folder holds a picture and its mask: the mask would count as a picture."""
     for name in names:
-        pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(place / name)}
+        pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(folder / name)}
         for stem, path in pictures.items():
             if stem.lower().endswith("_mask") and (picture := pictures.get(matching.ENDING.sub("", stem))):
                 raise InputError(
-                    f"class folder {place / name} holds {picture} and its mask {path}",
+                    f"class folder {folder / name} holds {picture} and its mask {path}",
                     "pictures only, or images and their masks in two folders",
                     "move the masks elsewhere; with masks instead of classes give --images DIR --masks DIR",
                 )
 
 
-def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: str) -> tuple[str, ...]:
+def left_out(folder: Path, used: Iterable[str], endings: Collection[str], what: str) -> tuple[str, ...]:
     """Return a line about images of a folder that are not used, and one about its other files, where it has any.
 
     Args:
-        place: the folder; its hidden files, its cases.csv and the files of nnU-Net and BIDS do not count.
+        folder: the folder; its hidden files, its cases.csv and the files of nnU-Net and BIDS do not count.
         used: files, and folders of a DICOM series.
         endings: of images, in lower case.
         what: describes images that are not used, as in "3 images {what}: left out".
     """
     used_paths, images, others = set(used), list[str](), list[str]()
-    for base, folders, files in folders_below(place):
+    for base, folders, files in folders_below(folder):
         shown = (n for n in folders if is_text(n) and not is_hidden(n))
         folders[:] = sorted(n for n in shown if os.path.join(base, n) not in used_paths)
         for name in sorted(n for n in files if not is_hidden(n)):
             path = Path(base, name)
-            if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != place or name not in _TABLES):
+            if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != folder or name not in _TABLES):
                 image = name.lower().endswith(tuple(endings))
-                (images if image else others).append(path.relative_to(place).as_posix())
+                (images if image else others).append(path.relative_to(folder).as_posix())
     return tuple(
         f"{len(files)} {kind}: left out, first {files[0]}"
         for files, kind in ((images, f"images {what}"), (others, f"files that do not end in {', '.join(endings)}"))
@@ -78,15 +78,15 @@ def left_out(place: Path, used: Iterable[str], endings: Collection[str], what: s
     )
 
 
-def odd(place: Path) -> tuple[str, ...]:
+def odd(folder: Path) -> tuple[str, ...]:
     """Return a line about what no reader takes of a folder, where it holds such: pipes, and names that are no text."""
     paths = []
-    for base, folders, files in folders_below(place):
+    for base, folders, files in folders_below(folder):
         paths += [os.path.join(base, name) for name in folders if not is_text(name)]
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
         paths += [path for path in (os.path.join(base, name) for name in files if not is_hidden(name)) if is_odd(path)]
     note = f"{len(paths)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
-    return (note + printable(os.path.relpath(min(paths), place)),) if paths else ()
+    return (note + printable(os.path.relpath(min(paths), folder)),) if paths else ()
 
 
 def of_pairs(images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]) -> tuple[str, ...]:

@@ -221,6 +221,6 @@ class WholeCentres:
                 "give the folder of the full data, or another split with --config split=NAME",
             )
         small.sort(key=lambda centre: hash_order(f"{self.salt}/{self.trial}", centre))
-        places = [section for section, number in zip(SECTIONS, self.numbers, strict=True) for _ in range(number)]
-        drawn = dict(zip(small, places, strict=False))
+        sections = [section for section, number in zip(SECTIONS, self.numbers, strict=True) for _ in range(number)]
+        drawn = dict(zip(small, sections, strict=False))
         return [drawn.get(record.centre, LEFT_OUT) for record in records]

@@ -121,12 +121,10 @@ def class_folders(
     pattern = re.compile(rf"(?:^|/)({level}({'|'.join(map(re.escape, classes))})/[^/]+)$")
     label = {name: number for number, name in enumerate(classes)}
 
-    def places(folder: Path) -> list[Path]:
+    def roots_in(folder: Path) -> list[Path]:
         nested = [folder, *(folder / root for root in roots), *(folder / root / root for root in roots)]
         above = "train" if sections else "."
-        plain = [
-            place for place in nested if sum((place / above / name).is_dir() for name in classes) * 2 > len(classes)
-        ]
+        plain = [path for path in nested if sum((path / above / name).is_dir() for name in classes) * 2 > len(classes)]
         if plain:
             return plain[:1]
         packed = sorted(path for glob in zips for path in folder.glob(glob) if path.is_file())
@@ -134,8 +132,8 @@ def class_folders(
 
     def read(folder: Path) -> Table:
         records: dict[str, Record] = {}
-        for place in places(folder):
-            for match, uri in _matches(place, pattern).items():
+        for root in roots_in(folder):
+            for match, uri in _matches(root, pattern).items():
                 stem = match[1].rpartition("/")[2].rpartition(".")[0]
                 key = group(match[3], stem) if group else match[1]
                 section = {"official": SECTION_NAMES[match[2]]} if sections else {}
@@ -143,7 +141,7 @@ def class_folders(
                 records.setdefault(match[1], Record(uri, label[match[3]], match[1], centre, key, section))
         return Table(list(records.values()))
 
-    return Layout(text, splits, places, read, notes)
+    return Layout(text, splits, roots_in, read, notes)
 
 
 def _matches(root: Path, pattern: re.Pattern[str]) -> dict[re.Match[str], str]:

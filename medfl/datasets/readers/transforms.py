@@ -214,26 +214,26 @@ class WriteMaskd(MapTransform):
             scores = MetaTensor(torch.as_tensor(data[key]).detach().cpu(), affine=image.affine, meta={})
             on_file = self._resample(scores, torch.as_tensor(np.asarray(meta["original_affine"])), shape)
             indices = np.asarray(on_file).argmax(0).astype(np.uint8)
-            Image.fromarray(indices * 255 if len(scores) == 2 else indices).save(self._place(file))
+            Image.fromarray(indices * 255 if len(scores) == 2 else indices).save(self._path_for(file))
         return dict(data)
 
-    def _place(self, file: str) -> Path:
+    def _path_for(self, file: str) -> Path:
         path, part = split_uri(file)
         parent = Path(path).absolute().parent
         below = parent.relative_to(self.root) if self.root and not part and parent.is_relative_to(self.root) else ""
-        place = self.output_dir / below / f"{Path(part or path).stem}.png"
-        if self._written.setdefault(place, file) != file:
+        target = self.output_dir / below / f"{Path(part or path).stem}.png"
+        if self._written.setdefault(target, file) != file:
             raise InputError(
-                f"predictions of {self._written[place]} and {file} would both be written to {place}",
+                f"predictions of {self._written[target]} and {file} would both be written to {target}",
                 "one image of each name",
                 "write their predictions into two folders with output_dir",
             )
-        if place.resolve() == Path(path).resolve():
+        if target.resolve() == Path(path).resolve():
             raise InputError(
                 f"the prediction of {file} would replace it", "a folder of its own", "give output_dir another folder"
             )
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
 
 
 class WriteClassesd(MapTransform):

@@ -31,24 +31,24 @@ def unlabelled(folder: str | Path, series: bool = True, channels: int = 1) -> li
     return [{"id": ident, "image": uri} for ident, uri in joined(named([folder], series), channels).items()]
 
 
-def named(places: Iterable[str | Path], series: bool = True) -> dict[str, str]:
+def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
     """Return id -> URI of all images at files, folders and archives.
 
     An image is named by its path below the folder or in the archive that was given, a file by its name. Where several
     have one name, each has the folder's that it was given with before it, or else its whole path.
 
     Args:
-        places: where they are.
+        sources: files, folders and archives.
         series: a folder of DICOM files is one volume, and each file stands for it; else each file is a picture.
 
     Raises:
-        InputError: a place that is not there, or holds no image.
+        InputError: a source that is not there, or holds no image.
     """
     forms: list[tuple[str, str, str]] = []
     volumes = set[str]()
-    for place in map(Path, places):
-        above = place if place.is_dir() else place.absolute().parent
-        for name, uri in images_at(place, series):
+    for source in map(Path, sources):
+        above = source if source.is_dir() else source.absolute().parent
+        for name, uri in images_at(source, series):
             if uri not in volumes:  # of several files of one the first stands for it
                 forms.append((name, f"{above.absolute().name}/{name}", uri))
             volumes |= {uri} if os.path.isdir(uri) else set()
@@ -82,23 +82,23 @@ def is_channel(ident: str) -> bool:
     return _CHANNEL.fullmatch(ident) is not None
 
 
-def images_at(place: Path, series: bool) -> list[tuple[str, str]]:
-    """Return (name, URI) of the images at one place, sorted; a file of another kind is for its reader to refuse.
+def images_at(source: Path, series: bool) -> list[tuple[str, str]]:
+    """Return (name, URI) of the images at one source, sorted; a file of another kind is for its reader to refuse.
 
     Raises:
         InputError: it is not there, or holds no image.
     """
-    require_there(place)
-    if place.is_dir():
-        images = _below(place, series)
-    elif place.suffix in _ARCHIVES:
-        images = _inside(place)
-    elif series and _is_dicom(place):
-        images = [(place.absolute().parent.name, str(place.parent))]
+    require_there(source)
+    if source.is_dir():
+        images = _below(source, series)
+    elif source.suffix in _ARCHIVES:
+        images = _inside(source)
+    elif series and _is_dicom(source):
+        images = [(source.absolute().parent.name, str(source.parent))]
     else:
-        images = [(place.name, str(place))]
+        images = [(source.name, str(source))]
     if not images:
-        raise InputError(f"{place} holds no image", _READ, "check the path")
+        raise InputError(f"{source} holds no image", _READ, "check the path")
     return images
 
 
@@ -107,11 +107,11 @@ def without_ending(name: str) -> str:
     return bare(name, (*ENDINGS, dicom.SUFFIX))
 
 
-def other_kinds(place: Path, used: Path | None = None) -> tuple[str, ...]:
+def other_kinds(folder: Path, used: Path | None = None) -> tuple[str, ...]:
     """Return a line about the files below a folder that are not read for their kind, but for one used otherwise."""
     names = sorted(
-        path.relative_to(place).as_posix()
-        for path in shown_files(place)
+        path.relative_to(folder).as_posix()
+        for path in shown_files(folder)
         if not path.name.lower().endswith(ENDINGS)
         and path.suffix not in _ARCHIVES
         and path not in (used, path.with_name("DICOMDIR"))

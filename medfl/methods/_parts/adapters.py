@@ -15,7 +15,7 @@ from medfl.core.storage import State
 from medfl.methods._parts import low_rank
 from medfl.methods._parts.chosen_layers import matrices, whole_layers
 from medfl.methods._parts.extras import SiteNetworks
-from medfl.methods._parts.low_rank import Pairs, cut, drawn, key, named, padded, read, read_all
+from medfl.methods._parts.low_rank import Pairs, factor_name, named_factors, padded, read_factor, truncated
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
 from medfl.training import Host, Site, merged
 
@@ -132,7 +132,7 @@ class Adapters(SiteNetworks, Method):
     def first(self, where: Host | Site, matrices: Weights, rank: int) -> Pairs:
         """Return A as drawn from the run's seed, with `stack` in each round anew, and B = 0."""
         seed, round_ = where.networks.seed, where.round if self.share == "stack" else 0
-        bank = {n: drawn(matrix, self.bank, derive(seed, "adapters", round_, n)) for n, matrix in matrices.items()}
+        bank = {n: low_rank.initial(m, self.bank, derive(seed, "adapters", round_, n)) for n, m in matrices.items()}
         return {name: (a[:rank], b[:, :rank]) for name, (a, b) in bank.items()}
 
     def pairs(self, site: Host | Site, state: State, down: Message, matrices: Weights, rank: int) -> Pairs:
@@ -147,10 +147,10 @@ class Adapters(SiteNetworks, Method):
         first = self.first(site, matrices, rank)
 
         def factor(name: str, which: str) -> Tensor:
-            if key(name, which, rank) not in held and which not in self.down:
+            if factor_name(name, which, rank) not in held and which not in self.down:
                 return first[name][which == "B"]
-            sent = rank if key(name, which, rank) in held else self.bank
-            return cut(read(held, name, which, matrices[name], sent), which, rank)
+            sent = rank if factor_name(name, which, rank) in held else self.bank
+            return truncated(read_factor(held, name, which, matrices[name], sent), which, rank)
 
         return {name: (factor(name, "A"), factor(name, "B")) for name in matrices}
 
@@ -162,10 +162,12 @@ class Adapters(SiteNetworks, Method):
         """
         if self.share == "svd":
             means = self.mean_products(replies, matrices)
-            factors = named({name: low_rank.refactored(mean, self.bank) for name, mean in means.items()}, "AB")
+            factors = named_factors({name: low_rank.refactored(mean, self.bank) for name, mean in means.items()}, "AB")
             return {name: tensor.to(next(iter(matrices.values()))) for name, tensor in factors.items()}
         banks = {
-            site: {key(n, f, self.bank): padded(t, f, self.bank) for n, part in taken.items() for f, t in part.items()}
+            site: {
+                factor_name(n, f, self.bank): padded(t, f, self.bank) for n, ab in taken.items() for f, t in ab.items()
+            }
             for site, taken in self._taken(replies, matrices).items()
         }
         same = {site: Message({"adapters": bank}) for site, bank in banks.items()}
@@ -183,7 +185,7 @@ class Adapters(SiteNetworks, Method):
 
     def _taken(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, dict[str, dict[str, Tensor]]]:
         return {
-            site: read_all(reply.tensors.get("adapters", {}), matrices, self.up, self.rank_of(site))
+            site: low_rank.read_factors(reply.tensors.get("adapters", {}), matrices, self.up, self.rank_of(site))
             for site, reply in replies.items()
         }
 
@@ -197,4 +199,4 @@ class Adapters(SiteNetworks, Method):
     def complete(self, where: Host | Site, state: State, down: Message, rank: int) -> nn.Module:
         """Return the base with the head and the products of the factors, those of a rank."""
         model = self.begun(where, down)
-        return low_rank.merge(model, self.pairs(where, state, down, self.matrices(model), rank), self.scale)
+        return low_rank.merge_into(model, self.pairs(where, state, down, self.matrices(model), rank), self.scale)

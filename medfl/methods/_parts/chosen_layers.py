@@ -13,11 +13,7 @@ from medfl.training import NORMS
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _MATRICES: tuple[type[nn.Module], ...] = (nn.Linear, *_CONV, nn.MultiheadAttention)
-_KINDS: Mapping[str, tuple[type[nn.Module], ...]] = {
-    "linear": (nn.Linear,),
-    "conv": _CONV,
-    "norm": NORMS,
-}
+_KINDS: Mapping[str, tuple[type[nn.Module], ...]] = {"linear": (nn.Linear,), "conv": _CONV, "norm": NORMS}
 _WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 NONE = "none"
 

@@ -27,7 +27,7 @@ def with_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 @torch.no_grad()
-def merge(network: nn.Module, pairs: Pairs, scale: float) -> nn.Module:
+def merge_into(network: nn.Module, pairs: Pairs, scale: float) -> nn.Module:
     """Put the adapters' products into a network's weights, in place."""
     for name, (a, b) in pairs.items():
         weight = network.get_parameter(name)
@@ -43,7 +43,7 @@ def add(network: nn.Module, changes: Weights) -> None:
         weight.add_(change.view_as(weight))
 
 
-def drawn(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
+def initial(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return A uniform within 1 / sqrt(columns), as in LoRA's code, and B = 0, of the matrix's type and device."""
     generator, columns = torch.Generator().manual_seed(seed), matrix.shape[1]
     a = (2 * torch.rand(rank, columns, generator=generator) - 1) / columns**0.5
@@ -70,7 +70,7 @@ def refactored(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 # In messages
 
 
-def key(name: str, factor: str, rank: int) -> str:
+def factor_name(name: str, factor: str, rank: int) -> str:
     """Return what a factor, "A" or "B", of a tensor's adapter is called; sites of one rank have the same names."""
     return f"{name}.lora_{factor}.{rank}"
 
@@ -80,37 +80,37 @@ def delta(name: str) -> str:
     return f"{name}.delta"
 
 
-def named(pairs: Pairs, factors: str) -> dict[str, Tensor]:
+def named_factors(pairs: Pairs, factors: str) -> dict[str, Tensor]:
     """Return the factors A, B or both under their names, row by row as from a file: a product's bits depend on that."""
-    return {key(n, f, len(pair[0])): pair[f == "B"].contiguous() for n, pair in pairs.items() for f in factors}
+    return {factor_name(n, f, len(pair[0])): pair[f == "B"].contiguous() for n, pair in pairs.items() for f in factors}
 
 
-def read(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: int) -> Tensor:
+def read_factor(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: int) -> Tensor:
     """Return a factor of an adapter of a matrix.
 
     Raises:
         RunError: it is missing, or of another form.
     """
-    tensor = tensors.get(key(name, factor, rank))
+    tensor = tensors.get(factor_name(name, factor, rank))
     shape = (rank, matrix.shape[1]) if factor == "A" else (len(matrix), rank)
     if tensor is None or tensor.shape != shape or tensor.dtype != matrix.dtype:
         form = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise RunError(f"'adapters/{key(name, factor, rank)}' is {form}; expected {shape} {matrix.dtype}")
+        raise RunError(f"'adapters/{factor_name(name, factor, rank)}' is {form}; expected {shape} {matrix.dtype}")
     return tensor
 
 
-def read_all(tensors: Weights, matrices: Weights, factors: str, rank: int) -> dict[str, dict[str, Tensor]]:
+def read_factors(tensors: Weights, matrices: Weights, factors: str, rank: int) -> dict[str, dict[str, Tensor]]:
     """Return the factors of a reply: of each matrix A, B or both.
 
     Raises:
         RunError: one is missing or of another form, or there are others.
     """
-    if odd := sorted(tensors.keys() - {key(name, factor, rank) for name in matrices for factor in factors}):
+    if odd := sorted(tensors.keys() - {factor_name(name, factor, rank) for name in matrices for factor in factors}):
         raise RunError(f"'adapters/{odd[0]}' is no adapter of rank {rank} of this network")
-    return {n: {f: read(tensors, n, f, matrix, rank) for f in factors} for n, matrix in matrices.items()}
+    return {n: {f: read_factor(tensors, n, f, matrix, rank) for f in factors} for n, matrix in matrices.items()}
 
 
-def cut(tensor: Tensor, factor: str, rank: int) -> Tensor:
+def truncated(tensor: Tensor, factor: str, rank: int) -> Tensor:
     """Return the first rows of A or columns of B."""
     return tensor[:rank] if factor == "A" else tensor[:, :rank].contiguous()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from medfl.core.message import Message, Weights
 from medfl.core.storage import State
 from medfl.methods._parts.extras import Bodies
-from medfl.methods._parts.side_stream import SideStream
+from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import Method
 from medfl.training import FitReport, Site, evaluating, fit, snapshot, summed
 
@@ -53,11 +53,11 @@ def train_together(site: Site, private: nn.Module, proxy: nn.Module, loss: PairL
     The private model's dropout is that of one trained alone, the proxy draws its own from the stream `purpose`. `loss`
     is of both; what one of them holds constant it detaches.
     """
-    beside = SideStream(site, purpose)
+    separate_randomness = SeparateRandomness(site, purpose)
 
     def objective(pair: nn.Module, x: Any, y: Any) -> Tensor:
         z = private(x)
-        with beside():
+        with separate_randomness():
             z_proxy = proxy(x)
         return loss(z, z_proxy, y)
 
@@ -75,12 +75,12 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
     memory: dict[str, State] = {} if site.optimizers is None else site.optimizers
     for epoch in range(site.settings.epochs):
         purpose = f"local {epoch}" if epoch else "local"
-        for place, (network, other, settings) in enumerate(turns(epoch)):
+        for turn, (network, other, settings) in enumerate(turns(epoch)):
             with evaluating(other):
-                before = memory.get(f"turn {place}", {})
+                before = memory.get(f"turn {turn}", {})
                 report = fit(network, once, **settings, purpose=purpose, optimizer_state=before)
-            memory[f"turn {place}"] = report.optimizer_state or {}
-            reports += [] if place else [report]
+            memory[f"turn {turn}"] = report.optimizer_state or {}
+            reports += [] if turn else [report]
     site.journal.append(summed(reports))
 
 

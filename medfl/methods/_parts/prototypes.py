@@ -131,7 +131,7 @@ def class_means(network: nn.Module, site: Site, *, normalised: bool = False) -> 
     return collect(network, site.train, settings.batch_size, class_count(network), site.device, normalised=normalised)
 
 
-def merge(tables: Sequence[Weights]) -> tuple[Tensor, Tensor]:
+def pooled_means(tables: Sequence[Weights]) -> tuple[Tensor, Tensor]:
     """Average the sites' class means, each weighted by its count.
 
     Args:

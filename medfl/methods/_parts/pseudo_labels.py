@@ -50,8 +50,8 @@ def _outside_a_box(u: Tensor, sides: torch.Size) -> Tensor:
     for axis, side in enumerate(sides):
         length = (side * (0.25 + 0.25 * u[:, 2 * axis])).round()
         start = ((side - length) * u[:, 2 * axis + 1]).round()
-        place = torch.arange(side).expand(len(u), -1)
-        within = (place >= start[:, None]) & (place < (start + length)[:, None])
+        coordinates = torch.arange(side).expand(len(u), -1)
+        within = (coordinates >= start[:, None]) & (coordinates < (start + length)[:, None])
         inside = inside * within.reshape(len(u), *[1] * axis, side, *[1] * (len(sides) - axis - 1))
     return 1 - inside
 

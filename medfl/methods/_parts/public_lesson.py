@@ -21,7 +21,7 @@ from medfl.data.public import cycle
 from medfl.methods._parts.class_heads import head_like
 from medfl.methods._parts.extras import PublicData
 from medfl.methods._parts.public import public_data, untracked
-from medfl.methods._parts.side_stream import SideStream
+from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods._parts.teacher_weights import RULES, Contribution, distributions, divergence_from
 from medfl.methods._parts.weight_map import PixelWeights, beta, pixel_labels, weighted
 from medfl.methods.base import option
@@ -74,7 +74,7 @@ class Lesson:
         self.head.load_state_dict(state["public_head"])
         self.contribution = Contribution(options.alpha, state["alpha"], len(self.public.answers), options.lr_alpha)
         self.balance, self.border = state.get("public_balance"), options.border()
-        self.beside = SideStream(site, "lesson")
+        self.randomness = SeparateRandomness(site, "lesson")
         trainable = {name for name, _ in network.named_parameters()}
         norm = {name: tensor.to(site.device).clone() for name, tensor in state.get("public_norm", {}).items()}
         self.norm = {name: nn.Parameter(t) if name in trainable else t for name, t in norm.items()}
@@ -110,7 +110,7 @@ class Lesson:
     def loss(self, x: Tensor, y: Tensor, positions: Tensor, answers: Tensor | None = None) -> Tensor:
         """Return R of public items: CE + lambda_R KL(t || q); without answers CE."""
         warm = self.options.temperature
-        with self.beside(), untracked(self.network, self.options.public_bn == "no_track"):
+        with self.randomness(), untracked(self.network, self.options.public_bn == "no_track"):
             features, z = self._outputs(x)
         exact = z.to(torch.promote_types(z.dtype, torch.float32))
         labels = y.long() if exact.ndim == 2 else pixel_labels(y, exact)

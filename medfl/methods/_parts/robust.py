@@ -37,7 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medfl.core import forms
+from medfl.core import setting_values
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.core.run import Run
@@ -51,7 +51,7 @@ class Aggregation:
     """How the server makes one set of weights of several.
 
     Attributes:
-        kind: one of `forms.AGGREGATIONS`.
+        kind: one of `setting_values.AGGREGATIONS`.
         fraction: of `trimmed`, the share of the replies that is dropped at each end.
         bad: of `krum` and `multikrum`, how many bad sites there may be.
         bound: of `clip`, the largest norm of a change; None: the median of the round's.
@@ -69,7 +69,7 @@ class Aggregation:
         Raises:
             InputError: it is something else.
         """
-        return cls(*forms.aggregation(text))
+        return cls(*setting_values.aggregation(text))
 
     def __str__(self) -> str:
         """Return what `parse` reads."""

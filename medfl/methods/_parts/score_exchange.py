@@ -61,10 +61,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the scores and draw the items of the next round."""
         mean = weighted_mean(replies, "scores", uniform_shares(replies))["public"]
-        return {
-            "positions": self._drawn(host),
-            "consensus": {"positions": server["positions"], "scores": mean},
-        }
+        return {"positions": self._drawn(host), "consensus": {"positions": server["positions"], "scores": mean}}
 
     def _drawn(self, host: Host) -> Tensor:
         """Draw the positions (N,) of N_a public items, in ascending order; 0, or more than there are, means all."""

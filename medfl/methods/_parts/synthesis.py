@@ -20,7 +20,7 @@ CONDITIONS = ("concept", "noise", "noise+onehot")
 
 
 @dataclass(frozen=True)
-class Source:
+class Conditions:
     """Where pseudo-labels, conditions and augmentations come from.
 
     Attributes:
@@ -57,9 +57,9 @@ class Source:
             z = torch.cat([z, nn.functional.one_hot(labels, classes).to(z.dtype)], 1)
         return z
 
-    def places(self, count: int, shape: Sequence[int], device: torch.device) -> Tensor:
+    def positions(self, count: int, shape: Sequence[int], device: torch.device) -> Tensor:
         """Draw crops and flips for so many images of a shape (channels, height, width)."""
-        return self.augmentation.places(count, shape, self.draws).to(device)
+        return self.augmentation.positions(count, shape, self.draws).to(device)
 
     def augment(self, images: Tensor) -> Tensor:
         """Return generated images (B, C, H, W) as a network takes them."""

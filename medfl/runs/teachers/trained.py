@@ -30,7 +30,7 @@ from medfl.core.run_documents import read_run
 from medfl.core.storage import file_sha256, load_weights, weights_sha256
 from medfl.core.task import SECTIONS, Task
 from medfl.data.prepared import Shard, Stacked
-from medfl.data.samples import Samples
+from medfl.data.samples import SampleMaker
 from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods.base import Method
@@ -97,7 +97,7 @@ class Trained:
     def _images(self, questions: Questions, positions: Sequence[int]) -> list[Tensor]:
         entries = [questions.entry(position) for position in positions]
         items = [{"id": questions.ids[position]} for position in positions]
-        samples = Samples(items, Source(entries, (self.preprocessing,)))
+        samples = SampleMaker(items, Source(entries, (self.preprocessing,)))
         images = []
         for index, item in enumerate(items):
             sample = samples(index)

@@ -97,7 +97,7 @@ class Pool:
             process.start()
             there.close()
             self._processes[here] = process
-            self._record(here, profiling.Lap([], {}))
+            self._record(here, profiling.Segment([], {}))
 
     def start(self, group: TaskGroup) -> Iterator[tuple[int, Any]]:
         """Queue tasks, give idle workers the first of them, and return an iterator of (position, result).
@@ -165,15 +165,15 @@ class Pool:
 
     def _result(self, link: Connection, answer: _Answer) -> Any:
         """Return the result in an answer, or raise the error."""
-        self._record(link, answer.lap)
+        self._record(link, answer.segment)
         if answer.error is not None:
             raise answer.error
         return answer.result
 
-    def _record(self, link: Connection, lap: profiling.Lap | None) -> None:
+    def _record(self, link: Connection, segment: profiling.Segment | None) -> None:
         recorder = profiling.running()
-        if recorder is not None and lap is not None:
-            recorder.gather(1 + [*self._processes].index(link), lap)
+        if recorder is not None and segment is not None:
+            recorder.gather(1 + [*self._processes].index(link), segment)
 
     def close(self) -> None:
         """End the workers."""
@@ -190,7 +190,7 @@ class _Answer(NamedTuple):
 
     result: Any
     error: Exception | None
-    lap: profiling.Lap | None
+    segment: profiling.Segment | None
 
 
 def _serve(
@@ -221,9 +221,9 @@ def _serve(
             failure = RunError(str(error)) if error.exit_code == 1 else error
         except Exception:
             failure = _Failed(traceback.format_exc())
-        lap = recorder.lap() if recorder is not None else None
-        with profiling.during(profiling.MESSAGES):  # in the lap of the next answer
-            packed = dump_shared(_Answer(result, failure, lap), answers)
+        segment = recorder.take_segment() if recorder is not None else None
+        with profiling.during(profiling.MESSAGES):  # in the segment of the next answer
+            packed = dump_shared(_Answer(result, failure, segment), answers)
         try:
             link.send_bytes(packed)
         except OSError:

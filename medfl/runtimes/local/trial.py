@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from medfl.core.errors import InputError, MedflError, as_text, root_cause
-from medfl.core.forms import site_names
 from medfl.core.seeding import stream
+from medfl.core.setting_values import site_names
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
 from medfl.training import Networks, fit

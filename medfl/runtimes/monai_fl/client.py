@@ -135,8 +135,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._own = AtSite(federation, called, self._stop)
         if self.folder is not None:
             run = without_round_limit(federation.run)
-            place = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
-            self.states = StatesInFolder(place, federation.networks.device)
+            path = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
+            self.states = StatesInFolder(path, federation.networks.device)
         self._guard.open_account(called, federation.run.data.folder)
 
     @property
@@ -152,7 +152,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
         """
-        view, judge = self._ready(), tuple((extra or {}).get(SCORED_SECTIONS, ()))
+        view, score_on = self._ready(), tuple((extra or {}).get(SCORED_SECTIONS, ()))
         self._reply, self._trained, self.cases = None, True, {}
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
             round_, base, received = self._decoded(view, data, activity)
@@ -161,7 +161,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 view.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
-            result = self._call_step(profiling.STEP, site_step, round_, before, received, judge)
+            result = self._call_step(profiling.REST, site_step, round_, before, received, score_on)
             with profiling.during(profiling.MESSAGES):
                 reply, state = self._reply_of(view, round_, result, received)
             with profiling.during(profiling.CHECKPOINT):

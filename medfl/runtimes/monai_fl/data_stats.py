@@ -140,8 +140,8 @@ def statistics(parts: Mapping[str, Shard], task: Task, bins: Bins | None = None,
     sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
     filled = [one for one in sums_of_parts.values() if one is not None]
     whole = reduce(Sums.add, filled) if filled else None
-    statistics_of_parts = {part: _told([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()}
-    statistics_of_parts[_TOTAL] = _told(list(parts.values()), whole, task, bins)
+    statistics_of_parts = {part: _statistics([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()}
+    statistics_of_parts[_TOTAL] = _statistics(list(parts.values()), whole, task, bins)
     if least > 0:
         images = {part: None if one is None else one.images for part, one in sums_of_parts.items()}
         _suppress(statistics_of_parts, list(parts), images, least)
@@ -159,7 +159,7 @@ def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
     return total
 
 
-def _told(shards: Sequence[Shard], total: Sums | None, task: Task, bins: Bins | None) -> dict[str, Any]:
+def _statistics(shards: Sequence[Shard], total: Sums | None, task: Task, bins: Bins | None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "data_count": sum(map(len, shards)),
         "fail_count": 0,

@@ -37,7 +37,7 @@ class AtSite(Federation):
 
     Attributes:
         name: the site.
-        wire: how messages are made smaller on their way.
+        wire_compression: how messages are made smaller on their way.
         leaves: form of each tensor of the network that leaves the site and comes back.
     """
 

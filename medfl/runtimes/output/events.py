@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class Events:
     """TensorBoard event files of a run of which `done` rounds are done, continued after a resume."""
 
-    def __init__(self, path: Path, done: int, *places: Tracker) -> None:
-        self.path, self.done, self.places = path, done, places
+    def __init__(self, path: Path, done: int, *trackers: Tracker) -> None:
+        self.path, self.done, self.trackers = path, done, trackers
 
     def __enter__(self) -> Events:
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
@@ -26,8 +26,8 @@ class Events:
         self._writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
         self._hook = tell = threading.excepthook  # what fails in the writer's thread is raised by its next call
         threading.excepthook = lambda failed: None if "Async" in type(failed.thread).__name__ else tell(failed)
-        for place in self.places:
-            place.open(self.done)
+        for tracker in self.trackers:
+            tracker.open(self.done)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -36,8 +36,8 @@ class Events:
                 self._writer.close()
         finally:
             threading.excepthook = self._hook
-        for place in self.places:
-            place.close(kind is None)
+        for tracker in self.trackers:
+            tracker.close(kind is None)
 
     def add_image(self, name: str, pixels: Any, step: int, dataformats: str) -> None:
         """Write a picture."""
@@ -50,8 +50,8 @@ class Events:
         with writing(self.path):
             for name, value in numbers.items():
                 self._writer.add_scalar(name, value, entry["round"])
-        for place in self.places:
-            place.log(entry["round"], numbers)
+        for tracker in self.trackers:
+            tracker.log(entry["round"], numbers)
 
 
 def scalars(entry: Mapping[str, Any]) -> dict[str, float]:

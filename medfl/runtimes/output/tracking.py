@@ -108,8 +108,8 @@ def parse(text: str) -> tuple[type[Tracking | Wandb], str | None]:
     Raises:
         InputError: it is something else, or what it needs is not installed.
     """
-    kind, colon, place = text.partition(":")
-    if kind not in _KINDS or (colon and not place):
+    kind, colon, target = text.partition(":")
+    if kind not in _KINDS or (colon and not target):
         allowed = "mlflow or mlflow:URI, wandb or wandb:PROJECT"
         raise InputError(f"--track {text}", allowed, "for example mlflow:http://localhost:5000")
     tracker, module, words = _KINDS[kind]
@@ -117,7 +117,7 @@ def parse(text: str) -> tuple[type[Tracking | Wandb], str | None]:
         importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"--track {text}", f"it needs {words}", pip_install(kind)) from error
-    return tracker, place or None
+    return tracker, target or None
 
 
 def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
@@ -129,13 +129,13 @@ def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
         InputError: as `parse`.
     """
     if track is not None:
-        tracker, place = parse(track)
-        return [tracker(folder, place, say)]
+        tracker, target = parse(track)
+        return [tracker(folder, target, say)]
     return [tracker(folder, None, say) for tracker, *_ in _KINDS.values() if (folder.path / tracker.file).is_file()]
 
 
 def _without_password(uri: str) -> str:
     """Return a URI without a user and password: they belong into MLFLOW_TRACKING_USERNAME and _PASSWORD."""
     scheme, colon, rest = uri.partition("://")
-    place, slash, path = rest.partition("/")
-    return f"{scheme}{colon}{place.rpartition('@')[2]}{slash}{path}"
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{colon}{host.rpartition('@')[2]}{slash}{path}"

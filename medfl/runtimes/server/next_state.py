@@ -33,7 +33,7 @@ from medfl.core.untrusted import printable
 from medfl.methods._parts.robust import shares_under_cap, with_effective_counts
 from medfl.runtimes.attendance import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.rules import BrokenRule, check_marks, check_state, marks
+from medfl.runtimes.rules import BrokenRule, check_state, check_unchanged, object_versions
 from medfl.runtimes.server.claims import check_shares, far_replies
 
 Form = tuple[tuple[int, ...], str]
@@ -66,14 +66,14 @@ def next_state(
         RunError: a reply is refused and too few are left, with site and tensor; or aggregation fails with each reply.
         InputError: as it does, or a site has more of the weight than it may.
     """
-    cohort, method, before = federation.cohort(round_), federation.run.method, marks(server)
+    cohort, method, before = federation.cohort(round_), federation.run.method, object_versions(server)
     attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
 
     def attempt(names: Sequence[str]) -> NextState:
         try:
             return _checked_state(federation, round_, server, _only(replies, names))
         finally:
-            check_marks(method, server, before)
+            check_unchanged(method, server, before)
 
     with federation.networks.scope():
         sent = federation.method.broadcast(federation.host(round_), server, cohort[0]).tensors
@@ -217,8 +217,8 @@ def _at_fault(
         sites = ", ".join(map(repr, names)) or "nobody"
         raise RunError(f"{what}: the server's half fails with each reply ({sites}): {_in_one_line(error)}") from error
     if not at_fault:
-        healing = [name for name in names if failure([other for other in names if other != name]) is None]
-        at_fault = dict.fromkeys(healing or names, error)
+        needed_absent = [name for name in names if failure([other for other in names if other != name]) is None]
+        at_fault = dict.fromkeys(needed_absent or names, error)
     unusable = "the server's half can do nothing with its reply"
     return {name: f"{unusable}: {_in_one_line(why)}" for name, why in at_fault.items()}
 
@@ -246,14 +246,14 @@ def odd_replies(
     forms = {name: _forms(message.tensors, known) for name, message in replies.items()}
     expected, reasons = _forms(broadcast, known), dict[str, str]()
     for key in sorted({key for form in forms.values() for key in form}):
-        owners = {name: form[key] for name, form in forms.items() if key in form}
-        (most, count), *others = Counter(f for form in owners.values() for f in form.values()).most_common()
+        site_forms = {name: form[key] for name, form in forms.items() if key in form}
+        (most, count), *others = Counter(f for form in site_forms.values() for f in form.values()).most_common()
         tied = {form for form, n in others if n == count}
-        right = most if not tied else next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
-        for name, form in owners.items():
-            wrong = [tensor for tensor, its_form in form.items() if its_form != right]
+        usual = most if not tied else next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
+        for name, form in site_forms.items():
+            wrong = [tensor for tensor, its_form in form.items() if its_form != usual]
             if wrong and name not in reasons:
-                others_have = "the other sites' is another" if right is None else f"expected {_form_text(right)}"
+                others_have = "the other sites' is another" if usual is None else f"expected {_form_text(usual)}"
                 reasons[name] = f"{printable(wrong[0], 80)!r} is {_form_text(form[wrong[0]])}; {others_have}"
     return reasons
 

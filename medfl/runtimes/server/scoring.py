@@ -66,14 +66,14 @@ class Scoring:
 
     def evaluate(self, round_: int, server: State, results: Mapping[str, StepResult]) -> dict[str, Any]:
         """Score the received global and the personal models on validation data; remember the best round."""
-        whole = self._global(round_, "validate", server)
+        global_cases = self._global(round_, "validate", server)
         personal = self._personal(round_, server, ("validate",)) if self.method.judged == "personal" else None
         if personal is None:
             personal = {name: result.cases for name, result in results.items() if result.cases}
-        val_global = summarise(whole) if whole is not None else None
-        own_models = {name: cases["validate"] for name, cases in personal.items()}
-        val_personal = summarise(Cases.concat(list(own_models.values()))) if own_models else None
-        models = {"received": self._cut(whole, "validate"), "personal": own_models}
+        val_global = summarise(global_cases) if global_cases is not None else None
+        personal_cases = {name: cases["validate"] for name, cases in personal.items()}
+        val_personal = summarise(Cases.concat(list(personal_cases.values()))) if personal_cases else None
+        models = {"received": self._by_site(global_cases, "validate"), "personal": personal_cases}
         sites: dict[str, dict[str, Any]] = {}
         for name in self.federation.names:
             scores = {model: summarise(cases[name]) for model, cases in models.items() if name in cases}
@@ -112,10 +112,10 @@ class Scoring:
         task = partial(tasks.ScoreSite, sections=sections)
         return _in_order(names, self.dispatcher.at_sites(task, round_, server, names, sections))
 
-    def _cut(self, whole: Cases | None, section: str) -> dict[str, Cases]:
+    def _by_site(self, cases: Cases | None, section: str) -> dict[str, Cases]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        shards = {name: self.federation.shard(name, section) for name in self.federation.names if whole is not None}
-        return {name: whole.select(shard.indices.tolist()) for name, shard in shards.items() if whole and len(shard)}
+        shards = {name: self.federation.shard(name, section) for name in self.federation.names if cases is not None}
+        return {name: cases.select(shard.indices.tolist()) for name, shard in shards.items() if cases and len(shard)}
 
     def _judged_weights(self, round_: int, server: State) -> Weights:
         """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
@@ -133,21 +133,21 @@ class Scoring:
     def finish(self, server: State) -> Final:
         """Score on the test items, and write tables and weights."""
         last, judged = self.last, self.method.judged
-        whole = self._global(last, "test", server)
-        own_models = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
-        cut = self._cut(whole, "test")
-        received = {name: summarise(cases) for name, cases in cut.items()}
-        personal = {name: summarise(cases) for name, cases in own_models.items()}
-        everybody = Cases.concat(list(own_models.values())) if own_models else None
-        last_global, last_personal = self._scored(last, whole), self._scored(last, everybody)
+        global_cases = self._global(last, "test", server)
+        personal_by_site = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
+        global_by_site = self._by_site(global_cases, "test")
+        received = {name: summarise(cases) for name, cases in global_by_site.items()}
+        personal = {name: summarise(cases) for name, cases in personal_by_site.items()}
+        personal_cases = Cases.concat(list(personal_by_site.values())) if personal_by_site else None
+        last_global, last_personal = self._scored(last, global_cases), self._scored(last, personal_cases)
         weights = self._judged_weights(last, server)
         self.folder.write_weights("weights", weights)
-        best_global = self._best_global(whole)
+        best_global = self._best_global(global_cases)
         best_personal = None
-        if self.record["best_test"] and everybody is not None:
-            classes = self._classes(self.record["best_test"], everybody)
+        if self.record["best_test"] and personal_cases is not None:
+            classes = self._classes(self.record["best_test"], personal_cases)
             best_personal = {"round": self.record["best"]["round"], **self.record["best_test"], **classes}
-        judged_cases, judged_scores = (cut, received) if judged == "global" else (own_models, personal)
+        judged_cases, judged_scores = (global_by_site, received) if judged == "global" else (personal_by_site, personal)
         by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
         summary = {
             "judged": judged,
@@ -156,7 +156,7 @@ class Scoring:
             "global": {"last": last_global, "best": best_global} if last_global else None,
             "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
             **self._personal_model(),
-            "site_models": self._site_models(last, server) if judged == "personal" and whole is None else None,
+            "site_models": self._site_models(last, server) if judged == "personal" and global_cases is None else None,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
@@ -164,11 +164,11 @@ class Scoring:
             **({"best_sha256": file_sha256(self.folder.path / "best.safetensors")} if self.record["best"] else {}),
         }
         columns = {
-            name: _columns("received", received.get(name), self._classes(received.get(name), cut.get(name)))
-            | _columns("personal", personal.get(name), self._classes(personal.get(name), own_models.get(name)))
+            name: _columns("received", received.get(name), self._classes(received.get(name), global_by_site.get(name)))
+            | _columns("personal", personal.get(name), self._classes(personal.get(name), personal_by_site.get(name)))
             for name in self.federation.names
         }
-        self._write_tables(columns, whole if judged == "global" else None, everybody)
+        self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
         return Final(summary, judged_cases)
 
     def _scored(self, round_: int, cases: Cases | None) -> dict[str, Any] | None:
@@ -259,31 +259,28 @@ class Scoring:
         by_metric = {metric: spread({name: s.get(metric) for name, s in scores.items()}) for metric in metrics}
         return {what: {"round": last, **{m: v[what] for m, v in by_metric.items()}} for what in ("mean", "sd")}
 
-    def _best_global(self, whole: Cases | None) -> Metrics | None:
-        """Score the global model of the best round; `whole` are the outcomes of the last one's."""
+    def _best_global(self, last_cases: Cases | None) -> Metrics | None:
+        """Score the global model of the best round; `last_cases` are the outcomes of the last one's."""
         best = self.record["best"]
         if best is None:
             return None
         last = best["round"] == self.last
-        tested = whole if last else self._global(best["round"], "test", self.folder.best_state())
+        tested = last_cases if last else self._global(best["round"], "test", self.folder.best_state())
         return self._scored(best["round"], tested)
 
     def _write_tables(
-        self, columns: Mapping[str, dict[str, Any]], whole: Cases | None, everybody: Cases | None
+        self, columns: Mapping[str, dict[str, Any]], global_cases: Cases | None, personal_cases: Cases | None
     ) -> None:
         federation, classes = self.federation, self.federation.bundle.classes
         rows = []
         for name in federation.names:
-            row: dict[str, Any] = {
-                "site": name,
-                **{s: len(federation.shard(name, s)) for s in SECTIONS},
-            }
+            row: dict[str, Any] = {"site": name, **{s: len(federation.shard(name, s)) for s in SECTIONS}}
             labels = federation.shard(name, "train").labels
             row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
             rows.append(row | columns[name])
         self.folder.write_table("sites.csv", rows)
         owner = {ident: name for name in federation.names for ident in federation.shard(name, "test").ids}
-        cases = whole if whole is not None else everybody
+        cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
             self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
 

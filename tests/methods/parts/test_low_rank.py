@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from medfl.methods import load
 from medfl.methods._parts.adapting import adapting
 from medfl.methods._parts.chosen_layers import matrices, whole_layers
-from medfl.methods._parts.low_rank import Pairs, merge, refactored
+from medfl.methods._parts.low_rank import Pairs, merge_into, refactored
 from tests.support.toy import Toy, bits, cross_entropy, sgd, simulate
 
 
@@ -59,7 +59,7 @@ def test_adapted_and_merged_networks_are_the_same_and_gradients_are_the_chain_ru
     assert len(grads) == 2 * len(found), "nothing else has a gradient"
     assert (bits(network.state_dict()), list(network.state_dict())) == (before, order)
     assert all(type(layer).__module__.startswith(("torch.nn.modules", __name__)) for layer in network.modules())
-    merged = merge(network, pairs, 0.5)
+    merged = merge_into(network, pairs, 0.5)
     torch.testing.assert_close(merged(x), y, rtol=1e-5, atol=1e-5)
     merged.zero_grad()
     merged(x).square().sum().backward()

@@ -15,8 +15,8 @@ from medfl.methods._parts.prototypes import (
     distance,
     features,
     gaussians,
-    merge,
     pool,
+    pooled_means,
 )
 from tests.support.toy import bits, classifier, shaken
 
@@ -105,9 +105,9 @@ def test_merging_by_samples_is_the_mean_of_everything_and_plain_is_the_mean_of_t
     counts = [torch.tensor([3, 0, 0]), torch.tensor([1, 2, 0])]
     tables = [{"means": mean, "counts": count} for mean, count in zip(means, counts, strict=True)]
     owners = [{**table, "counts": table["counts"].clamp(max=1)} for table in tables]
-    assert merge(tables)[0][:, 0].tolist() == [2, 7, 0]
-    assert merge(owners)[0][:, 0].tolist() == [3, 7, 0]
-    assert merge(tables)[1].tolist() == [4, 2, 0]
+    assert pooled_means(tables)[0][:, 0].tolist() == [2, 7, 0]
+    assert pooled_means(owners)[0][:, 0].tolist() == [3, 7, 0]
+    assert pooled_means(tables)[1].tolist() == [4, 2, 0]
 
 
 def test_distance() -> None:

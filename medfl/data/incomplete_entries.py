@@ -64,11 +64,11 @@ def with_all_channels(entry: Any, channels: int, numbered: bool) -> Any:
     if not 0 < len(there) < channels:
         return entry
     files = [there.get(channel, min(there.items())[1]) for channel in range(channels)]
-    whole = JOINED.join(files) if isinstance(image, str) else files
-    return {**entry, "image": whole, LACKS: tuple(channel for channel in range(channels) if channel not in there)}
+    complete = JOINED.join(files) if isinstance(image, str) else files
+    return {**entry, "image": complete, LACKS: tuple(channel for channel in range(channels) if channel not in there)}
 
 
-def lacking(source: Source, channels: int = 0) -> Source:
+def fill_missing(source: Source, channels: int = 0) -> Source:
     """Return a source whose transforms know what entries may lack.
 
     Args:
@@ -76,14 +76,14 @@ def lacking(source: Source, channels: int = 0) -> Source:
         channels: of an image; 0: none of them is lacking.
     """
     steps = list(allow_missing_labels(source.transforms).transforms)
-    if any(isinstance(step, ZeroChannels if channels else Ready) for step in steps):
+    if any(isinstance(step, ZeroChannels if channels else StandInLabel) for step in steps):
         return source
     random = (i for i, t in enumerate(steps) if isinstance(t, RandomizableTrait) or not isinstance(t, Transform))
     first = next(random, len(steps))
     zero = [ZeroChannels(channels)] if channels else []
     fixed: list[Any] = [part for step in steps[:first] for part in (step, *zero)]
     example = next((entry for entry in source.entries if "label" in entry), None)
-    return replace(source, transforms=(Compose([*fixed, Ready(Compose(fixed), example), *steps[first:]]),))
+    return replace(source, transforms=(Compose([*fixed, StandInLabel(Compose(fixed), example), *steps[first:]]),))
 
 
 class ZeroChannels(Transform):
@@ -104,7 +104,7 @@ class ZeroChannels(Transform):
         return {**data, "image": image}
 
 
-class Ready(Transform):
+class StandInLabel(Transform):
     """Give an image without a label one that stands for it, of the form that labels have here.
 
     Args:

@@ -10,7 +10,7 @@ from medfl.training import Site
 from medfl.training.accelerate.replayable import generator_states
 
 
-class SideStream:
+class SeparateRandomness:
     """A context for what goes on beside the training of a network, so that its dropout is that of one alone.
 
     The n-th block has the stream (site, purpose, n). What draws nothing needs none: the first block shows whether it

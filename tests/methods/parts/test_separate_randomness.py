@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from medfl.core.seeding import stream
-from medfl.methods._parts.side_stream import SideStream
+from medfl.methods._parts.separate_randomness import SeparateRandomness
 from tests.support.toy import Toy, blobs
 
 SITE = Toy(blobs({"a": 3})).site("a")
 
 
-def blocks(aside: SideStream, count: int) -> list[float]:
+def blocks(aside: SeparateRandomness, count: int) -> list[float]:
     """What so many blocks draw."""
     found = []
     for _ in range(count):
@@ -31,15 +31,17 @@ def drawn(purpose: str, step: int) -> float:
 
 
 def test_each_block_has_a_stream_of_its_own() -> None:
-    assert blocks(SideStream(SITE, "some"), 3) == [drawn("some", step) for step in (0, 1, 2)]
-    assert blocks(SideStream(SITE, "some", first=1, each=2), 4) == [drawn("some", step) for step in (1, 1, 2, 2)]
+    assert blocks(SeparateRandomness(SITE, "some"), 3) == [drawn("some", step) for step in (0, 1, 2)]
+    assert blocks(SeparateRandomness(SITE, "some", first=1, each=2), 4) == [
+        drawn("some", step) for step in (1, 1, 2, 2)
+    ]
 
 
 def test_what_is_drawn_outside_stays() -> None:
     with stream(0, "outside"):
         torch.rand(1)
         expected = torch.rand(1).item()
-    aside = SideStream(SITE, "some")
+    aside = SeparateRandomness(SITE, "some")
     with stream(0, "outside"):
         torch.rand(1)
         blocks(aside, 3)
@@ -47,7 +49,7 @@ def test_what_is_drawn_outside_stays() -> None:
 
 
 def test_what_draws_nothing_is_not_seeded_after_its_first_block() -> None:
-    aside = SideStream(SITE, "some")
+    aside = SeparateRandomness(SITE, "some")
     with stream(0, "outside"):
         seeds = []
         for _ in range(3):
@@ -63,7 +65,7 @@ def test_what_draws_nothing_is_not_seeded_after_its_first_block() -> None:
     ids=["torch", "NumPy", "Python"],
 )
 def test_all_generators_count_as_drawing(draw: Callable[[], object]) -> None:
-    aside = SideStream(SITE, "some")
+    aside = SeparateRandomness(SITE, "some")
     with aside():
         draw()
     assert blocks(aside, 1) == [drawn("some", 1)]
@@ -72,6 +74,6 @@ def test_all_generators_count_as_drawing(draw: Callable[[], object]) -> None:
 def test_a_block_that_fails_puts_the_generators_back() -> None:
     with stream(0, "outside"):
         seed = torch.initial_seed()
-        with pytest.raises(ValueError, match="no"), SideStream(SITE, "some")():
+        with pytest.raises(ValueError, match="no"), SeparateRandomness(SITE, "some")():
             raise ValueError("no")
         assert torch.initial_seed() == seed

@@ -5,8 +5,8 @@ from __future__ import annotations
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.sections import Sections
 from medfl.core.errors import InputError
-from medfl.core.forms import site_names
 from medfl.core.run import Run
+from medfl.core.setting_values import site_names
 from medfl.core.task import SECTIONS
 from medfl.data.source import LACKS
 from medfl.runtimes import site_channels
@@ -24,11 +24,11 @@ def apply_to(bundle: Bundle, run: Run) -> None:
     channels = site_channels.names(bundle) if run.site_channels else ()
     site_positions = site_channels.read(run.site_channels, channels, sites)
     site_lacks = {site: [c for c in range(len(channels)) if c not in has] for site, has in site_positions.items()}
-    bare = {ident for site in site_names(run.unlabelled) for ident in sites.get(site, {}).get("train", ())}
+    unlabelled_ids = {ident for site in site_names(run.unlabelled) for ident in sites.get(site, {}).get("train", ())}
     for section in SECTIONS[: 2 + bundle.has_test]:
         site_of = {ident: site for site in sites for ident in sites[site].get(section, ())}
         absent = {ident: site_lacks.get(site, []) for ident, site in site_of.items()}
-        hidden = bare if section == "train" else set()
+        hidden = unlabelled_ids if section == "train" else set()
         for item in bundle.items(section):
             ident = str(item["id"])
             missing = {*item.get(LACKS, ())} - {*absent.get(ident, ())}
