@@ -1,7 +1,8 @@
 """Bundle: a MONAI bundle, ours or anybody's, read as networks, data, loss and optimiser.
 
 Everything is reached from the bundle's trainer (`train#trainer` or flat `trainer`) by following references, so both of
-the zoo's styles work unmodified. Trainer, evaluator and handlers themselves are never made: they write files.
+the zoo's styles work unmodified. Handlers are never made, for they write files; engines are where a trainer has an
+iteration of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from medfl.bundle import older, own_iteration, text_embeddings
 from medfl.bundle.configuration import Configuration
-from medfl.bundle.engines import find_trainer, key_metric, own_steps, scoring
+from medfl.bundle.engines import find_trainer, key_metric, own_trainer_class, scoring
 from medfl.bundle.files import channel_names, config_file, find, mask_names, read_metadata, sha256_of, shipped_folders
 from medfl.bundle.files import read_protocol as read_protocol
 from medfl.bundle.files import shipped as shipped
@@ -43,7 +44,7 @@ _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 
 
 class Bundle:
-    """A MONAI bundle with a supervised trainer.
+    """A MONAI bundle with a trainer, supervised or with an iteration of its own.
 
     Args:
         name_or_path: a shipped bundle's name, or the folder of any MONAI bundle.
@@ -75,7 +76,7 @@ class Bundle:
         self._file = config_file(self.root, "train") or self.root / "configs" / "train.json"
         self._config = self._read(self._file)
         self._trainer = find_trainer(self._config)
-        self.own_trainer = own_steps(self._config, self._trainer)
+        self.own_trainer = own_trainer_class(self._config, self._trainer)
         """Class of a trainer that takes its steps by itself, "" of MONAI's supervised one."""
         self.sections = Sections(self.root, self._trainer, self._config, self._with_evaluate, bool(self.own_trainer))
         self._embeddings: dict[str, tuple[Tensor, str]] = {}
@@ -93,7 +94,7 @@ class Bundle:
         Raises:
             InputError: the id is missing, or the bundle's own expression fails; names id and cause.
         """
-        return self._config.content(key)
+        return self._config.evaluated(key)
 
     def __contains__(self, key: str) -> bool:
         """Tell whether the configuration has an id."""
@@ -149,7 +150,7 @@ class Bundle:
     def _loss_function(self) -> Callable[..., Tensor]:
         if self.own_trainer:
             return partial(own_iteration.refuse, "a method that computes the loss by itself", self.own_trainer)
-        function: Callable[..., Tensor] = self._config.content(f"{self._trainer}#loss_function")
+        function: Callable[..., Tensor] = self._config.evaluated(f"{self._trainer}#loss_function")
         return function.to(self.device) if isinstance(function, nn.Module) else function
 
     @cached_property
@@ -229,7 +230,7 @@ class Bundle:
     def _disk_cache(self, section: str) -> DiskCache | None:
         """Return where prepared samples go that are too large for memory; None where entries have no names."""
         source = self.sections[section].source
-        if not (source.is_list and source.fixed):
+        if not (source.is_list and source.repeatable):
             return None
         overrides = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
         versions = {name: version_of(name) for name in ("medfl", "monai", "torch")}

@@ -1,8 +1,8 @@
 """Configuration: a MONAI bundle's training configuration, read without doing what it does on the side.
 
-Ids are looked up one by one: the lists `run` and `initialize` never are, and engines (trainers and evaluators, whose
-handlers write files) are refused. Before parsing, transforms that save or invert are disabled wherever they stand, and
-data sets that cache, in memory or in files, become the plain `Dataset` over the same list.
+Ids are looked up one by one: the lists `run` and `initialize` never are, and trainers and evaluators are made by
+`engines` alone, without their handlers, which write files. Before parsing, transforms that save or invert are disabled
+wherever they stand, and data sets that cache, in memory or in files, become the plain `Dataset` over the same list.
 """
 
 from __future__ import annotations
@@ -181,24 +181,24 @@ class Configuration:
 
     # Evaluating
 
-    def content(self, key: str) -> Any:
+    def evaluated(self, key: str) -> Any:
         """Return the object of an id, the same one each time; InputError names an id that fails, and the cause."""
         with stream(0, "configuration"):  # for lists that the bundle shuffles without a seed of its own
-            return self._content_of(self._parser, key)
+            return self._evaluate(self._parser, key)
 
     def build_new(self, *keys: str) -> list[Any]:
         """Return new objects of ids that belong together; what is random is drawn from the caller's stream."""
         parser = self._parse()
-        return [self._content_of(parser, key) for key in keys]
+        return [self._evaluate(parser, key) for key in keys]
 
     def engines(self, trainer: str, *evaluators: str) -> list[Any]:
         """Return a new trainer, and evaluators that belong to it, without their handlers."""
         keys = (trainer, *evaluators)
         aside = [*(f"{key}#{part}" for key in keys for part in _ASIDE), f"{trainer}#postprocessing"]
         parser = self._parse([key for key in aside if key in self._parser])
-        return [self._content_of(parser, key, keys) for key in keys]
+        return [self._evaluate(parser, key, keys) for key in keys]
 
-    def _content_of(self, parser: ConfigParser, key: str, engines: Sequence[str] = ()) -> Any:
+    def _evaluate(self, parser: ConfigParser, key: str, engines: Sequence[str] = ()) -> Any:
         if key not in parser:
             raise InputError(f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it")
         for other, node in self.dependencies_of(key, parser).items():
@@ -206,7 +206,7 @@ class Configuration:
             if engine and other.replace("::", "#") not in engines:
                 raise InputError(
                     f"{self.file}: id {key!r} needs {other.replace('::', '#')!r}, a {target_name(node)}",
-                    "trainers and evaluators are never made here: their handlers write files",
+                    "trainers and evaluators are not made here: their handlers write files",
                     "take the reference to it out of this id",
                 )
         has_own = self._policy.trusted or "scripts" in self._policy.allow

@@ -83,7 +83,7 @@ class DataNeeds:
     def _argument(self, part: Component, name: str) -> Any:
         """Return an argument of a component, evaluated; None where it has none or that needs data."""
         try:
-            return self.config.content(f"{part[0]}#{name}") if name in part[1] else None
+            return self.config.evaluated(f"{part[0]}#{name}") if name in part[1] else None
         except InputError:
             return None
 
@@ -192,7 +192,7 @@ class DataNeeds:
         for key, node in self.config.dependencies_of(self.dataset(section)).items():
             if isinstance(node, str) and key != "bundle_root":
                 try:
-                    value = self.config.content(key.replace("::", "#"))
+                    value = self.config.evaluated(key.replace("::", "#"))
                 except InputError:
                     continue
                 if isinstance(value, str | Path) and str(value):

@@ -25,7 +25,7 @@ from torch import Tensor
 from medfl.bundle.asked_files import CASE, DrawnLayout, LookUps, noting_lookups, unmatched
 from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.data_needs import DataNeeds
-from medfl.bundle.engines import find_trainer, own_steps
+from medfl.bundle.engines import find_trainer, own_trainer_class
 from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import Section, Sections
@@ -152,7 +152,7 @@ class _Drawing:
         self.config = configuration("train")
         self.evaluation: Callable[[], Configuration] = lambda: configuration("train", "evaluate")
         self.trainer = find_trainer(self.config)
-        self.supervised = not own_steps(self.config, self.trainer)
+        self.supervised = not own_trainer_class(self.config, self.trainer)
         self.sections = Sections(self.root, self.trainer, self.config, self.evaluation)
 
     @property
@@ -253,7 +253,7 @@ class _Drawing:
             if not isinstance(deepest(error), ImportError):
                 raise
             self.untried[section], config, data = str(deepest(error)), self.needs.config, None
-            entries = config.content(config.within(self.needs.dataset(section), "data"))
+            entries = config.evaluated(config.within(self.needs.dataset(section), "data"))
             if not len(entries):
                 problem = f"the data list of section {section!r} is empty"
                 raise InputError(problem, "at least one item", "fill it, or give another list by --config") from None

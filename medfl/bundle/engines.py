@@ -30,14 +30,14 @@ def find_trainer(config: Configuration) -> str:
             "federated training needs a trainer, MONAI's or the bundle's own",
             "make it a SupervisedTrainer, or give another bundle's folder",
         )
-    supervised = () if own_steps(config, key) else ("network", "loss_function", "optimizer")
+    supervised = () if own_trainer_class(config, key) else ("network", "loss_function", "optimizer")
     for part in (*supervised, "train_data_loader"):
         if part not in node:
             raise InputError(f"{config.file} has no id '{key}#{part}'", "a trainer has it", "add it")
     return key
 
 
-def own_steps(config: Configuration, trainer: str) -> str:
+def own_trainer_class(config: Configuration, trainer: str) -> str:
     """Return the class of a trainer whose steps are not those of MONAI's SupervisedTrainer, else ""."""
     node = config.raw(trainer)[1]
     name = target_name(node)
@@ -57,7 +57,7 @@ def scoring(config: Configuration) -> tuple[Any, Any]:
     """Return the evaluator's inferer, MONAI's simplest without one, and its postprocessing, None without one."""
     engine = find_evaluator(config)
     keys = f"{engine}#inferer", f"{engine}#postprocessing"
-    inferer, postprocessing = (config.content(key) if key in config else None for key in keys)
+    inferer, postprocessing = (config.evaluated(key) if key in config else None for key in keys)
     return inferer or SimpleInferer(), postprocessing
 
 
@@ -71,10 +71,10 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     if not isinstance(metrics, Mapping) or not metrics:
         return "loss", loss
     name, node = next(iter(metrics.items()))
-    metric = config.content(f"{key}#{name}")
+    metric = config.evaluated(f"{key}#{name}")
     if isinstance(node, Mapping) and target_name(node) == "MeanDice":
         return "dice", metric
     if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
-        better = config.content(f"{evaluator}#metric_cmp_fn")
+        better = config.evaluated(f"{evaluator}#metric_cmp_fn")
         name += "_error" if better(0.0, 1.0) else ""
     return name, metric

@@ -40,7 +40,7 @@ class Inference:
     @property
     def inferer(self) -> Callable[..., Any]:
         """What takes inputs and a network to outputs of whole images."""
-        inferer: Callable[..., Any] = self.config.content("inferer") if "inferer" in self.config else SimpleInferer()
+        inferer: Callable[..., Any] = self.config.evaluated("inferer") if "inferer" in self.config else SimpleInferer()
         return inferer
 
     @property
@@ -95,7 +95,7 @@ def _network(config: Configuration, weights: Path, device: torch.device) -> nn.M
         if weights.suffix == ".ts":
             network: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
         else:
-            network = config.content("network_def")
+            network = config.evaluated("network_def")
             state: Any = load_weights(weights) if weights.suffix == ".safetensors" else load_pickled(weights)
             network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
         return network.to(device).eval()

@@ -9,14 +9,14 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from medfl.bundle import older
 from medfl.bundle.configuration import Configuration, own_modules, target_name
-from medfl.bundle.engines import find_evaluator, own_steps
+from medfl.bundle.engines import find_evaluator, own_trainer_class
 from medfl.bundle.optimizers import is_disabled
 from medfl.bundle.sections import Section
 
 
 def notes(root: Path, config: Configuration, trainer: str, train: Section, scheduled: bool) -> Iterator[str]:
     """Yield the notes of a bundle."""
-    own = own_steps(config, trainer)
+    own = own_trainer_class(config, trainer)
     inferer, amp = (config.raw(f"{trainer}#{part}")[1] for part in ("inferer", "amp"))
     sampler, modules = getattr(train.loader, "sampler", None), sorted(own_modules(root))
     if modules:
@@ -30,7 +30,7 @@ def notes(root: Path, config: Configuration, trainer: str, train: Section, sched
         yield f"its learning rate schedule{why} is not run; --lr-decay multiplies the rate"
     if any(config.nodes("CheckpointLoader")):
         yield "its checkpoints are not loaded"
-    if amp and config.content(f"{trainer}#amp"):
+    if amp and config.evaluated(f"{trainer}#amp"):
         yield "its trainer's mixed precision is for a GPU: a run on one has it"
     if inferer and not own and target_name(inferer) != "SimpleInferer":
         yield "its training inferer is not used"

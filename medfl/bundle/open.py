@@ -17,7 +17,7 @@ from medfl import datasets
 from medfl.bundle import parts, unlabelled_images
 from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
-from medfl.bundle.parts import PartsBundle, opened
+from medfl.bundle.parts import PartsBundle, open_bundle
 from medfl.core.errors import InputError
 from medfl.core.places import PHANTOM, cache_folder
 from medfl.core.release import VERSION
@@ -54,7 +54,7 @@ def without_data(name: str, config: Mapping[str, Any], device: str, policy: Poli
     for key, instead in _INSTEAD.items():
         if key in config and name in shipped():
             raise InputError(f"--config {key}={config[key]}", f"a federated run sets this id by {instead}", "use that")
-    bundle = opened(name, config, device, policy)
+    bundle = open_bundle(name, config, device, policy)
     if bundle.is_shipped:  # another's network may need the data folder, which is not known yet
         with stream(0, "trial network"):
             bundle.network()
@@ -86,11 +86,11 @@ def reopened(
     *,
     given: str | None = None,
     folder: Path | None = None,
-    changed: bool = False,
+    allow_changed: bool = False,
 ) -> Bundle:
     """Open a recorded run's bundle without its data: today's where it is the recorded one, else the recorded folder.
 
-    `given` is a folder to take instead; with `changed` today's is taken also where a shipped bundle has changed since.
+    `given` is a folder to take instead; `allow_changed` takes today's of a shipped bundle that has changed since.
 
     Raises:
         InputError: no bundle is there, or it has changed since the run.
@@ -100,15 +100,15 @@ def reopened(
     if not is_recorded(current, run):
         if is_ours and not given and (there / "configs").is_dir() and is_recorded(run.bundle_path, run):
             current = run.bundle_path
-        elif not (is_ours and changed and not given):
-            raise _changed(run, current, folder)
-    bundle = opened(current, config, device, policy)
+        elif not (is_ours and allow_changed and not given):
+            raise _changed_error(run, current, folder)
+    bundle = open_bundle(current, config, device, policy)
     if is_ours:  # a former version's is, too
         bundle.name, bundle.is_shipped = name, True
     return bundle
 
 
-def _changed(run: Run, current: str, folder: Path | None) -> InputError:
+def _changed_error(run: Run, current: str, folder: Path | None) -> InputError:
     """Return the error of a run whose bundle is not the recorded one; it says how that is given."""
     where, out = (f" in {folder}", str(folder)) if folder else ("", "DIR")
     given = f"bundle {run.bundle!r} has changed since the run{where}: that of {current} has another configuration hash"
@@ -121,7 +121,7 @@ def _changed(run: Run, current: str, folder: Path | None) -> InputError:
 
 
 @dataclass(frozen=True)
-class Opened:
+class BundleWithData:
     """A bundle open on its data: their folder ("" where the bundle says it), their split, and remarks for the user."""
 
     bundle: Bundle
@@ -156,7 +156,7 @@ def with_data(
     bundle: Bundle | None = None,
     policy: Policy | None = None,
     unlabelled: bool = False,
-) -> Opened:
+) -> BundleWithData:
     """Open a bundle on its images.
 
     `data` is a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom, which is said.
@@ -168,17 +168,17 @@ def with_data(
         InputError: no such images, or another bundle's phantom is asked for.
     """
     if name not in shipped():
-        return _foreign(bundle or opened(name, config, device, policy), data, config, unlabelled)
+        return _foreign(bundle or open_bundle(name, config, device, policy), data, config, unlabelled)
     if unlabelled and data is not None and _is_unknown(name, data):
-        bundle, images = bundle or opened(name, config, device, policy), Path(data).absolute()
+        bundle, images = bundle or open_bundle(name, config, device, policy), Path(data).absolute()
         bundle.override({"dataset_dir": str(images)})
-        return Opened(bundle, str(images), "", _take_unlabelled(bundle, images))
+        return BundleWithData(bundle, str(images), "", _take_unlabelled(bundle, images))
     folder = _folder(name, data, say).absolute()  # a bundle looks below folders that are named in full
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
-    bundle = bundle or opened(name, config, device, policy)
+    bundle = bundle or open_bundle(name, config, device, policy)
     bundle.override({"dataset_dir": str(folder), "split": split})
     notes = (*datasets.notes(name, folder), *(_take_unlabelled(bundle, folder) if unlabelled else ()))
-    return Opened(bundle, str(folder), split, (f"split: {split}", *notes))
+    return BundleWithData(bundle, str(folder), split, (f"split: {split}", *notes))
 
 
 def _is_unknown(name: str, data: str) -> bool:
@@ -217,7 +217,7 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
     return str(preferred) if preferred in offered else offered[0]
 
 
-def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabelled: bool) -> Opened:
+def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabelled: bool) -> BundleWithData:
     if data == PHANTOM:
         advice = "give this bundle's data folder, or omit --data"
         raise InputError("--data phantom", "phantoms exist for the shipped bundles", advice)
@@ -234,7 +234,7 @@ def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabe
         error = bundle.test_error
         why = f"its test data cannot be read ({error})" if error else "this bundle names no test data"
         notes += (f"{why}: the validation items serve as test items, so 'best' is optimistic",)
-    return Opened(bundle, folder, OWN_SPLIT, notes)
+    return BundleWithData(bundle, folder, OWN_SPLIT, notes)
 
 
 def _foreign_checksum(bundle: Bundle) -> str:

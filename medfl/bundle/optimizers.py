@@ -16,7 +16,7 @@ from medfl.bundle.configuration import Configuration
 
 def is_disabled(config: Configuration, key: str, node: Mapping[str, Any]) -> bool:
     """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
-    value = config.content(f"{key}#_disabled_") if "_disabled_" in node else False
+    value = config.evaluated(f"{key}#_disabled_") if "_disabled_" in node else False
     return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
 
 

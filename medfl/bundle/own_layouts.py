@@ -53,7 +53,7 @@ def find(images: str | Path, masks: str | Path | None = None, labels: str | Path
     if all((root / name).is_dir() for name in names):
         rest = "; imagesTs is left out" * (root / "imagesTs").is_dir()
         return _with_names(UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{rest}"))
-    if (root / conventions.BIDS).is_file():
+    if (root / conventions.BIDS_FILE).is_file():
         where = conventions.bids_masks(root)
         return UserLayout(root, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects")
     if said := _together(root):
@@ -80,11 +80,11 @@ def _beside(root: Path, other: Path, flag: str, what: str) -> UserLayout:
 
 def _with_names(layout: UserLayout) -> UserLayout:
     """Return a layout with the names that nnU-Net's dataset.json has, if it is one of nnU-Net."""
-    path = layout.folder / conventions.NNUNET
+    path = layout.folder / conventions.NNUNET_FILE
     if layout.masks != conventions.NNUNET_FOLDERS[1] or not path.is_file():
         return layout
     names = conventions.class_names(path)
-    said = layout.said + f"; names of the structures by {conventions.NNUNET}" * bool(layout.said and names)
+    said = layout.said + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(layout.said and names)
     return replace(layout, classes=names, said=said)
 
 
@@ -93,5 +93,5 @@ def _together(root: Path) -> str:
     images, masks = own.paths(root, root, lacking=False)
     if not masks or 2 * len(masks) < len(images):
         return ""
-    endings = sorted({match[0] for path, _ in masks if (match := matching.ENDING.search(path))})
+    endings = sorted({match[0] for path, _ in masks if (match := matching.MASK_END.search(path))})
     return f"images and masks in one folder: files that end in {', '.join(endings)} are masks"

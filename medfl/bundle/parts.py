@@ -184,7 +184,7 @@ def given(bundle: str | Path | Parts) -> str:
     return bundle.bundle_name if isinstance(bundle, Parts) else str(bundle)
 
 
-def opened(
+def open_bundle(
     name: str, config: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", policy: Policy | None = None
 ) -> Bundle:
     """Return the bundle of a name or folder, or the parts of this name; InputError as of `Bundle` and `known`."""

@@ -167,10 +167,10 @@ class _Listed(torch.utils.data.Dataset[Any]):
 
 def _joined(datasets: list[Any], sources: list[Source]) -> Source:
     """Return the data of all sites as one: a list where all are lists with the same transforms."""
-    if all(one.is_list and one.fixed and one.transforms == sources[0].transforms for one in sources):
+    if all(one.is_list and one.repeatable and one.transforms == sources[0].transforms for one in sources):
         return Source([entry for one in sources for entry in one.entries], sources[0].transforms)
     whole = [one if isinstance(one, torch.utils.data.Dataset) else _Listed(one) for one in datasets]
-    return Source(ConcatDataset(whole), (), fixed=all(one.fixed and not one.transforms for one in sources))
+    return Source(ConcatDataset(whole), (), repeatable=all(one.repeatable and not one.transforms for one in sources))
 
 
 def _labels(source: Source) -> Iterator[int]:

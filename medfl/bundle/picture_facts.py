@@ -42,7 +42,7 @@ DEPTHS = (255, 1023, 4095, 16383, 65535)
 """Largest values of 8, 10, 12, 14 and 16 bits."""
 
 
-def pixels(seen: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
+def common_facts(seen: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
     channels = 3 if any(one.shape[-1] > 1 for one in seen) else 1
     brightest = 1 if own_depth(seen) else max(one.brightest for one in seen)

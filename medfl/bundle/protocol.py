@@ -53,7 +53,7 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
 
 
 def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> None:
-    """Raise InputError where `methods`, one of these, `config`, `presets` or one of these is given and no table."""
+    """Raise InputError where `methods`, `config`, `presets`, a method or a preset is given and is no table."""
     tables = {key: values.get(key) for key in ("methods", "config", *(() if within else ("presets",)))}
     for key in ("methods", "presets"):
         if isinstance(inner := tables.get(key), Mapping):

@@ -70,7 +70,7 @@ class UnlabelledEntries:
 class Sections:
     """Sections by name; `evaluation` reads the training configuration with evaluate.* merged in.
 
-    A trainer of the bundle's own (`own_trainer`) takes batches apart by itself, and may do without validation data.
+    A trainer of the bundle's own (`has_own_trainer`) takes batches apart by itself, and may do without validation data.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Sections:
         trainer: str,
         config: Configuration,
         evaluation: Callable[[], Configuration],
-        own_trainer: bool = False,
+        has_own_trainer: bool = False,
     ) -> None:
         """Take the configurations; nothing in them is evaluated yet."""
         self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
         self._opened: dict[str, Section] = {}
-        self.test_error, self._own_trainer = "", own_trainer
+        self.test_error, self._has_own_trainer = "", has_own_trainer
         has_validation = find_evaluator(config) is not None or any(key in config for key in _VALIDATION_SETS)
-        self._unscored = own_trainer and not has_validation
+        self._unscored = has_own_trainer and not has_validation
         self.find_unlabelled: Callable[[], UnlabelledEntries] | None = None
 
     @cached_property
@@ -100,10 +100,10 @@ class Sections:
         return self._unlabelled is not None and self._unlabelled.alone
 
     @property
-    def lists(self) -> bool:
+    def has_training_items(self) -> bool:
         """Tell whether the training data list, as the bundle makes it, has items."""
         try:
-            return len(take_apart(self._config.content(self._loader_ids(self._config, "train")[1])).entries) > 0
+            return len(take_apart(self._config.evaluated(self._loader_ids(self._config, "train")[1])).entries) > 0
         except (InputError, TypeError):
             return False
 
@@ -144,7 +144,7 @@ class Sections:
     def validation_batch_size(self) -> int:
         """Return the items per batch of the validation loader; its data are opened only where they have to tell."""
         key = f"{self._loader_ids(self._config, 'validate')[0]}#batch_size"
-        return int(self._config.content(key)) if key in self._config else self["validate"].batch_size
+        return int(self._config.evaluated(key)) if key in self._config else self["validate"].batch_size
 
     def __getitem__(self, section: str) -> Section:
         """Return a section, opened once; InputError, which names the id, if its data cannot be divided or are none."""
@@ -161,7 +161,7 @@ class Sections:
         loader_id, dataset_id = self._loader_ids(config, section)
         if self.images_only:
             config.override({config.within(dataset_id, "data"): [{}]})  # the bundle would look for labels
-        dataset = config.content(dataset_id)
+        dataset = config.evaluated(dataset_id)
         try:
             source = take_apart(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
         except TypeError as error:
@@ -182,12 +182,12 @@ class Sections:
             )
         engine = self._trainer if section == "train" else find_evaluator(config)
         has_own = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
-        prepare_batch = config.content(f"{engine}#prepare_batch") if has_own else default_prepare_batch
-        prepare_batch = _as_loaded if self._own_trainer else prepare_batch
-        folder = config.content("dataset_dir") if "dataset_dir" in config else self.root
+        prepare_batch = config.evaluated(f"{engine}#prepare_batch") if has_own else default_prepare_batch
+        prepare_batch = _as_loaded if self._has_own_trainer else prepare_batch
+        folder = config.evaluated("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         items, source = self._with_channels(items, source)
-        return Section(source, items, config.content(loader_id) if loader_id else None, prepare_batch)
+        return Section(source, items, config.evaluated(loader_id) if loader_id else None, prepare_batch)
 
     def _with_channels(self, items: list[Item], source: Source) -> tuple[list[Item], Source]:
         """Return a data list in which images whose channels are files have one for each."""

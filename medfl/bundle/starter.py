@@ -24,7 +24,7 @@ from medfl import networks
 from medfl.bundle import own_layouts
 from medfl.bundle.new_metadata import metadata_of
 from medfl.bundle.own_layouts import UserLayout
-from medfl.bundle.picture_facts import PictureFacts, depth_notes, duplicate_notes, own_depth, pixels, sides
+from medfl.bundle.picture_facts import PictureFacts, common_facts, depth_notes, duplicate_notes, own_depth, sides
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text
 from medfl.core.places import require_new_bundle
@@ -95,7 +95,7 @@ class Survey:
     folds: int = 0
 
     @property
-    def items(self) -> str:
+    def items_call(self) -> str:
         """The call of `medfl.datasets.own` that lists the items, up to the section."""
         if self.kind != "labelled":
             return "paired(@dataset_dir, @images, @masks"
@@ -159,7 +159,7 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
             raise InputError(f"{text!r}", names, "rename it")
-    words = {**asdict(seen), "items": seen.items, "kind_text": _KINDS[seen.kind]}
+    words = {**asdict(seen), "items_call": seen.items_call, "kind_text": _KINDS[seen.kind]}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.bundle"), undefined=jinja2.StrictUndefined, trim_blocks=True,
@@ -199,7 +199,7 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
         notes[:0] = own.beside_classes(root, index.records)
     notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
     return Survey(
-        "labelled", str(root), index.classes, counts, *pixels(seen), images=layout.images, labels=layout.labels,
+        "labelled", str(root), index.classes, counts, *common_facts(seen), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
         own_depth=own_depth(seen), said=(index.columns,) if index.columns else (),
         **_patients(index, divided, group_by),
@@ -282,16 +282,18 @@ def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, p
         about |= {"patch": _patch(shapes), "notes": notes}
         return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **about)
     notes += depth_notes(shown)
-    return Survey("pictures", where, names, counts, *pixels(shown), notes=notes, own_depth=own_depth(shown), **about)
+    return Survey(
+        "pictures", where, names, counts, *common_facts(shown), notes=notes, own_depth=own_depth(shown), **about
+    )
 
 
 def _structures(layout: UserLayout, named: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the names of the values of masks, of which one is the largest."""
     background = layout.classes[0] if layout.classes else "background"
     if named and most > len(named):
+        source = conventions.NNUNET_FILE if layout.classes else "--classes"
         raise InputError(
-            f"{conventions.NNUNET if layout.classes else '--classes'} names {', '.join(named)}, and masks have values "
-            f"up to {most}",
+            f"{source} names {', '.join(named)}, and masks have values up to {most}",
             "a name for each value of the masks but 0, in their order",
             f"give {most} names",
         )

@@ -31,7 +31,7 @@ def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
     ids, channels = ids_of(bundle), channels_of(bundle.metadata)
     if not bundle.is_shipped and isinstance(ids["classes"], list) and "split" in ids:
         return _of_own(folder, ids, channels)
-    alone = not (datasets.get(bundle.name).layout(folder) if bundle.is_shipped else bundle.sections.lists)
+    alone = not (datasets.get(bundle.name).layout(folder) if bundle.is_shipped else bundle.sections.has_training_items)
     images = folder if alone else folder / own.UNLABELLED
     files = joined(named([images], is_volumes(bundle.metadata)), channels) if images.is_dir() else {}
     entries = [_entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri) for name, uri in files.items()]

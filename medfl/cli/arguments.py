@@ -127,7 +127,7 @@ def add_jobs(group: Any, text: str) -> None:
     group.add_argument("--jobs", type=_jobs, default="auto", metavar="auto|N", help=f"{text}; default auto")
 
 
-def add_grid(verb: Any, content: str) -> Any:
+def add_machine_and_output(verb: Any, content: str) -> Any:
     """Add what a verb of many runs needs of the machine, and --out; return the group of outputs."""
     of_machine = add_machine(verb)
     add_trust(of_machine)

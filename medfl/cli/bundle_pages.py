@@ -35,7 +35,7 @@ def bundles(name: str | None = None) -> Document:
         "concepts": list(data.concepts),
         "centre_names": list(data.centres),
         "splits": list(data.splits),
-        "layouts": list(data.layouts),
+        "layouts": list(data.layout_texts),
         "can_fetch": bool(data.downloads),
         "source": data.source,
         "citation": data.citation,

@@ -51,7 +51,7 @@ def add(verbs: Any) -> None:
     arguments.add_partition(arguments.add_sites(compare), "append")
     arguments.add_training(compare, seed=False)
     compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
-    output = arguments.add_grid(compare, "the runs and tables")
+    output = arguments.add_machine_and_output(compare, "the runs and tables")
     output.add_argument("--against", metavar="METHOD", help="the others are tested against it; default: the first")
     output.add_argument(
         "--target", metavar="VALUE|METHOD",

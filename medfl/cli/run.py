@@ -93,7 +93,7 @@ def add_flags(run: Any) -> None:
 
 def run(args: Any) -> int:
     """Execute `medfl run`."""
-    if args.sandbox:  # the threads that NumPy's BLAS starts at its import could no more be held in one
+    if args.sandbox:  # which a process with threads, as NumPy's BLAS starts, cannot enter
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
     if _was_portable(args):
         portable.enable()
@@ -105,7 +105,7 @@ def run(args: Any) -> int:
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
         return _cross_validate(args, values, config, requested, again=True)
     request_checks.check_before_imports(
-        args.bundle, requested, given=bool(values or config), out=args.out, resume=args.resume,
+        args.bundle, requested, has_overrides=bool(values or config), out=args.out, resume=args.resume,
         source=args.source, runtime=args.runtime,
     )  # fmt: skip
     if args.bundle is not None and not args.resume:

@@ -23,7 +23,7 @@ _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
 def enter_sandbox(args: Any) -> None:
     """Enter the sandbox of a run, and say so; before PyTorch is imported, which starts threads.
 
-    `options.out` becomes the run folder, which is made unless the run is resumed: only what exists can be allowed.
+    `args.out` becomes the run folder, which is made unless the run is resumed: only what exists can be allowed.
 
     Raises:
         InputError: the kernel has no Landlock, or the run needs what is refused.

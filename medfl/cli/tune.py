@@ -39,7 +39,7 @@ def add(verbs: Any) -> None:
     arguments.add_what(what, "option of all trials; may be repeated")
     arguments.add_partition(arguments.add_sites(tune))
     arguments.add_training(tune, seed=False)
-    arguments.add_quiet(arguments.add_grid(tune, "the trials and best.json"))
+    arguments.add_quiet(arguments.add_machine_and_output(tune, "the trials and best.json"))
 
 
 def _tune(args: Any) -> int:

@@ -129,8 +129,8 @@ def _short(value: Any, width: int = 40) -> str:
     return text if len(text) <= width else f"{text[:width]}…"
 
 
-def check_same_data(planned: Run, finished: Sequence[Path]) -> None:
-    """Raise an InputError if a finished run has other images or another version of the bundle than a planned one."""
+def check_same_source_and_bundle(planned: Run, finished: Sequence[Path]) -> None:
+    """Raise an InputError if a finished run has another kind of images, real or phantom, or another bundle hash."""
     for path in finished:
         record = RunFiles.read(path).record
         for what, now, before in (
@@ -140,6 +140,6 @@ def check_same_data(planned: Run, finished: Sequence[Path]) -> None:
             if now != before:
                 raise InputError(
                     f"{what} {now}, and {before} in {path}",
-                    "one comparison has the same images and bundle throughout",
+                    "one comparison has one kind of images and one version of the bundle",
                     "give --out another folder, or remove the runs there",
                 )

@@ -95,8 +95,8 @@ class PairedTest:
         effect: Cohen's d_z, the mean difference over its standard deviation (ddof 1).
         word: better or worse where the interval excludes zero, else that there is no clear difference.
 
-    Where all differences are equal, up to rounding, there is no t: these four are NaN, but p is 1 and the effect 0
-    where the rows are equal.
+    Where all differences are equal, up to rounding, there is no t: low, high, p and effect are NaN, but p
+    is 1 and the effect 0 where the rows are equal.
     """
 
     row: Row
@@ -225,7 +225,7 @@ class Comparison:
         return [test for test in tests if test is not None]
 
     def case_tests(self, against: str) -> list[tuple[Row, Row, Difference]]:
-        """Compare rows with that of the method `against` whose only common seed is one: over its test cases."""
+        """Compare rows that have one seed, and no more, in common with the method `against`: over its test cases."""
         tests = []
         for row, base in self._pairs(against):
             seeds = sorted(row.runs.keys() & base.runs.keys())
@@ -310,11 +310,11 @@ def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
     return PairedTest(row, against, len(seeds), mean, *ends, p, mean / sd, said)
 
 
-def t_interval(differences: Sequence[float], rounding: float = _ROUNDING) -> tuple[float, float] | None:
+def t_interval(differences: Sequence[float], least_sd: float = 1e-9) -> tuple[float, float] | None:
     """Return the 95 % interval of a mean difference by Student's t, None of one difference or of equal ones."""
     count = len(differences)
     sd = statistics.stdev(differences) if count > 1 else 0.0
-    if sd <= rounding:
+    if sd <= least_sd:
         return None
     mean, half = statistics.fmean(differences), float(stats.t.ppf(0.975, count - 1)) * sd / math.sqrt(count)
     return mean - half, mean + half

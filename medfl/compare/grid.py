@@ -187,17 +187,17 @@ def run_missing(
     done = [cell for cell in cells if cell.done(rounds)]
     missing = [cell for cell in cells if cell not in done]
     shared, finished = Shared(), [cell.folder for cell in done]
-    runs, images = [read_run(path / "run.json")[0] for path in finished], dict[str, Plan]()
+    runs, plan_by_images = [read_run(path / "run.json")[0] for path in finished], dict[str, Plan]()
     device = str(grid.requested.get("device", "cpu")) if missing else "cpu"
     device = device if device == "cpu" else gpu_memory.in_forked_process(partial(device_named, device))
     with gpu_memory.without_cuda_init():
         for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
             planned = make_plan(dataclasses.replace(_request(grid, cell), device="cpu"))
             runs.append(dataclasses.replace(planned.run, device=device))
-            checks.check_same_data(runs[-1], finished)
-            images.setdefault(Shared.key(planned), planned)
+            checks.check_same_source_and_bundle(runs[-1], finished)
+            plan_by_images.setdefault(Shared.key(planned), planned)
         checks.check_names(runs, against, target)
-        for planned in images.values():
+        for planned in plan_by_images.values():
             shared.sections(planned)
     gpu = None if device == "cpu" else gpu_memory.Gpu.query(device)
     out.mkdir(parents=True, exist_ok=True)

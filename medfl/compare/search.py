@@ -47,7 +47,7 @@ def trials(method: str, values: Mapping[str, Sequence[str]], count: int | None, 
     """Return what is tried: all combinations of the values, or so many of them, drawn by the seed.
 
     Raises:
-        InputError: no such method, a run setting of another form, or a count that is none.
+        InputError: no such method, a run setting of another form, or a count below 1 or above that of the combinations.
     """
     points = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
     if count is not None and not 1 <= count <= len(points):

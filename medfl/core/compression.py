@@ -34,7 +34,7 @@ from medfl.core.message import Message, Weights, is_finite
 _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _LEAST = 64  # numbers: an entry of the header of a message takes 60 to 100 bytes
 _LEVELS = 127
-_EXACT = {"float32": torch.float32, "float64": torch.float64}
+_COMPRESSIBLE = {"float32": torch.float32, "float64": torch.float64}
 _SCALES, _SPARSE = "scales", ("indices", "values")
 
 
@@ -71,7 +71,7 @@ class Compression:
     def takes(self, group: str, name: str, dtype: torch.dtype, size: int) -> bool:
         """Return whether a tensor of `size` numbers is compressed."""
         groups = ("weights",) if self.kind == "topk" else self.groups
-        fits = group in groups and dtype in _EXACT.values() and size >= _LEAST
+        fits = group in groups and dtype in _COMPRESSIBLE.values() and size >= _LEAST
         return not self.lossless and fits and name not in self.exact
 
     # The sending ends
@@ -155,7 +155,7 @@ class Compression:
         groups = {group: dict(named) for group, named in wire.tensors.items() if "@" not in group}
         expected = set(groups)
         for group in sorted(self.groups):
-            for dtype in _EXACT.values():
+            for dtype in _COMPRESSIBLE.values():
                 label = _label(group, self.kind, dtype)
                 if label not in wire:
                     continue

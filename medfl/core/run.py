@@ -122,7 +122,7 @@ class Run(GeneralSettings, ProtocolSettings):
     adapted: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain JSON values; without the optional parts that are empty, and the neutral."""
+        """Return the record as plain JSON values; without empty optional parts and later settings at their defaults."""
         document: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         for name in _OPTIONAL:
             if not document[name]:

@@ -75,7 +75,7 @@ MANIFEST_FORM: Mapping[str, Any] = {
 BEST: Mapping[str, Any] = {"round": Round, "value": float}
 _STATE = re.compile(r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII)
 _AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
-_LINE, _TABLE = 2**26, 2**30  # bytes of a line of rounds.jsonl, and of a table
+_LINE, _ROUNDS_FILE = 2**26, 2**30  # bytes of a line of rounds.jsonl, and of all of it
 
 
 def damaged(path: Path, what: str) -> InputError:
@@ -169,7 +169,7 @@ def round_lines(path: Path) -> list[bytes]:
     if not path.is_file():
         return []
     try:
-        return read_bytes(path, _TABLE).split(b"\n")
+        return read_bytes(path, _ROUNDS_FILE).split(b"\n")
     except Refused as error:
         raise damaged(path, str(error)) from None
 

@@ -1,4 +1,4 @@
-"""Derived random streams: the only place that seeds anything.
+"""Derived random streams: the only place that seeds the global generators.
 
 Nobody seeds globally. Each piece of work opens a stream named by its path (round, site, purpose), so neither order
 nor worker count nor a resume can change a number.

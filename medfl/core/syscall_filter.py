@@ -65,7 +65,7 @@ def enter(sockets: bool, programs: bool) -> None:
 
 
 def _instructions(sockets: bool, programs: bool) -> Iterator[bytes]:
-    """Yield the filter: each `if` refuses at once, so that no jump is longer than one instruction."""
+    """Yield the filter: each check refuses at once; only those of sockets are jumped over as a whole."""
     machine = platform.machine()
     numbers = {**_NUMBERS[machine], **_EVERYWHERE}
     socket, ioctl = numbers.pop("socket"), numbers.pop("ioctl")

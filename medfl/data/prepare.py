@@ -45,18 +45,18 @@ def prepare(
 ) -> Prepared:
     """Return the items ready to be batched.
 
-    Samples too large for memory go to `cache`; None keeps them there whatever their size. `label` is what the progress
+    Samples too large for memory go to `cache`; without one all stay in memory. `label` is what the progress
     bar says.
 
     Raises:
         InputError: an item cannot be read, or the images differ in their channels; names the item.
     """
     samples = SampleMaker(items, source)
-    if source.fixed:
+    if source.repeatable:
         make = partial(_make, samples, label=label, jobs=jobs, progress=progress)
         samples.cached = list(make(range(len(items)))) if cache is None else cache.keep(len(items), make)
     prepared = _prepared(items, samples, collate, prepare_batch)
-    if not samples.random:
+    if not samples.has_steps_left:
         cached = samples.cached or []
         light = [extras(sample) for sample in cached] if isinstance(cached, list) else cached  # without pixels
         prepared.extras_of = lambda index: collate([extras(light[index])])
@@ -72,20 +72,20 @@ def _prepared(
     """Return the samples in the fastest form that they have: stacked, transformed in batches, or one by one."""
     cached: Sequence[Any] = [] if samples.cached is None else samples.cached
     usual = bool(cached) and collate in (list_data_collate, default_collate) and prepare_batch is default_prepare_batch
-    recipe = samples.recipe() if usual and samples.random else None
-    if usual and isinstance(cached, list) and (recipe or not samples.random) and all(map(is_pair, cached)):
+    recipe = samples.recipe() if usual and samples.has_steps_left else None
+    if usual and isinstance(cached, list) and (recipe or not samples.has_steps_left) and all(map(is_pair, cached)):
         stacked = stack(items, *([as_plain(sample[key]) for sample in cached] for key in ("image", "label")))
         if stacked is not None:
             return stacked if recipe is None else Augmented(items, stacked, recipe)
     if recipe is not None:
         return Augmented(items, cached, recipe)
     reseed = without_draws = None
-    if samples.random:
+    if samples.has_steps_left:
         samples.check_channels()
         reseed = samples.reseed
         if samples.cached is not None:  # else the data set may draw while it is read
             without_draws = samples.without_draws
-    in_threads = samples.has_own_state if samples.random else isinstance(cached, OnDisk)
+    in_threads = samples.has_own_state if samples.has_steps_left else isinstance(cached, OnDisk)
     unpack_batch = partial(_unpack_batch, prepare_batch)
     return Sampled(items, samples, reseed, collate, unpack_batch, samples.clone if in_threads else None, without_draws)
 

@@ -63,14 +63,14 @@ class SampleMaker:
         self._items, self._entries, self._compose = items, source.entries, compose.flatten()  # type: ignore[no-untyped-call]
         steps = self._compose.transforms
         random = (i for i, t in enumerate(steps) if isinstance(t, RandomizableTrait) or not isinstance(t, Transform))
-        self._first = next(random, len(steps)) if source.fixed else 0
-        self.random = not source.fixed or self._first < len(steps)
+        self._first = next(random, len(steps)) if source.repeatable else 0
+        self.has_steps_left = not source.repeatable or self._first < len(steps)
         self.cached: Sequence[Any] | None = None
         self._parts: list[Any] | None = None
 
     @cached_property
     def reads_rows_first(self) -> bool:
-        """Whether a PILReader of MONAI among the transforms leaves the rows of a picture in the first place."""
+        """Whether one of the transforms is a PILReader of MONAI that keeps a picture's rows as the first axis."""
         loaders = [getattr(step, "_loader", step) for step in self._compose.transforms]
         readers = [reader for loader in loaders if isinstance(loader, LoadImage) for reader in loader.readers]
         return any(isinstance(reader, PILReader) and not reader.reverse_indexing for reader in readers)
@@ -78,15 +78,15 @@ class SampleMaker:
     def __len__(self) -> int:
         return len(self._items)
 
-    def fixed(self, index: int) -> Any:
+    def after_deterministic(self, index: int) -> Any:
         """Return one sample after the deterministic transforms."""
         with self._naming(index):
             entry = self._entries[index]
             return self._compose(dict(entry) if isinstance(entry, Mapping) else entry, end=self._first)
 
     def compact(self, index: int) -> Any:
-        """Return the sample of `fixed`, its image and mask as a byte a number where that is lossless."""
-        sample = self.fixed(index)
+        """Return the sample of `after_deterministic`, its image and mask as a byte a number where that is lossless."""
+        sample = self.after_deterministic(index)
         if not isinstance(sample, Mapping):
             return sample
         coded = {key: _encoded(sample[key]) for key in ("image", "label") if isinstance(sample.get(key), Tensor)}
@@ -94,8 +94,8 @@ class SampleMaker:
 
     def __call__(self, index: int) -> Any:
         """Return one sample after all transforms."""
-        sample = self.fixed(index) if self.cached is None else _decoded(self.cached[index])
-        if not self.random:
+        sample = self.after_deterministic(index) if self.cached is None else _decoded(self.cached[index])
+        if not self.has_steps_left:
             return sample
         with self._naming(index):  # a copy, as CacheDataset makes: transforms may write in place
             return self._compose(sample if self.cached is None else deepcopy(sample), start=self._first)
@@ -116,7 +116,7 @@ class SampleMaker:
         """Return what makes the same samples in another thread, and what seeds its random transforms."""
         clone = copy(self)
         clone._compose, clone._parts = deepcopy(self._compose), None
-        return clone, clone.reseed if self.random else None
+        return clone, clone.reseed if self.has_steps_left else None
 
     def without_draws(self, uncropped: bool) -> SampleFunctions:
         """Return what makes the same samples without random transforms, and what seeds those that have to stay."""

@@ -34,12 +34,12 @@ class Source:
     Attributes:
         entries: what goes into the transforms, one per item: a list, or a data set that only its own class can read.
         transforms: what is applied to an entry, in this order.
-        fixed: reading an entry twice gives the same.
+        repeatable: reading an entry twice gives the same.
     """
 
     entries: Any
     transforms: tuple[Any, ...] = ()
-    fixed: bool = True
+    repeatable: bool = True
 
     @property
     def is_list(self) -> bool:
@@ -70,7 +70,7 @@ def take_apart(dataset: Any) -> Source:
     if not isinstance(dataset, torch.utils.data.Dataset):
         return Source(list(dataset))
     stored = isinstance(dataset, NPZDictItemDataset | TensorDataset) and not _transforms(dataset)
-    return Source(dataset, (), fixed=stored)
+    return Source(dataset, (), repeatable=stored)
 
 
 def _transforms(dataset: Any) -> tuple[Any, ...]:

@@ -66,7 +66,7 @@ class DataSet:
         channels: channels of an image (1 grey, 3 RGB).
         mixed_channels: some files have another number of channels and are to be converted.
         folders: names under which the data set is looked for below $MEDFL_DATA.
-        readers: the layouts that are recognised, in the order tried.
+        layouts: the layouts that are recognised, in the order tried.
         rules: split name -> rule; a layout may offer only some, its first is the default. A rule that draws centres has
             trials: `<split>:<number>` is another draw.
         notes: what a user of the data must know.
@@ -82,7 +82,7 @@ class DataSet:
     classes: tuple[str, ...]
     channels: int
     folders: tuple[str, ...]
-    readers: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]
     rules: Mapping[str, Rule]
     licence: str
     source: str
@@ -109,13 +109,13 @@ class DataSet:
         return tuple(self.rules)
 
     @property
-    def layouts(self) -> tuple[str, ...]:
+    def layout_texts(self) -> tuple[str, ...]:
         """The layouts that are recognised, in words."""
-        return tuple(layout.text for layout in self.readers)
+        return tuple(layout.text for layout in self.layouts)
 
     def layout(self, folder: Path) -> Layout | None:
         """Return the layout of which `folder` is one, or None."""
-        return next((layout for layout in self.readers if layout.find(folder)), None) if folder.is_dir() else None
+        return next((layout for layout in self.layouts if layout.find(folder)), None) if folder.is_dir() else None
 
 
 @functools.cache
@@ -152,7 +152,7 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
         InputError: none of the folders has a known layout.
     """
     dataset = get(name)
-    layouts = f"known layouts: {' | '.join(dataset.layouts)}"
+    layouts = f"known layouts: {' | '.join(dataset.layout_texts)}"
     if folder is None and not os.environ.get("MEDFL_DATA"):
         raise InputError(
             f"no folder is given for {name} and MEDFL_DATA is not set", layouts, "give --data, or set MEDFL_DATA"

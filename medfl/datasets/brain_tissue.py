@@ -73,7 +73,7 @@ DATASET = DataSet(
     classes=CLASSES,
     channels=1,
     folders=("brain_tissue", "oasis_tissue"),
-    readers=(
+    layouts=(
         Layout(
             f"oasis_<id>_t1ss.nii.gz + oasis_<id>_tissue.nii.gz + {SUBJECTS} (id, subject, age)",
             ("subject", "age"),

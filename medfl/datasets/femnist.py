@@ -142,7 +142,7 @@ DATASET = DataSet(
     centres=("writers",),
     channels=1,
     folders=("femnist", "FEMNIST"),
-    readers=(
+    layouts=(
         Layout(
             "LEAF's JSON files all_data_<number>.json (users, num_samples, user_data), in the folder, its all_data/ or "
             "data/all_data/; or both of [data/]train/ and [data/]test/",

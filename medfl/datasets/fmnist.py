@@ -18,7 +18,7 @@ DATASET = replace(
     ),
     concepts=("T-shirt", "trousers", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot"),
     folders=("fmnist", "FashionMNIST", "fashion-mnist"),
-    readers=(mnist.idx_layout("FashionMNIST", 10),),
+    layouts=(mnist.idx_layout("FashionMNIST", 10),),
     licence="MIT",
     source="https://github.com/zalandoresearch/fashion-mnist",
     citation="Xiao, Rasul, Vollgraf: Fashion-MNIST: a novel image dataset for benchmarking machine learning "

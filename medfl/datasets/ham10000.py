@@ -97,7 +97,7 @@ DATASET = DataSet(
     centres=CENTRES,
     channels=3,
     folders=("ham10000", "HAM10000", "dermamnist", "medmnist"),
-    readers=(
+    layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, dx, centre[, flamby_fold]) + images_<centre>/ or images_<centre>.zip "
             "[+ dermamnist_split.csv]",

@@ -63,7 +63,7 @@ DATASET = DataSet(
     classes=CLASSES,
     channels=1,
     folders=("hippocampus", "msd_hippocampus", ROOT),
-    readers=(
+    layouts=(
         _layout(f"[{ROOT}/]imagesTr/<name>.nii.gz + labelsTr/<name>.nii.gz", PUBLISHED),
         _layout("images/<name>.nii[.gz], or a folder of one DICOM series, + labels/<name>.nii[.gz]", PLAIN),
     ),

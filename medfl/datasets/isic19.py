@@ -109,7 +109,7 @@ DATASET = DataSet(
     centres=CENTRES,
     channels=3,
     folders=("isic19", "isic2019", "ISIC2019", "fed_isic2019"),
-    readers=(
+    layouts=(
         Layout(
             f"{IMAGES}_preprocessed or {IMAGES} (folder or zip) + train_test_split[.csv] (image, target, center, fold) "
             "[+ HAM10000_metadata[.csv]]",

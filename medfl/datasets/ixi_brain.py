@@ -135,7 +135,7 @@ DATASET = DataSet(
     centres=CENTRES,
     channels=1,
     folders=("ixi_brain", "fed_ixi", "IXI-Dataset", "ixi", "brain_t1"),
-    readers=(
+    layouts=(
         Layout(
             "[IXI_sample/]IXI<number>-<hospital>-<number>/{T1,label}/*.nii.gz, as folders or in a zip "
             "[+ metadata_tiny.csv (Patient ID, Manufacturer, Split)]",

@@ -37,7 +37,7 @@ DATASET = DataSet(
     centres=("vestre_viken",),
     channels=3,
     folders=("kvasir_v2", "kvasir-v2", "kvasir"),
-    readers=(
+    layouts=(
         class_folders(
             f"{ROOT}/<class>/*.jpg with the eight published class folders, as folders or in kvasir*.zip",
             ("seeded",),

@@ -101,7 +101,7 @@ DATASET = DataSet(
     mixed_channels=True,
     open_pair=functools.partial(read_pair, channels=1, classes=len(CLASSES), convert=True),
     folders=("lung_cxr", "covid_cxr_lungs", "montgomery_shenzhen", "chest-xray-masks-and-labels", "MontgomerySet"),
-    readers=(
+    layouts=(
         Layout(
             "labels.csv (file, site, patient[, width, height]) + images/ + masks/ (folders or zips) of the same names",
             SPLITS,

@@ -17,7 +17,7 @@ DATASET = DataSet(
     concepts=("abdominal CT", "breast MRI", "chest radiograph", "chest CT", "hand radiograph", "head CT"),
     channels=1,
     folders=("mednist", "MedNIST"),
-    readers=(
+    layouts=(
         medmnist(
             "mednist_64.npz: {train,val,test}_{images,labels}", "mednist", len(CLASSES), "file", more_splits=("seeded",)
         ),

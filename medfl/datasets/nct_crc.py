@@ -96,7 +96,7 @@ DATASET = DataSet(
     ),
     channels=3,
     folders=("nct_crc", "nct-crc", "NCT-CRC-HE", "crc", "kather"),
-    readers=tuple(_layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)),
+    layouts=tuple(_layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)),
     rules={"seeded": seeded, "official": validation_from_train("official")},
     licence="CC BY 4.0",
     source=_RECORD,

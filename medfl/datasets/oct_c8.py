@@ -28,7 +28,7 @@ DATASET = DataSet(
     channels=1,
     mixed_channels=True,
     folders=("oct_c8", "OCT-C8", "retinal-oct-c8"),
-    readers=(
+    layouts=(
         class_folders(
             f"{ROOT}/{{train,val,test}}/{{{','.join(CLASSES)}}}/*.jpg, as folders or in a zip "
             "(Retinal*.zip, retinal*.zip, archive.zip)",

@@ -155,7 +155,7 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
     image_folder, mask_folder = path_below(root, images), path_below(root, masks)
     table = _pairs(image_folder, mask_folder, lacking)
     records, rest = table.records, unlabelled(table.unlabelled.items())
-    if (image_folder / conventions.BIDS).is_file():
+    if (image_folder / conventions.BIDS_FILE).is_file():
         records = [replace(record, group=conventions.subject(record.image)) for record in records]
         rest = tuple(replace(record, group=conventions.subject(record.image)) for record in rest)
     names = [path_in(image_folder, record) for record in records]
@@ -259,7 +259,7 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
     if table.problems or not table.records:
         problem = tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
         advice = f"name each mask as its image, and move other files away{_ALONE}"
-        endings = [[bool(matching.ENDING.search(name)) for name, _ in paths] for paths in (image_paths, mask_paths)]
+        endings = [[bool(matching.MASK_END.search(name)) for name, _ in paths] for paths in (image_paths, mask_paths)]
         if image_paths and all(endings[0]) and not any(endings[1]):
             advice = f"the masks seem to be in {images}: swap the two folders"
         raise InputError(problem, "an image and its mask have the same name", advice)
@@ -268,7 +268,7 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
 
 def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, matching.Named]:
     """Return the images and the masks of two folders, or of one, by paths that agree; no masks without their folder."""
-    if (images / conventions.BIDS).is_file():
+    if (images / conventions.BIDS_FILE).is_file():
         raw = [(name, uri) for name, uri in volume_files(images) if name.partition("/")[0] not in conventions.DERIVED]
         return conventions.bids(*([(bare(name), uri) for name, uri in files] for files in (raw, volume_files(masks))))
     index = volume_paths if is_volumes(images) else pairs.picture_paths

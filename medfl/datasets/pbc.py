@@ -27,7 +27,7 @@ DATASET = DataSet(
     centres=("barcelona",),
     channels=3,
     folders=("pbc", "bloodmnist", "medmnist"),
-    readers=(
+    layouts=(
         medmnist("MedMNIST bloodmnist[_64|_128|_224].npz", "bloodmnist", len(CLASSES), "official", centre="barcelona"),
         class_folders(
             f"PBC_dataset_normal_DIB/{{{','.join(CLASSES)}}}/*.jpg, as folders or in PBC_dataset_normal_DIB.zip",

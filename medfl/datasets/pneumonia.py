@@ -28,7 +28,7 @@ DATASET = DataSet(
     channels=1,
     mixed_channels=True,
     folders=("pneumonia", "pneumoniamnist", "chest_xray", "chest-xray-pneumonia", "medmnist"),
-    readers=(
+    layouts=(
         class_folders(
             "chest_xray/{train,val,test}/{NORMAL,PNEUMONIA}/*.jpeg, as folders or in a zip (chest*.zip, archive.zip)",
             ("official", "patient", "fedhelp"),

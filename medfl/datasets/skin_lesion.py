@@ -92,7 +92,7 @@ DATASET = DataSet(
     channels=3,
     open_pair=functools.partial(read_pair, channels=3, classes=len(CLASSES)),
     folders=("skin_lesion", "ham10000", "HAM10000", "isic2016", "ISIC2016", "isic_2016"),
-    readers=(
+    layouts=(
         Layout(
             "labels.csv (image_id, lesion_id, centre) + images_<centre>/ and masks_<centre>/ (folders or zips), masks "
             "named <image_id>[_segmentation].png",

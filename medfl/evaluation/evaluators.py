@@ -289,7 +289,7 @@ def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
 
 
 def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ...]:
-    """Return the surface_metrics between an item's pixels; 1 where the transforms do not record them."""
+    """Return the distances between an item's pixels along each axis; 1 where the transforms do not record them."""
     spacing = prepared.geometry[index].spacing if prepared.geometry else ()
     return spacing if len(spacing) == dimensions else (1.0,) * dimensions
 

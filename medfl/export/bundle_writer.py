@@ -78,21 +78,21 @@ def export(
     run, out = Path(run), Path(out)
     check_which(which)
     require_for_export(out)
-    result = RunNetworks(run, which, say)
-    if is_parts(str(result.bundle.root)):
+    trained = RunNetworks(run, which, say)
+    if is_parts(str(trained.bundle.root)):
         given, advice = f"{run}, a run of parts in Python", "take weights.safetensors, or medfl.load_run(DIR).network()"
         raise InputError(given, "a bundle is written from the configuration of a bundle", advice)
-    if not result.finished:
-        say(f"note: the run in {run} was interrupted: this is round {result.round} of {result.run.rounds}")
-    models = result.models(site, data, say)
-    several = site == "all" and "all" not in result.sites
+    if not trained.finished:
+        say(f"note: the run in {run} was interrupted: this is round {trained.round} of {trained.run.rounds}")
+    models = trained.models(site, data, say)
+    several = site == "all" and "all" not in trained.sites
     names = [safe_file_name(model.site) if several else "" for model in models]
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
     try:
         with writing(out, "free some space"):
             temporary.mkdir(parents=True)
             documents = [
-                _BundleWriter(result, model, temporary / name, formats, data, say).write()
+                _BundleWriter(trained, model, temporary / name, formats, data, say).write()
                 for model, name in zip(models, names, strict=True)
             ]
             if out.is_dir():
@@ -102,7 +102,7 @@ def export(
         shutil.rmtree(temporary, ignore_errors=True)
     for document, name in zip(documents, names, strict=True):
         document["folder"] = str(out / name)
-    return {"run": str(run), "run_hash": result.run_hash, "data_source": result.run.data.source, "bundles": documents}
+    return {"run": str(run), "run_hash": trained.run_hash, "data_source": trained.run.data.source, "bundles": documents}
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ class _BundleWriter:
     """Writes one bundle."""
 
     def __init__(
-        self, result: RunNetworks, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Print
+        self, trained: RunNetworks, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Print
     ) -> None:
-        self.result, self.model, self.folder, self.formats, self.say = result, model, folder, formats, say
-        self.task = result.task
-        self.images: Images = test_images(result, model, data, say)
+        self.trained, self.model, self.folder, self.formats, self.say = trained, model, folder, formats, say
+        self.task = trained.task
+        self.images: Images = test_images(trained, model, data, say)
         self.bundle = self.images.bundle
         self.root = self.bundle.root
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
@@ -140,7 +140,7 @@ class _BundleWriter:
             for x in self.images.inputs:
                 self.inferer(x, seen)
         same = self._check_predictions(network)
-        definition = self._network_definition(network)
+        definition = self._choose_definition(network)
         for folder in ("configs", "models", "docs"):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
         agreements = self._formats(network, seen, definition)
@@ -148,7 +148,7 @@ class _BundleWriter:
         files = descriptions.weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
-        meta = descriptions.bundle_metadata(self.folder, self.result, self.model, seen, agreements, definition.kind)
+        meta = descriptions.bundle_metadata(self.folder, self.trained, self.model, seen, agreements, definition.kind)
         measured = "test images of the run" if self.images.from_run else "drawn images"
         meta["medfl"] |= {"files": files, "measured_on": measured}
         self._write("configs/metadata.json", descriptions.as_json(meta))
@@ -158,16 +158,16 @@ class _BundleWriter:
         if failures:
             raise RunError(f"the export does not pass its checks: {', '.join(failures[:3])}; nothing was kept")
         return {
-            "site": self.model.site, "round": self.model.round, "which": self.result.which,
-            "finished": self.result.finished, "network": definition.kind, "measured_on": meta["medfl"]["measured_on"],
+            "site": self.model.site, "round": self.model.round, "which": self.trained.which,
+            "finished": self.trained.finished, "network": definition.kind, "measured_on": meta["medfl"]["measured_on"],
             "agreement": meta["medfl"]["agreement"], "predictions": same, "eval_metrics": meta["eval_metrics"],
             "version": meta["version"], "files": files, "notes": self.notes,
         }  # fmt: skip
 
     def _check_predictions(self, network: nn.Module) -> dict[str, Any] | None:
         """Compare the network with the run's predictions; raise a RunError where they differ."""
-        same = compare_predictions(network, self.result, self.model, self.images)
-        limit = _SAME_PREDICTIONS[self.result.computed_on_cpu]
+        same = compare_predictions(network, self.trained, self.model, self.images)
+        limit = _SAME_PREDICTIONS[self.trained.computed_on_cpu]
         if same and not same["largest_difference"] <= limit:
             raise RunError(
                 f"the model differs from the run's predictions.csv by {same['largest_difference']:.1e} on "
@@ -177,14 +177,14 @@ class _BundleWriter:
 
     # How the network is defined
 
-    def _network_definition(self, network: nn.Module) -> _NetworkDefinition:
+    def _choose_definition(self, network: nn.Module) -> _NetworkDefinition:
         with suppress(RuntimeError):  # other tensors: the method changed it
             with stream(0, "export"):  # keeps the caller's generator
                 unchanged = self.bundle.network().to(CPU)
             unchanged.load_state_dict(network.state_dict())
             if self._equal(network, unchanged):
                 return _NetworkDefinition("configuration", {})
-        if self.result.run.method in methods.names():
+        if self.trained.run.method in methods.names():
             arguments = self._arguments()
             with suppress(RuntimeError):
                 with stream(0, "export"):
@@ -193,13 +193,13 @@ class _BundleWriter:
                 if self._equal(network, rebuilt):
                     return _NetworkDefinition("medfl", arguments)
         if "torchscript" not in self.formats:
-            problem = f"--formats {','.join(self.formats) or 'none'} with method {self.result.run.method!r}"
+            problem = f"--formats {','.join(self.formats) or 'none'} with method {self.trained.run.method!r}"
             raise InputError(problem, "its network can only be defined as TorchScript", "add torchscript")
         return _NetworkDefinition("torchscript", {})
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of `medfl.exported.network`, with all options, so that later defaults change nothing."""
-        run, shapes = self.result.run, list[list[int]]()
+        run, shapes = self.trained.run, list[list[int]]()
 
         def embeddings(plm: str) -> Tensor:
             values = self.task.embeddings(plm)
@@ -208,7 +208,7 @@ class _BundleWriter:
 
         task = Task(self.task.kind, self.task.classes, embeddings)
         with stream(0, "export"):
-            self.result.method.adapt(self.bundle.network(), task)
+            self.trained.method.adapt(self.bundle.network(), task)
         return {
             "method": run.method, "options": descriptions.all_options(run), "task": task.kind,
             "classes": [*task.classes], **({"embeddings": shapes[0]} if shapes else {}),
@@ -241,7 +241,7 @@ class _BundleWriter:
         save_weights(self.folder / "models" / "model.safetensors", state)
 
     def _configurations(self, definition: _NetworkDefinition, sha256: str) -> None:
-        run, split = self.result.run, {"split": self.result.run.data.split} if self.bundle.is_shipped else {}
+        run, split = self.trained.run, {"split": self.trained.run.data.split} if self.bundle.is_shipped else {}
         changes = {**run.config, **self.model.config, **split}
         for stem in ("train", "evaluate", "inference", "federated"):
             if (source := config_file(self.root, stem)) is None:
@@ -254,7 +254,7 @@ class _BundleWriter:
                 folder = file.get("dataset_dir")
                 if isinstance(folder, str) and folder[:1] in "/~" and not folder.startswith("/workspace/"):  # local
                     file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
-                self._network_def(file, stem, definition, sha256)
+                self._set_network_def(file, stem, definition, sha256)
             if stem == "inference":
                 file.content = without_fetching(file.content)
                 self.any_folder = configs.predict_any_folder(file, self.task.classes, self.images.inputs[0].shape[1:])
@@ -262,12 +262,14 @@ class _BundleWriter:
         if config_file(self.root, "inference") is None:
             self.notes.append("The source bundle has no inference configuration, so this one has none either.")
 
-    def _network_def(self, file: configs.EditedConfig, stem: str, definition: _NetworkDefinition, sha256: str) -> None:
+    def _set_network_def(
+        self, file: configs.EditedConfig, stem: str, definition: _NetworkDefinition, sha256: str
+    ) -> None:
         node = file.get("network_def")
         if node is None:
             if definition.kind != "configuration" and stem == "train":
                 raise InputError(
-                    f"bundle {self.bundle.name!r} has no id 'network_def', and method {self.result.run.method!r} "
+                    f"bundle {self.bundle.name!r} has no id 'network_def', and method {self.trained.run.method!r} "
                     "changed its network",
                     "an export defines the network under this id",
                     "give the network of the bundle's train configuration the id network_def",
@@ -304,9 +306,9 @@ class _BundleWriter:
 
     def _describe(self, meta: Mapping[str, Any]) -> None:
         inference = config_file(self.folder, "inference")
-        text = descriptions.readme(meta, self.result, self.model, inference, self.notes, self.any_folder)
+        text = descriptions.readme(meta, self.trained, self.model, inference, self.notes, self.any_folder)
         self._write("docs/README.md", text)
-        self._write("docs/medfl.json", descriptions.as_json(descriptions.run_record(self.result)))
+        self._write("docs/medfl.json", descriptions.as_json(descriptions.run_record(self.trained)))
         if text := descriptions.large_files(self.folder, LARGE):
             self._write("large_files.yml", text)
 
@@ -328,12 +330,12 @@ class _BundleWriter:
         config = Configuration(self.folder, [file], overrides, metadata, CPU, policy)
         if "network_def" in config:
             with quiet():
-                written = config.content("network_def")
+                written = config.evaluated("network_def")
             load_weights_into(written, self.folder, f"bundle {self.bundle.name!r}, where configs/{file.name}")
             if not self._equal(network, written):
                 raise RunError(f"configs/{file.name} with models/model.pt is not the network of the run")
         if "preprocessing" in config and self.images.entries:
-            preprocess = config.content("preprocessing")
+            preprocess = config.evaluated("preprocessing")
             same = [
                 torch.equal(as_plain(preprocess(entry)["image"])[None].float(), x.float())
                 for entry, x in zip(self.images.entries, self.images.inputs, strict=True)

@@ -51,28 +51,29 @@ _TENSOR = {
 # Numbers
 
 
-def scores(result: RunNetworks, model: Model) -> dict[str, float]:
+def scores(trained: RunNetworks, model: Model) -> dict[str, float]:
     """Return the test metrics of a model; of an interrupted run the metrics of its last validation.
 
     A personal model has those of its own site's items.
     """
     if model.site:
-        if result.which == "best" or not result.finished:
+        if trained.which == "best" or not trained.finished:
             return {}
-        row = next((row for _, row in read_rows(result.path / "sites.csv") if row["site"] == model.site), {})
+        row = next((row for _, row in read_rows(trained.path / "sites.csv") if row["site"] == model.site), {})
         personal = {k.removeprefix("personal_"): v for k, v in row.items() if k.startswith("personal_") and v}
         return _finite({key: float(value) for key, value in personal.items()})
-    if result.summary is not None:
-        pooled = (result.summary.get("global") or {}).get(result.which) or {}
+    if trained.summary is not None:
+        pooled = (trained.summary.get("global") or {}).get(trained.which) or {}
         return _finite({key: value for key, value in pooled.items() if key != "round"})
-    entry = next((entry for entry in result.folder.rounds() if entry["round"] == result.round), {})
+    entry = next((entry for entry in trained.folder.rounds() if entry["round"] == trained.round), {})
     return _finite({f"validation_{key}": value for key, value in (entry.get("val_global") or {}).items()})
 
 
-def structures(result: RunNetworks, model: Model) -> dict[str, dict[str, Any]]:
+def structures(trained: RunNetworks, model: Model) -> dict[str, dict[str, Any]]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
-    flat, summary = scores(result, model), result.summary or {}
-    metrics = ((summary.get("personal" if model.site else "global") or {}).get(result.which) or {}).get("classes") or {}
+    flat, summary = scores(trained, model), trained.summary or {}
+    metrics = (summary.get("personal" if model.site else "global") or {}).get(trained.which) or {}
+    metrics = metrics.get("classes") or {}
     if not model.site or not flat:
         return {name: dict(values) for name, values in metrics.items()}
     own = {name: {kind: flat.get(f"{kind}_{slug(name)}") for kind in values} for name, values in metrics.items()}
@@ -93,9 +94,9 @@ def counts(run: Run, model: Model) -> dict[str, int]:
 # The record of the run
 
 
-def run_record(result: RunNetworks) -> dict[str, Any]:
+def run_record(trained: RunNetworks) -> dict[str, Any]:
     """Return run.json and summary.json without paths of the local machine and without the items' names."""
-    run = {**result.document, **result.run.to_dict(), "device": result.document.get("device", "cpu")}
+    run = {**trained.document, **trained.run.to_dict(), "device": trained.document.get("device", "cpu")}
     run = {key: value for key, value in run.items() if key not in ("bundle_path", "site_class_counts")}
     run["data"] = {key: value for key, value in run["data"].items() if key != "folder"}
     sites = {name: {s: len(ids) for s, ids in sections.items()} for name, sections in run["partition"]["sites"].items()}
@@ -107,8 +108,8 @@ def run_record(result: RunNetworks) -> dict[str, Any]:
     if run.get("public"):
         data = {key: value for key, value in run["public"]["data"].items() if key != "folder"}
         run["public"] = {**run["public"], "data": data, "teachers": [digest for _, digest in run["public"]["teachers"]]}
-    run["run_hash"] = result.run_hash
-    return {"run": _without_paths(run), "summary": _without_paths(result.summary)}
+    run["run_hash"] = trained.run_hash
+    return {"run": _without_paths(run), "summary": _without_paths(trained.summary)}
 
 
 def _command(text: str) -> str:
@@ -154,17 +155,22 @@ def all_options(run: Run) -> dict[str, Any]:
 
 
 def bundle_metadata(
-    folder: Path, result: RunNetworks, model: Model, seen: ShapeRecorder, agreements: Mapping[str, Agreement], kind: str
+    folder: Path,
+    trained: RunNetworks,
+    model: Model,
+    seen: ShapeRecorder,
+    agreements: Mapping[str, Agreement],
+    kind: str,
 ) -> dict[str, Any]:
     """Return the content of metadata.json, from that of the run's bundle, where it has one.
 
     `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript"; in
     `folder` its files are written already.
     """
-    run, meta = result.run, {"schema": SCHEMA, **_DEFAULTS, **deepcopy(dict(result.bundle.metadata))}
+    run, meta = trained.run, {"schema": SCHEMA, **_DEFAULTS, **deepcopy(dict(trained.bundle.metadata))}
     version = _next(str(meta.get("version", "0.0.0")))
     meta["version"] = version
-    meta["changelog"] = {version: title(result, model), **dict(meta.get("changelog") or {})}
+    meta["changelog"] = {version: title(trained, model), **dict(meta.get("changelog") or {})}
     meta |= {f"{short}_version": _version(name) for short, name in _PACKAGES.items()}
     packages = {**dict(meta.pop("optional_packages_version", {})), **dict(meta.get("required_packages_version") or {})}
     packages = {DISTRIBUTION if name == "medfl" else name: old for name, old in packages.items()}
@@ -173,14 +179,14 @@ def bundle_metadata(
     meta["required_packages_version"] = {name: _version(name) or str(old) for name, old in packages.items()}
     meta["name"] = f"{meta.get('name') or run.bundle}, federated ({run.method})"
     data = PHANTOM_NOTE if run.data.source == PHANTOM else f"real test images: {meta['data_source']}"
-    meta["eval_metrics"] = {"data": data, "items": counts(run, model)["test"], **scores(result, model)}
-    if own := structures(result, model):
+    meta["eval_metrics"] = {"data": data, "items": counts(run, model)["test"], **scores(trained, model)}
+    if own := structures(trained, model):
         meta["eval_metrics"]["structures"] = own
     meta["network_data_format"] = _data_format(meta.get("network_data_format") or {}, seen)
     meta["medfl"] = {
-        "method": run.method, "options": options(run), "round": model.round, "which": result.which,
+        "method": run.method, "options": options(run), "round": model.round, "which": trained.which,
         "site": model.site, "sites": len(run.partition.sites), "partition": _without_paths(run.partition.spec),
-        "data_source": run.data.source, "finished": result.finished, "run_hash": result.run_hash, "network": kind,
+        "data_source": run.data.source, "finished": trained.finished, "run_hash": trained.run_hash, "network": kind,
         "agreement": {name: asdict(agreement) for name, agreement in agreements.items()},
     }  # fmt: skip
     order = [key for key in ("schema", "version", "changelog") if key in meta]
@@ -203,12 +209,12 @@ def _next(version: str) -> str:
     return f"{numbers[1]}.{int(numbers[2]) + 1}.0" if numbers else "0.1.0"
 
 
-def title(result: RunNetworks, model: Model) -> str:
+def title(trained: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
-    run, phantom = result.run, " of a PHANTOM (drawn images)" if result.run.data.source == PHANTOM else ""
+    run, phantom = trained.run, " of a PHANTOM (drawn images)" if trained.run.data.source == PHANTOM else ""
     whose = f"the model of site {model.site}" if model.site else "the global model"
-    best = " (best by validation)" if result.which == "best" else ""
-    stopped = "" if result.finished else " of a run that was interrupted"
+    best = " (best by validation)" if trained.which == "best" else ""
+    stopped = "" if trained.finished else " of a run that was interrupted"
     many = len(run.partition.sites)
     return f"weights of {whose} after round {model.round}{best}{stopped}: {run.method}, {many} sites{phantom}"
 
@@ -241,7 +247,7 @@ def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 def readme(
     meta: Mapping[str, Any],
-    result: RunNetworks,
+    trained: RunNetworks,
     model: Model,
     inference: Path | None,
     notes: Sequence[str],
@@ -251,7 +257,7 @@ def readme(
 
     `inference` is the written configuration, None if there is none; `any_folder`: it predicts any folder of images.
     """
-    run, own = result.run, structures(result, model)
+    run, own = trained.run, structures(trained, model)
     single = {f"{kind}_{slug(name)}{end}" for name in own for kind in (*KINDS, "cases") for end in ("", "_cases")}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.export"), undefined=jinja2.StrictUndefined, trim_blocks=True,
@@ -260,20 +266,20 @@ def readme(
     environment.filters |= {"sized": _sized, "tiny": format_difference}
     steps = ((read(inference) if inference else {}).get("preprocessing") or {}).get("transforms") or []
     text = environment.get_template("export_readme.md.j2").render(
-        meta=meta, run=run, site=model.site, round=model.round, which=result.which, finished=result.finished,
+        meta=meta, run=run, site=model.site, round=model.round, which=trained.which, finished=trained.finished,
         install=pip_install() if DISTRIBUTION in meta["required_packages_version"] else "",
         paper=methods.load(run.method).paper,
         options=options(run),
         phantom=run.data.source == PHANTOM, phantom_note=PHANTOM_NOTE,
         counts=counts(run, model),
-        scores={name: value for name, value in scores(result, model).items() if name not in single},
+        scores={name: value for name, value in scores(trained, model).items() if name not in single},
         structures=own,
         steps=[target_name(step) for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else [],
         partition=_without_paths(run.partition.spec),
-        command=_command(str(result.document.get("command", ""))),
+        command=_command(str(trained.document.get("command", ""))),
         tags=tags(meta, run),
         notes=notes, inference=inference.name if inference else "", any_folder=any_folder,
-        segments=result.task.kind == "segmentation",
+        segments=trained.task.kind == "segmentation",
         data_notes=_without_paths(run.data.notes),
         channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
     )  # fmt: skip

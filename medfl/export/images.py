@@ -46,13 +46,13 @@ class Images:
     prepared: Prepared
 
 
-def test_images(result: RunNetworks, model: Model, data: str | None, say: Print) -> Images:
+def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print) -> Images:
     """Return a few test images, of the model's site where it has one; `data` is their folder, where they have moved.
 
     Raises:
         InputError: the folder does not have them.
     """
-    run, name = result.run, bundle_of(result.run)
+    run, name = trained.run, bundle_of(trained.run)
     is_shipped = name in shipped()
     folder = data or (run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None)
     from_run = folder is not None or not is_shipped or (run.data.source == PHANTOM and data is None)
@@ -60,7 +60,7 @@ def test_images(result: RunNetworks, model: Model, data: str | None, say: Print)
         say(f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)")
     split = {"split": run.data.split} if is_shipped and from_run else {}
     config = {**run.config, **model.config, **split}
-    bundle = reopened(run, config, "cpu", folder=result.path, changed=True)
+    bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
     bundle = with_data(name, folder or (PHANTOM if is_shipped else None), config, "cpu", bundle=bundle).bundle
     if bundle.own_trainer:
         raise InputError(
@@ -75,7 +75,7 @@ def test_images(result: RunNetworks, model: Model, data: str | None, say: Print)
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
     source, whole = section.source, section.source.entries
     entries: Any = [whole[i] for i in positions] if source.is_list else Subset(whole, positions)
-    items, chosen = [section.items[i] for i in positions], Source(entries, source.transforms, source.fixed)
+    items, chosen = [section.items[i] for i in positions], Source(entries, source.transforms, source.repeatable)
     prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
     inputs = tuple(as_plain(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
     return Images(bundle, from_run, inputs, tuple(entries) if source.is_list else (), prepared)
@@ -84,16 +84,18 @@ def test_images(result: RunNetworks, model: Model, data: str | None, say: Print)
 # The run's own predictions
 
 
-def compare_predictions(network: nn.Module, result: RunNetworks, model: Model, images: Images) -> dict[str, Any] | None:
+def compare_predictions(
+    network: nn.Module, trained: RunNetworks, model: Model, images: Images
+) -> dict[str, Any] | None:
     """Compare a network with predictions.csv on these images.
 
     Returns:
         The number of compared items and the largest difference; None where the file is of another model or images, or
         validation draws at random, by an item's place among all.
     """
-    file, draws = result.path / "predictions.csv", images.prepared.deterministic() is not images.prepared
+    file, draws = trained.path / "predictions.csv", images.prepared.deterministic() is not images.prepared
     of_this_model = (
-        result.which == "last" and result.finished and (model.site != "") == (result.method.judged == "personal")
+        trained.which == "last" and trained.finished and (model.site != "") == (trained.method.judged == "personal")
     )
     if not of_this_model or not images.from_run or not file.is_file() or draws:
         return None

@@ -33,7 +33,7 @@ def participants(run: Run) -> list[str]:
 
 
 def read_run(app: str) -> Run:
-    """Return the run of a job; InputError if it is none."""
+    """Return the run of a job; InputError if it is not one."""
     return Run.from_dict(run_documents.read_run_document(Path(app) / "config" / RUN_FILE))
 
 
@@ -54,7 +54,7 @@ def raise_error(document: Any) -> None:
 
 
 def read_kit_file(path: Path) -> dict[str, Any]:
-    """Return a JSON file of a startup kit; InputError if it is none."""
+    """Return a JSON file of a startup kit; InputError if it is not one."""
     document = read_json(path, "a JSON file of the startup kit", "unpack it anew")
     if not isinstance(document, dict):
         raise InputError(f"{path} is a {type(document).__name__}", "a JSON object", "unpack the kit anew")

@@ -96,15 +96,15 @@ def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings
     """Execute the run in a folder on FLARE, in processes on this machine, and return the summary.
 
     They are those of FLARE's simulator, or with `poc` of a federation with certificates, server and sites. Their output
-    goes to `flare/` in the folder, which is removed unless the run fails. Errors are those of `Simulator.execute`.
+    goes to `flare/` in the folder; `flare/` is removed unless the run fails. Errors are those of `Simulator.execute`.
     """
-    beside = folder.resolve() / FLARE_FOLDER
-    _remove(beside)
-    beside.mkdir()
+    flare_folder = folder.resolve() / FLARE_FOLDER
+    _remove(flare_folder)
+    flare_folder.mkdir()
     job, clients = local_recipe(run, folder, **settings)
-    write_job(job, beside)
-    output = (_on_poc if poc else _on_simulator)(beside, job.name, clients, say)
-    return _result(folder, f"its output is in {output}")
+    write_job(job, flare_folder)
+    output = (_on_poc if poc else _on_simulator)(flare_folder, job.name, clients, say)
+    return _result(folder, output)
 
 
 def _executed(asked: Execution, poc: bool) -> dict[str, Any]:
@@ -126,65 +126,65 @@ def write_job(recipe: Any, folder: Path) -> Path:
     return folder / str(recipe.name)
 
 
-def _on_simulator(beside: Path, job: str, clients: list[str], say: Print) -> Path:
+def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) -> Path:
     """Run a job as `SimEnv` does, except for output and end; return the output's file."""
     from medfl.flare.local_federation import kill_tree
     from medfl.flare.parts import SIMULATED
 
-    workspace, log = beside / "workspace", beside / "output.txt"
+    workspace, log = flare_folder / "workspace", flare_folder / "output.txt"
     allow_classes(workspace / "local" / "resources.json", SIMULATED)
-    command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(beside / job)]
+    command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(flare_folder / job)]
     command += ["-w", str(workspace), "-c", ",".join(clients), "-t", str(len(clients))]
     with log.open("wb") as output:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     try:
-        _follow(lambda: child.poll() is not None, beside, say)
+        _follow(lambda: child.poll() is not None, flare_folder, say)
     finally:
         kill_tree(child)
     return log
 
 
-def _on_poc(beside: Path, job: str, clients: list[str], say: Print) -> Path:
+def _on_poc(flare_folder: Path, job: str, clients: list[str], say: Print) -> Path:
     """Run a job in a local federation; return the folder of the output."""
     from medfl.flare.local_federation import LocalFederation
     from medfl.flare.parts import SIMULATED
 
-    with LocalFederation(beside / "federation", clients, SIMULATED) as federation:
+    with LocalFederation(flare_folder / "federation", clients, SIMULATED) as federation:
         federation.start()
         federation.ready()
         say(f"a FLARE server and {len(clients)} sites are up")
-        number = federation.submit(beside / job)
-        _follow(lambda: federation.status(number).startswith("FINISHED"), beside, say)
+        number = federation.submit(flare_folder / job)
+        _follow(lambda: federation.status(number).startswith("FINISHED"), flare_folder, say)
         return federation.folder
 
 
-def _result(folder: Path, where: str) -> dict[str, Any]:
+def _result(folder: Path, output: Path) -> dict[str, Any]:
     """Return the server's summary and remove FLARE's files, or raise the error that ended the run."""
-    beside = folder / FLARE_FOLDER
-    if (beside / ERROR_FILE).is_file():
-        raise_error(read_json(beside / ERROR_FILE, "an error that medfl wrote", f"look into {where}"))
-    if not (beside / DONE_FILE).is_file():
-        raise RunError(f"NVIDIA FLARE ended without a result; {where}; continue with --resume")
-    _remove(beside)
+    flare_folder = folder / FLARE_FOLDER
+    if (flare_folder / ERROR_FILE).is_file():
+        raise_error(read_json(flare_folder / ERROR_FILE, "an error that medfl wrote", f"look into {output}"))
+    if not (flare_folder / DONE_FILE).is_file():
+        raise RunError(f"NVIDIA FLARE ended without a result; its output is in {output}; continue with --resume")
+    _remove(flare_folder)
     return read_summary(folder / "summary.json")
 
 
-def _remove(beside: Path) -> None:
+def _remove(flare_folder: Path) -> None:
     """Remove FLARE's files; the processes of a run that was killed may still write there for some seconds."""
     for _ in range(50):
-        shutil.rmtree(beside, ignore_errors=True)
-        if not beside.exists():
+        shutil.rmtree(flare_folder, ignore_errors=True)
+        if not flare_folder.exists():
             return
         time.sleep(0.2)
 
 
-def _follow(ended: Callable[[], bool], beside: Path, say: Print) -> None:
+def _follow(ended: Callable[[], bool], flare_folder: Path, say: Print) -> None:
     """Pass on the server's lines until the run is over; FLARE itself would take seconds more to end."""
-    seen, over, file = 0, False, beside / LINES_FILE
+    seen, over, file = 0, False, flare_folder / LINES_FILE
     while not over:
-        over = (beside / DONE_FILE).is_file() or ended()
+        over = (flare_folder / DONE_FILE).is_file() or ended()
         lines = file.read_text().splitlines() if file.is_file() else []
         for line in lines[seen:]:
             say(json.loads(line))

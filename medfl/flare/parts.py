@@ -159,7 +159,7 @@ class _Controller(ModelController):  # type: ignore[misc]
     def why_lost(self, site: str) -> str:
         return self._disconnected.get(self._flare_names[site], "")
 
-    def is_over(self) -> bool:
+    def is_aborted(self) -> bool:
         return bool(self.abort_signal.triggered)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

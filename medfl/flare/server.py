@@ -36,16 +36,16 @@ from medfl.runtimes.tasks import (
     ScoreSiteOnAll,
     SegmentSite,
     SiteTask,
-    Task,
     Train,
     TrainToScore,
+    WorkerTask,
 )
 
 FLARE_FOLDER, LINES_FILE, ERROR_FILE, DONE_FILE = "flare", "said.txt", "failed.json", "done"
 """Folder of a job in the run folder; in it the server's lines for the user, its error, and a mark that it is done."""
 _SILENCE = 1.0
 """Seconds between two checks that the sites are still connected."""
-_EMPTY_RESULTS: Mapping[type[Task], Any] = {ScoreSiteOnAll: Cases((), {}), CopyWeights: {}, SegmentSite: {}}
+_EMPTY_RESULTS: Mapping[type[WorkerTask], Any] = {ScoreSiteOnAll: Cases((), {}), CopyWeights: {}, SegmentSite: {}}
 """Tasks that sites run only in a simulation, with the results that stand in elsewhere."""
 _START = 300.0
 """Seconds added to the deadline of a job's first question, during which a site prepares its images."""
@@ -71,7 +71,7 @@ class Link(Protocol):
     def why_lost(self, site: str) -> str:
         """Return why a site will not answer any more, "" while it is connected."""
 
-    def is_over(self) -> bool:
+    def is_aborted(self) -> bool:
         """Return whether the job is being aborted from outside."""
 
 
@@ -224,7 +224,7 @@ class FlareWorkers(Workers):
                 late = f"no answer within {self.deadline:g} s"
                 return [(key, wire.failure(late)) for key in list(waiting)]
             lost = {key: self._link.why_lost(key[1]) for key in waiting}
-            if not any(lost.values()) and self._link.is_over():
+            if not any(lost.values()) and self._link.is_aborted():
                 problem = "the job was ended from outside; the last round is intact, continue with --resume"
                 raise RunError(problem) from None
             return [(key, wire.failure(why)) for key, why in lost.items() if why]
@@ -235,14 +235,14 @@ class FlareWorkers(Workers):
         """Return the task's result, or the site as `FailedReply` with the reason."""
         sender = f"site {question.site!r}"
         try:
-            if payload.failed:
-                raise RunError(payload.failed)
+            if payload.failure_reason:
+                raise RunError(payload.failure_reason)
             with profiling.during(profiling.MESSAGES):
                 return question.read(payload)
         except MedflError as error:
             why = str(error)
         except (KeyError, TypeError, ValueError) as error:  # what a site sends may have any form
-            why = wire.failure(error).failed
+            why = wire.failure(error).failure_reason
         return FailedReply(question.site, why if why.startswith(sender) else f"{sender}: {why}")
 
     # Reading
@@ -256,16 +256,16 @@ class FlareWorkers(Workers):
         self._check_facts(name, payload)
         return message
 
-    def items(self, name: str) -> int:
+    def item_count(self, name: str) -> int:
         """Return how many training items a site has; where they are its own, what it told first."""
-        return super().items(name) if self._simulated else self.introduced_counts.get(name, 0)
+        return super().item_count(name) if self._simulated else self.introduced_counts.get(name, 0)
 
     def _checked_count(self, name: str, payload: Payload) -> int:
         """Return the number of training items that a site tells, at most what roster and introduction say."""
         count, most = payload.whole_number(wire.SAMPLES), self._roster.get(name)
         if most is not None and count > most:
             raise RunError(f"it tells of {count:,} training images; the server's roster has it with at most {most:,}")
-        at_first = self.items(name) if self._simulated else self.introduced_counts.setdefault(name, count)
+        at_first = self.item_count(name) if self._simulated else self.introduced_counts.setdefault(name, count)
         if count > at_first:
             raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {at_first:,}")
         return count

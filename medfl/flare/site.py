@@ -74,7 +74,7 @@ class FlareSite:
                 expected = isinstance(error, MedflError)
                 return wire.failure(error if expected else f"site {self.name!r}: {task_name}: {in_words(error)}")
             with suppress(MedflError):  # an audit log that cannot be written stops replies; a failure has no data
-                self.algo.failed(printable(task_name, 40), error)
+                self.algo.log_failure(printable(task_name, 40), error)
             return hidden_failure(self.name, error)
 
     def _introduce(self, payload: Payload) -> Payload:

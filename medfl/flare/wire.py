@@ -44,13 +44,13 @@ class Payload:
     Attributes:
         tensors: by their names on the wire.
         numbers: by names in `NUMBERS`.
-        failed: why a site has no answer; "" if it has one.
+        failure_reason: why a site has no answer; "" if it has one.
         metrics: by name, from a site that shows no cases.
     """
 
     tensors: Weights = field(default_factory=dict)
     numbers: Mapping[str, float] = field(default_factory=dict)
-    failed: str = ""
+    failure_reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     def group(self, group: str) -> dict[str, Tensor]:
@@ -106,13 +106,13 @@ def state_round(payload: Payload, site: str) -> int:
     """
     round_ = payload.tensors.get(f"kept/{site}")
     if round_ is None or round_.dtype != torch.int64 or round_.ndim or round_ < 0:
-        raise RunError(f"site {site!r}: the server does not say which of its States it is to go on from")
+        raise RunError(f"site {site!r}: the server does not say from which of the site's States to go on")
     return int(round_)
 
 
 def failure(why: object) -> Payload:
     """Return the answer of a site that failed."""
-    return Payload(failed=_line(str(why)) or "it does not say why")
+    return Payload(failure_reason=_line(str(why)) or "it does not say why")
 
 
 # To and from FLModel
@@ -123,8 +123,8 @@ def to_model(payload: Payload) -> Any:
     from nvflare.app_common.abstract.fl_model import FLModel
 
     meta: dict[str, Any] = dict(payload.numbers)
-    if payload.failed:
-        meta[FAILED] = payload.failed
+    if payload.failure_reason:
+        meta[FAILED] = payload.failure_reason
     return FLModel(params=dict(payload.tensors), metrics=dict(payload.metrics) or None, meta=meta)
 
 

@@ -54,7 +54,7 @@ class FedETF(SiteModels, Method):
     gamma: float = option(1.0, "strength of the balanced softmax (paper: 1)", minimum=0.0)
     dimension: int = option(0, "d, length of the projection; 0: the number of classes (public code)", minimum=0)
     finetune_rounds: int = option(
-        0, "turns on simplex and projection for a personal model, each two local trainings (public code: 20)", minimum=0
+        0, "turns for a personal model, 3 epochs on the simplex, 3 on the projection (public code: 20)", minimum=0
     )
     finetune_simplex_lr: float = option(0.1, "rate on the simplex for a personal model (public code)", minimum=0.0)
     finetune_projection_lr: float = option(0.05, "rate on the projection then (public code)", minimum=0.0)

@@ -138,7 +138,7 @@ class FedHelp(LessonOptions, SiteNetworks):
                 "there is at least one large site and one small site",
                 "name the large ones with --set large=SITE,SITE",
             )
-        (config,) = deal(self.large_network, names[:1]).values()
+        (config,) = deal(self.large_network, names[:1], "large_network").values()
         return {name: config if name in self.large_sites else {} for name in names}
 
     def keeps_network(self, config: Mapping[str, Any]) -> bool:

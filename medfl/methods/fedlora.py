@@ -31,7 +31,7 @@ from medfl.core.storage import State, weights_sha256
 from medfl.core.task import Task
 from medfl.methods._parts.adapters import Adapters
 from medfl.methods._parts.adapting import adapting
-from medfl.methods._parts.low_rank import delta, named_factors
+from medfl.methods._parts.low_rank import delta_name, named_factors
 from medfl.methods.base import Group
 from medfl.training import Host, Site, fit
 
@@ -61,8 +61,10 @@ class FedLoRA(Adapters):
         server, layers = super().init_server(host, weights, introductions), self.matrices(host.model(weights))
         base_state = {"base": _base_hash(weights, server["weights"])}
         if self.share == "stack":
-            return {**server, **base_state, "delta": {delta(name): m.new_zeros(m.shape) for name, m in layers.items()}}
-        return {**server, **base_state, "adapters": named_factors(self.first(host, layers, self.bank), self.down)}
+            zero = {delta_name(name): matrix.new_zeros(matrix.shape) for name, matrix in layers.items()}
+            return {**server, **base_state, "delta": zero}
+        first = named_factors(self.first(host, layers, self.max_rank), self.sent_down)
+        return {**server, **base_state, "adapters": first}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
@@ -74,14 +76,14 @@ class FedLoRA(Adapters):
         after = super().aggregate(host, server, replies, num_sites)
         weight_matrices = self.matrices(host.model(host.networks.initial))
         if self.share != "stack":
-            return {**after, "adapters": self.bank_of(replies, weight_matrices)}
+            return {**after, "adapters": self.server_factors(replies, weight_matrices)}
         old, means = server["delta"], self.mean_products(replies, weight_matrices)
-        sums = {delta(name): old[delta(name)].double() + self.scale * mean for name, mean in means.items()}
+        sums = {delta_name(name): old[delta_name(name)].double() + self.scale * mean for name, mean in means.items()}
         return {**after, "delta": {name: total.to(old[name]) for name, total in sums.items()}}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
         """Return the base with the head and the products; None where each site has its own B."""
-        return None if self.share == "a" else self.complete(host, {}, self.broadcast(host, server, ""), self.bank)
+        return None if self.share == "a" else self.complete(host, {}, self.broadcast(host, server, ""), self.max_rank)
 
     def init_site(self, site: Site) -> State:
         """Return B = 0 where a site keeps it."""
@@ -100,7 +102,7 @@ class FedLoRA(Adapters):
         with adapting(model, pairs, self.scale, whole, trains_a=self.share != "b") as trained:
             fit(model, site)
         weights = {name: t.detach().clone() for name, t in model.state_dict().items() if name in whole}
-        sent = named_factors(trained, self.up)
+        sent = named_factors(trained, self.sent_up)
         reply = Message({"weights": weights, "adapters": sent}, {"samples": site.num_samples})
         return ({"adapters": named_factors(trained, "B")} if self.share == "a" else state), reply
 
@@ -108,7 +110,7 @@ class FedLoRA(Adapters):
         """Return the base with the newest head and products, of `share=a` the site's own."""
         rank = self.rank_of(site.name)
         has_rank = self.share == "a" or any(name.endswith(f".{rank}") for name in down.tensors.get("adapters", {}))
-        return self.complete(site, state, down, rank if has_rank else self.bank)
+        return self.complete(site, state, down, rank if has_rank else self.max_rank)
 
 
 def _base_hash(weights: Weights, whole: Weights | frozenset[str]) -> str:

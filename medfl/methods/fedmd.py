@@ -73,7 +73,7 @@ class FedMD(ScoreExchange):
         return {"weights": snapshot(model), "started": True}, reply
 
     def _transfer(self, model: nn.Module, site: Site, size: int) -> None:
-        """Train on public labels, where they are of the sites' classes, and for so long on the site's own data."""
+        """Train on public labels, where they are of the sites' classes, and then on the site's own data."""
         public, task = public_data(site), site.task
         same_classes = task.classes and (task.kind, task.classes) == (public.task.kind, public.task.classes)
         if self.pretrain_epochs and same_classes:

@@ -40,7 +40,7 @@ class FedNova(Method):
 
     def check(self, site: Site) -> None:
         """Refuse optimisers that go on from round to round: a_k is how far a new one gets."""
-        if site.optimizers is not None:
+        if site.optimizer_states is not None:
             raise InputError(
                 "--keep-optimizer with method 'fednova'", "it counts the steps of a new optimiser", "leave it out"
             )

@@ -50,7 +50,7 @@ class FedSemi(Method, WithoutLabels):
     warmup: int = option(5, "first rounds, in which only sites with labels count", minimum=0)
     unsure: float = option(1.0, "weight of the teacher's probabilities below that; 0: left out", minimum=0.0)
     weight: float = option(1.0, "what the number of images of a site without labels is multiplied by", minimum=0.0)
-    count: str = option("sure", "of its images: those with pseudo-labels, or all", choices=("sure", "all"))
+    count: str = option("sure", "images of such a site: those with pseudo-labels, or all", choices=("sure", "all"))
     decay: float = option(0.999, "of the teacher's mean over steps; 1: it stays", minimum=0.0, maximum=1.0)
     strength: float = option(1.0, "of the change of intensities", minimum=0.0)
     mirror: bool = option(True, "mirror images (classification)")
@@ -98,7 +98,7 @@ class FedSemi(Method, WithoutLabels):
     def _lessons(self, model: nn.Module, teacher: nn.Module, site: Site, sure: list[Tensor]) -> Feed:
         """Return what makes of each batch the strong view, its pseudo-labels and where they are learned."""
         generator = torch.Generator().manual_seed(derive(site.seed, "strong view"))
-        classes = site.task.kind == "classification"
+        is_classification = site.task.kind == "classification"
 
         def feed(x: Any, y: None) -> tuple[Any, ...]:
             if sure and self.decay < 1:
@@ -110,8 +110,8 @@ class FedSemi(Method, WithoutLabels):
             sure.append(certain.float().mean())
             target = torch.where(certain, torch.zeros_like(q).scatter_(1, label, 1.0), q)
             weight = torch.where(certain, 1.0, self.unsure).squeeze(1)
-            view, seen = strong_view(x, self.strength, self.mirror and classes, generator)
-            return view, target, weight if classes else weight * seen
+            view, seen = strong_view(x, self.strength, self.mirror and is_classification, generator)
+            return view, target, weight if is_classification else weight * seen
 
         return feed
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 
 class _Block(nn.Module):
-    """Two 3x3 convolutions around a parameter-free shortcut."""
+    """Two 3x3 convolutions, and a shortcut without parameters around them."""
 
     def __init__(self, channels_in: int, channels_out: int, spatial_dims: int) -> None:
         super().__init__()

@@ -150,17 +150,17 @@ class Augmentation:
     per_image: bool = False
     _constants: dict[Any, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __call__(self, images: Tensor, generator: torch.Generator) -> Tensor:
-        """Return images ready for the classifier, same shape; differentiable. `generator` is on the CPU."""
-        return self.moved(images, self.positions(len(images), images.shape[1:], generator).to(images.device))
+    def __call__(self, images: Tensor, draws: torch.Generator) -> Tensor:
+        """Return images ready for the classifier, same shape; differentiable. `draws` is on the CPU."""
+        return self.moved(images, self.positions(len(images), images.shape[1:], draws).to(images.device))
 
-    def positions(self, count: int, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    def positions(self, count: int, shape: Sequence[int], draws: torch.Generator) -> Tensor:
         """Draw where the pixels of images of a shape (C, H, W) come from.
 
         Returns:
             (count or 1, H W), on the CPU: positions in the padded image, of each image or of all.
         """
-        return torch.stack([_place(shape[1], shape[2], generator) for _ in range(count if self.per_image else 1)])
+        return torch.stack([_place(shape[1], shape[2], draws) for _ in range(count if self.per_image else 1)])
 
     def moved(self, images: Tensor, positions: Tensor) -> Tensor:
         """Return images (B, C, H, W) as `__call__` does, by `positions` that were drawn before; nothing waits."""
@@ -177,10 +177,10 @@ class Augmentation:
         return (images - mean) / std
 
 
-def _place(height: int, width: int, generator: torch.Generator) -> Tensor:
+def _place(height: int, width: int, draws: torch.Generator) -> Tensor:
     """Draw a crop and flips; return (H W,) positions in an image padded on all sides."""
-    top, left = torch.randint(2 * _PADDING + 1, (2,), generator=generator).tolist()
-    mirrored, overturned = (torch.rand(2, generator=generator) < 0.5).tolist()
+    top, left = torch.randint(2 * _PADDING + 1, (2,), generator=draws).tolist()
+    mirrored, overturned = (torch.rand(2, generator=draws) < 0.5).tolist()
     rows, columns = torch.arange(top, top + height), torch.arange(left, left + width)
     rows, columns = rows.flip(0) if overturned else rows, columns.flip(0) if mirrored else columns
     return (rows[:, None] * (width + 2 * _PADDING) + columns).flatten()

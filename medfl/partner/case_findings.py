@@ -175,8 +175,8 @@ class Findings:
             if far := _far([name for name, value in of.items() if len(value) == usual], rows):
                 yield Finding(topic, "warning", f"unlike the others: {named(far)}", "see whether they belong here")
         if len(self._channels) > 1:
-            few = min(self._channels.values(), key=len)
-            text = f"{', '.join(map(str, sorted(self._channels)))} channels; the fewer: {named(few)}"
+            minority = min(self._channels.values(), key=len)
+            text = f"{', '.join(map(str, sorted(self._channels)))} channels; in the minority: {named(minority)}"
             yield Finding("channels", "FAILED", text, "convert the odd ones")
         elif len(channels := names(self._bundle)) > 1:
             yield from self._lacking(channels)

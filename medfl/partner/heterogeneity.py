@@ -122,7 +122,7 @@ class FederationStatistics:
 
 
 def read(paths: Sequence[Path]) -> FederationStatistics:
-    """Read the files that sites have written; InputError if one is none, or they are of different bundles."""
+    """Read the files that sites have written; InputError if one is another file, or they are of different bundles."""
     documents = [_document(path) for path in paths]
     sites = tuple(_site(document, path) for document, path in zip(documents, paths, strict=True))
     histograms = next((site for site in sites if site.shares is not None), sites[0])

@@ -243,7 +243,7 @@ def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
     items, entries = data.items, data.source.entries
     if data.source.is_list:
         items, entries = items[:size], entries[:size]
-    source = Source(entries, data.source.transforms, data.source.fixed)
+    source = Source(entries, data.source.transforms, data.source.repeatable)
     prepared = prepare(items, source, data.collate, data.prepare_batch)
     ids = prepared.ids(range(len(prepared)))
     sites = {"here": {section: ids if section == "train" else [] for section in SECTIONS}}

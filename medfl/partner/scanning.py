@@ -65,7 +65,7 @@ def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[Sc
     for index, item in enumerate(shown):
         ident, entry = str(item["id"]), data.source.entries[index] if data.source.is_list else None
         try:
-            sample = samples.fixed(index)
+            sample = samples.after_deterministic(index)
         except (MedflError, *UNREADABLE) as error:
             yield ScannedItem(section, ident, problem=" ".join(str(error).split()))
             continue

@@ -80,8 +80,8 @@ class Gate:
             self._check_uncovered(_without_noise(message, samples))
         return message
 
-    def check_introduction(self, message: Message, *, from_images: bool) -> None:
-        """Check what a site says before its first training; `from_images` if it depends on its images.
+    def charge_introduction(self, message: Message, *, from_images: bool) -> None:
+        """Check what a site says before its first training, and charge it; `from_images` if it depends on its images.
 
         Raises:
             RunError: the policy forbids something in it; names it.
@@ -100,8 +100,8 @@ class Gate:
         if limit is not None and message.num_bytes > limit:
             raise self._refusal(f"its message has {message.num_bytes:,} bytes, more than max_bytes {limit:,}")
 
-    def check_numbers(self, group: str, names: Iterable[str], *, from_images: bool) -> None:
-        """Check numbers that are no reply: metrics, statistics; the policy's keys name them as group/name.
+    def charge_numbers(self, group: str, names: Iterable[str], *, from_images: bool) -> None:
+        """Check and charge numbers that are no reply, metrics and statistics; the policy names them as group/name.
 
         `from_images` says whether they depend on training images beyond what the replies have told.
 
@@ -114,14 +114,14 @@ class Gate:
             self.account.add(self._check_uncovered(keys))
 
     def charge_without_noise(self, message: Message, samples: int) -> None:
-        """Charge what a reply that is about to leave tells beside its noised change (`charge_noised_reply`)."""
+        """Charge what leaves of a reply beside its noised change (`charge_noised_reply`); without noise all of it."""
         if not self.rules.has_formal_privacy:
             self.account.spend(None)
         elif uncovered := _without_noise(message, samples):
             self.account.add(Counter(uncovered))
 
     def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
-        """Return the numbers beside a message without optional ones that keys do not name; with noise, without all."""
+        """Return the numbers beside a message, less the optional ones: all with noise, else those that no key names."""
         noised, permits = self.rules.noise is not None, self.rules.permits
         kept_back = [name for name in optional if noised or not permits(f"told/{name}")]
         return {name: value for name, value in numbers.items() if name not in kept_back}

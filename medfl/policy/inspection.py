@@ -99,11 +99,11 @@ class _Inspector:
         self.names: dict[str, str] = dict(DEFAULT_NAMES)
         self.own_modules: frozenset[str] = frozenset()
         self.referred: set[str] = set()
-        self.names_of_keys = _KEY
+        self.key_pattern = _KEY
         self.definitions: dict[_Keys, list[Plain]] = {}
         # asked once of each path of keys, or of a value, however many references lead there
         self.urls: dict[int, bool] = {}
-        self.texts: dict[int, bool] = {}
+        self.are_statements: dict[int, bool] = {}
         self.distinct = cache(lambda keys: list({repr(v): v for v in self.definitions.get(keys, ())}.values()))
         self.is_branch = cache(lambda keys: all(isinstance(v, dict) for v in self.definitions.get(keys, ())))
 
@@ -130,7 +130,7 @@ class _Inspector:
                 if "config" in keys:  # a preset of federated.yaml is laid over the rest
                     self.definitions.setdefault(keys[keys.index("config") + 1 :], []).append(node)
         texts = [node for one in configurations for _, node in one.nodes if isinstance(node, str)]
-        self.names_of_keys = _KEY if any(map(_RELATIVE.search, texts)) else _LABEL
+        self.key_pattern = _KEY if any(map(_RELATIVE.search, texts)) else _LABEL
         for text in texts:
             if text[:1] in ("$", "@", "%"):  # relative references begin with any of their parts
                 self.referred |= set(re.findall(r"\w+", " ".join(re.findall(r"[@%][\w#:]+", text))))
@@ -220,7 +220,7 @@ class _Inspector:
             raise Refused("an import outside of the list of imports")
         if last in _SPECIAL and stem == "metadata":
             raise Refused(f"the key {printable(key)!r} in a description")
-        if not _is_free(keys, stem) and not _KEY.fullmatch(key) and not self.names_of_keys.fullmatch(key):
+        if not _is_free(keys, stem) and not _KEY.fullmatch(key) and not self.key_pattern.fullmatch(key):
             raise Refused(f"the key {printable(key)!r}, which is no plain name")
 
     def _description(self, node: Plain) -> None:
@@ -350,10 +350,10 @@ class _Inspector:
         held = where.content.get(keys[0], where.content.get(f"+{keys[0]}"))
         if keys[0] in _ENTRIES:
             return len(keys) == 1 or isinstance(held, list)
-        if id(held) not in self.texts:
-            is_texts = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
-            self.texts[id(held)] = is_texts
-        return self.texts[id(held)] and where.stem != "federated" and not keys[0].startswith("_")
+        if id(held) not in self.are_statements:
+            statements = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
+            self.are_statements[id(held)] = statements
+        return self.are_statements[id(held)] and where.stem != "federated" and not keys[0].startswith("_")
 
 
 def _walk(content: Plain, depth: int) -> Iterator[tuple[_Keys, Plain]]:

@@ -146,7 +146,7 @@ class Account:
             self._write()
 
     def add(self, uncovered: Mapping[str, int]) -> None:
-        """Write down what leaves without noise and without a reply: an introduction, an evaluation, statistics."""
+        """Write down what leaves without noise: parts of a reply, an introduction, an evaluation, statistics."""
         with self._locked():
             self.uncovered.update(uncovered)
             self._write()

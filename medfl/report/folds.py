@@ -137,7 +137,7 @@ class Folds:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json."""
-        run, sums = self.first, {name: self.spread(name) for name in self.names}
+        run, spreads = self.first, {name: self.spread(name) for name in self.names}
         classes = {"classes": self.structures} if self.structures else {}
         totals = {
             name: sum(float((one.summary or {}).get(name) or 0) for one in self.runs.values())
@@ -155,7 +155,7 @@ class Folds:
                  **self.rows[number]}
                 for number, one in self.runs.items()
             ],
-            "spread": sums, "units": (run.summary or {}).get("units") or {}, **totals, "notes": [*self.notes],
+            "spread": spreads, "units": (run.summary or {}).get("units") or {}, **totals, "notes": [*self.notes],
         }  # fmt: skip
 
     @property
@@ -170,7 +170,7 @@ class Folds:
         return NOTE, f"the folds have different numbers of rounds: {rounds_text}; {again} makes them the same"
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return head and rows of the table of the folds: folds, mean, sd and worst, pooled."""
+        """Return head and rows of the table of the folds: one row a fold, then mean, sd and pooled."""
         names = self.names[:_COLUMNS]
         sizes = {number: _sizes(run) for number, run in self.runs.items()}
         spreads = [self.spread(name) for name in names]

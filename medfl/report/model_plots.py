@@ -85,7 +85,7 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
     )
 
 
-def feature_maps(
+def feature_scatters(
     real: Floats,
     labels: Labels,
     synthetic: Floats,

@@ -165,7 +165,7 @@ def _structures(run: RunFiles) -> dict[str, Any]:
 
 
 def _traffic(run: RunFiles) -> dict[str, Any] | None:
-    """Return what crossed the wire a site and round, on average and at least and most over the rounds."""
+    """Return the mean bytes of a site's messages in a round, how many they are, and the bytes before round 1."""
     rows = []
     for entry in run.rounds:
         sites = len(entry.get("cohort") or ()) - len(entry.get("left_out") or ())

@@ -135,7 +135,7 @@ def federate(
     out, source = Path(out) if out else None, None if source is None else Path(source)
     check_kinds(requested)
     request_checks.check_before_imports(
-        bundle, requested, given=bool(options or config), out=out, resume=resume, source=source, runtime=runtime
+        bundle, requested, has_overrides=bool(options or config), out=out, resume=resume, source=source, runtime=runtime
     )
     chosen = registry.load(runtime)
     chosen.check(runtime, jobs=jobs, profile=profile, deadline=deadline)

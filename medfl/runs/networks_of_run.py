@@ -68,7 +68,7 @@ class RunNetworks:
         self.computed_on_cpu = run.device == "cpu"
         self.folder = RunFolder(path)
         self.manifest = self.folder.manifest()
-        self.bundle: Bundle = bundle_of_run(self.run, path, CPU, changed=True)
+        self.bundle: Bundle = bundle_of_run(self.run, path, CPU, allow_changed=True)
         if self.bundle.is_shipped and self.bundle.sha256 != run.bundle_sha256:
             was = f"medfl {run.versions.get('medfl')}, which made the run"
             say(f"note: bundle {run.bundle!r} is not that of {was}: the run's weights are put into today's network")
@@ -224,26 +224,26 @@ class _States:
                 "this model is made from state/, as the run left it",
                 f"let it train: medfl run --resume --out {result.path}",
             )
-        self.result, self.manifest = result, result.manifest
+        self.networks, self.manifest = result, result.manifest
         plan = repeat(result.run, data, say, result.path)
         public = plan.public.prepare(say=say) if plan.public else None
         self.federation = Federation(plan.bundle, plan.method, plan.run, public=public)
 
     def server_network(self, round_: int) -> nn.Module | None:
         """Return a copy of the server's network, None where it has none."""
-        federation, folder = self.federation, self.result.folder
-        server = folder.best_state() if self.result.which == "best" else folder.server_state(self.manifest)
+        federation, folder = self.federation, self.networks.folder
+        server = folder.best_state() if self.networks.which == "best" else folder.server_state(self.manifest)
         with federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
             return None if network is None else use_torch_max_pool(deepcopy(network))
 
     def site_network(self, name: str) -> nn.Module:
         """Return a copy of the network that a site is judged by after the last round."""
-        federation, folder, round_ = self.federation, self.result.folder, int(self.manifest["round"])
+        federation, folder, round_ = self.federation, self.networks.folder, int(self.manifest["round"])
         with federation.networks.scope():
             server = folder.server_state(self.manifest)
             down = federation.method.broadcast(federation.host(round_), server, name)
-        state_file = folder.readable_state(name, self.result.run_hash)
+        state_file = folder.readable_state(name, self.networks.run_hash)
         state = None if state_file is None else load_state(state_file)
         with judged(federation, round_, name, state, down) as network:
             return use_torch_max_pool(deepcopy(network))

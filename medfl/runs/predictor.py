@@ -138,7 +138,7 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
         evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
     medfl_entry = meta.get("medfl")
     source = str(medfl_entry.get("data_source", "")) if isinstance(medfl_entry, Mapping) else ""
-    chain = allow_missing_labels((opened.config.content("preprocessing"),))
+    chain = allow_missing_labels((opened.config.evaluated("preprocessing"),))
     title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
     return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, meta, source)
 

@@ -17,7 +17,7 @@ import torch
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import Opened, with_data
+from medfl.bundle.open import BundleWithData, with_data
 from medfl.core.errors import InputError
 from medfl.core.places import PHANTOM
 from medfl.core.run import PublicRecord
@@ -47,7 +47,7 @@ class PublicPlan:
         record: what the run says of all this.
     """
 
-    opened: Opened
+    opened: BundleWithData
     section: str
     indices: tuple[int, ...]
     teachers: tuple[Teacher, ...]

@@ -22,7 +22,7 @@ def check_before_imports(
     bundle: str | None,
     requested: Mapping[str, Any],
     *,
-    given: bool,
+    has_overrides: bool,
     out: Path | None,
     resume: bool,
     source: Path | None,
@@ -33,7 +33,7 @@ def check_before_imports(
     for module in (runtime, requested.get("method")):
         trust_module(module)
     check_limits(requested)
-    if source is not None and (given or set(requested) - {"data"}):
+    if source is not None and (has_overrides or set(requested) - {"data"}):
         raise InputError(
             "--from together with other settings", "--from repeats a recorded run as it was", "leave them out"
         )

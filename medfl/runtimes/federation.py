@@ -265,11 +265,11 @@ class Federation:
             epoch_factor=run.lr_decay if by_epoch else 1.0,
         )  # fmt: skip
         train, validate, test = hide_labels(run, name, [self.participant_shard(name, section) for section in SECTIONS])
-        known = self.known.get(name)
+        known, kept = self.known.get(name), dict[str, State]() if run.keep_optimizer else None
         return Site(
             name, derive(run.seed, "round", round_, name), train, validate, test,
             site_labels.loss_at(self.bundle, run, known), settings, arch.networks, round_, self.task, known=known,
-            common=self.networks, public=self.public, method=run.method, optimizers={} if run.keep_optimizer else None,
+            common=self.networks, public=self.public, method=run.method, optimizer_states=kept,
         )  # fmt: skip
 
     @contextmanager

@@ -221,7 +221,7 @@ class Simulator:
         """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
         federation, since = self.federation, time.perf_counter() if training.overlap else training.started
         round_, cohort, left_out = training.round, training.cohort, training.left_out
-        samples = {name: self.workers.items(name) for name in cohort}
+        samples = {name: self.workers.item_count(name) for name in cohort}
         results: dict[str, StepResult] = {}
         replies = Replies(cohort, self.folder.path)
         renewed: list[str] = []
@@ -274,8 +274,8 @@ class Simulator:
 
     def _make_packer(self) -> Packer | None:
         """Return what does steps of several sites at once, None where they are done one by one."""
-        recorded = torch.device(self.run.device).type in GRAPHS
-        return Packer(self.run.pack) if self.run.pack > 1 and recorded else None
+        has_graphs = torch.device(self.run.device).type in GRAPHS
+        return Packer(self.run.pack) if self.run.pack > 1 and has_graphs else None
 
     def _report_step_modes(self, results: Mapping[str, StepResult]) -> None:
         """Say once why steps that were to be captured are not, and which of several sites are done at once."""

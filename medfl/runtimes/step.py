@@ -35,7 +35,7 @@ class StepResult:
     Attributes:
         state: the site's next State; stays at the site.
         reply: what leaves, as the server receives it.
-        loss: mean training loss; stays at the site but is shown to whoever runs the simulation.
+        loss: mean training loss; goes to the server with the reply unless the site's policy keeps it back.
         steps: optimiser updates, of all networks that the site trained.
         bytes_up, bytes_down: of the reply and of the broadcast as they crossed.
         cases: section -> outcomes of the locally trained model, for the sections asked for.
@@ -59,9 +59,9 @@ def site_step(
 
     Both ends of the wire are here: the broadcast and the reply are made smaller, counted and restored.
     """
-    method, site, messages = federation.method, federation.site(name, round_), federation.compression
-    if site.optimizers is not None:
-        site = replace(site, optimizers=dict((state or {}).get(OPTIMIZERS, {})))
+    method, site, compression = federation.method, federation.site(name, round_), federation.compression
+    if site.optimizer_states is not None:
+        site = replace(site, optimizer_states=dict((state or {}).get(OPTIMIZERS, {})))
     received, bytes_down = _delivered(federation, round_, name, down)
     unsent = (state or {}).get(UNSENT, {})
     with federation.scope():
@@ -72,12 +72,12 @@ def site_step(
         cases = {}
         if score_on and "weights" in reply:
             cases = _scores(federation, _trained(federation, site, state, received, reply), name, score_on)
-        wire, unsent = messages.reply(reply, received, derive(site.seed, "messages"), unsent)
-        arrived = messages.decompress_reply(wire, down, f"site {name!r}")
-        if not messages.lossless:
+        wire, unsent = compression.reply(reply, received, derive(site.seed, "messages"), unsent)
+        arrived = compression.decompress_reply(wire, down, f"site {name!r}")
+        if not compression.lossless:
             federation.check_message(name, arrived)
     report = summed(site.journal)
-    beside = {UNSENT: unsent, OPTIMIZERS: site.optimizers or {}}
+    beside = {UNSENT: unsent, OPTIMIZERS: site.optimizer_states or {}}
     next_state = {**state, **{key: value for key, value in beside.items() if value}}
     size, reason = wire.num_bytes, report.eager_reason
     return StepResult(next_state, arrived, report.loss, report.steps, cases, size, bytes_down, reason)

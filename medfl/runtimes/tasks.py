@@ -36,7 +36,7 @@ from medfl.runtimes.step import (
 )
 
 
-class Task(ABC):
+class WorkerTask(ABC):
     """One piece of work."""
 
     @abstractmethod
@@ -44,11 +44,11 @@ class Task(ABC):
         """Do the work and return its result."""
 
 
-MakeTask = Callable[[], Task]
+MakeTask = Callable[[], WorkerTask]
 """Makes a task when its turn comes, so that the messages of thousands of sites need not lie ready."""
 
 
-def result_or_failure(task: Task, run: Callable[[], Any]) -> Any:
+def result_or_failure(task: WorkerTask, run: Callable[[], Any]) -> Any:
     """Run a task; where a site fails, return its `FailedReply`.
 
     Raises:
@@ -66,7 +66,7 @@ def result_or_failure(task: Task, run: Callable[[], Any]) -> Any:
 
 
 @dataclass(frozen=True)
-class SiteTask(Task):
+class SiteTask(WorkerTask):
     """A task at the site of this name."""
 
     site: str
@@ -207,7 +207,7 @@ class SegmentSite(RoundTask):
 
 
 @dataclass(frozen=True)
-class ScoreGlobal(Task):
+class ScoreGlobal(WorkerTask):
     """Score the server's network on the positions start..stop of all items of a section."""
 
     round: int
@@ -228,7 +228,7 @@ class ScoreGlobal(Task):
 
 
 @dataclass(frozen=True)
-class SegmentGlobal(Task):
+class SegmentGlobal(WorkerTask):
     """Segment a site's test items with the server's network, as `SegmentSite`."""
 
     round: int

@@ -25,7 +25,11 @@ def hide_labels(run: Run, name: str, sections: Sequence[Shard]) -> list[Shard]:
 
 
 def check_unlabelled(
-    text: str, name: str, method: Method, sites: Mapping[str, Mapping[str, Collection[str]]], items: Sequence[Item] = ()
+    text: str,
+    method_name: str,
+    method: Method,
+    sites: Mapping[str, Mapping[str, Collection[str]]],
+    items: Sequence[Item] = (),
 ) -> None:
     """Check that the sites without labels are some, not all, of a run's sites, and that its method is made for them.
 
@@ -39,7 +43,7 @@ def check_unlabelled(
     if len(without) == len(sites):
         raise InputError(f"--unlabelled {text}: no site has labels", allowed_sites(sites), "leave out one that has")
     if without:
-        _check_method(method, name, without[0])
+        _check_method(method, method_name, without[0])
     unlabelled_ids = {str(item["id"]) for item in items if NO_LABEL in item}
     if unlabelled_ids and len(unlabelled_ids) == len(items):
         raise InputError(f"none of the {len(items)} training images has a label", "some have", "check the data folder")

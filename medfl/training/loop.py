@@ -40,7 +40,7 @@ class FitReport:
         steps: optimiser updates.
         loss: mean training loss over the steps (NaN if there was none).
         optimizer_state: the optimiser's state, only if it was asked for.
-        replayed: updates that were replays of a captured step (`medfl.training.accelerate.capture`).
+        replayed: updates by replays of a captured step, or by a compiled one (`medfl.training.accelerate.capture`).
         eager_reason: why none could be, "" where some were, or where nobody asked for it.
     """
 
@@ -75,7 +75,7 @@ def fit(
             cannot.
         purpose: name of the random stream.
         optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
-            optimiser, not kept; or where the site keeps optimisers the one of this visit's same call in its last round.
+            optimiser, not kept; where the site keeps optimisers, the state that the same call left in its last round.
 
     Raises:
         InputError: the bundle's trainer takes its steps by itself, and this asks for more than another gradient.
@@ -83,7 +83,7 @@ def fit(
     """
     trainer: Any = vars(model).get("own_iteration")
     if trainer is not None:  # the bundle's trainer takes the steps
-        continues = optimizer_state is not None or site.optimizers is not None or site.settings.epoch_factor != 1
+        continues = optimizer_state is not None or site.optimizer_states is not None or site.settings.epoch_factor != 1
         changed = "the loss" if objective or feed or site.penalty else "the optimiser" if continues else ""
         report: FitReport = trainer.fit(site, purpose, gradient_hook, changed)
         return report
@@ -106,7 +106,7 @@ def fit(
         return loss.detach()
 
     do_step, name = runner_of_visit(step, optimizer, site), f"{purpose} {len(site.journal)}"
-    states_of_visits = site.optimizers if optimizer_state is None else None
+    states_of_visits = site.optimizer_states if optimizer_state is None else None
     if states_of_visits is not None:
         optimizer_state = states_of_visits.get(name, {})
     if optimizer_state:

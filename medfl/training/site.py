@@ -49,7 +49,7 @@ class LocalSettings:
         lr_factor: multiplies every learning rate this round (decay).
         epoch_factor: multiplies it after each local epoch.
         amp: automatic mixed precision.
-        lr_decay: what one decay multiplies; `lr_factor` has it once for each round, or local epoch, that is over.
+        lr_decay: factor of one decay; `lr_factor` is its power by the rounds, or local epochs, that are over.
         rates: (local epoch, from 0) -> the optimiser's learning rates in it before decay, one for each parameter group;
             None where they stay.
     """
@@ -78,7 +78,7 @@ class Site(_WithNetworks):
         round: the round, from 1; 0 before the first.
         task: the bundle's problem: kind, classes, class texts.
         journal: what `fit` did in this step (its reports, in order); stays at the site.
-        optimizers: states of optimisers that go on from round to round, by `fit`'s name for each; None: each is new.
+        optimizer_states: of optimisers that go on from round to round, by `fit`'s name for each; None: all are new.
         penalty: what `fit` adds to any method's loss; set by `replace` where a method shapes the features.
         common: the pool of the bundle's own network, also where this site's network is another.
         public: the run's public data, for the methods that use some.
@@ -101,7 +101,7 @@ class Site(_WithNetworks):
     common: Networks | None = None
     public: Public | None = None
     method: str = ""
-    optimizers: dict[str, Any] | None = None
+    optimizer_states: dict[str, Any] | None = None
     known: AnnotatedClasses | None = None
 
     @property

@@ -224,7 +224,7 @@ def test_what_is_planned_as_on_a_cpu_is_compared_as_on_the_gpu(
         return planning.make_plan(request)
 
     monkeypatch.setattr(module, "make_plan", plan)
-    monkeypatch.setattr(checks, "check_same_data", lambda run, there: compared.append(run.device))
+    monkeypatch.setattr(checks, "check_same_source_and_bundle", lambda run, there: compared.append(run.device))
     assert go(scans, tmp_path / "grid", "--methods", "fedavg", "--seeds", "0") == 0
     assert planned == [("cpu", "1")]
     assert compared == ["cuda"]

@@ -114,10 +114,10 @@ def test_take_apart_data_sets_of_their_own(tmp_path: Path) -> None:
     add = Compose([ADD])
     source = take_apart(Dataset(Subset(npz, [2, 0]), add))
     assert not source.is_list
-    assert source.fixed
+    assert source.repeatable
     assert source.transforms == (add,)
     assert [int(source.entries[i]["label"]) for i in range(2)] == [2, 0]
-    assert not take_apart(Own()).fixed
+    assert not take_apart(Own()).repeatable
     assert not take_apart(ConcatDataset([Dataset(ENTRIES, ADD), Dataset(ENTRIES, DOUBLE)])).is_list
     with pytest.raises(TypeError, match="Stream"):
         take_apart(Stream())

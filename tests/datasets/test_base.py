@@ -65,7 +65,7 @@ def test_every_data_set_is_found_and_described():
         assert dataset.source.startswith("https://")
         assert dataset.citation
         assert dataset.downloads or dataset.download_note
-        assert set().union(*(layout.splits for layout in dataset.readers)) == set(dataset.splits)
+        assert set().union(*(layout.splits for layout in dataset.layouts)) == set(dataset.splits)
 
 
 @pytest.mark.parametrize("name", mostly_slow(NAMES, FEW))

@@ -414,7 +414,7 @@ def test_nothing_is_left_of_what_does_not_pass(plain: Path, tmp_path: Path, monk
         export(plain, tmp_path / "bundle", formats=("torchscript",))
     monkeypatch.setattr(
         _BundleWriter,
-        "_network_definition",
+        "_choose_definition",
         lambda self, network: _NetworkDefinition("torchscript", {}),
     )
     with pytest.raises(RunError, match="differs from the network by .*; it has no other form, so this model cannot be"):

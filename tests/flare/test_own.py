@@ -529,7 +529,7 @@ def test_a_site_s_reply_is_that_of_a_site_of_a_host_of_monai_fl(scans: dict[str,
     hosted = launch.site_algo("mednist", "north", config=CONFIG, requested=requested)
     sites = [MedflClientAlgo(lambda: open_site(run, "north", own(scans)), "north"), hosted]
     answers = [FlareSite(algo, "north").answer(wire.TRAIN, down) for algo in sites]
-    assert [answer.failed for answer in answers] == ["", ""]
+    assert [answer.failure_reason for answer in answers] == ["", ""]
     assert bits(answers[0].tensors) == bits(answers[1].tensors)
 
 

@@ -173,7 +173,11 @@ def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(
         client_task = SimpleNamespace(client=SimpleNamespace(name=called), result=result)
         task.result_received_cb(client_task, None)
         answer = answers.get_nowait()
-        assert (answer.question, made._flare_names[answer.site], answer.payload.failed) == (number, called, text)
+        assert (answer.question, made._flare_names[answer.site], answer.payload.failure_reason) == (
+            number,
+            called,
+            text,
+        )
         assert client_task.result is None
     made.drop(number)
     assert made.cancelled == []
@@ -192,9 +196,9 @@ def test_sites_that_went_away_and_a_job_that_is_aborted_are_known(job: Path, tmp
     made._flare_names = {"a": "participant-1", "b": "participant-2"}
     made.handle_event("_client_disconnected", SimpleNamespace(get_prop=lambda key: "participant-2"))
     assert (made.why_lost("a"), made.why_lost("b")) == ("", "it has vanished")
-    assert not made.is_over()
+    assert not made.is_aborted()
     made.abort_signal.trigger(True)
-    assert made.is_over()
+    assert made.is_aborted()
 
 
 # A site
@@ -211,20 +215,20 @@ def test_a_site_with_images_of_its_own_answers_from_its_file(job: Path, tmp_path
     data = datasets.write_phantom("mednist", tmp_path / "data", per_class=10, size=16)
     place = local(tmp_path / "local", data=str(data), permits=["network", "image_size"], audit="audit.jsonl")
     told = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, place))
-    assert (told.failed, told.whole_number(wire.SAMPLES)) == ("", 42)
+    assert (told.failure_reason, told.whole_number(wire.SAMPLES)) == ("", 42)
     assert (place / "audit.jsonl").is_file()
     strict = local(tmp_path / "strict", data=str(data))
     refused = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, strict))
-    assert refused.failed.startswith("site 'north' refuses the run: config ")
+    assert refused.failure_reason.startswith("site 'north' refuses the run: config ")
     other = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, place), "east")
-    assert other.failed.startswith("site 'east' refuses the run: it is not one of its sites")
+    assert other.failure_reason.startswith("site 'east' refuses the run: it is not one of its sites")
 
 
 def test_a_site_without_its_file_answers_instead_of_dying(job: Path, tmp_path: Path) -> None:
     for part in (RemoteExecutor(), MedflExecutor(str(tmp_path), str(tmp_path))):
         told = asked(part, wire.TRAIN, Payload({}, {"round": 1}), Workspace(tmp_path, tmp_path))
-        assert told.failed
-        assert "\n" not in told.failed
+        assert told.failure_reason
+        assert "\n" not in told.failure_reason
 
 
 # Jobs

@@ -83,7 +83,7 @@ class Near:
     def why_lost(self, site: str) -> str:
         return self.gone.get(site, "")
 
-    def is_over(self) -> bool:
+    def is_aborted(self) -> bool:
         return self.ended
 
 
@@ -317,7 +317,7 @@ def test_a_site_may_not_grow_beyond_what_it_told_at_its_introduction(tmp_path: P
 def test_a_reply_that_claims_more_than_is_told_beside_it_is_refused(tmp_path: Path) -> None:
     change = training(tensors(scalars__samples=torch.tensor(1e12, dtype=torch.float64)))
     left = executed(tmp_path, federation(rounds=1), apart(tmp_path, change), tolerance=Tolerance(min_replies=2))
-    assert "no whole number from 1 to 5" in left["rounds"][0]["left_out"]["y"]
+    assert "expected a whole number from 1 to 5" in left["rounds"][0]["left_out"]["y"]
 
 
 @pytest.mark.parametrize("cases", [-1.0, 2.5])
@@ -436,8 +436,8 @@ def test_a_site_that_has_lost_its_state_says_so_and_is_left_out(tmp_path: Path) 
 
     left = executed(tmp_path, federation("ditto", rounds=2), losing, tolerance=Tolerance(min_replies=2))
     assert left["rounds"][1]["left_out"] == {
-        "y": "the server goes on from its State of round 1, which it does not have (those that it has: none); "
-        "put back the folder of its States, or start the run anew"
+        "y": "the server goes on from this site's State of round 1, which is not here (those that are: none); "
+        "put back the folder of the States, or start the run anew"
     }
 
 
@@ -470,7 +470,7 @@ def down(made: Federation, round_: int = 1, sections: Sequence[str] = ()) -> Pay
 def test_a_site_with_its_own_data_tells_numbers_and_nothing_of_single_cases() -> None:
     here, said = site(), down(federation(), 1, ("validate",))
     told = here.answer(wire.TRAIN, said)
-    assert told.failed == ""
+    assert told.failure_reason == ""
     assert {name.partition("/")[0] for name in told.tensors} == {"message"}
     assert {"validate/cases", "validate/balanced_accuracy", "validate/loss"} <= set(told.metrics)
     assert told.metrics["validate/cases"] == 3
@@ -483,7 +483,7 @@ def test_a_site_with_its_own_data_tells_numbers_and_nothing_of_single_cases() ->
 @pytest.mark.parametrize("word", [wire.SCORE_ON_ALL, wire.COPY_WEIGHTS, wire.SEGMENT])
 def test_what_only_a_simulation_shows_is_refused_elsewhere(word: str) -> None:
     told = site().answer(word, down(federation()))
-    assert told.failed.startswith(f"site 'x' is asked for {word}; sites of a simulation alone answer it")
+    assert told.failure_reason.startswith(f"site 'x' is asked for {word}; sites of a simulation alone answer it")
     assert not told.tensors
 
 
@@ -499,20 +499,24 @@ def kept(round_: int | Tensor, **more: Tensor) -> Payload:
         ("../../x\n", Payload(), "site 'x' is asked for '../../x\\n'"),
         (wire.TRAIN, Payload(), "the number 'round' is None"),
         (wire.TRAIN, Payload(numbers={"round": 1.5}), "the number 'round' is 1.5"),
-        (wire.TRAIN, Payload(numbers={"round": 1}), "site 'x': the server does not say which of its States"),
+        (
+            wire.TRAIN,
+            Payload(numbers={"round": 1}),
+            "site 'x': the server does not say from which of the site's States",
+        ),
         (wire.TRAIN, kept(0), "site 'x' could not answer; its administrator finds failure"),
         (wire.TRAIN, kept(1), "its round is 1, after a State of round 1"),
-        (wire.TRAIN, kept(-1), "does not say which of its States"),
-        (wire.TRAIN, kept(torch.zeros(2, dtype=torch.int64)), "does not say which of its States"),
-        (wire.TRAIN, kept(torch.tensor(0.0)), "does not say which of its States"),
-        (wire.SCORE_SITE, kept(1), "site 'x': the server goes on from its State of round 1, which it does not have"),
+        (wire.TRAIN, kept(-1), "does not say from which of the site's States"),
+        (wire.TRAIN, kept(torch.zeros(2, dtype=torch.int64)), "does not say from which of the site's States"),
+        (wire.TRAIN, kept(torch.tensor(0.0)), "does not say from which of the site's States"),
+        (wire.SCORE_SITE, kept(1), "site 'x': the server goes on from this site's State of round 1, which is not here"),
         (wire.SCORE_SITE, kept(0, **{"message/weights/0.bias": torch.ones(1)}), "missing 'weights/"),
     ],
 )
 def test_a_bad_question_is_answered_in_one_line(word: str, payload: Payload, text: str) -> None:
     told = site().answer(word, payload)
-    assert text in told.failed
-    assert "\n" not in told.failed
+    assert text in told.failure_reason
+    assert "\n" not in told.failure_reason
 
 
 def test_a_site_that_cannot_be_prepared_says_so_and_tries_again() -> None:
@@ -524,10 +528,10 @@ def test_a_site_that_cannot_be_prepared_says_so_and_tries_again() -> None:
         return ready[0]
 
     here = FlareSite(MedflClientAlgo(made, "x"), "x")
-    failed = here.answer(wire.INTRODUCE, Payload()).failed
+    failed = here.answer(wire.INTRODUCE, Payload()).failure_reason
     assert failed.startswith("site 'x' could not answer; its administrator finds")
     ready.append(federation())
-    assert here.answer(wire.INTRODUCE, Payload()).failed == ""
+    assert here.answer(wire.INTRODUCE, Payload()).failure_reason == ""
 
 
 def test_a_site_stops_when_the_job_does() -> None:
@@ -547,7 +551,7 @@ def test_a_site_stops_when_the_job_does() -> None:
     made = federation(bundle=bundle, batch_size=1)
     begun.clear()
     told = FlareSite(MedflClientAlgo(made, "x"), "x").answer(wire.TRAIN, down(made), begun.is_set)
-    assert told.failed == "site 'x': training aborted; its State is that of the round before"
+    assert told.failure_reason == "site 'x': training aborted; its State is that of the round before"
 
 
 # What crosses
@@ -558,7 +562,7 @@ def test_a_parcel_is_the_same_after_the_wire() -> None:
     arrived = from_model(to_model(sent), "x")
     assert (bits(arrived.tensors), arrived.numbers, arrived.metrics) == (bits(sent.tensors), sent.numbers, sent.metrics)
     assert arrived.sections == ("train",)
-    assert from_model(to_model(wire.failure("why\nnot\x1b[31m")), "x").failed == "why not?[31m"
+    assert from_model(to_model(wire.failure("why\nnot\x1b[31m")), "x").failure_reason == "why not?[31m"
 
 
 @pytest.mark.parametrize(

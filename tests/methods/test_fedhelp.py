@@ -490,6 +490,14 @@ def test_the_large_sites_get_the_large_network() -> None:
     assert wide.site_networks(["a", "b"]) == {"a": {}, "b": {"width": 64}}
 
 
+@pytest.mark.parametrize("network", ["", ",", "resnet20,,"])
+def test_a_wrong_large_network_is_an_error_of_this_option(network: str) -> None:
+    method = methods.load("fedhelp", large="a", large_network=network or "=resnet20")
+    with pytest.raises(InputError, match="large_network is VALUE") as failed:
+        method.site_networks(["a", "b"])
+    assert "bodies" not in str(failed.value)
+
+
 @pytest.mark.parametrize(
     ("large", "said"),
     [("", "no large site"), ("auto", "no large site"), ("a,b", "no small site"), ("a,z", "'z'; sites are a, b")],

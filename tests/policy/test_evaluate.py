@@ -267,7 +267,7 @@ def test_nothing_is_made_that_is_not_listed_even_without_an_inspection(name: str
     node = json.loads(json.dumps(RUNS[name]).replace("MARK", str(mark)))
     config = configuration(tmp_path / "bundle", {"x": node, "name": "os.mkdir", "yes": True})
     with pytest.raises(InputError, match="id 'x") as caught:
-        config.content("x")
+        config.evaluated("x")
     assert "not listed" in str(caught.value)
     assert not mark.exists()
 
@@ -276,9 +276,9 @@ def test_the_data_folder_may_be_looked_into_wherever_it_lies(places: dict[str, P
     content = {"imports": ["$import os"], "dataset_dir": "none", "x": "$sorted(os.listdir(@dataset_dir))"}
     config = configuration(places["inside"], content)
     with pytest.raises(InputError, match="neither below the bundle nor"):
-        config.content("x")
+        config.evaluated("x")
     config.override({"dataset_dir": str(places["outside"])})
-    assert sorted(config.content("x")) == ["a.png", "note.txt"]
+    assert sorted(config.evaluated("x")) == ["a.png", "note.txt"]
 
 
 @pytest.mark.parametrize("folder", ["/", "/usr", "outside", "../outside"])
@@ -288,9 +288,9 @@ def test_a_bundle_opens_no_folder_by_calling_it_its_data(folder: str, places: di
     content |= {"y": "$glob.glob('*', root_dir=@dataset_dir)"}
     config = configuration(places["inside"], content)
     with pytest.raises(InputError, match="neither below the bundle nor"):
-        config.content("x")
+        config.evaluated("x")
     with pytest.raises(InputError, match="root_dir|neither below"):
-        config.content("y")
+        config.evaluated("y")
 
 
 def test_the_word_pickle_lets_a_bundle_load_a_whole_pickle(tmp_path: Path) -> None:
@@ -299,21 +299,21 @@ def test_the_word_pickle_lets_a_bundle_load_a_whole_pickle(tmp_path: Path) -> No
     torch.save({"a": Path("b")}, root / "a.pt")
     content = {"bundle_root": ".", "x": "$torch.load(@bundle_root + '/a.pt', weights_only=False)"}
     with pytest.raises(InputError, match="not listed|'pickle'"):
-        configuration(root, content).content("x")
+        configuration(root, content).evaluated("x")
     config = configuration(root, content, Policy(allow=frozenset({"pickle"})))
-    assert config.content("x") == {"a": Path("b")}
+    assert config.evaluated("x") == {"a": Path("b")}
 
 
 def test_numpy_s_former_names_are_python_s(tmp_path: Path) -> None:
     config = configuration(tmp_path / "bundle", {"x": "$[np.float('1.5'), np.int(2.5), np.bool(0)]"})
-    assert config.content("x") == [1.5, 2, False]
+    assert config.evaluated("x") == [1.5, 2, False]
     assert config.adapted >= {"numpy.float", "numpy.int"}
 
 
 def test_a_trusted_bundle_is_monai_s_own_affair(tmp_path: Path) -> None:
     content = {"x": "$" + CODE.replace("MARK", str(tmp_path / "mark"))}
     config = configuration(tmp_path / "bundle", content, Policy(trusted=True))
-    config.content("x")
+    config.evaluated("x")
     assert (tmp_path / "mark").exists()
 
 
@@ -328,9 +328,9 @@ def test_the_word_scripts_lets_a_bundle_s_own_python_run(tmp_path: Path) -> None
         "x": {"_target_": "things_of_this_test.Thing", "a": 2},
         "y": "$@x.a + things_of_this_test.Thing().a",
     }
-    assert configuration(root, content, Policy(allow=frozenset({"scripts"}))).content("y") == 3
+    assert configuration(root, content, Policy(allow=frozenset({"scripts"}))).evaluated("y") == 3
     with pytest.raises(InputError, match=r"things_of_this_test\.Thing, which is not on the list"):
-        configuration(root, content).content("y")
+        configuration(root, content).evaluated("y")
 
 
 @pytest.mark.parametrize("text", ["open(@file)", "json.load(open(@file))", "Path(@file).read_text()"])

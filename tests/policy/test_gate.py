@@ -172,11 +172,11 @@ def test_with_a_budget_nothing_leaves_that_noise_does_not_cover() -> None:
     with pytest.raises(RunError, match="'scalars/tau' would leave without noise, and epsilon is a budget for all"):
         found.reply(Message({"weights": BASE}, {"tau": 1.0}), DOWN, 5)
     with pytest.raises(RunError, match=r"'scalars/classes \(introduction\)' would leave without noise"):
-        found.check_introduction(Message({}, {"classes": 3}), from_images=True)
+        found.charge_introduction(Message({}, {"classes": 3}), from_images=True)
     with pytest.raises(RunError, match="'metrics/train/accuracy' would leave without noise"):
-        found.check_numbers("metrics", ["train/accuracy"], from_images=True)
-    found.check_introduction(Message(), from_images=True)
-    found.check_numbers("metrics", ["validate/accuracy"], from_images=False)
+        found.charge_numbers("metrics", ["train/accuracy"], from_images=True)
+    found.charge_introduction(Message(), from_images=True)
+    found.charge_numbers("metrics", ["validate/accuracy"], from_images=False)
     assert found.account.epsilon() == 0
 
 

@@ -64,7 +64,7 @@ def test_it_is_refused_before_it_happens(name: str, tmp_path: Path) -> None:
         match=r"is not on the list|which is not|can only|cannot be|names what|neither below|a URL|URL|"
         r"how a file is opened|become an attribute|an array of objects|more arguments|handed on|attribute \.append",
     ):
-        made.content("y" if "y" in REFUSED[name] else "x")
+        made.evaluated("y" if "y" in REFUSED[name] else "x")
     assert not mark.exists()
 
 
@@ -81,12 +81,12 @@ ACCEPTED = {
 def test_what_is_harmless_is_made(name: str, tmp_path: Path) -> None:
     text, count = ACCEPTED[name]
     made = configuration(tmp_path / "bundle", {"imports": IMPORTS, "x": text})
-    assert len(made.content("x")) == count
+    assert len(made.evaluated("x")) == count
 
 
 def test_loaders_of_a_bundle_start_no_processes(tmp_path: Path) -> None:
     loader = {"_target_": "DataLoader", "dataset": [1, 2], "num_workers": 2, "multiprocessing_context": "spawn"}
-    made = configuration(tmp_path / "bundle", {"x": loader}).content("x")
+    made = configuration(tmp_path / "bundle", {"x": loader}).evaluated("x")
     assert made.num_workers == 0
     assert sorted(int(batch[0]) for batch in made) == [1, 2]
 
@@ -113,5 +113,5 @@ def test_an_array_of_objects_is_never_unpickled(tmp_path: Path) -> None:
         "x": "$@load(@bundle_root + '/models/w.npy')",
     }
     with pytest.raises((InputError, ValueError, RuntimeError)):
-        configuration(root, {"bundle_root": ".", **content}, Policy()).content("x")
+        configuration(root, {"bundle_root": ".", **content}, Policy()).evaluated("x")
     assert not (tmp_path / "mark").exists()

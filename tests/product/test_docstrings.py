@@ -33,14 +33,8 @@ def parameters(node: Documented) -> set[str]:
 
 def names_within(node: ast.AST) -> set[str]:
     """The fields, properties and attributes that a class has of its own."""
-    return {
-        name
-        for part in ast.walk(node)
-        for name in (
-            getattr(part, "id", None), getattr(part, "attr", None), getattr(part, "arg", None), getattr(part, "name", None)
-        )
-        if isinstance(name, str)
-    }  # fmt: skip
+    kinds = ("id", "attr", "arg", "name")
+    return {name for part in ast.walk(node) for kind in kinds if isinstance(name := getattr(part, kind, None), str)}
 
 
 def documented(text: str) -> Iterator[tuple[str, list[str]]]:

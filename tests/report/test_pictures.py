@@ -125,27 +125,27 @@ def test_grey_and_odd_channels_are_grey() -> None:
 def test_features_are_mapped_twice() -> None:
     real, labels = clouds()
     made, of = clouds(9, seed=1)
-    both = model_plots.feature_maps(real, labels, made, of, CLASSES, 3, 10)
+    both = model_plots.feature_scatters(real, labels, made, of, CLASSES, 3, 10)
     assert [picture.name for picture in both] == ["features-pca", "features-tsne"]
     for picture in both:
         assert "60 test items (dots) and 9 generated images (triangles)" in picture.caption
         assert "round 10" in picture.title
-    again = model_plots.feature_maps(real, labels, made, of, CLASSES, 3, 10)
+    again = model_plots.feature_scatters(real, labels, made, of, CLASSES, 3, 10)
     assert again == both
-    without = model_plots.feature_maps(real, labels, made[:0], of[:0], CLASSES, 3, 10)
+    without = model_plots.feature_scatters(real, labels, made[:0], of[:0], CLASSES, 3, 10)
     assert "generated" not in without[0].caption
-    one = model_plots.feature_maps(real[:, :1], labels, made[:, :1], of, CLASSES, 3, 10)
+    one = model_plots.feature_scatters(real[:, :1], labels, made[:, :1], of, CLASSES, 3, 10)
     assert len(one) == 2
 
 
 def test_what_would_say_nothing_is_not_drawn() -> None:
     real, labels = clouds()
     none = real[:0], labels[:0]
-    assert model_plots.feature_maps(real[:29], labels[:29], *none, CLASSES, 0, 1) == []
+    assert model_plots.feature_scatters(real[:29], labels[:29], *none, CLASSES, 0, 1) == []
     same, broken = np.ones_like(real), real.copy()
     broken[3, 1] = np.nan
     for values in (same, broken):
-        assert model_plots.feature_maps(values, labels, *none, CLASSES, 0, 1) == []
+        assert model_plots.feature_scatters(values, labels, *none, CLASSES, 0, 1) == []
         assert model_plots.spectrum(values, labels, CLASSES, 1) is None
     assert model_plots.spectrum(real[:27], labels[:27], CLASSES, 1) is None
 
@@ -176,7 +176,7 @@ def test_any_number_of_classes(count: int) -> None:
 def test_nothing_global_is_drawn_from() -> None:
     real, labels = clouds()
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
-    model_plots.feature_maps(real, labels, *clouds(6), CLASSES, 0, 1)
+    model_plots.feature_scatters(real, labels, *clouds(6), CLASSES, 0, 1)
     model_plots.spectrum(real, labels, CLASSES, 1)
     after = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()  # noqa: NPY002
     assert torch.equal(before[0], after[0])

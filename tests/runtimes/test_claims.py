@@ -45,22 +45,22 @@ def test_a_number_of_items_that_the_site_does_not_have_is_refused(tmp_path: Path
     ran = run(tmp_path / "bad", Faulty(spoil=claiming(count)), workers, Tolerance(2), rounds=2)
     assert [list(entry.get("left_out", {})) for entry in ran.rounds] == [[], ["y"]]
     why = ran.rounds[1]["left_out"]["y"]
-    assert f"does not say of how many items it is: {count:.17g} is no whole number from 1 to 5" in why
-    with pytest.raises(RunError, match="^site 'y': its reply does not say of how many items"):
+    assert f"gives a number of items that cannot be true: {count:.17g}; expected a whole number from 1 to 5" in why
+    with pytest.raises(RunError, match="^site 'y': its reply gives a number of items that cannot be true"):
         run(tmp_path / "strict", Faulty(spoil=claiming(count)), workers, rounds=2)
 
 
 def test_a_site_without_items_says_0_and_no_other_number() -> None:
     made = Federation(ToyBundle(), load("fedavg"), run_record())
     check_counts(made, "y", Message({}, {"samples": 0}), 0)
-    with pytest.raises(RunError, match="no whole number from 0 to 0"):
+    with pytest.raises(RunError, match="expected a whole number from 0 to 0"):
         check_counts(made, "y", Message({}, {"samples": 1}), 0)
 
 
 @pytest.mark.parametrize("count", [math.nan, math.inf, -math.inf])
 def test_a_number_of_items_that_is_none_is_told_as_the_others_are(count: float) -> None:
     made = Federation(ToyBundle(), load("fedavg"), run_record())
-    with pytest.raises(RunError, match="no whole number from 1 to 4"):
+    with pytest.raises(RunError, match="expected a whole number from 1 to 4"):
         check_counts(made, "y", Message({}, {"samples": count}), 4)
 
 
@@ -73,7 +73,7 @@ def test_numbers_of_items_of_a_class_are_whole_ones_too(count: float) -> None:
         Message({"prototypes": {"counts": counts, "means": torch.ones(3, 2)}}),
     ]
     for reply, key in zip(replies, ("counts/2", "prototypes/counts"), strict=True):
-        with pytest.raises(RunError, match=f"site 'y': '{key}' does not say of how many items"):
+        with pytest.raises(RunError, match=f"site 'y': '{key}' gives a number of items that cannot be true"):
             check_counts(made, "y", reply, 4)
     check_counts(made, "y", Message({"counts": {"0": torch.tensor(4.0), "1": torch.tensor(0)}}), 4)
 

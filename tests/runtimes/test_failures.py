@@ -49,8 +49,8 @@ def test_the_text_of_a_failure_stays_at_the_site_under_its_id(
     monkeypatch.setattr("medfl.runtimes.monai_fl.client.site_step", broken)
     with caplog.at_level(logging.ERROR):
         told = site(made, tmp_path / "log").answer(wire.TRAIN, question(made))
-    found = re.fullmatch(WORDS, told.failed)
-    assert found is not None, told.failed
+    found = re.fullmatch(WORDS, told.failure_reason)
+    assert found is not None, told.failure_reason
     entry = verify(tmp_path / "log").entries[-1]
     assert (entry["direction"], entry["kind"], entry["failure"]) == ("refused", "train", found[1])
     assert NAME in entry["reason"]
@@ -63,7 +63,7 @@ def test_what_fails_before_the_site_is_ready_is_in_its_log_once(tmp_path: Path) 
         raise ValueError(f"no image {NAME}")
 
     told = site(broken, tmp_path / "log").answer(wire.INTRODUCE, Payload({}, {"round": 0}))
-    found = re.fullmatch(WORDS, told.failed)
+    found = re.fullmatch(WORDS, told.failure_reason)
     assert found is not None
     (entry,) = verify(tmp_path / "log").entries
     assert (entry["site"], entry["failure"], entry["reason"]) == ("x", found[1], f"ValueError: no image {NAME}")
@@ -77,24 +77,24 @@ def test_texts_about_the_server_s_own_message_are_told(tmp_path: Path) -> None:
         ({name: torch.full_like(good.tensors[name], torch.nan)}, "has NaN or infinite values"),
         ({name: torch.ones(1)}, "expected"),
         ({"message/other": torch.ones(1)}, "is not named group/name"),
-        ({"kept/x": torch.tensor(-1)}, "does not say which of its States"),
+        ({"kept/x": torch.tensor(-1)}, "does not say from which of the site's States"),
     ):
         told = site(made).answer(wire.TRAIN, Payload({**good.tensors, **change}, good.numbers))
-        assert text in told.failed
-    assert "is asked for 'hack'" in site(made).answer("hack", good).failed
-    assert "sites of a simulation alone answer it" in site(made).answer(wire.COPY_WEIGHTS, good).failed
+        assert text in told.failure_reason
+    assert "is asked for 'hack'" in site(made).answer("hack", good).failure_reason
+    assert "sites of a simulation alone answer it" in site(made).answer(wire.COPY_WEIGHTS, good).failure_reason
 
 
 def test_an_executor_tells_no_path_of_the_site_s_own_files(job: Path, tmp_path: Path) -> None:
     told = asked(RemoteExecutor(), wire.TRAIN, Payload({}, {"round": 1}), Workspace(job, tmp_path / "nowhere"))
-    assert re.fullmatch(WORDS.replace("'x'", "'north'"), told.failed)
+    assert re.fullmatch(WORDS.replace("'x'", "'north'"), told.failure_reason)
     place = local(tmp_path / "local", policy="missing.yaml", audit="audit.jsonl")
     told = asked(RemoteExecutor(), wire.TRAIN, Payload({}, {"round": 1}), Workspace(job, place))
-    assert str(tmp_path) not in told.failed
+    assert str(tmp_path) not in told.failure_reason
     (entry,) = verify(place / "audit.jsonl").entries
     assert entry["site"] == "north"
     assert "missing.yaml: it cannot be read" in entry["reason"]
-    assert told.failed.endswith(f"failure {entry['failure']} in its log")
+    assert told.failure_reason.endswith(f"failure {entry['failure']} in its log")
 
 
 def test_what_a_site_says_reaches_the_log_of_flare(

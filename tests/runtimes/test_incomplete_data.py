@@ -272,7 +272,7 @@ def test_a_flare_site_of_a_shipped_bundle_has_images_alone(tmp_path: Path) -> No
         weights = {f"message/weights/{name}": tensor for name, tensor in federation.networks.initial.items()}
         question = Payload({**weights, **wire.state_rounds({"west": 0})}, wire.question_numbers(1, ["validate"]))
         answer = FlareSite(MedflClientAlgo(federation, "west"), "west").answer(wire.TRAIN, question)
-        assert not answer.failed, answer.failed
+        assert not answer.failure_reason, answer.failure_reason
         replies.append(bits(answer.tensors))
         assert ("validate/cases" in answer.metrics) == (place == phantom)
     assert replies[0] == replies[1]

@@ -298,7 +298,10 @@ def test_a_server_may_say_which_state_counts() -> None:
             site.train(asked)
         replies[refused] = bits(site.get_weights().weights), bits(site.states.of(3))
     assert replies[True] == replies[False]
-    for kept, text in ((2, "its State of round 2, which it does not have"), ("1", "its round is '1', no whole number")):
+    for kept, text in (
+        (2, "this site's State of round 2, which is not here"),
+        ("1", "its round is '1', no whole number"),
+    ):
         asked = broadcast(made, "x", 4)
         asked.statistics["kept"] = kept
         with pytest.raises(RunError, match=text):

@@ -30,7 +30,7 @@ from medfl.runtimes.local.pool import Pool
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.tasks import MakeTask, ScoreGlobal, ScoreSite, Task, Train
+from medfl.runtimes.tasks import MakeTask, ScoreGlobal, ScoreSite, Train, WorkerTask
 from tests.support.toy import ToyBundle, bits, run_record
 
 ROUNDS = 5
@@ -93,7 +93,7 @@ class Recording(Workers):
         super().__init__(federation, jobs)
         self.given: list[str] = []
 
-    def noted(self, make: MakeTask) -> Task:
+    def noted(self, make: MakeTask) -> WorkerTask:
         task = make()
         if isinstance(task, Train):
             self.given.append(f"t{task.round}")

@@ -76,7 +76,7 @@ def pngs(out: Path) -> dict[str, bytes]:
 @pytest.fixture
 def unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes longest."""
-    monkeypatch.setattr(pictures.model_plots, "feature_maps", lambda *_: [])
+    monkeypatch.setattr(pictures.model_plots, "feature_scatters", lambda *_: [])
 
 
 @pytest.fixture(scope="module")

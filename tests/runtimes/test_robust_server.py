@@ -27,7 +27,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
-from medfl.runtimes.tasks import Introduce, RoundTask, ScoreGlobal, ScoreSite, Task, Train, result_or_failure
+from medfl.runtimes.tasks import Introduce, RoundTask, ScoreGlobal, ScoreSite, Train, WorkerTask, result_or_failure
 from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
 Spoil = Callable[[Message], Message]
@@ -58,7 +58,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
         "more than",
     ),
     "no count": (lambda reply: Message(reply.tensors), "does not say of how many items"),
-    "negative count": (lambda reply: Message(reply.tensors, {"samples": -3}), "does not say of how many items"),
+    "negative count": (lambda reply: Message(reply.tensors, {"samples": -3}), "a number of items that cannot be true"),
     "failed": (fails, "round 2: no images can be read"),
 }
 
@@ -218,7 +218,7 @@ def test_when_nothing_fails_the_minimum_changes_nothing(tmp_path: Path) -> None:
 # At the start and in scores
 
 
-def absent_at(fails: Callable[[Task], bool]) -> Any:
+def absent_at(fails: Callable[[WorkerTask], bool]) -> Any:
     """Workers some of whose tasks at sites are not answered."""
 
     class Lossy(Workers):
@@ -230,7 +230,7 @@ def absent_at(fails: Callable[[Task], bool]) -> Any:
     return Lossy
 
 
-def silent(task: Task) -> bool:
+def silent(task: WorkerTask) -> bool:
     return task == Introduce("y")
 
 
@@ -264,7 +264,7 @@ def test_an_introduction_is_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto", "local"])
 def test_scores_are_of_those_who_answer(tmp_path: Path, method: str) -> None:
-    def unscored(task: Task) -> bool:
+    def unscored(task: WorkerTask) -> bool:
         return isinstance(task, RoundTask) and not isinstance(task, Train) and task.site == "y"
 
     asked = {"rounds": 1, "eval_every": 1, "score_trained": True}
@@ -281,7 +281,7 @@ def test_scores_are_of_those_who_answer(tmp_path: Path, method: str) -> None:
 
 
 def test_somebody_has_to_be_scored(tmp_path: Path) -> None:
-    def unscored(task: Task) -> bool:
+    def unscored(task: WorkerTask) -> bool:
         return isinstance(task, ScoreSite)
 
     with pytest.raises(RunError, match="^scores: 3 of 3 sites do not answer, and at least 1 have to"):

@@ -35,7 +35,7 @@ def test_a_round_keeps_its_state_and_the_one_that_it_was_made_from(make: Make) -
     for round_, base in ((1, 0), (2, 1), (3, 1)):  # the reply of round 2 was refused
         make().keep(round_, state(round_), base)
     assert (make().of(1), make().of(3), make().last) == (state(1), state(3), 3)
-    with pytest.raises(RunError, match=r"its State of round 2, which it does not have \(those that it has: 1, 3\)"):
+    with pytest.raises(RunError, match=r"this site's State of round 2, which is not here \(those that are: 1, 3\)"):
         make().of(2)
     make().keep(4, state(4), 3)
     with pytest.raises(RunError, match="State of round 1"):

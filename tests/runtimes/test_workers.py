@@ -23,7 +23,7 @@ from medfl.runtimes import spilled_replies, tasks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.step import introduce, site_step
-from medfl.runtimes.tasks import MakeTask, Task
+from medfl.runtimes.tasks import MakeTask, WorkerTask
 from tests.support import forked
 from tests.support.sweeps import mostly_slow
 from tests.support.toy import CLASSIFYING, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
@@ -32,7 +32,7 @@ STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7, networks=Si
 
 
 @dataclass(frozen=True)
-class Call(Task):
+class Call(WorkerTask):
     """A task that calls a function with the federation."""
 
     function: Callable[..., Any]
@@ -97,8 +97,8 @@ def wait_until_gone(pids: list[int], seconds: float = 10) -> bool:
 
 
 def test_every_task_is_a_frozen_dataclass() -> None:
-    kinds = [kind for kind in vars(tasks).values() if isinstance(kind, type) and issubclass(kind, Task)]
-    work = [kind for kind in kinds if kind is not Task]
+    kinds = [kind for kind in vars(tasks).values() if isinstance(kind, type) and issubclass(kind, WorkerTask)]
+    work = [kind for kind in kinds if kind is not WorkerTask]
     assert len(work) > 8
     assert all(is_dataclass(kind) and kind.__dataclass_params__.frozen for kind in work)
 
@@ -129,7 +129,7 @@ def test_a_task_is_made_when_it_is_its_turn(jobs: int) -> None:
     made: list[int] = []
     done = 0
 
-    def task(i: int) -> Task:
+    def task(i: int) -> WorkerTask:
         made.append(i)
         assert len(made) - done <= jobs + 1  # the one whose result is about to be handed over has ended
         return Call(add, (i, 0.01))
@@ -152,7 +152,7 @@ def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_
     """Four tasks on two workers, the longest first; of two that are run meanwhile one gets the first free worker."""
     came, given = [], []
 
-    def task(name: Any) -> Task:
+    def task(name: Any) -> WorkerTask:
         given.append(name)
         return Call(add, (0, 0.02))
 

@@ -42,7 +42,7 @@ def run(
     progress: bool = False,
     say: Print = str,
 ) -> tuple[list[str], int, dict[str, Any]]:
-    """Run what is missing of a published table, a folder a bundle, and compare.
+    """Run what is missing of a published table, a folder for each grid, and compare.
 
     Only this bundle, these methods (a method's name is all its variants, a row's is one), seeds and partitions, and
     this `scale` of the rounds are run; `options` are for all methods that have them, take the place of the table's, and

@@ -116,7 +116,7 @@ def _fixed(limit: Limit) -> _Stream:
 
 
 def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream) -> tuple[_Homes, list[str]]:
-    """Divide every section by the counts; a group that is site_of_group in one section keeps its site in the next."""
+    """Divide every section by the counts; a group placed in one section keeps its site in the next."""
     available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
     fitted, notes = {}, []
     for kind, number in available.items():

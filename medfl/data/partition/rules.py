@@ -58,7 +58,7 @@ class Partition:
     notes: tuple[str, ...] = ()
 
     def counts(self, sections: Sections, num_classes: int, section: str = "train") -> dict[str, list[int]]:
-        """Return the items of each class at each site in one section; items without a label are not counted."""
+        """Return site -> number of items of each class in one section; items without a label do not count."""
         result = {}
         for site, held in self.sites.items():
             labels = Counter(sections[section][i].get("label") for i in held[section]) if held[section] else Counter()

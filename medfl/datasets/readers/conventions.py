@@ -16,11 +16,11 @@ from medfl.datasets.readers import matching, volumes
 from medfl.datasets.readers.matching import Named
 from medfl.datasets.readers.reading import JOINED
 
-NNUNET, BIDS = "dataset.json", "dataset_description.json"
+NNUNET_FILE, BIDS_FILE = "dataset.json", "dataset_description.json"
 NNUNET_FOLDERS = ("imagesTr", "labelsTr")
 DERIVED = ("derivatives", "sourcedata", "code")
 _CHANNEL = re.compile(r"(.+)_(\d{4})")
-_BIDS = re.compile(r"(sub-[A-Za-z0-9]+)((?:_[a-z]+-[A-Za-z0-9+]+)*)_([A-Za-z0-9]+)")
+_BIDS_RE = re.compile(r"(sub-[A-Za-z0-9]+)((?:_[a-z]+-[A-Za-z0-9+]+)*)_([A-Za-z0-9]+)")
 _MASKS = ("dseg", "mask")
 _OF_MASKS = ("label", "desc", "res", "den")
 """Entities that a mask has beside those of its image."""
@@ -32,7 +32,7 @@ _LONGEST = 60
 def apart(files: Named) -> tuple[Named, Named]:
     """Return the images and the masks of one folder: a mask's name is that of an image and `_mask`, `_seg` or so."""
     paths = {path for path, _ in files}
-    masks = [(path, uri) for path, uri in files if matching.ENDING.sub("", path) in paths - {path}]
+    masks = [(path, uri) for path, uri in files if matching.MASK_END.sub("", path) in paths - {path}]
     mask_paths = {path for path, _ in masks}
     return [(path, uri) for path, uri in files if path not in mask_paths], masks
 
@@ -81,12 +81,12 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
     """
     images_of = defaultdict[str, list[str]](list)
     for path, _ in images:
-        match = _BIDS.fullmatch(path.rpartition("/")[2])
+        match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
         if match and match[3] not in _MASKS:
             images_of[match[1] + match[2]].append(path)
     renamed = []
     for path, uri in masks:
-        match = _BIDS.fullmatch(path.rpartition("/")[2])
+        match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
         if not match or match[3] not in _MASKS:
             continue
         entities = [part for part in match[2].split("_") if part.partition("-")[0] not in _OF_MASKS]
@@ -103,7 +103,7 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
             )
         renamed.append((fits[0] if fits else path, uri))
     used = {path for path, _ in renamed}
-    return [(path, uri) for path, uri in images if path in used or _BIDS.fullmatch(path.rpartition("/")[2])], renamed
+    return [(path, uri) for path, uri in images if path in used or _BIDS_RE.fullmatch(path.rpartition("/")[2])], renamed
 
 
 def subject(path: str) -> str:
@@ -130,7 +130,7 @@ def bids_masks(root: Path) -> str:
 
 
 def _is_mask(name: str) -> bool:
-    match = _BIDS.fullmatch(volumes.bare(name.rpartition("/")[2]))
+    match = _BIDS_RE.fullmatch(volumes.bare(name.rpartition("/")[2]))
     return bool(match and match[3] in _MASKS)
 
 

@@ -11,7 +11,7 @@ from medfl.core.errors import InputError
 Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""
 
-ENDING = re.compile(r"(?<=.)_(?:mask|segmentation|seg|label)$", re.IGNORECASE)
+MASK_END = re.compile(r"(?<=.)_(?:mask|segmentation|seg|label)$", re.IGNORECASE)
 _ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)  # a name that says no more than what it is
 
 
@@ -69,7 +69,7 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
 
 def _forms(path: str) -> tuple[str, str]:
     """Return what the image of a mask may be called."""
-    return ENDING.sub("", path), path
+    return MASK_END.sub("", path), path
 
 
 def _name(path: str, by_name: Mapping[str, set[str]]) -> str:

@@ -12,7 +12,7 @@ from medfl.datasets.readers import cases, conventions, matching, tables
 from medfl.datasets.readers.reading import JOINED, is_hidden, is_odd, is_text
 from medfl.datasets.readers.splitting import Record
 
-_TABLES = (cases.TABLE, conventions.NNUNET, conventions.BIDS)
+_TABLES = (cases.TABLE, conventions.NNUNET_FILE, conventions.BIDS_FILE)
 _SECTIONS = {"train", "training", "val", "valid", "validate", "validation", "test", "testing"}
 _IMAGES = {"image", "images", "img", "imgs"}
 _MASKS = {
@@ -45,7 +45,7 @@ def refuse_masks_among(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(folder / name)}
         for stem, path in pictures.items():
-            if stem.lower().endswith("_mask") and (picture := pictures.get(matching.ENDING.sub("", stem))):
+            if stem.lower().endswith("_mask") and (picture := pictures.get(matching.MASK_END.sub("", stem))):
                 raise InputError(
                     f"class folder {folder / name} holds {picture} and its mask {path}",
                     "pictures only, or images and their masks in two folders",

@@ -1,4 +1,4 @@
-"""Pictures with their reference masks: paired by file name, read and checked together, predicted masks written.
+"""Pictures with their reference masks: paired by file name, read and checked together.
 
 A mask file has one channel (or equal colour channels) with the class index of each pixel; of two classes the second may
 also be 255, as in an 8-bit or 1-bit picture of the mask. A mask in several files (left and right lung) is their URIs
@@ -33,7 +33,7 @@ def mask_index(roots: Iterable[Path]) -> dict[str, str]:
     """
     index: dict[str, str] = {}
     for stem, uri in image_index(roots).items():
-        name = matching.ENDING.sub("", stem)
+        name = matching.MASK_END.sub("", stem)
         if name in index:
             raise InputError(
                 f"masks {index[name]} and {uri} are both of image {name}", "one for each image", "remove one of them"

@@ -280,7 +280,9 @@ class WriteClassesd(MapTransform):
 
 
 class ReadVolumed(MapTransform):
-    """Replace the URIs of an image and of its mask by their voxels: MetaTensors (1, D1, D2, D3), float32 and uint8.
+    """Replace the URIs of an image and of its mask by their voxels.
+
+    They become MetaTensors, the image (C, D1, D2, D3) float32, the mask (1, D1, D2, D3) uint8.
 
     Args:
         keys: the image's, and after it the mask's; an item without a mask gives the image alone.

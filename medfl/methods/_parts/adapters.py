@@ -13,13 +13,13 @@ from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive
 from medfl.core.storage import State
 from medfl.methods._parts import low_rank
-from medfl.methods._parts.chosen_layers import matrices, whole_layers
+from medfl.methods._parts.chosen_layers import matrices, whole_tensor_names
 from medfl.methods._parts.extras import SiteNetworks
 from medfl.methods._parts.low_rank import Pairs, factor_name, named_factors, padded, read_factor, truncated
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
 from medfl.training import Host, Site, merged
 
-SHARES = ("both", "a", "b", "stack", "svd")
+SHARE_RULES = ("both", "a", "b", "stack", "svd")
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Adapters(SiteNetworks, Method):
         "none: no adapters",
     )
     share: str = option(
-        "both", "averaged: A and B, A, B, or the product, added to the base or made factors again", choices=SHARES
+        "both", "averaged: A and B, A, B, or the product, added to the base or made factors again", choices=SHARE_RULES
     )
     ranks: str = option("", "SITE=RANK,...: sites with another rank")
     full: str = option("head", "trained whole and averaged: as layers, or head, norm, none")
 
     def __post_init__(self) -> None:
         """Refuse ranks that are none; with `share=a` each site has a model of its own."""
-        _ = self.bank
+        _ = self.max_rank
         if self.share == "a":
             object.__setattr__(self, "judged", "personal")
 
@@ -54,7 +54,7 @@ class Adapters(SiteNetworks, Method):
         return self.alpha / self.rank
 
     @property
-    def bank(self) -> int:
+    def max_rank(self) -> int:
         """The largest rank of a site, the server's."""
         return max([self.rank, *self._ranks.values()])
 
@@ -77,7 +77,7 @@ class Adapters(SiteNetworks, Method):
 
     def whole(self, network: nn.Module) -> frozenset[str]:
         """Return the names of the tensors that are trained whole."""
-        return whole_layers(network, self.full)
+        return whole_tensor_names(network, self.full)
 
     def matrices(self, network: nn.Module) -> dict[str, Tensor]:
         """Return the weights that have adapters, as matrices."""
@@ -92,9 +92,9 @@ class Adapters(SiteNetworks, Method):
         """
         weight_matrices, whole = self.matrices(network), self.whole(network)
         for name, matrix in weight_matrices.items():
-            if min(matrix.shape) < self.bank:
+            if min(matrix.shape) < self.max_rank:
                 raise InputError(
-                    f"rank={self.bank} for {name}, which is {matrix.shape[0]} x {matrix.shape[1]}",
+                    f"rank={self.max_rank} for {name}, which is {matrix.shape[0]} x {matrix.shape[1]}",
                     f"a rank is at most the smaller side, {min(matrix.shape)}",
                     "take a smaller rank, or choose larger layers=...",
                 )
@@ -120,19 +120,19 @@ class Adapters(SiteNetworks, Method):
     # Factors
 
     @property
-    def up(self) -> str:
+    def sent_up(self) -> str:
         """The factors that a site sends."""
         return {"a": "A", "b": "B"}.get(self.share, "AB")
 
     @property
-    def down(self) -> str:
+    def sent_down(self) -> str:
         """The factors that the server sends."""
-        return "" if self.share == "stack" else self.up
+        return "" if self.share == "stack" else self.sent_up
 
     def first(self, where: Host | Site, matrices: Weights, rank: int) -> Pairs:
         """Return A as drawn from the run's seed, with `stack` in each round anew, and B = 0."""
         seed, round_ = where.networks.seed, where.round if self.share == "stack" else 0
-        bank = {n: low_rank.initial(m, self.bank, derive(seed, "adapters", round_, n)) for n, m in matrices.items()}
+        bank = {n: low_rank.initial(m, self.max_rank, derive(seed, "adapters", round_, n)) for n, m in matrices.items()}
         return {name: (a[:rank], b[:, :rank]) for name, (a, b) in bank.items()}
 
     def pairs(self, site: Host | Site, state: State, down: Message, matrices: Weights, rank: int) -> Pairs:
@@ -147,14 +147,14 @@ class Adapters(SiteNetworks, Method):
         first = self.first(site, matrices, rank)
 
         def factor(name: str, which: str) -> Tensor:
-            if factor_name(name, which, rank) not in held and which not in self.down:
+            if factor_name(name, which, rank) not in held and which not in self.sent_down:
                 return first[name][which == "B"]
-            sent = rank if factor_name(name, which, rank) in held else self.bank
+            sent = rank if factor_name(name, which, rank) in held else self.max_rank
             return truncated(read_factor(held, name, which, matrices[name], sent), which, rank)
 
         return {name: (factor(name, "A"), factor(name, "B")) for name in matrices}
 
-    def bank_of(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
+    def server_factors(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
         """Return the sites' factors as the server's: their mean by samples, or of `svd` those of the mean product.
 
         Raises:
@@ -162,12 +162,12 @@ class Adapters(SiteNetworks, Method):
         """
         if self.share == "svd":
             means = self.mean_products(replies, matrices)
-            factors = named_factors({name: low_rank.refactored(mean, self.bank) for name, mean in means.items()}, "AB")
+            pairs = {name: low_rank.refactored(mean, self.max_rank) for name, mean in means.items()}
+            factors = named_factors(pairs, "AB")
             return {name: tensor.to(next(iter(matrices.values()))) for name, tensor in factors.items()}
+        rank = self.max_rank
         banks = {
-            site: {
-                factor_name(n, f, self.bank): padded(t, f, self.bank) for n, ab in taken.items() for f, t in ab.items()
-            }
+            site: {factor_name(n, f, rank): padded(t, f, rank) for n, ab in taken.items() for f, t in ab.items()}
             for site, taken in self._taken(replies, matrices).items()
         }
         same = {site: Message({"adapters": bank}) for site, bank in banks.items()}
@@ -185,7 +185,7 @@ class Adapters(SiteNetworks, Method):
 
     def _taken(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, dict[str, dict[str, Tensor]]]:
         return {
-            site: low_rank.read_factors(reply.tensors.get("adapters", {}), matrices, self.up, self.rank_of(site))
+            site: low_rank.read_factors(reply.tensors.get("adapters", {}), matrices, self.sent_up, self.rank_of(site))
             for site, reply in replies.items()
         }
 
@@ -193,7 +193,7 @@ class Adapters(SiteNetworks, Method):
         """Return the base with the received head, of `stack` with the sum of the products too."""
         model = where.model(merged(where.networks.initial, down.tensors.get("weights", {})))
         if self.share == "stack":
-            low_rank.add(model, {name: down["delta"][low_rank.delta(name)] for name in self.matrices(model)})
+            low_rank.add(model, {name: down["delta"][low_rank.delta_name(name)] for name in self.matrices(model)})
         return model
 
     def complete(self, where: Host | Site, state: State, down: Message, rank: int) -> nn.Module:

@@ -18,7 +18,7 @@ _WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_pro
 NONE = "none"
 
 
-def whole_layers(network: nn.Module, text: str) -> frozenset[str]:
+def whole_tensor_names(network: nn.Module, text: str) -> frozenset[str]:
     """Return the state-dict names of the chosen layers, under all names that a shared tensor has.
 
     Args:

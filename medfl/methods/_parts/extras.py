@@ -142,13 +142,14 @@ class MakesImages(ABC):
         """
 
 
-def deal(spec: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def deal(spec: str, names: Sequence[str], option: str = "bodies") -> dict[str, dict[str, Any]]:
     """Deal networks to the sites, in blocks as equal as can be.
 
     Args:
         spec: `ID=VALUE,VALUE,...`: values of an id of the bundle's configuration; `VALUE,VALUE,...` is of the id
             `network`. As many values as sites give each site its own; "" gives all the bundle's network.
         names: the sites, in the partition's order.
+        option: of the method, for errors.
 
     Returns:
         site -> ids of the configuration that its network is built with.
@@ -165,11 +166,13 @@ def deal(spec: str, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         values = []
     if not values or not isinstance(values, list) or None in values or not key.strip():
         raise InputError(
-            f"bodies={spec}", "bodies is VALUE,VALUE,... or ID=VALUE,VALUE,...", "for example bodies=resnet20,resnet110"
+            f"{option}={spec}",
+            f"{option} is VALUE,VALUE,... or ID=VALUE,VALUE,...",
+            f"for example {option}=resnet20,resnet110",
         )
     if len(values) > len(names):
         raise InputError(
-            f"bodies={spec} for {len(names)} sites",
+            f"{option}={spec} for {len(names)} sites",
             "there are at most as many networks as sites",
             f"name at most {len(names)} networks",
         )

@@ -75,7 +75,7 @@ def factor_name(name: str, factor: str, rank: int) -> str:
     return f"{name}.lora_{factor}.{rank}"
 
 
-def delta(name: str) -> str:
+def delta_name(name: str) -> str:
     """Return what the sum of a tensor's products is called."""
     return f"{name}.delta"
 

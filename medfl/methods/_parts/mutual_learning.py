@@ -72,7 +72,7 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
         turns: epoch -> its turns, asked for one after the other.
     """
     once, reports = replace(site.for_epochs(1), journal=[]), list[FitReport]()
-    memory: dict[str, State] = {} if site.optimizers is None else site.optimizers
+    memory: dict[str, State] = {} if site.optimizer_states is None else site.optimizer_states
     for epoch in range(site.settings.epochs):
         purpose = f"local {epoch}" if epoch else "local"
         for turn, (network, other, settings) in enumerate(turns(epoch)):

@@ -122,7 +122,7 @@ class ScoreExchange(PublicMethod, OwnNetworks):
 
 
 def batch_size(site: Site, wanted: int, usual: int) -> int:
-    """Return how many public items a step takes: as many as wanted, or, where that is 0, as fit in memory."""
+    """Return how many public items a step takes: `wanted`, or if that is 0 `usual`, of maps the batch size."""
     return wanted or (max(2, site.settings.batch_size) if site.task.kind == "segmentation" else usual)
 
 

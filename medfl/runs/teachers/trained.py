@@ -176,11 +176,11 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
 
 
 def bundle_of_run(
-    run: Run, folder: Path, device: torch.device, policy: Policy | None = None, changed: bool = False
+    run: Run, folder: Path, device: torch.device, policy: Policy | None = None, allow_changed: bool = False
 ) -> Bundle:
     """Return a recorded run's bundle without its data; InputError if it has changed since, as `reopened` has it."""
     data = {} if bundle_of(run) in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
-    bundle = reopened(run, {**run.config, **data}, device, policy, folder=folder, changed=changed)
+    bundle = reopened(run, {**run.config, **data}, device, policy, folder=folder, allow_changed=allow_changed)
     text_record.restore(bundle, run, methods.load(run.method, run.options), folder)
     return bundle
 
@@ -256,7 +256,7 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
     }  # fmt: skip
     modules = sorted(own_modules(opened.root))
     remarks = (f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",) if modules else ()
-    preprocessing = opened.config.content("preprocessing")
+    preprocessing = opened.config.evaluated("preprocessing")
     return Trained(
         name, file_sha256(opened.weights), facts, opened.network, device, preprocessing, opened.inferer, remarks=remarks
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool, TaskGroup
-from medfl.runtimes.tasks import MakeTask, Task, result_or_failure
+from medfl.runtimes.tasks import MakeTask, WorkerTask, result_or_failure
 from medfl.training.accelerate.interleave import interleave
 from medfl.training.accelerate.pack_sites import Packer
 
@@ -55,10 +55,10 @@ class Workers(AbstractContextManager["Workers"]):
         for call in calls:
             yield call()
 
-    def _numbered(self, index: int, task: Task) -> tuple[int, Any]:
+    def _numbered(self, index: int, task: WorkerTask) -> tuple[int, Any]:
         return index, result_or_failure(task, partial(task.run, self._federation))
 
-    def items(self, name: str) -> int:
+    def item_count(self, name: str) -> int:
         """Return how many training items a participant has."""
         return len(self._federation.participant_shard(name, "train"))
 

@@ -111,7 +111,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.phase = FlPhase.IDLE
         self.states: States = States()
         self.cases: dict[str, Cases] = {}
-        self.renewed = self._trained = False
+        self.renewed = self._training_begun = False
         self._made = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
         self._stop = threading.Event()
@@ -131,7 +131,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             raise InputError(f"site {called!r}", f"its name here is {allowed}", "use that name")
         if self.host == "averaging":
             refuse_other_servers(federation)
-        self.name, self._trained = called, False
+        self.name, self._training_begun = called, False
         self._own = AtSite(federation, called, self._stop)
         if self.folder is not None:
             run = without_round_limit(federation.run)
@@ -153,7 +153,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
         """
         view, score_on = self._ready(), tuple((extra or {}).get(SCORED_SECTIONS, ()))
-        self._reply, self._trained, self.cases = None, True, {}
+        self._reply, self._training_begun, self.cases = None, True, {}
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
             round_, base, received = self._decoded(view, data, activity)
             with errors_safe_to_send():
@@ -179,7 +179,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         if kind is not None:
             raise InputError(f"site {self.name!r}: model type {kind}", "a site keeps no such model", "ask the server")
         if self._reply is None:
-            if self._trained:
+            if self._training_begun:
                 raise RunError(f"site {self.name!r} has nothing to send: its last training did not end")
             with self._busy(FlPhase.GET_WEIGHTS, 0) as activity:
                 self._reply = self._outgoing(view, self._introduction(view), {}, activity)
@@ -233,7 +233,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 least count has one choice of bins, the bundle's own: the difference of two tells of single images.
 
         Raises:
-            InputError: the bins are none, or not the site's own.
+            InputError: the bins are not valid, or not the site's own.
         """
         view, bins = self._ready(), Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
@@ -251,7 +251,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         if self.phase != FlPhase.IDLE:
             self._stop.set()
 
-    def failed(self, kind: str, error: BaseException) -> None:
+    def log_failure(self, kind: str, error: BaseException) -> None:
         """Write what went wrong with a question into the audit log, unless it stands there already."""
         self._guard.log_failure(Activity(kind, self.states.last), error)
 
@@ -319,7 +319,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                     is_whole = type(value) is int and value >= 0
                     view.require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
                 received = view.averaged(named) if self.host == "averaging" else view.received(named)
-            self._guard.log_received(Activity(activity.kind, round_), partial(self._as_message, named))
+            self._guard.admit_received(Activity(activity.kind, round_), partial(self._as_message, named))
             return round_, base, received
 
     def _as_message(self, named: Mapping[str, Any]) -> Message:
@@ -357,7 +357,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         samples = len(view.participant_shard(self.name, "train"))
         facts = self._guard.allowed_numbers(view.facts if self.host == "medfl" else {}, *view.facts)
         numbers = {**numbers, FlStatistics.DATA_COUNT: samples, **facts}
-        self._guard.log_sent(activity, message, numbers, from_images=self.host == "medfl")
+        self._guard.admit_sent(activity, message, numbers, from_images=self.host == "medfl")
         return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), numbers)
 
 

@@ -41,7 +41,7 @@ class Bins:
         """Read what a host asks for, None if it asks for no histograms.
 
         Raises:
-            InputError: the bins are none.
+            InputError: the number of bins is below 1, or their range is no two finite numbers, the lower first.
         """
         number, limits = (extra.get(key) for key in (_BINS, _RANGE))
         if number is None and limits is None:

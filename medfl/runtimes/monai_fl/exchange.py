@@ -22,7 +22,7 @@ from medfl.runtimes.monai_fl.states import States
 from medfl.runtimes.registry import Runtime
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import StepResult
-from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Task, Train, TrainToScore, result_or_failure
+from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train, TrainToScore, WorkerTask, result_or_failure
 
 
 class Exchange(Workers):
@@ -43,7 +43,7 @@ class Exchange(Workers):
             task = make()
             yield index, result_or_failure(task, partial(self._run, task))
 
-    def _run(self, task: Task) -> Any:
+    def _run(self, task: WorkerTask) -> Any:
         match task:
             case Introduce():
                 return self._introduction(task.site)

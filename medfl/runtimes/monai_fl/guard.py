@@ -87,7 +87,7 @@ class Guard:
 
     # What comes
 
-    def log_received(self, activity: Activity, message: Callable[[], Message]) -> None:
+    def admit_received(self, activity: Activity, message: Callable[[], Message]) -> None:
         """Write down what came; before a training, charge its reply to the account.
 
         Raises:
@@ -125,7 +125,7 @@ class Guard:
             self._gate.charge_without_noise(reply, samples)
             self._say(f"site {self._gate.site!r}, round {activity.round}: {self._gate.account.words()}")
 
-    def log_sent(self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, from_images: bool) -> None:
+    def admit_sent(self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, from_images: bool) -> None:
         """Check an introduction that is about to leave; write down any message.
 
         `from_images`: an introduction depends on the site's images; `numbers` are those beside the message.
@@ -135,7 +135,7 @@ class Guard:
         """
         if self._gate is not None and activity.kind == "introduce":
             self._gate.check_size(wire)
-            self._gate.check_introduction(wire, from_images=from_images)
+            self._gate.charge_introduction(wire, from_images=from_images)
         if self._log is not None:
             about = describe_message(wire, norms=True)
             beside = {str(name): value for name, value in numbers.items()}
@@ -173,7 +173,7 @@ class Guard:
 
     def _numbers(self, activity: Activity, group: str, named: Mapping[str, Any], *, from_images: bool) -> None:
         if self._gate is not None:
-            self._gate.check_numbers(group, named, from_images=from_images)
+            self._gate.charge_numbers(group, named, from_images=from_images)
         if self._log is not None:
             plain = numbers({name: value for name, value in named.items() if isinstance(value, int | float)})
             self._add(activity, "left", {**describe_document(named), "numbers": plain})

@@ -40,8 +40,8 @@ class States:
             listed = ", ".join(map(str, sorted(rounds))) or "none"
             with errors_safe_to_send():
                 raise RunError(
-                    f"the server goes on from its State of round {round_}, which it does not have (those that it has: "
-                    f"{listed}); put back the folder of its States, or start the run anew"
+                    f"the server goes on from this site's State of round {round_}, which is not here (those that are: "
+                    f"{listed}); put back the folder of the States, or start the run anew"
                 )
         return self._load(round_) or None if round_ else None
 

@@ -93,7 +93,7 @@ class Pictures:
                 images = Stacked([{}] * len(asked), generated.inputs, asked)
                 synthetic, made_labels = self._read(network, Shard.of(images, range(len(asked))))
         points = (real[:_MAPPED], labels[:_MAPPED], synthetic, made_labels)
-        for picture in model_plots.feature_maps(*points, classes, derive(seed, "pictures"), round_):
+        for picture in model_plots.feature_scatters(*points, classes, derive(seed, "pictures"), round_):
             self._keep(picture, round_)
         spectrum = model_plots.spectrum(real, labels, classes, round_)
         if spectrum is not None:

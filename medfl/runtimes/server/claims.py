@@ -44,8 +44,8 @@ def check_counts(federation: Federation, name: str, message: Message, most: int)
         if values.numel() and not (whole and low <= float(values.min()) and float(values.max()) <= most):
             wrong = next(v for v in values.flatten().tolist() if v % 1 or not low <= v <= most)  # also NaN
             raise RunError(
-                f"site {name!r}: {what} does not say of how many items it is: {wrong:.17g} is no whole number from "
-                f"{low} to {most:,}, which it has"
+                f"site {name!r}: {what} gives a number of items that cannot be true: {wrong:.17g}; expected a whole "
+                f"number from {low} to {most:,}, the number of its items"
             )
 
 

@@ -89,7 +89,7 @@ class Dispatcher:
         try:
             if message is not result:
                 self.federation.check_complete(name, message)
-            check_counts(self.federation, name, message, self.workers.items(name))
+            check_counts(self.federation, name, message, self.workers.item_count(name))
         except RunError as error:
             return FailedReply(name, str(error))
         return result

@@ -29,7 +29,7 @@ _inside = False
 
 @contextmanager
 def run_precision(run: Run) -> Iterator[None]:
-    """Compute as a run says inside the block, in TF32 and exactly.
+    """Inside the block allow TF32 if the run does, and compute portably if it asks for that.
 
     Raises:
         InputError: it is portable, and this process was not begun for that.

@@ -109,10 +109,10 @@ _VERDICTS = Verdicts()
 
 
 class StepRunner:
-    """Does the steps of one visit, each eagerly or by a replay.
+    """Does the steps of one visit: eagerly, by replays of a captured one, or by a compiled one.
 
     Attributes:
-        replayed: how many were replays.
+        replayed: how many were replays or compiled.
         eager_reason: why none could be, "" where some were, or where nobody asked for it.
     """
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from medfl.core.seeding import snapshot_rng
 
 T = TypeVar("T")
-Task = Callable[[], T]
+Work = Callable[[], T]
 ServeAll = Callable[[Sequence[Any]], None]
 """Serves the requests of all waiting visits: one of each, in their order."""
 
@@ -29,7 +29,7 @@ class Cancelled(BaseException):
 class Visit(Generic[T]):
     """A task in a thread that runs only when it is its turn; `request` is what it waits for, None if for nothing."""
 
-    def __init__(self, task: Task[T]) -> None:
+    def __init__(self, task: Work[T]) -> None:
         """Start the thread, which waits for its first turn."""
         self.request: Any = None
         self._outcome: Future[T] = Future()
@@ -95,7 +95,7 @@ def current_visit() -> Visit[Any] | None:
     return _VISIT.get()
 
 
-def interleave(tasks: Iterator[Task[T]], count: int, serve_all: ServeAll) -> Iterator[T]:
+def interleave(tasks: Iterator[Work[T]], count: int, serve_all: ServeAll) -> Iterator[T]:
     """Do tasks, up to `count` at a time, and yield their results as they are ready.
 
     `serve_all` is called when each of those under way waits for a request.

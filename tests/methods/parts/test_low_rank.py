@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medfl.methods import load
 from medfl.methods._parts.adapting import adapting
-from medfl.methods._parts.chosen_layers import matrices, whole_layers
+from medfl.methods._parts.chosen_layers import matrices, whole_tensor_names
 from medfl.methods._parts.low_rank import Pairs, merge_into, refactored
 from tests.support.toy import Toy, bits, cross_entropy, sgd, simulate
 
@@ -49,7 +49,7 @@ def test_adapted_and_merged_networks_are_the_same_and_gradients_are_the_chain_ru
     build, shape = LAYERS[kind]
     network, x = build(), torch.randn(shape)
     before, order = bits(network.state_dict()), list(network.state_dict())
-    found = matrices(network, "", whole_layers(network, "head"))
+    found = matrices(network, "", whole_tensor_names(network, "head"))
     pairs = filled(found)
     assert found
     with adapting(network, pairs, 0.5, (), trains_a=True):
@@ -78,7 +78,7 @@ def test_batch_norm_of_the_base_goes_by_its_statistics_and_they_stay() -> None:
         network(torch.randn(8, 3) + 5)
     assert bits(network.state_dict()) == before
     assert network[1].training
-    with adapting(network, {}, 1.0, whole_layers(network, "norm"), trains_a=True):
+    with adapting(network, {}, 1.0, whole_tensor_names(network, "norm"), trains_a=True):
         network(torch.randn(8, 3) + 5)
     assert bits(network.state_dict()) != before
     untracked = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
@@ -90,7 +90,7 @@ def test_a_tensor_of_two_layers_gets_no_adapter_and_is_whole_under_both_names() 
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
     network[2].weight = network[0].weight
     assert list(matrices(network, "")) == ["1.weight", "3.weight"]
-    assert whole_layers(network, "2") == {"0.weight", "2.weight", "2.bias"}
+    assert whole_tensor_names(network, "2") == {"0.weight", "2.weight", "2.bias"}
 
 
 def test_a_direction_without_a_singular_value_can_still_learn() -> None:
