@@ -1,8 +1,8 @@
 """Bundle: a MONAI bundle, ours or anybody's, read as networks, data, loss and optimiser.
 
 Everything is reached from the bundle's trainer (`train#trainer` or flat `trainer`) by following references, so both of
-the zoo's styles work unmodified. Handlers are never made, for they write files; engines are where a trainer has an
-iteration of its own.
+the zoo's styles work unmodified. Handlers are never made, for they write files; a trainer and an evaluator
+only where the trainer has an iteration of its own.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _short(value: Any, width: int = 40) -> str:
 
 
 def check_same_source_and_bundle(planned: Run, finished: Sequence[Path]) -> None:
-    """Raise an InputError if a finished run has another kind of images, real or phantom, or another bundle hash."""
+    """Raise an InputError if a finished run has other images (real or phantom) or another bundle than planned."""
     for path in finished:
         record = RunFiles.read(path).record
         for what, now, before in (

@@ -24,7 +24,7 @@ class Channels(Prepared):
         Args:
             prepared: the items.
             present: (N, C) bool, which channels each has.
-            drop: chance that a channel which an item has is zero in a batch drawn with a generator; one stays.
+            drop: chance that a channel of an item is set to zero where a generator is given; one always stays.
         """
         super().__init__(prepared.items)
         self.prepared, self.present, self.drop = prepared, present, drop

@@ -98,7 +98,7 @@ def check(
 def counted(
     columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], named: Sequence[str] = ()
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return section -> centre -> number of images of each column; a single `named` one that none has is of all."""
+    """Return section -> centre -> number of images of each column; a single `named` one stands for unnamed ones."""
     has_centres = len(named) != 1 or any(record.centre in named for record in records)
     counts = Counter(
         (section, record.centre if has_centres else named[0], record.label)
