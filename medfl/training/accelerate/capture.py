@@ -376,7 +376,7 @@ def _obstacle(before: ReachableState, after: ReachableState, logs: Sequence[Oper
 
 def _form(batch: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return shapes and types of a batch, None if it is not made of plain tensors."""
-    if any(type(tensor) is not Tensor for tensor in batch):
+    if any(type(tensor) is not Tensor or tensor.layout != torch.strided for tensor in batch):
         return None
     return tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in batch)
 

@@ -166,6 +166,17 @@ def test_a_capture_that_fails_leaves_the_training_as_it_is(monkeypatch: pytest.M
     assert Failing.tried == 1, "it is not tried again"
 
 
+def test_batches_without_plain_memory_are_trained_eagerly() -> None:
+    def sparse(model: nn.Module) -> Any:
+        return {
+            "feed": lambda x, y: (x.to_sparse(), y),
+            "objective": lambda net, x, y: nn.functional.cross_entropy(net(x.to_dense()), y),
+        }
+
+    report = compared(make(), sparse)
+    assert (report.replayed, report.eager_reason) == (0, "a batch is not made of plain tensors")
+
+
 def test_an_error_of_the_step_is_told_as_it_is() -> None:
     def broken(network: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return cross_entropy(network(x), y[:, None, None])
