@@ -110,20 +110,20 @@ def paired(
 
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the folders of classes."""
-    folders = [name for name in image_folders(root) if name != UNLABELLED or name in classes]
-    unknown = [name for name in folders if name not in classes]
-    if unknown or not folders:
+    images = {name: files for name in _folders(root) if (files := tables.image_files(root / name))}
+    rest = () if UNLABELLED in classes else unlabelled(images.pop(UNLABELLED, ()), f"{UNLABELLED}/")
+    unknown = [name for name in images if name not in classes]
+    if unknown or not images:
         foreign = tables.several([repr(name) for name in unknown], "folders")
         problem = f"folder {foreign} in {root} is of no class" if unknown else f"{root} has no folder with images"
         advice = f"give the folder that holds these folders with --data{_ALONE}"
-        if any(name in classes for name in folders):
+        if any(name in classes for name in images):
             advice = "rename it, or move it away"
         raise InputError(problem, f"a folder for each class: {', '.join(classes)}", advice)
-    entries = [(name, path, uri) for name in folders for path, uri in tables.image_files(root / name)]
+    entries = [(name, path, uri) for name, files in images.items() for path, uri in files]
     records = [_record(uri, classes.index(name), f"{name}/{path}") for name, path, uri in entries]
-    empty = [name for name in classes if name not in folders]
+    empty = [name for name in classes if name not in images]
     notes: tuple[str, ...] = (f"no image of class {', '.join(map(repr, empty))}",) if empty else ()
-    rest = () if UNLABELLED in classes else unlabelled(tables.image_files(root / UNLABELLED), f"{UNLABELLED}/")
     notes += (f"{len(rest)} images in folder {UNLABELLED!r} have no class and are left out",) if rest else ()
     rows = cases.read(root, records, rest)
     return OwnImages(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), rest)
