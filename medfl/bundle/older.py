@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from medfl.core.pickled_arrays import STAND_INS
+
 FLOAT_LABELS = "labels:float"
-# each NumPy has its own place for them
-_REBUILDERS: tuple[Any, ...] = tuple(value.__reduce__()[0] for value in (np.zeros(0), np.float64(0)))
 _SAME = {
     "product": "prod", "cumproduct": "cumprod", "alltrue": "all", "sometrue": "any", "row_stack": "vstack",
     "trapz": "trapezoid", "round_": "round", "float_": "float64", "complex_": "complex128", "unicode_": "str_",
@@ -56,8 +56,7 @@ def python_texts(root: Path) -> list[str]:
 
 def arrays_in_pickles() -> AbstractContextManager[None]:
     """Return a context in which `torch.load` reads NumPy's arrays and numbers beside tensors, and still no code."""
-    kinds = {type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"}
-    return torch.serialization.safe_globals([*_REBUILDERS, np.ndarray, np.dtype, *kinds])
+    return torch.serialization.safe_globals([(made, name) for name, made in STAND_INS.items()])
 
 
 def idle_arguments(target: str, given: Iterable[str]) -> set[str]:

@@ -5,9 +5,11 @@ The forms say of which type an entry is that medfl reads; an entry that is missi
 
 from __future__ import annotations
 
+import os
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
@@ -231,12 +233,18 @@ def _is_plain_or_missing(path: Path) -> bool:
         return isinstance(error, FileNotFoundError)
 
 
+_WRITTEN_FOLDERS = ("state", "predictions", "events", "local")
+
+
 def require_plain(folder: Path) -> None:
     """Check that a run's folder, which is to be written to, has only plain files and folders, and no links.
 
     Raises:
         InputError: it has something else, by which a file elsewhere would be read or overwritten.
     """
-    for path in (*folder.iterdir(), *(folder / "state").glob("*")):
+    paths = list(folder.iterdir())
+    for path in paths:
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
             raise damaged(path.with_name(printable(path.name)), "is neither a plain file nor a folder")
+        if path.name in _WRITTEN_FOLDERS and path.is_dir():  # others, as of W&B, may have links of their own
+            paths += [Path(base, name) for base, *names in os.walk(path) for name in chain(*names)]

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from enum import EnumMeta
 from functools import cache
 from typing import Any, TypeGuard
@@ -58,6 +58,8 @@ _IN_EXPRESSIONS = (
 _LOADERS = frozenset({"DataLoader", "ThreadDataLoader"})
 """They start processes."""
 _PACKAGES = ("monai", "torch", "torchvision", "numpy", "ignite", "medfl")
+UNFILLED = ("Tensor", "FloatTensor", "LongTensor")
+"""What PyTorch makes of values, or of a size in memory that it does not fill."""
 _TYPED = ("arange", "array", "asarray", "astype", "full", "ones", "zeros")
 _LONGEST = 200  # characters of a target
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
@@ -120,7 +122,7 @@ def _makes_objects(value: object) -> bool:
         return False
 
 
-def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def check_arguments(function: Any, arguments: Collection[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """Check what a function or component is called with, and return it by name; `...` is what is not known yet.
 
     Raises:
@@ -139,6 +141,8 @@ def check_arguments(function: Any, arguments: Iterable[Any], named: Mapping[str,
     values = (*arguments, *by_name.values())
     if called in _TYPED and any(map(_makes_objects, values)):
         raise Refused("an array of objects")
+    if called in UNFILLED and any(isinstance(value, int | torch.Size) for value in arguments):
+        raise Refused("a tensor of a size, in memory that others have used")
     if any(str(key).startswith("__") for value in values if isinstance(value, Mapping) for key in value):
         raise Refused("a key with two underscores, which would become an attribute")
     for name, value in by_name.items():

@@ -31,7 +31,7 @@ from torch import nn
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import PLACES, TABLE_ARGUMENTS
 from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS_OF, PERMISSION_OF
-from medfl.policy.components import check_arguments, for_expressions
+from medfl.policy.components import UNFILLED, check_arguments, for_expressions
 from medfl.policy.expressions import REFERENCE, check_expression, module_path
 from medfl.policy.growing import GROWING, bounded_range, format_text, formatted, operate
 from medfl.policy.imports import Uses, only_statement
@@ -47,6 +47,9 @@ _PACKAGES = ("monai", "torch", "numpy", "ignite", "medfl", "scipy", "skimage")
 """Whose classes and functions may be called, and whose objects are components."""
 _READS_PATH = {"exists", "glob", "is_dir", "is_file", "iterdir", "read_text", "rglob"}
 _PATTERN = re.compile(r"[*?\[]")
+_SCHEME = re.compile(r"\s*[a-zA-Z][\w+.-]+:")
+_READ_OTHERWISE = re.compile(r"^[\s~]|[\x00-\x1f\x7f]")
+"""Of a text that is no plain path to those who expand `~`, or strip what they read as a URL."""
 _PATH_FUNCTIONS = {
     "glob.glob": ("recursive", "include_hidden"), "os.listdir": (), "os.path.exists": (), "os.path.isdir": (),
     "os.path.isfile": (), "monai.data.load_decathlon_datalist": ("is_segmentation", "data_list_key", "base_dir"),
@@ -188,6 +191,8 @@ class ExpressionEvaluator:
             raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
         for value in (*arguments, *named.values()):
             self._check_handed(value)
+            if getattr(value, "__name__", "") in UNFILLED and function is not isinstance:
+                raise Refused(f"{printable(value.__name__)} handed on, which takes a size too")
         self.check_paths(check_arguments(function, arguments, named), function)
         if type(function).__module__.startswith("monai."):  # a transform that was made: it may read the file
             self.check_paths({"path": [value for value in _inside([*arguments, *named.values()]) if _is_far(value)]})
@@ -254,8 +259,11 @@ class ExpressionEvaluator:
         if not isinstance(given, str | PurePath):
             raise Refused(f"a {type(given).__name__} as a path")
         path = Path(os.path.abspath(given))
-        if re.match(r"\w{2,}:", str(given)):
+        if _SCHEME.match(str(given)):
             raise Refused(f"{printable(given)}, a URL: nothing is fetched")
+        if _READ_OTHERWISE.search(str(given)):
+            raise Refused(f"the path {printable(given)}, which others read as something else: it begins with ~ or a "
+                          "space, or has a control character")  # fmt: skip
         if not any(path.is_relative_to(root) for root in self.roots):
             raise ElsewhereRefused(f"the path {printable(given)}, which is neither below the bundle nor below its data")
         upwards = ".." in PurePath(given).parts

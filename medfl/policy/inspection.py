@@ -316,6 +316,8 @@ class _Inspector:
             up = _UPWARDS.match(text) if keys == ("dataset_dir",) else None
             try:
                 check_path(text[up.end() :] if up else text, absolute=keys in (("dataset_dir",), ("bundle_root",)))
+                if where.stem == "federated" and text.startswith("/"):  # it would count as named by the user
+                    raise Refused("an absolute path")
             except Refused as error:
                 if "absolute" not in str(error) or "paths" not in self.policy.allow:
                     hint = ", for which the policy has to allow 'paths'" if "absolute" in str(error) else ""

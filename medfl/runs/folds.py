@@ -12,6 +12,7 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.core.errors import InputError
 from medfl.core.names import refuse_untrusted_module
 from medfl.core.places import FOLDS, PHANTOM, default_run_folder, require_unused
+from medfl.core.run_documents import require_plain
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.core.type_checks import type_errors
@@ -82,6 +83,7 @@ def resume(
     """
     root, asked = Path(folder), dict(requested or {})
     record = report.read_record(root)
+    require_plain(root)
     allowed = {"settings": {*_SETTINGS}, "requested": {one.name for one in fields(Request)} - _OWN}
     odd = [f"{key!r} under {name}" for name, known in allowed.items() for key in sorted(record[name].keys() - known)]
     odd += type_errors(record["settings"], _SETTINGS, "settings.")

@@ -179,6 +179,25 @@ def test_a_folder_of_states_that_is_a_link_is_not_emptied(tmp_path: Path) -> Non
         state_file(folder.path, "000001-server.safetensors")
 
 
+@pytest.mark.parametrize("where", ["predictions/site-a", "local/state", "events/x/y", "state/deeper/z"])
+def test_a_link_anywhere_in_what_a_run_writes_is_not_followed(tmp_path: Path, where: str) -> None:
+    folder = made(tmp_path / "run")
+    (tmp_path / "home").mkdir()
+    link = folder.path / where
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "home")
+    with pytest.raises(InputError, match=f"{link.name} is neither a plain file nor a folder"):
+        verified_manifest(RunFolder(folder.path))
+
+
+def test_links_of_others_in_a_run_folder_are_left_alone(tmp_path: Path) -> None:
+    """Weights & Biases keeps some in its own folder there."""
+    folder = made(tmp_path / "run")
+    (folder.path / "wandb" / "run-1").mkdir(parents=True)
+    (folder.path / "wandb" / "latest-run").symlink_to("run-1")
+    assert verified_manifest(RunFolder(folder.path)) is not None
+
+
 def test_a_temporary_file_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     folder = made(tmp_path / "run")
     other = tmp_path / "other"

@@ -386,6 +386,28 @@ def test_a_header_that_states_more_than_its_file_can_hold_is_refused_before_it_i
             read_volume(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("ending", [".nii", ".nii.gz"])
+def test_scaled_voxels_count_as_the_numbers_that_they_become(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """A byte a voxel in the file, eight in memory."""
+    import nibabel as nib
+
+    monkeypatch.setattr(stacks, "_UNPACKED", 2**19)
+    voxels = np.zeros((64, 64, 64), np.uint8)
+    voxels[3, 3, 3] = 1
+    for slope, raises in ((1.0, False), (1.5, True)):
+        image = nib.Nifti1Image(voxels, np.eye(4))
+        image.header.set_slope_inter(slope, 0.0)
+        file = tmp_path / f"{slope}{ending}"
+        nib.save(image, file)
+        if raises and ending == ".nii.gz":
+            with pytest.raises(InputError, match="would unpack to"):
+                read_volume(str(file))
+        else:
+            assert read_volume(str(file)).shape[1:] == voxels.shape
+
+
 def test_an_archive_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "_UNPACKED", 2**20)
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:

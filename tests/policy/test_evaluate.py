@@ -111,6 +111,37 @@ LOOKS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        " file:OTHER",
+        "\tfile:OTHER",
+        "\u2003file:OTHER",
+        "fi\nle:OTHER",
+        "f\rile:OTHER",
+        "s3-a:OTHER",
+        "~/note.txt",
+        "~",
+    ],
+)
+def test_what_others_read_otherwise_is_no_path(
+    text: str, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From inside of the bundle each is a path below it, and pandas or `expanduser` would leave it."""
+    monkeypatch.chdir(places["inside"])
+    monkeypatch.setenv("HOME", str(places["outside"]))
+    names = {**NAMES, "pandas": "pandas"}
+    for expression in (
+        "pandas.read_csv(@text)",
+        "os.path.exists(@text)",
+        "open(@text).read()",
+        "Path(@text).read_text()",
+    ):
+        evaluator = ExpressionEvaluator(names, frozenset(), (), (places["inside"],))
+        with pytest.raises(Refused, match="a URL|read as something else"):
+            evaluator.evaluate(expression, {"text": text.replace("OTHER", str(places["outside"] / "note.txt"))})
+
+
 @pytest.mark.parametrize("text", LOOKS)
 def test_only_the_bundle_and_its_data_are_looked_into(text: str, places: dict[str, Path]) -> None:
     for place in (places["outside"], places["inside"] / ".." / "outside"):

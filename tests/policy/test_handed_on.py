@@ -47,6 +47,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "guard_by_its_name": {"f": f"$lambda _call: {LOAD}('this.s')", "x": "$@f(lambda *a: a)"},
     "list_that_grows": {"x": "$[b for a in [[1]] for b in a if a.append(1)]"},
     "objects": {"x": "$np.multiply(np.array(['x'], dtype='object'), 300000000)"},
+    "memory_of_others": {"x": "$torch.Tensor(5).tolist()"},
+    "memory_of_others_in_a_shape": {"x": "$torch.FloatTensor(torch.zeros(2, 3).size()).tolist()"},
+    "memory_of_others_by_another": {"x": "$list(map(torch.LongTensor, [5]))"},
     "objects_by_position": {"x": "$np.array(['x'], 'O')"},
 }  # fmt: skip
 IMPORTS = [
@@ -62,7 +65,7 @@ def test_it_is_refused_before_it_happens(name: str, tmp_path: Path) -> None:
     with pytest.raises(
         InputError,
         match=r"is not on the list|which is not|can only|cannot be|names what|neither below|a URL|URL|"
-        r"how a file is opened|become an attribute|an array of objects|more arguments|handed on|attribute \.append",
+        r"how a file is opened|become an attribute|an array of objects|memory that others|more arguments|handed on|attribute \.append",
     ):
         made.evaluated("y" if "y" in REFUSED[name] else "x")
     assert not mark.exists()

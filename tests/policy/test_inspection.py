@@ -71,6 +71,14 @@ def test_the_harmless_bundle_that_the_hostile_ones_change_is_accepted(tmp_path: 
     assert found.statements == ["configs/train.json: run#0: $@train#trainer.run()"]
 
 
+def test_a_protocol_names_no_folder(tmp_path: Path) -> None:
+    """Its values would count as the user's own, whose folders a bundle may read."""
+    text = "config: {where: /workspace/other}\n"
+    root = write(tmp_path / "b", files={"configs/federated.yaml": text})
+    assert "an absolute path (/workspace/other)" in reasons(inspect(root))
+    assert inspect(root, Policy(allow=frozenset({"paths"}))).accepted
+
+
 @pytest.mark.usefixtures("nothing_runs")
 def test_every_hostile_bundle_is_refused_for_its_own_reason(tmp_path: Path) -> None:
     modules = set(sys.modules)

@@ -201,6 +201,18 @@ def test_a_folder_of_folds_is_resumed_with_its_own_settings(
     assert "folds.json" in capsys.readouterr().err
 
 
+def test_a_fold_that_is_a_link_is_not_written_to(
+    done: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(done[2], tmp_path / "out")
+    shutil.rmtree(out / "fold-2")
+    (tmp_path / "home").mkdir()
+    (out / "fold-2").symlink_to(tmp_path / "home")
+    assert cli.main(["run", "--resume", "--out", str(out)]) == 2
+    assert "fold-2 is neither a plain file nor a folder" in capsys.readouterr().err
+    assert not [*(tmp_path / "home").iterdir()]
+
+
 def test_a_bundle_that_cannot_be_divided_is_refused(done: tuple, tmp_path: Path) -> None:
     data, bundle, _, _ = done
     other = shutil.copytree(bundle, tmp_path / "other")

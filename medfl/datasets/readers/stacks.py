@@ -6,7 +6,6 @@ A container is an idx file (array "idx"), a MATLAB file (its variables), or the 
 
 from __future__ import annotations
 
-import codecs
 import gzip
 import io
 import math
@@ -19,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from medfl.core.pickled_arrays import STAND_INS, latin1
+
 Array = NDArray[Any]
 
 CIFAR10, CIFAR100 = "cifar-10-batches-py", "cifar-100-python"
@@ -29,15 +30,8 @@ _FILES: Mapping[str, Mapping[str, Sequence[str]]] = {
 _LABELS = {CIFAR10: "labels", CIFAR100: "fine_labels"}
 ARCHIVES = {CIFAR10: "cifar-10-python.tar.gz", CIFAR100: "cifar-100-python.tar.gz"}
 _UNPACKED, _RATIO = 2**31, 100  # bytes of one image or stack, and times its packed size: more is no image
-# What the pickle of an array may ask for: nothing that runs code of the file's choosing.
-_REBUILD = np.empty(0).__reduce__()[0]
-_ALLOWED: Mapping[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): np.ndarray,
-    ("numpy", "dtype"): np.dtype,
-    ("numpy.core.multiarray", "_reconstruct"): _REBUILD,
-    ("numpy._core.multiarray", "_reconstruct"): _REBUILD,
-    ("_codecs", "encode"): codecs.encode,
-}
+_ALLOWED: Mapping[str, Any] = {**STAND_INS, "_codecs.encode": latin1}
+"""What the pickle of an array may ask for, and what it gets: nothing that runs code or is NumPy's own."""
 
 
 def most_unpacked(packed: int) -> int:
@@ -108,7 +102,7 @@ def _cifar(path: Path, name: str) -> Array:
     batches = [_unpickled(text) for text in _texts(path, kind, _FILES[kind][part])]
     if content == "labels":
         return np.array([label for batch in batches for label in batch[_LABELS[kind]]])
-    values = np.concatenate([batch["data"] for batch in batches])
+    values = np.concatenate([np.asarray(batch["data"]) for batch in batches])
     side = math.isqrt(values.shape[1] // 3)
     return np.ascontiguousarray(values.reshape(-1, 3, side, side).transpose(0, 2, 3, 1))
 
@@ -133,9 +127,9 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what an array is rebuilt with."""
-        if (module, name) not in _ALLOWED:
+        if f"{module}.{name}" not in _ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no image needs")
-        return _ALLOWED[module, name]
+        return _ALLOWED[f"{module}.{name}"]
 
 
 def _unpickled(text: bytes) -> Mapping[str, Any]:

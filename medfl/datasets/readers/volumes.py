@@ -187,9 +187,10 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
 
 
 def _check_size(uri: str, image: Any) -> None:
-    """Raise a ValueError if a file's header states far more voxels than the file can hold."""
-    if not split_uri(uri)[1]:
-        check_unpacked(math.prod(map(int, image.shape)) * image.get_data_dtype().itemsize, os.path.getsize(uri))
+    """Raise a ValueError if voxels take far more memory than the file has bytes: scaled ones are float64."""
+    scaled = (image.dataobj.slope, image.dataobj.inter) != (1, 0)
+    bytes_of_voxel = max(image.get_data_dtype().itemsize, 8 * scaled)
+    check_unpacked(math.prod(map(int, image.shape)) * bytes_of_voxel, os.path.getsize(split_uri(uri)[0]))
 
 
 def _open(uri: str) -> Any:

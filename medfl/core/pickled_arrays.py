@@ -1,0 +1,74 @@
+"""NumPy's arrays and numbers in the pickles of others, rebuilt from kind, shape and bytes.
+
+NumPy believes what a pickle says of a type: one that denies to hold objects makes pointers of the file's bytes. So what
+stands for NumPy's own here takes plain numbers only, and leaves nothing else for a pickle to change.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_KIND = re.compile(r"[biufc?][0-9]{0,2}|[?bBhHiIlLqQefdFD]", re.ASCII)
+
+
+class PickledType:
+    """Stands for `numpy.dtype`: a kind of number and its byte order."""
+
+    def __init__(self, kind: Any, *_: Any) -> None:
+        """Take the kind, as `f4`; an UnpicklingError for anything but a kind of number."""
+        if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+            raise pickle.UnpicklingError("it holds an array of other things than numbers")
+        self.dtype = np.dtype(kind)
+
+    def __setstate__(self, state: Any) -> None:
+        """Take the byte order of a state; what else it says of a type is for other types than numbers."""
+        order = state[1] if isinstance(state, tuple) and len(state) > 1 else ""
+        if order not in ("<", ">", "|", "=") or any(part is not None for part in state[2:5]):
+            raise pickle.UnpicklingError("it holds an array of other things than numbers")
+        self.dtype = self.dtype.newbyteorder(order)  # type: ignore[arg-type]
+
+
+class PickledArray(np.ndarray[Any, Any]):
+    """Stands for `numpy.ndarray`, and for what makes an empty one: its state alone says what is in it."""
+
+    def __new__(cls, *_: Any) -> PickledArray:
+        """Return an empty array, whatever is asked for."""
+        return super().__new__(cls, (0,), np.uint8)
+
+    def __setstate__(self, state: Any) -> None:  # type: ignore[override]
+        """Take shape, type, order and bytes; an UnpicklingError if they do not go together."""
+        shape, kind, by_columns, data = state[-4:] if isinstance(state, tuple) else (None,) * 4
+        data = data.encode("latin1") if isinstance(data, str) else data  # as Python 2 wrote it
+        sides = isinstance(shape, tuple) and all(type(side) is int and side >= 0 for side in shape)
+        if not (sides and isinstance(kind, PickledType) and isinstance(data, bytes)):
+            raise pickle.UnpicklingError("it holds an array that is not described as NumPy does it")
+        if math.prod(shape) * kind.dtype.itemsize != len(data):
+            raise pickle.UnpicklingError("it holds an array of another size than it says")
+        super().__setstate__((1, shape, kind.dtype, bool(by_columns), data))  # type: ignore[arg-type]
+
+
+def number(kind: Any, data: Any) -> Any:
+    """Return a NumPy number from its type and bytes; an UnpicklingError if they are none."""
+    if not isinstance(kind, PickledType) or not isinstance(data, bytes) or len(data) != kind.dtype.itemsize:
+        raise pickle.UnpicklingError("it holds a number that is not described as NumPy does it")
+    return np.frombuffer(data, kind.dtype)[0]
+
+
+def latin1(text: str, *_: Any) -> bytes:
+    """Return bytes that a pickle of protocol 2 has as text."""
+    return text.encode("latin1")
+
+
+STAND_INS: Mapping[str, Any] = {
+    "numpy.ndarray": PickledArray,
+    "numpy.dtype": PickledType,
+    **{f"numpy.{core}.multiarray._reconstruct": PickledArray for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": number for core in ("core", "_core")},
+}
+"""Name in a pickle -> what is made in its place."""
