@@ -250,7 +250,7 @@ def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, p
         seen = _each(records, _volume if solid else partial(_picture, several=len(named) > 1), progress)
         present = [values for values, _ in seen]
         values = set[int]().union(*present)
-        _check_values(masks, values)
+        _check_values(masks, values, solid)
     except InputError as error:
         if images != masks and _swapped(records[0], solid):
             raise InputError(
@@ -312,13 +312,15 @@ def _each(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) ->
     if len(errors) > 1:
         details = tables.several([error._parts[0] for error in errors], "files")
         allowed = errors[0]._parts[1]
-        raise InputError(f"{len(errors)} of {len(entries)} images: {details}", allowed, "restore or remove these")
+        advice = {error._parts[2] for error in errors}
+        advice = advice if len(advice) == 1 else {"restore or remove these"}
+        raise InputError(f"{len(errors)} of {len(entries)} images: {details}", allowed, *advice)
     if errors:
         raise errors[0]
     return results
 
 
-def _check_values(masks: Path, values: set[int]) -> None:
+def _check_values(masks: Path, values: set[int], solid: bool) -> None:
     if values == {0}:
         problem, advice = f"the masks in {masks} have no value but 0", "check that these are the masks"
     elif len(values) < _LEAST or max(values) >= _MOST_CLASSES:
@@ -327,8 +329,8 @@ def _check_values(masks: Path, values: set[int]) -> None:
         advice = "save class indices"
     else:
         return
-    allowed = f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure (or 0 and 255)"
-    raise InputError(problem, allowed, advice)
+    allowed = f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure"
+    raise InputError(problem, allowed + " (or 0 and 255)" * (not solid), advice)
 
 
 def _swapped(record: Record, solid: bool) -> bool:

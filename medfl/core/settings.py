@@ -182,7 +182,7 @@ class ProtocolSettings:
         "what one round multiplies the learning rate with; 1 keeps it", "G", group=TRAINING, above=0, most=1
     )
     patience: int = setting(
-        "rounds without a better validation metric after which a run ends; default: it has all its rounds", "N",
+        "rounds without a better validation metric after which a run ends; default, 0: it has all its rounds", "N",
         group=TRAINING, default=0, later=True, least=0, most=_MAX_VALUE,
     )  # fmt: skip
     decay_per: str = setting(

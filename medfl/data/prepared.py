@@ -63,6 +63,24 @@ class Geometry:
         sides = np.linalg.norm(self.affine[:3, : len(self.original_shape)], axis=0)
         return tuple(float(side) for side in sides)
 
+    def part_in_file(self, shape: Sequence[int]) -> tuple[slice, ...]:
+        """Return which part of a grid of this shape lies in the file: all, but for what transforms padded it with.
+
+        A grid of pixels of another size than the file's counts as a whole, as its edges are rounded.
+        """
+        axes, parts = len(self.original_shape), list[slice]()
+        to_file = np.linalg.inv(self.original_affine) @ self.affine  # index in the grid -> index in the file
+        steps, start = np.rint(to_file[:axes, :axes]), to_file[:axes, -1]
+        same_pixels = np.allclose(to_file[:axes, :axes], steps, atol=1e-4)
+        if len(shape) != axes or not same_pixels or not np.array_equal(np.abs(steps) @ np.abs(steps).T, np.eye(axes)):
+            return ()
+        for column, side in zip(steps.T, shape, strict=True):
+            axis = int(np.abs(column).argmax())
+            there = np.rint(start[axis] + column[axis] * np.arange(side))
+            inside = np.flatnonzero((there >= 0) & (there < self.original_shape[axis]))
+            parts.append(slice(int(inside[0]), int(inside[-1]) + 1) if len(inside) else slice(None))
+        return tuple(parts)
+
 
 class Prepared(ABC):
     """One section (train, validate or test) of a bundle's data, ready to be batched.

@@ -112,6 +112,8 @@ class MaskEvaluator:
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
             spacing = _spacing(shard.prepared, index, reference.ndim)
+            part = _in_file(shard.prepared, index, reference.shape)
+            prediction, reference = prediction[part], reference[part]
             names = ("background", *foreground(self.classes, count - 1))
             if (known := shard.shown.get(index)) is not None:  # what its mask does not show is not scored
                 prediction, reference = known.renumbered(prediction), known.renumbered(reference)
@@ -292,6 +294,12 @@ def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ..
     """Return the distances between an item's pixels along each axis; 1 where the transforms do not record them."""
     spacing = prepared.geometry[index].spacing if prepared.geometry else ()
     return spacing if len(spacing) == dimensions else (1.0,) * dimensions
+
+
+def _in_file(prepared: Prepared, index: int, shape: Sequence[int]) -> tuple[Any, ...]:
+    """Return the index (..., slices) of the part of an item's grid that its file has, without padding."""
+    parts = prepared.geometry[index].part_in_file(shape) if prepared.geometry else ()
+    return (..., *parts)
 
 
 def _channels(x: Any, cases: Sequence[Any]) -> tuple[Tensor, Tensor] | None:

@@ -143,7 +143,7 @@ class RunNetworks:
         return InputError(
             f"method {self.run.method!r} has a model for each site and none for all",
             f"its sites are {', '.join(self.sites)}",
-            "choose one with --site NAME, or --site all",
+            "choose one with --site NAME; medfl export takes --site all too",
         )
 
     def _check_site(self, site: str) -> None:

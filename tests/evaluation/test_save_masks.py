@@ -11,6 +11,7 @@ import pytest
 import torch
 from monai.data import MetaTensor
 from monai.transforms import (
+    CenterSpatialCropd,
     CropForegroundd,
     Flipd,
     LoadImaged,
@@ -138,3 +139,29 @@ def test_the_same_mask_gives_the_same_bytes_and_nothing_else(tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.b.nii.gz", "c.nii.gz"]
     with pytest.raises(RunError, match="cannot write"):
         save(torch.ones(12, 15, 9), 2, geometry, tmp_path / "missing" / "a")
+
+
+PADDED = {
+    "all": ([Orientationd("image", "RAS")], False),
+    "turned and padded": ([Orientationd("image", "PIR"), SpatialPadd("image", (12, 9, 15))], True),
+    "padded at an end": ([SpatialPadd("image", (9, 9, 9), method="end")], True),
+    "cropped": ([CenterSpatialCropd("image", (3, 3, 3))], False),
+    "of other pixels": ([Spacingd("image", (2.0, 2.0, 2.0)), SpatialPadd("image", (20, 20, 20))], False),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_what_a_grid_is_padded_with_is_not_in_the_file(name: str, tmp_path: Path) -> None:
+    """Every voxel is numbered from 1, and padding is 0."""
+    transforms, is_padded = PADDED[name]
+    voxels = np.arange(1, 7 * 5 * 8 + 1, dtype=np.float32).reshape(7, 5, 8)
+    nib.save(nib.Nifti1Image(voxels, np.diag([1.0, 1.5, 2.0, 1.0])), tmp_path / "a.nii.gz")
+    image, geometry = prepared(str(tmp_path / "a.nii.gz"), *transforms)
+    part = geometry.part_in_file(image.shape[1:])
+    if name == "of other pixels":  # whose edges are rounded
+        assert part == ()
+        return
+    assert (image[0][(..., *part)] > 0.5).all()
+    assert (image[0][(..., *part)].numel() < image[0].numel()) == is_padded
+    if is_padded:
+        assert image[0][(..., *part)].numel() == voxels.size

@@ -165,7 +165,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
         raise InputError(
             f"mask {uri} of image {image} has {pixels.shape[-1]} channels that differ or transparency",
             "one channel, or three equal ones",
-            "save it as a grey picture of class indices",
+            "save it as a grey picture of class indices (of a picture with a palette: its indices)",
         )
     values = np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)
     if classes == 2 and set(values.tolist()) <= {0, 255}:
