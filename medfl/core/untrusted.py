@@ -37,7 +37,10 @@ class Refused(Exception):
 
 def printable(text: object, length: int = 100) -> str:
     """Return untrusted text for a line of output: printable ASCII of limited length."""
-    plain = ascii(str(text))[1:-1]
+    try:
+        plain = ascii(str(text))[1:-1]
+    except ValueError:  # of so many digits that Python writes none
+        plain = "a number of thousands of digits"
     return plain if len(plain) <= length else plain[: length - 3] + "..."
 
 

@@ -6,14 +6,15 @@ import importlib
 import locale
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
+from medfl.datasets.readers.stacks import check_unpacked
 
 SUFFIX = ".dcm"
 _FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, read what their header names elsewhere
@@ -41,6 +42,7 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
             or shifted within their plane (a tilted gantry).
     """
     files = _files(folder)
+    _check_size(files)
     reader = _sitk().ImageSeriesReader()
     reader.SetImageIO(_FORMAT)
     reader.SetFileNames(files)
@@ -65,8 +67,10 @@ def _check_positions(folder: str, reader: Any, slices: int, normal: NDArray[Any]
         return
     texts = (reader.GetMetaData(index, _POSITION) for index in range(slices))
     positions = np.array([[float(number) for number in text.split("\\")] for text in texts])
+    if positions.shape != (slices, 3):
+        raise ValueError("the position of a slice is not three numbers")
     steps = np.linalg.norm(np.diff(positions, axis=0), axis=1)
-    if np.ptp(steps) > 0.01 * np.median(steps) or not steps.any():
+    if not np.ptp(steps) <= 0.01 * np.median(steps) or not steps.any():  # or NaN
         raise InputError(
             f"DICOM series {folder}: its {slices} slices lie {steps.min():.4g} to {steps.max():.4g} mm apart",
             "slices lie at equal distances",
@@ -75,7 +79,7 @@ def _check_positions(folder: str, reader: Any, slices: int, normal: NDArray[Any]
     moved = positions - positions[0]
     above = moved @ normal
     shifts = np.linalg.norm(moved - np.outer(above, normal), axis=1)
-    if shifts[-1] > 0.5 * pixel:
+    if not shifts[-1] <= 0.5 * pixel:
         angle = math.degrees(math.atan2(shifts[-1], abs(above[-1])))
         raise InputError(
             f"DICOM series {folder}: its slices are shifted within their plane, the last by {shifts[-1]:.3g} mm: "
@@ -137,7 +141,16 @@ def _reader(file: str) -> Any:
     return reader
 
 
+def _check_size(files: Sequence[str]) -> None:
+    """Raise a ValueError if the first file states far more pixels, float64 at most, than it can hold."""
+    with suppress(RuntimeError):  # told where it is read
+        first = _information(files[0])
+        values = math.prod(map(int, first.GetSize())) * first.GetNumberOfComponents()
+        check_unpacked(8 * values * len(files), sum(map(os.path.getsize, files)))
+
+
 def _execute(file: str) -> Any:
+    _check_size([file])
     image = _executed(_reader(file), f"file {file}", "a complete image", "copy the file again")
     if image.GetDimension() != 3 or image.GetSize()[2] != 1:
         raise InputError(f"DICOM file {file} has several frames", "one picture in a file", "save each as a file")

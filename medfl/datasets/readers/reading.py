@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import lzma
 import math
 import os
 import re
@@ -17,6 +18,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -35,9 +37,11 @@ EpsImagePlugin.gs_binary = False  # a page of PostScript, whatever its file is c
 Pixels = NDArray[Any]
 
 UNREADABLE = (
-    OSError, EOFError, KeyError, IndexError, ValueError, RuntimeError, SyntaxError, struct.error, zlib.error,
-    zipfile.BadZipFile, Image.DecompressionBombError,
+    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
+    SyntaxError, TypeError, ValueError, lzma.LZMAError, struct.error, zipfile.BadZipFile, zlib.error,
+    Image.DecompressionBombError,
 )  # fmt: skip
+"""What readers of damaged files raise: whatever they stumble over."""
 JOINED = " | "
 READABLE = (
     "images are JPEG, PNG, BMP, TIFF or DICOM files, plain or in a zip, rows of an array or lists of a .json file"
@@ -53,6 +57,7 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 """What makes a picture upright, by EXIF orientation; from 5 on its sides are exchanged."""
+_MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
 _SUBFILE_TYPE, _NO_PAGE = 254, 0b101  # a TIFF's tag, and its bits of a smaller copy and of a transparency mask
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
@@ -256,6 +261,10 @@ def read_pixels(
             with Image.open(io.BytesIO(content) if part else path) as image:
                 pages = _pages(image)
                 if image.format == "PNG" and png16.is_png16(content if part else png16.head_of(path)):
+                    values = math.prod(image.size) * len(
+                        image.getbands()
+                    )  # which become float64 where they are resized
+                    check_unpacked(8 * values, len(content) or os.path.getsize(path))
                     image.load()  # which refuses a file that is damaged
                     pixels = _upright(png16.read(content or path), orientation(image))
                 else:
@@ -264,6 +273,9 @@ def read_pixels(
                 raise InputError(
                     f"image {uri} has {pages} pages", "one picture in each file", "save each page as a file of its own"
                 )
+        if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
+            raise ValueError(f"it holds {pixels.dtype} values")
+        pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
     except UNREADABLE as error:
         reason = str(error) or type(error).__name__
         raise InputError(
@@ -304,7 +316,7 @@ def orientation(image: Image.Image) -> int:
         return 1
     try:
         turn = image.getexif().get(ExifTags.Base.Orientation, 1)
-    except (TypeError, *UNREADABLE):  # damaged EXIF says nothing of the pixels
+    except UNREADABLE:  # damaged EXIF says nothing of the pixels
         return 1
     return turn if turn in _TURNS else 1
 
@@ -321,12 +333,14 @@ def _upright(pixels: Pixels, turn: int) -> Pixels:
 
 def _pages(image: Image.Image) -> int:
     """Return the number of pictures in a file; in a TIFF without smaller copies and masks. Other formats have one."""
-    if not isinstance(image, TiffImageFile) or image.n_frames < 2:
+    if not isinstance(image, TiffImageFile):
         return 1
     pages = 0
-    for page in range(image.n_frames):
-        image.seek(page)
-        pages += not image.tag_v2.get(_SUBFILE_TYPE, 0) & _NO_PAGE
+    with suppress(EOFError):  # after the last one
+        for page in range(_MOST_PAGES):
+            image.seek(page)
+            kind = image.tag_v2.get(_SUBFILE_TYPE, 0)
+            pages += not (isinstance(kind, int) and kind & _NO_PAGE)
     image.seek(0)
     return max(1, pages)
 

@@ -88,7 +88,7 @@ def _matlab(path: Path, name: str) -> Array:
     from scipy.io import loadmat, whosmat
 
     for _, shape, _ in whosmat(path):
-        check_unpacked(math.prod(shape), path.stat().st_size)
+        check_unpacked(8 * math.prod(shape), path.stat().st_size)
     variables = loadmat(path, variable_names=[name])
     if name not in variables:
         raise ValueError(f"it has no variable {name!r}")

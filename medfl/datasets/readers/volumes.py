@@ -152,7 +152,7 @@ class _Raw(NamedTuple):
 
 
 def _read(uri: str) -> _Raw:
-    voxels, affine = dicom.read(uri) if os.path.isdir(uri) else _nifti(uri)
+    voxels, affine = _series(uri) if os.path.isdir(uri) else _nifti(uri)
     raw = _Raw(voxels.reshape(_sides(uri, voxels.shape)), affine)
     if not np.isfinite(affine).all() or np.linalg.matrix_rank(affine[:3, :3]) < 3:
         raise InputError(
@@ -161,6 +161,13 @@ def _read(uri: str) -> _Raw:
             "write an sform or qform that can be inverted into its header",
         )
     return raw
+
+
+def _series(uri: str) -> tuple[Array, NDArray[np.float64]]:
+    try:
+        return dicom.read(uri)
+    except UNREADABLE as error:
+        raise InputError(f"DICOM series {uri} cannot be read ({error})", _READABLE, "copy the series again") from error
 
 
 def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
