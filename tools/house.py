@@ -42,7 +42,7 @@ FIGURES: dict[str, tuple[int | None, int]] = {
     "lines of the longest method file": (300, 285),
     "lines of the longest module": (400, 398),
     "words of the README": (1200, 1200),
-    "lines of the product": (None, 61584),
+    "lines of the product": (None, 61582),
 }
 
 

@@ -31,7 +31,7 @@ class PickledType:
         order = state[1] if isinstance(state, tuple) and len(state) > 1 else ""
         if order not in ("<", ">", "|", "=") or any(part is not None for part in state[2:5]):
             raise pickle.UnpicklingError("it holds an array of other things than numbers")
-        self.dtype = self.dtype.newbyteorder(order)  # type: ignore[arg-type]
+        self.dtype = self.dtype.newbyteorder(order)  # type: ignore[arg-type]  # one of the four above
 
 
 class PickledArray(np.ndarray[Any, Any]):
@@ -41,7 +41,7 @@ class PickledArray(np.ndarray[Any, Any]):
         """Return an empty array, whatever is asked for."""
         return super().__new__(cls, (0,), np.uint8)
 
-    def __setstate__(self, state: Any) -> None:  # type: ignore[override]
+    def __setstate__(self, state: Any) -> None:  # type: ignore[override]  # what a pickle gives, of any type
         """Take shape, type, order and bytes; an UnpicklingError if they do not go together."""
         shape, kind, by_columns, data = state[-4:] if isinstance(state, tuple) else (None,) * 4
         data = data.encode("latin1") if isinstance(data, str) else data  # as Python 2 wrote it
@@ -50,7 +50,7 @@ class PickledArray(np.ndarray[Any, Any]):
             raise pickle.UnpicklingError("it holds an array that is not described as NumPy does it")
         if math.prod(shape) * kind.dtype.itemsize != len(data):
             raise pickle.UnpicklingError("it holds an array of another size than it says")
-        super().__setstate__((1, shape, kind.dtype, bool(by_columns), data))  # type: ignore[arg-type]
+        super().__setstate__((1, shape, kind.dtype, bool(by_columns), data))  # type: ignore[arg-type]  # asks for np.bool
 
 
 def number(kind: Any, data: Any) -> Any:

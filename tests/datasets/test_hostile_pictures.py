@@ -99,10 +99,10 @@ def test_positions_of_slices_that_are_none(
     check = dicom._check_positions
 
     class Reader:
-        def HasMetaDataKey(self, index: int, tag: str) -> bool:  # noqa: N802
+        def HasMetaDataKey(self, index: int, tag: str) -> bool:  # noqa: N802 (SimpleITK's name)
             return True
 
-        def GetMetaData(self, index: int, tag: str) -> str:  # noqa: N802
+        def GetMetaData(self, index: int, tag: str) -> str:  # noqa: N802 (SimpleITK's name)
             return given[index]
 
     monkeypatch.setattr(dicom, "_check_positions", lambda folder, _, *rest: check(folder, Reader(), *rest))

@@ -191,6 +191,23 @@ def test_one_output_and_one_hot_references() -> None:
     assert torch.equal(again.values["dice"], evaluator()(nn.Identity(), shard(x, y), CPU).values["dice"])
 
 
+def test_padding_is_not_scored() -> None:
+    """Of a grid of 12 x 12 the file has the middle 8 x 10; what is predicted around it changes no metric."""
+    x, y = maps()
+    affine = np.eye(4)
+    affine[:2, 3] = -2, -1
+    items = shard(x, y)
+    items.prepared.geometry = [Geometry(affine, np.eye(4), (8, 10), "x.nii")] * 5
+    found = evaluator()(nn.Identity(), items, CPU, surface_metrics=SURFACE_METRICS)
+    inside = evaluator()(
+        nn.Identity(), shard(x[..., 2:10, 1:11], y[..., 2:10, 1:11]), CPU, surface_metrics=SURFACE_METRICS
+    )
+    assert {name for name in found.values if name != "loss"} >= {"dice", "pixel_accuracy", "hd95"}
+    for name in found.values.keys() - {"loss"}:
+        assert torch.equal(found.values[name], inside.values[name]), name
+    assert not torch.equal(found.values["dice"], evaluator()(nn.Identity(), shard(x, y), CPU).values["dice"])
+
+
 def test_distances_are_in_the_unit_of_the_affine() -> None:
     """An affine that turns the axes and makes the first of them 3 mm a step."""
     x, y = maps()

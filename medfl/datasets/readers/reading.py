@@ -261,10 +261,8 @@ def read_pixels(
             with Image.open(io.BytesIO(content) if part else path) as image:
                 pages = _pages(image)
                 if image.format == "PNG" and png16.is_png16(content if part else png16.head_of(path)):
-                    values = math.prod(image.size) * len(
-                        image.getbands()
-                    )  # which become float64 where they are resized
-                    check_unpacked(8 * values, len(content) or os.path.getsize(path))
+                    as_float64 = 8 * math.prod(image.size) * len(image.getbands())  # as where it is resized
+                    check_unpacked(as_float64, len(content) or os.path.getsize(path))
                     image.load()  # which refuses a file that is damaged
                     pixels = _upright(png16.read(content or path), orientation(image))
                 else:
