@@ -7,16 +7,18 @@ expression goes through `policy.evaluate`. A bundle that the user trusts (`--tru
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from monai.bundle import ConfigComponent, ConfigExpression, ConfigItem, ConfigParser, ReferenceResolver
 
+from medfl.bundle.guarded_readers import guard_readers
 from medfl.core.untrusted import Refused
-from medfl.policy.allowed import WRITERS, without_ending
-from medfl.policy.components import check_arguments, component
-from medfl.policy.evaluate import ExpressionEvaluator
+from medfl.datasets.readers.reading import JOINED, split_uri
+from medfl.policy.components import check_arguments, component, is_never_made
+from medfl.policy.evaluate import ExpressionEvaluator, values_inside
 from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
 from medfl.policy.policy import Policy
 
@@ -82,8 +84,8 @@ class _Component(ConfigComponent):
         own = target.partition(".")[0] in self._evaluator.own_modules
         factory = self._evaluator.member(target) if own else component(target)
         name = factory.__name__
-        if without_ending(name) in WRITERS:
-            raise Refused(f"{name} writes files, and is never made here")
+        if not own and is_never_made(factory):
+            raise Refused(f"{name} writes files or handles a trainer's events, and is never made here")
         if config.get("_mode_", "default") != "default":
             raise Refused(f"_mode_ of {name}, where only 'default' is")
         arguments = {**{key: value for key, value in config.items() if key not in self.non_arg_keys}, **named}
@@ -92,8 +94,23 @@ class _Component(ConfigComponent):
             arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
         for word in () if own else ("compile", "compile_kwargs"):  # of an engine: they would start a compiler
             arguments.pop(word, None)
+        if not own:
+            self._evaluator.check_handed([arguments.get("func")], objects=False)
+            self._evaluator.check_handed(arguments.values(), objects=True)
         self._evaluator.check_paths(check_arguments(factory, (), arguments), factory)
+        if not own and (name.endswith("Dataset") or name == "Subset"):
+            self._check_items(arguments)
         try:
-            return factory(**arguments)
+            made = factory(**arguments)
         except Exception as error:
             raise RuntimeError(f"{name} cannot be made with {', '.join(arguments) or 'nothing'}") from error
+        if not own:
+            guard_readers(made, self._evaluator.check_path)
+        return made
+
+    def _check_items(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse items of a data set that name files elsewhere: they are hashed before they are read."""
+        for value in values_inside(list(arguments.values())):
+            if isinstance(value, PurePath) or (isinstance(value, str) and value.startswith(os.sep)):
+                for uri in str(value).split(JOINED):
+                    self._evaluator.check_path(split_uri(uri)[0])

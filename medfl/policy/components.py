@@ -101,7 +101,22 @@ def for_expressions(path: str) -> Any:
     except Refused:
         return None
     listed = member.__module__.startswith(_IN_EXPRESSIONS) and name not in LOADS_WEIGHTS | _LOADERS
-    return member if listed and without_ending(name) not in WRITERS else None
+    return member if listed and not is_never_made(member) else None
+
+
+def is_listed(member: object) -> bool:
+    """Tell whether a class or function is a listed component, by its identity."""
+    return id(member) in _listed()[1]
+
+
+def is_never_made(member: Callable[..., Any]) -> bool:
+    """Tell whether a component writes files, or is a handler of a trainer's events: they load, save and set others."""
+    from ignite.metrics import Metric
+
+    if without_ending(member.__name__) in WRITERS:
+        return True
+    is_metric = inspect.isclass(member) and issubclass(member, Metric)
+    return member.__module__.startswith(("monai.handlers.", "ignite.handlers.")) and not is_metric
 
 
 def _is_plain_function(module: str, name: str) -> bool:

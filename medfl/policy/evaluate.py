@@ -17,10 +17,9 @@ import inspect
 import io
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from torch import nn
 from medfl.core.untrusted import Refused, printable
 from medfl.policy.allowed import PLACES, TABLE_ARGUMENTS
 from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS_OF, PERMISSION_OF
-from medfl.policy.components import UNFILLED, check_arguments, for_expressions
+from medfl.policy.components import check_arguments, for_expressions, is_listed
 from medfl.policy.expressions import REFERENCE, check_expression, module_path
 from medfl.policy.growing import GROWING, bounded_range, format_text, formatted, operate
 from medfl.policy.imports import Uses, only_statement
@@ -43,8 +42,9 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (nn.Module, "network"), ((np.random.RandomState, np.random.Generator), "random"), (torch.device, "device"),
     (Image, "picture"),
 )  # fmt: skip
-_PACKAGES = ("monai", "torch", "numpy", "ignite", "medfl", "scipy", "skimage")
-"""Whose classes and functions may be called, and whose objects are components."""
+_CALL_WHAT_THEY_TAKE = ("filter", "map", "max", "min", "sorted")
+_TAKE_COMPONENTS = frozenset(name for name in METHODS_OF["network"] if name.startswith("set_"))
+"""Methods by which MONAI's detectors are handed losses, matchers and inferers."""
 _READS_PATH = {"exists", "glob", "is_dir", "is_file", "iterdir", "read_text", "rglob"}
 _PATTERN = re.compile(r"[*?\[]")
 _SCHEME = re.compile(r"\s*[a-zA-Z][\w+.-]+:")
@@ -63,9 +63,8 @@ _PATH_FUNCTIONS = {
 """Members of which `folder`, or else the first argument, is a place that they look at, and what else may be given."""
 _PLACES_OF = {"medfl.runs.teachers.medsam.load": ("source",)}
 """Arguments that name a place where this function takes them, and something else elsewhere."""
-_CHECKED = ("monai.", "medfl.", "torchvision.", "torch.utils.")
-"""Where classes and functions lie whose arguments are checked whoever calls them; PyTorch's layers need no check."""
-_MEMBER, _ATTRIBUTE, _CALL, _OPERATE, _FORMATTED = "<member>", "<attribute>", "<call>", "<operate>", "<formatted>"
+_MEMBER, _ATTRIBUTE, _CALL, _METHOD = "<member>", "<attribute>", "<call>", "<method>"
+_OPERATE, _FORMATTED = "<operate>", "<formatted>"
 """Names of the guards, which no argument in an expression can have."""
 
 
@@ -89,7 +88,9 @@ class ExpressionEvaluator:
     own_modules: Collection[str] = ()
     roots: Collection[Path] = ()
     _members: dict[str, Any] = field(default_factory=dict)
-    _ids: set[int] = field(default_factory=set)  # of the members, which live as long
+    _calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _targets: dict[Callable[..., Any], Any] = field(default_factory=dict)
+    """checked call -> the listed function or class that it calls; a function that one of them made -> itself"""
 
     def evaluate(self, text: str, references: Mapping[str, Any]) -> Any:
         """Return what an expression, given without its `$`, stands for.
@@ -116,6 +117,7 @@ class ExpressionEvaluator:
     def _builtins(self) -> dict[str, Any]:
         return {
             **{name: getattr(builtins, name) for name in BUILTINS},
+            **{name: self._checked(name, getattr(builtins, name)) for name in _CALL_WHAT_THEY_TAKE},
             "range": bounded_range,
             "open": self._open,
             "setattr": setattr,  # the check of the text wants a permission for it
@@ -124,6 +126,7 @@ class ExpressionEvaluator:
             _MEMBER: self._value_of,
             _ATTRIBUTE: self._attribute,
             _CALL: self._call,
+            _METHOD: self._method,
             _OPERATE: operate,
             _FORMATTED: formatted,
         }
@@ -133,37 +136,83 @@ class ExpressionEvaluator:
         if path not in self._members:
             is_own = path.partition(".")[0] in self.own_modules
             permitted = PERMISSION_OF.get(path) in self.permissions or (is_own and "scripts" in self.permissions)
-            listed = path in MEMBERS or permitted
-            target = _located(path) if listed else for_expressions(path)
+            target = _located(path) if path in MEMBERS or permitted else for_expressions(path)
             if target is None:
                 raise Refused(f"{printable(path)}, which is not on the list")
-            allowed = _PATH_FUNCTIONS.get(path)
-            self._members[path] = target if allowed is None else self._looks_inside(target, allowed)
-            self._ids.add(id(self._members[path]))
+            self._members[path] = target
         return self._members[path]
 
     # Guards
 
     def _value_of(self, path: str) -> Any:
-        """Return what a path of names stands for; of a component its checked call, whoever is handed it."""
+        """Return what a path of names stands for: of a function or class its checked call, whoever is handed it."""
         target = self.member(path)
-        home = str(getattr(target, "__module__", None)).startswith(_CHECKED)
-        is_factory = inspect.isclass(target) or (path not in MEMBERS and inspect.isfunction(target))
-        return _CheckedCall(target, self) if is_factory and home else target
+        if not callable(target) or self._is_own(target) or (inspect.isclass(target) and issubclass(target, np.generic)):
+            return target
+        return self._checked(path, target)
+
+    def _checked(self, path: str, target: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the one function that checks what a listed function or class is called with, and calls it."""
+        if path not in self._calls:
+
+            def checked(*arguments: Any, **named: Any) -> Any:
+                return self._call_listed(path, target, arguments, named)
+
+            self._calls[path] = checked
+            self._targets[checked] = target
+        return self._calls[path]
+
+    def _call_listed(
+        self, path: str, target: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> Any:
+        self.check_handed((*arguments, *named.values()), objects=inspect.isclass(target) and is_listed(target))
+        by_name = check_arguments(target, arguments, named)
+        if path in _PATH_FUNCTIONS:
+            self._check_place_of(path, target, by_name)
+        self.check_paths(by_name, target)
+        result = target(*arguments, **named)
+        if inspect.isfunction(result):  # as `from_engine` makes one
+            self._targets[result] = result
+        return result
+
+    def _call(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
+        """Call a function, which has to be a listed one, or a lambda of these expressions."""
+        if not self._may_be_called(function):
+            raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
+        if function is isinstance:
+            arguments = tuple(self._plain_type(value) for value in arguments)
+        return function(*arguments, **named)
+
+    def _method(self, value: Any, name: str, /, *arguments: Any, **named: Any) -> Any:
+        """Call a method that values of this kind may be asked for; an object that a value holds is never called."""
+        self._check_attribute(value, name)
+        if isinstance(value, str) and name == "format":
+            return format_text(value, *arguments, **named)
+        if not (self._is_own(type(value)) or self._is_own(value)):
+            if not inspect.isroutine(getattr(type(value), name, None)):
+                raise Refused(f"a call of .{printable(name)}, which is no method of a {type(value).__name__}")
+            self.check_handed((*arguments, *named.values()), objects=name in _TAKE_COMPONENTS)
+            by_name = check_arguments(getattr(value, name), arguments, named)
+            if isinstance(value, Path) and name in ("glob", "rglob"):
+                self.check_path(value / str(next(iter(by_name.values()), "")))
+        return getattr(value, name)(*arguments, **named)
 
     def _attribute(self, value: Any, name: str) -> Any:
+        """Return what a value holds by a name; a method is called where it is named, and never handed on."""
+        self._check_attribute(value, name)
+        if _kind(value) == "table" and name not in METHODS_OF["table"]:
+            return value[name]  # never a method of the table that has the name of a column
+        attribute = getattr(value, name)
+        if inspect.isroutine(attribute) and not self._is_own(attribute):
+            raise Refused(f"the method .{printable(name)} handed on")
+        return attribute
+
+    def _check_attribute(self, value: Any, name: str) -> None:
         if not self._allows(value, name):
             kind = _kind(value) or f"a {type(value).__name__}"
             raise Refused(f"the attribute .{printable(name)} of {kind}, which is not on the list")
         if isinstance(value, Path) and name in _READS_PATH:
-            self._check_path(value)
-        if isinstance(value, Path) and name in ("glob", "rglob"):
-            return self._looks_inside(getattr(value, name), (), value)
-        if isinstance(value, str) and name == "format":
-            return functools.partial(format_text, value)
-        if _kind(value) == "table" and name not in METHODS_OF["table"]:
-            return value[name]  # never a method of the table that has the name of a column
-        return getattr(value, name)
+            self.check_path(value)
 
     def _allows(self, value: Any, name: str) -> bool:
         kind = _kind(value)
@@ -175,84 +224,79 @@ class ExpressionEvaluator:
             return name in METHODS_OF[kind]
         if self._is_own(type(value)) or self._is_own(value):
             return not name.startswith("_")
-        of_component = type(value).__module__.partition(".")[0] in _PACKAGES
-        return of_component and not isinstance(value, type) and name in METHODS_OF["component"]
+        return name in METHODS_OF["component"] and is_listed(type(value))
 
     def _is_own(self, value: object) -> bool:
         module = getattr(value, "__module__", None) or ""
         return "scripts" in self.permissions and str(module).partition(".")[0] in self.own_modules
 
-    def _call(self, function: Any, *arguments: Any, **named: Any) -> Any:
-        if isinstance(function, _CheckedCall):
-            function = function._function
-        if isinstance(function, functools.partial):
-            return self._call(function.func, *function.args, *arguments, **{**function.keywords, **named})
-        if not self._callable(function):
-            raise Refused(f"a call of a {type(function).__name__}, which is not on the list")
-        for value in (*arguments, *named.values()):
-            self._check_handed(value)
-            if getattr(value, "__name__", "") in UNFILLED and function is not isinstance:
-                raise Refused(f"{printable(value.__name__)} handed on, which takes a size too")
-        self.check_paths(check_arguments(function, arguments, named), function)
-        if type(function).__module__.startswith("monai."):  # a transform that was made: it may read the file
-            self.check_paths({"path": [value for value in _inside([*arguments, *named.values()]) if _is_far(value)]})
-        return function(*arguments, **named)
+    # What may be called
 
-    def _check_handed(self, value: Any) -> None:
-        """Refuse a function or class that may not be called, for whoever gets it may call it."""
-        if isinstance(value, functools.partial):
-            self._check_handed(value.func)
-            check_arguments(value.func, value.args, value.keywords)
-        elif (inspect.isroutine(value) or inspect.isclass(value)) and not self._callable(value):
-            raise Refused(f"{printable(value.__name__)} handed on, which is not on the list")
+    def _may_be_called(self, function: Any) -> bool:
+        """Tell by its identity whether a function is a listed one, or a lambda or partial made of them here."""
+        if isinstance(function, functools.partial):
+            return self._may_be_called(function.func)
+        if self._is_own(function) or self._is_own(type(function)):
+            return True
+        if inspect.isfunction(function) and (function in self._targets or _CALL in function.__globals__):
+            return True
+        if inspect.isclass(function) and issubclass(function, np.generic):
+            return True
+        return any(function is built_in for built_in in self._builtins.values())
+
+    def check_handed(self, values: Iterable[Any], *, objects: bool) -> None:
+        """Refuse functions, classes and objects that whoever gets them could call, but those that may be called.
+
+        `objects` says whether listed components are handed on too: networks, transforms, losses.
+
+        Raises:
+            Refused: one may not be called.
+        """
+        for value in values_inside([*values]):
+            if not callable(value) or isinstance(value, torch.device) or self._may_be_called(value):
+                continue
+            if not (objects and (isinstance(value, nn.Module) or is_listed(type(value)))):
+                name = getattr(value, "__name__", type(value).__name__)
+                raise Refused(f"{printable(name)} handed on, which is not on the list")
+
+    def _plain_type(self, value: Any) -> Any:
+        """Return the class that a value stands for, for `isinstance`."""
+        if isinstance(value, tuple):
+            return tuple(map(self._plain_type, value))
+        return self._targets.get(value, value) if inspect.isfunction(value) else value
+
+    # Paths
 
     def check_paths(self, arguments: Mapping[str, Any], function: Any = None) -> None:
         """Refuse arguments, of a function or class if it is given, that name a file or folder elsewhere."""
         further = _PLACES_OF.get(f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}", ())
         for name in PLACES.union(further) & arguments.keys():
-            for given in _inside(arguments[name]):
-                if isinstance(given, str | PurePath):
-                    self._check_path(given)
+            for value in values_inside(arguments[name]):
+                if isinstance(value, str | PurePath):
+                    self.check_path(value)
+                elif isinstance(value, Iterator):
+                    raise Refused(f"{name}, whose paths are computed when they are opened")
 
-    def _callable(self, function: Any) -> bool:
-        if id(function) in self._ids or self._is_own(function):
-            return True
-        if isinstance(function, BuiltinMethodType | MethodType) and function.__self__ is not builtins:
-            owner = function.__self__
-            return owner is self or self._allows(owner, function.__name__) or self._is_own(type(owner))
-        if function in (bounded_range, setattr) or any(function is getattr(builtins, name) for name in BUILTINS):
-            return True
-        of = function if inspect.isclass(function) or inspect.isroutine(function) else type(function)
-        return str(getattr(of, "__module__", None)).partition(".")[0] in _PACKAGES or self._is_own(of)
-
-    def _looks_inside(
-        self, function: Callable[..., Any], allowed: Collection[str], folder: Path | None = None
-    ) -> Callable[..., Any]:
-        """Return a function that looks at the place that its first argument names, below a folder if one is given."""
-        signature = inspect.signature(function)
-        where = "folder" if "folder" in signature.parameters else next(iter(signature.parameters))
-
-        def look(*arguments: Any, **named: Any) -> Any:
-            by_name = signature.bind(*arguments, **named).arguments
-            if others := by_name.keys() - {where, *allowed}:
-                raise Refused(f"the argument {min(others)} of {function.__name__}, which is not on the list")
-            given = by_name.get(where, "." if where != "folder" else None)
-            if given is not None:
-                self._check_path(given if folder is None else folder / str(given))
-            return function(*arguments, **named)
-
-        return look
+    def _check_place_of(self, path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+        """Check the place that a function looks at: its argument `folder`, or else its first."""
+        parameters = inspect.signature(function).parameters
+        where = "folder" if "folder" in parameters else next(iter(parameters))
+        if others := arguments.keys() - {where, *_PATH_FUNCTIONS[path]}:
+            raise Refused(f"the argument {min(others)} of {function.__name__}, which is not on the list")
+        place = arguments.get(where, "." if where != "folder" else None)
+        if place is not None:
+            self.check_path(place)
 
     def _open(self, path: Any, mode: str = "r", **named: Any) -> Any:
         if "open" in self.permissions:
             return open(path, mode, **named)
         if mode not in ("r", "rb", "rt") or set(named) - {"encoding", "newline"}:
             raise Refused("open() for writing, for which the policy has to allow 'open'")
-        self._check_path(path)
+        self.check_path(path)
         content = Path(path).read_bytes()  # nobody would close the file
         return io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode(named.get("encoding") or "utf-8"))
 
-    def _check_path(self, given: Any) -> None:
+    def check_path(self, given: Any) -> None:
         """Refuse to look at a path that is not below the bundle's folder, its data, or what the user named."""
         if "paths" in self.permissions:
             return
@@ -273,30 +317,17 @@ class ExpressionEvaluator:
             raise Refused(f"the path {printable(given)}, a pipe or a device, which would be waited for")
 
 
-@dataclass(frozen=True, eq=False)
-class _CheckedCall:
-    """A component as a value, as `map` or a transform is handed it: its arguments are checked when it is called."""
-
-    _function: Callable[..., Any]
-    _evaluator: ExpressionEvaluator
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return self._evaluator._call(self._function, *arguments, **named)
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    """Give a value, or what a container holds."""
+def values_inside(value: Any) -> Iterator[Any]:
+    """Yield a value, or what a container holds, keys too."""
     if isinstance(value, Mapping):
-        value = list(value.values())
+        value = [*value, *value.values()]
+    if isinstance(value, np.ndarray) and value.dtype.kind in "OUS":
+        value = value.tolist()
     if isinstance(value, list | tuple | set | frozenset):
         for each in value:
-            yield from _inside(each)
+            yield from values_inside(each)
     else:
         yield value
-
-
-def _is_far(value: Any) -> bool:
-    return isinstance(value, PurePath) or (isinstance(value, str) and os.sep in value)
 
 
 class _Guards(ast.NodeTransformer):
@@ -317,8 +348,14 @@ class _Guards(ast.NodeTransformer):
         return _guard(_ATTRIBUTE, self.visit(node.value), ast.Constant(node.attr))
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        return ast.Call(ast.Name(_CALL, ast.Load()), [node.func, *node.args], node.keywords)
+        called = node.func
+        if isinstance(called, ast.Attribute) and not module_path(called, self._names):
+            function: list[ast.expr] = [ast.Name(_METHOD, ast.Load()), called.value, ast.Constant(called.attr)]
+        else:
+            function = [ast.Name(_CALL, ast.Load()), called]
+        first, *rest = function
+        arguments = [self.visit(value) for value in (*rest, *node.args)]
+        return ast.Call(first, arguments, [self.visit(keyword) for keyword in node.keywords])
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)

@@ -6,7 +6,7 @@ They lie apart so that what only looks at folders and tables needs neither PyTor
 from __future__ import annotations
 
 import csv
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from medfl.core.errors import InputError
 from medfl.core.names import as_cell
 from medfl.datasets.readers import volumes
 from medfl.datasets.readers.pairs import Shape, read_image, read_pair
-from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
+from medfl.datasets.readers.reading import JOINED, Pixels, read_pixels, split_uri
 from medfl.datasets.readers.volumes import read_volume
 
 
@@ -60,7 +60,20 @@ def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
     return pixels.astype(np.float32) / np.float32(depth)
 
 
-class ReadPixelsd(MapTransform):
+class FileReader(MapTransform):
+    """What replaces URIs by the content of their files; `check_path` is called with each file's path before that."""
+
+    check_path: Callable[[str], object] = staticmethod(str)
+
+    def uri(self, item: Mapping[Hashable, Any], key: Hashable) -> str:
+        """Return the URI of an item's file, whose paths are checked."""
+        uri = str(item[key])
+        for part in uri.split(JOINED):
+            self.check_path(split_uri(part)[0])
+        return uri
+
+
+class ReadPixelsd(FileReader):
     """Replace image URIs by their pixels: plain torch tensors (C, H, W), uint8 or float as stored, int32 of 16 bits.
 
     An item without an `id` gets its first image's URI, so that messages about new images name them.
@@ -100,9 +113,10 @@ class ReadPixelsd(MapTransform):
         """Return a copy of `data` with a tensor at each key."""
         item = dict(data)
         for key in self.key_iterator(item):
-            pixels = read_pixels(str(item[key]), self.size, self.channels, self.convert)
-            item.setdefault("id", str(item[key]))
-            item[key] = as_tensor(of_own_depth(pixels, str(item[key]), self.own_depth) if self.own_depth else pixels)
+            uri = self.uri(item, key)
+            pixels = read_pixels(uri, self.size, self.channels, self.convert)
+            item.setdefault("id", uri)
+            item[key] = as_tensor(of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels)
         return item
 
 
@@ -154,10 +168,11 @@ class ReadPaird(ReadPixelsd):
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Return a copy of `data` with a tensor at each key."""
         item, (image, mask) = dict(data), self.keys
-        uri = str(item[image])
+        uri = self.uri(item, image)
         if mask in item:
+            of_mask = self.uri(item, mask)
             pixels, indices, shape = read_pair(
-                uri, str(item[mask]), channels=self.channels, classes=self.classes, size=self.size, convert=self.convert
+                uri, of_mask, channels=self.channels, classes=self.classes, size=self.size, convert=self.convert
             )
             item[mask] = torch.from_numpy(indices[None])
         else:
@@ -279,7 +294,7 @@ class WriteClassesd(MapTransform):
         self._begun = True
 
 
-class ReadVolumed(MapTransform):
+class ReadVolumed(FileReader):
     """Replace the URIs of an image and of its mask by their voxels.
 
     They become MetaTensors, the image (C, D1, D2, D3) float32, the mask (1, D1, D2, D3) uint8.
@@ -308,9 +323,10 @@ class ReadVolumed(MapTransform):
         image, *masks = self.keys
         if masks and masks[0] in item:
             assert self.classes is not None
-            item[image], item[masks[0]] = volumes.read_pair(str(item[image]), str(item[masks[0]]), self.classes)
+            uris = self.uri(item, image), self.uri(item, masks[0])
+            item[image], item[masks[0]] = volumes.read_pair(*uris, self.classes)
         else:
-            item[image] = read_volume(str(item[image]))
+            item[image] = read_volume(self.uri(item, image))
         return item
 
 

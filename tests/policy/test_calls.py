@@ -1,0 +1,121 @@
+# ruff: noqa: E501
+"""Calls are told by identity: no object of a bundle, no handler and no method handed on is called; nothing is rebuilt.
+
+Each bundle here ran something, or read memory that was not its own, in version 0.7.0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from medfl.bundle.configuration import Configuration
+from medfl.core.errors import InputError
+from tests.policy.test_evaluate import configuration
+
+LAMBDA = {"_target_": "Lambda", "func": "$lambda x: x"}
+NETWORK = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
+OPTIMIZER = {"_target_": "torch.optim.SGD", "params": "$@n.parameters()", "lr": 0.1}
+SCHEDULER = {"_target_": "torch.optim.lr_scheduler.StepLR", "optimizer": "@o", "step_size": 1}
+LOADER = {"_target_": "CheckpointLoader", "load_path": "$@bundle_root + '/a.pt'", "load_dict": {"s": "@s"}}
+TABLE = "$pandas.read_csv(@bundle_root + '/state.csv')"
+PARTS = {"n": NETWORK, "o": OPTIMIZER, "s": SCHEDULER, "l": LOADER, "f": LAMBDA, "engine": TABLE}
+
+REFUSED: dict[str, Any] = {
+    "a_loader_of_checkpoints": "@l",
+    "a_loader_that_an_expression_calls": "$@l(@engine)",
+    "a_loader_as_a_data_set_s_transform": {"_target_": "Dataset", "data": ["@engine"], "transform": "@l"},
+    "a_loader_as_a_lambda": {"_target_": "Lambda", "func": "@l"},
+    "a_loader_through_map": "$list(map(@l, [@engine]))",
+    "a_loader_as_a_key": "$sorted([@engine], key=@l)",
+    "a_saver": {"_target_": "CheckpointSaver", "save_dir": ".", "save_dict": {"n": "@n"}},
+    "any_handler": {"_target_": "StatsHandler"},
+    "a_handler_of_ignite": {"_target_": "ignite.handlers.TerminateOnNan"},
+    "a_transform_that_an_expression_calls": "$@f(1)",
+    "a_network_that_an_expression_calls": "$@n(torch.ones(1))",
+    "a_transform_through_map": "$list(map(@f, [1]))",
+    "a_transform_through_filter": "$list(filter(@f, [1]))",
+    "a_transform_as_a_key": "$sorted([1], key=@f)",
+    "a_transform_as_the_key_of_max": "$max([1, 2], key=@f)",
+    "a_transform_through_a_partial": "$functools.partial(@f)(1)",
+    "a_transform_through_a_map_of_maps": "$[list(each) for each in map(map, [@f], [[1]])]",
+    "a_transform_that_is_a_lambda_s_function": {"_target_": "Lambda", "func": "@f"},
+    "a_transform_through_a_sort": "$[2, 1].sort(key=@f)",
+    "a_transform_through_a_network": "$@n.apply(@f)",
+    "a_transform_as_a_hook_of_json": "$json.loads('[1]', parse_int=@f)",
+    "a_method_handed_on": "$list(map('a'.count, ['a']))",
+    "a_method_of_an_object_handed_on": {"_target_": "Lambda", "func": "$@n.load_state_dict"},
+    "a_method_that_sets_a_state": "$@s.load_state_dict({'step_size': 2})",
+    "what_an_object_holds": "$@s.data(1)",
+    "a_function_of_torch_by_its_module": "$torch._tensor._rebuild_from_type_v2(len, set, (), {})",
+    "a_sparse_tensor": "$torch._utils._rebuild_sparse_tensor(torch.sparse_coo, 1)",
+    "a_component_in_a_generator": {"_target_": "Compose", "transforms": "$[t for t in [@n.load_state_dict]]"},
+    "targets_beyond_memory": {"_target_": "torch.nn.CTCLoss"},
+    "memory_that_is_not_filled": "$np.add(np.ones(3), 1, where=False)",
+    "memory_that_is_not_filled_by_a_clip": "$np.clip(np.ones(3), 0, 1, where=False)",
+}  # fmt: skip
+IMPORTS = ["$import functools", "$import json", "$import pandas"]
+
+
+def made(root: Path, content: Any) -> Configuration:
+    root.mkdir()
+    (root / "state.csv").write_text("state,optimizer\n1,2\n")
+    torch.save({"s": {"data": torch._tensor._rebuild_from_type_v2}}, root / "a.pt")
+    return configuration(root, {"imports": IMPORTS, "bundle_root": ".", **PARTS, "x": content})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_before_it_is_called(name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"is not on the list|never made|handed on|memory|no method of|private|the attribute"
+    ):
+        made(tmp_path / "bundle", REFUSED[name]).evaluated("x")
+
+
+def test_the_chain_of_0_7_0_runs_no_program(tmp_path: Path) -> None:
+    """Two loaders: one sets a scheduler's `data`, which gives a reader `allow_pickle`; the array is a program."""
+    root, mark = tmp_path / "bundle", tmp_path / "mark"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return os.system, (f"touch {mark}",)
+
+    config = made(
+        root,
+        "$[@l(@engine), @s.data(type, dict, (), {'allow_pickle': True}), @load(@bundle_root + '/w.npy')]",
+    )
+    np.save(root / "w.npy", np.array([Evil()], dtype=object), allow_pickle=True)
+    with pytest.raises(InputError):
+        config.evaluated("x")
+    assert not mark.exists()
+
+
+ACCEPTED: dict[str, Any] = {
+    "own_lambdas": "$list(map(lambda x: x + 1, [1]))",
+    "lambdas_of_another_id": "$[@g(1)]",
+    "listed_functions": "$list(map(os.path.basename, ['a/b']))",
+    "built_in_ones": "$sorted(['b'], key=len)",
+    "partials": "$[functools.partial(max, 1)(2)]",
+    "the_network_s_place": "$[@n.to('cpu')]",
+    "its_parameters": {"_target_": "torch.optim.SGD", "params": "$@n.parameters()", "lr": 1.0},
+    "transforms_in_order": {"_target_": "Compose", "transforms": ["@f", "$lambda x: x"]},
+    "a_data_set_s_transform": {"_target_": "Dataset", "data": [1], "transform": "@f"},
+    "what_an_engine_s_output_becomes": {"_target_": "MeanDice", "output_transform": "$monai.handlers.from_engine(['a', 'b'])"},
+    "layers_by_their_type": "$[isinstance(@n, torch.nn.Linear)]",
+    "losses_of_losses": {"_target_": "DeepSupervisionLoss", "loss": {"_target_": "DiceLoss"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_what_bundles_need_is_called(name: str, tmp_path: Path) -> None:
+    config = configuration(
+        tmp_path / "bundle",
+        {"imports": [*IMPORTS, "$import os"], **PARTS, "g": "$lambda x: x + 1", "x": ACCEPTED[name]},
+    )
+    assert config.evaluated("x")
