@@ -7,7 +7,7 @@ only where the trainer has an iteration of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,10 @@ class Bundle:
         """Override further ids of the configuration; call it before the data, task or loss are asked for."""
         self._overrides |= config
         self._config.override(config)
+
+    def open_places(self, paths: Iterable[Path | str]) -> None:
+        """Let the validation transforms read files and folders that a user named."""
+        self._config.open_places(paths)
 
     def get(self, key: str) -> Any:
         """Return the object that a configuration id stands for.

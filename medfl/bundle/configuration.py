@@ -102,10 +102,14 @@ class Configuration:
         self._content = self._harmless({**content, **self.lists, "_meta_": self.metadata})
         self._parser = self._parse()
 
+    def open_places(self, paths: Iterable[Path | str]) -> None:
+        """Let files and folders that a user named, or that another bundle may read, be read by this one too."""
+        self._places |= {Path(path).absolute() for path in paths}
+
     def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
         with _report(f"{self.file}: its references (%) cannot be followed", "they name ids and files that exist"):
             modules = own_modules(self.root)
-            parser = guarded_parser(deepcopy(self._content), self._policy, modules, [*self._places])
+            parser = guarded_parser(deepcopy(self._content), self._policy, modules, self._places)
             for key in without:
                 parser[key] = None
             parser.parse()

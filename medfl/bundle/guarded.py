@@ -8,7 +8,7 @@ expression goes through `policy.evaluate`. A bundle that the user trusts (`--tru
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,7 +16,7 @@ from monai.bundle import ConfigComponent, ConfigExpression, ConfigItem, ConfigPa
 
 from medfl.bundle.guarded_readers import guard_readers
 from medfl.core.untrusted import Refused
-from medfl.datasets.readers.reading import JOINED, split_uri
+from medfl.datasets.readers.reading import files_of
 from medfl.policy.components import check_arguments, component, is_never_made
 from medfl.policy.evaluate import ExpressionEvaluator, values_inside
 from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
@@ -24,7 +24,7 @@ from medfl.policy.policy import Policy
 
 
 def guarded_parser(
-    content: Mapping[str, Any], policy: Policy, own_modules: frozenset[str], roots: Sequence[Path]
+    content: Mapping[str, Any], policy: Policy, own_modules: frozenset[str], roots: Collection[Path]
 ) -> ConfigParser:
     """Return a parser of a configuration that makes and evaluates only what is listed.
 
@@ -32,7 +32,7 @@ def guarded_parser(
         content: the configuration, which the parser takes over.
         policy: its words widen what is listed; a trusted bundle is parsed by MONAI alone.
         own_modules: top-level modules of the bundle's own Python.
-        roots: folders that expressions may look into.
+        roots: files and folders that may be looked into; what is added to them later counts.
 
     Raises:
         Refused: an import that is not listed.
@@ -112,5 +112,5 @@ class _Component(ConfigComponent):
         """Refuse items of a data set that name files elsewhere: they are hashed before they are read."""
         for value in values_inside(list(arguments.values())):
             if isinstance(value, PurePath) or (isinstance(value, str) and value.startswith(os.sep)):
-                for uri in str(value).split(JOINED):
-                    self._evaluator.check_path(split_uri(uri)[0])
+                for path in files_of([str(value)]):
+                    self._evaluator.check_path(path)

@@ -23,6 +23,7 @@ from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.source import Source
+from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import joined, named
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
 from medfl.evaluation.save_masks import to_original
@@ -42,6 +43,7 @@ def prepared(bundle: Bundle, images: Images) -> Prepared:
         InputError: no such file, no image in the folder, or one that the transforms refuse; names it.
     """
     with as_files(images, bundle.metadata) as files:
+        bundle.open_places(files_of(files.values()))
         return of_files(transforms_of(bundle), bundle.task, files)
 
 

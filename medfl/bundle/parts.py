@@ -229,6 +229,9 @@ class PartsBundle(Bundle):
             problem = f"{next(iter(config))!r} of parts in Python"
             raise InputError(problem, "they have no configuration", "give other parts")
 
+    def open_places(self, paths: Iterable[Path | str]) -> None:
+        """Do nothing: its transforms are the user's own."""
+
     def get(self, key: str) -> Any:
         """Refuse: there is no configuration."""
         raise InputError(f"configuration id {key!r} of parts in Python", "they have none", "give a bundle instead")

@@ -25,7 +25,7 @@ from medfl.core.errors import InputError
 from medfl.core.places import cache_folder
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
-from medfl.core.storage import file_sha256, weights_sha256, write_atomic
+from medfl.core.storage import file_sha256, load_pickled, load_weights, weights_sha256, write_atomic
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",
@@ -281,7 +281,12 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     # without trust_remote_code it would ask the user
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    model: Any = transformers.AutoModel.from_pretrained(source, trust_remote_code=False)
+    model: Any
+    if Path(source).is_dir():
+        config = transformers.AutoConfig.from_pretrained(Path(source) / "config.json", trust_remote_code=False)
+        model, _ = from_files(transformers.MODEL_MAPPING[type(config)], config, Path(source))
+    else:
+        model = transformers.AutoModel.from_pretrained(source, trust_remote_code=False)
 
     def encode(texts: Sequence[str]) -> Tensor:
         tokens = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
@@ -290,6 +295,27 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
         return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
 
     return model, encode
+
+
+def from_files(model: Any, config: Any, folder: Path) -> tuple[Any, Any]:
+    """Return a model of `transformers` from a folder's one file of weights, and what was missing in it.
+
+    Other files of the folder are not read: an adapter's configuration would send the library to another folder.
+
+    Args:
+        model: its class.
+        config: its configuration.
+        folder: has model.safetensors or pytorch_model.bin.
+
+    Raises:
+        ValueError: it has neither.
+    """
+    tensors, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    if not (tensors.is_file() or pickled.is_file()):
+        raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+    weights = load_weights(tensors) if tensors.is_file() else load_pickled(pickled)
+    made, loading = model.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True)
+    return made, loading
 
 
 def _open_clip(plm: str, folder: str | None) -> tuple[nn.Module, Encode]:

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
-import mmap
 import os
 import re
+import sys
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from medfl.core.errors import RunError
+from medfl.core.pickled_arrays import PlainUnpickler
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
 
 _ROUND = "round"
 """In a State's file: name of the tensor with its round; the State's own tensors are numbered."""
 _LEVELS = 200
 """Of a State's description, two for each of the State's own."""
+_MAGIC = 0x1950A86A20F9469CFC6C
+"""Begins a file of PyTorch before 1.6."""
 State = dict[str, Any]
 """A plain, possibly nested dict of tensors, numbers, strings and lists: all that survives a round."""
 
@@ -181,26 +185,64 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_pickled(path: Path) -> Any:
-    """Read what `torch.save` wrote, as tensors and no code, and without more memory than the file has bytes.
+    """Read tensors and plain values that `torch.save` wrote; Parameters come as tensors, and all on the CPU.
+
+    Nothing else is rebuilt (`PlainUnpickler`), and the file has to have as many bytes as its tensors take.
 
     Raises:
-        ValueError: it would take more; other damage raises whatever torch raises.
+        ValueError or UnpicklingError: it holds something else, or would take more; damage raises other errors, too.
     """
     _require_plain(path, links=True)
     size = path.stat().st_size
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if sum(member.file_size for member in archive.infolist()) > size:
-                raise ValueError(f"its {size} bytes would unpack to more, which torch.save never writes")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content.find(b"bytearray") >= 0:  # of any length, which a pickle may ask for beside tensors
-            raise ValueError("it holds other things than tensors by name")
-    loaded = torch.load(path, map_location="cpu", weights_only=True)
-    dense = [one for one in tree_leaves(loaded) if isinstance(one, Tensor) and one.layout == torch.strided]
-    held = {one.data_ptr(): one.nbytes() for one in (tensor.untyped_storage() for tensor in dense)}
-    if sum(held.values()) > size:
-        raise ValueError(f"its tensors take {sum(held.values())} bytes, which its {size} do not hold")
+    with path.open("rb") as file:
+        start = file.read(4)
+        file.seek(0)
+        try:
+            return _from_archive(file, size) if start == b"PK\3\4" else _from_stream(file, size)
+        except EOFError as error:  # which says nothing
+            raise ValueError("it is cut off") from error
+
+
+def _from_archive(file: BinaryIO, size: int) -> Any:
+    with zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        if any(member.compress_type for member in members) or sum(member.file_size for member in members) > size:
+            raise ValueError(f"its {size} bytes would unpack to more, which torch.save never writes")
+        for member in members:
+            if not member.CRC:
+                del member.CRC  # torch.save may be told to write none
+        folder = members[0].filename.partition("/")[0]
+        order = f"{folder}/byteorder"
+        if order in archive.namelist() and archive.read(order) != sys.byteorder.encode():
+            raise ValueError("it was written on a machine with the other order of bytes")
+
+        def read(key: str, _: int) -> Tensor:
+            member = archive.getinfo(f"{folder}/data/{key}")
+            held = torch.empty(member.file_size, dtype=torch.uint8)
+            with archive.open(member) as content:
+                _fill(held, content)
+            return held
+
+        return PlainUnpickler(io.BytesIO(archive.read(f"{folder}/data.pkl")), size, read).load()
+
+
+def _from_stream(file: BinaryIO, size: int) -> Any:
+    """Read what PyTorch wrote before 1.6: pickles, and the bytes of the storages that the last of them names."""
+    unpickler = PlainUnpickler(file, size, lambda _, length: torch.empty(length, dtype=torch.uint8))
+    if unpickler.load() != _MAGIC:
+        raise ValueError("torch.save did not write it")
+    _, _, loaded, keys = (unpickler.load() for _ in range(4))
+    if not isinstance(keys, list) or sorted(keys) != sorted(unpickler.storages):
+        raise ValueError("it does not have the numbers of all its tensors")
+    for key in keys:
+        file.seek(8, os.SEEK_CUR)  # their count
+        _fill(unpickler.storages[key], file)
     return loaded
+
+
+def _fill(held: Tensor, content: Any) -> None:
+    if content.readinto(held.numpy()) != len(held):
+        raise ValueError("it is cut off")
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

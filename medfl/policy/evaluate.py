@@ -308,7 +308,7 @@ class ExpressionEvaluator:
         if _READ_OTHERWISE.search(str(given)):
             raise Refused(f"the path {printable(given)}, which others read as something else: it begins with ~ or a "
                           "space, or has a control character")  # fmt: skip
-        if not any(path.is_relative_to(root) for root in self.roots):
+        if not any(place in self.roots for place in (path, *path.parents)):
             raise ElsewhereRefused(f"the path {printable(given)}, which is neither below the bundle nor below its data")
         upwards = ".." in PurePath(given).parts
         if upwards and (_PATTERN.search(str(given)) or os.path.realpath(given) != os.path.realpath(path)):

@@ -26,6 +26,7 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
 from medfl.datasets.readers import own_folder
+from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import is_channel, other_kinds, without_ending
 from medfl.datasets.readers.volumes import is_nifti
 from medfl.evaluation import save_masks
@@ -109,6 +110,7 @@ def predict(
             for line in (*own_folder.odd(root), *other_kinds(root, scored_by)):
                 say(f"note: {source}: {line}")
     with new_images.as_files(images, predictor.metadata) as files:
+        predictor.open_places(files_of(files.values()))
         targets = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
             predictions = _Writer(predictor, files, targets, folder).write(progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ class Predictor:
         classes: names in label order; in segmentation of a mask's values or channels.
         network: on its device, in evaluation mode.
         transforms: data list entry -> {"image": (C, H, W[, D]), ...}; entries may lack a label.
+        open_places: lets the transforms read files that a user named.
         evaluator: what scored the run, of masks without the loss.
         metadata: of the bundle, which says what its images are.
         data_source: of its training images: real, phantom, or "" where it is not known.
@@ -51,6 +52,7 @@ class Predictor:
     classes: tuple[str, ...]
     network: nn.Module
     transforms: Transform
+    open_places: Callable[[Iterable[str]], None]
     evaluator: ClassEvaluator | MaskEvaluator | CaseEvaluator
     device: torch.device
     metadata: Mapping[str, Any]
@@ -113,6 +115,7 @@ def _of_run(path: Path, which: str, site: str | None, device: torch.device, say:
         task.classes if structures is None else structures,
         model.network.to(device).eval(),
         new_images.transforms_of(bundle),
+        bundle.open_places,
         evaluator,
         device,
         bundle.metadata,
@@ -140,7 +143,8 @@ def _of_bundle(path: Path, device: torch.device) -> Predictor:
     source = str(medfl_entry.get("data_source", "")) if isinstance(medfl_entry, Mapping) else ""
     chain = allow_missing_labels((opened.config.evaluated("preprocessing"),))
     title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
-    return Predictor(title, opened.task, classes, opened.network, chain, evaluator, device, meta, source)
+    open_places, network = opened.config.open_places, opened.network
+    return Predictor(title, opened.task, classes, network, chain, open_places, evaluator, device, meta, source)
 
 
 def _refuse_overlaps(opened: Inference, path: Path) -> None:

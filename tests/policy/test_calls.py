@@ -6,7 +6,6 @@ Each bundle here ran something, or read memory that was not its own, in version 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any

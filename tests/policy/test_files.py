@@ -63,7 +63,9 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 def test_no_file_elsewhere_is_opened(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = secret(tmp_path)
     far = "$os.sep + " + " + os.sep + ".join(repr(part) for part in path.parts[1:])
-    with pytest.raises((InputError, Refused), match=r"neither below the bundle nor below its data|computed when they are opened"):
+    with pytest.raises(
+        (InputError, Refused), match=r"neither below the bundle nor below its data|computed when they are opened"
+    ):
         first_item(tmp_path / "bundle", {"far": far, **ELSEWHERE[name]})
 
 

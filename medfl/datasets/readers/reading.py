@@ -17,7 +17,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -191,6 +191,11 @@ def split_uri(uri: str) -> tuple[str, str]:
     """Split an image URI into the file's path and the part inside it ("" for a plain file)."""
     match = _INSIDE.fullmatch(uri)
     return (match[1], match[3]) if match else (uri, "")
+
+
+def files_of(uris: Iterable[str]) -> set[str]:
+    """Return the paths of the files in which images lie."""
+    return {split_uri(part)[0] for uri in uris for part in uri.split(JOINED)}
 
 
 def container_uri(uri: str) -> str:

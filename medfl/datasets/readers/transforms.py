@@ -23,7 +23,7 @@ from medfl.core.errors import InputError
 from medfl.core.names import as_cell
 from medfl.datasets.readers import volumes
 from medfl.datasets.readers.pairs import Shape, read_image, read_pair
-from medfl.datasets.readers.reading import JOINED, Pixels, read_pixels, split_uri
+from medfl.datasets.readers.reading import Pixels, files_of, read_pixels, split_uri
 from medfl.datasets.readers.volumes import read_volume
 
 
@@ -68,8 +68,8 @@ class FileReader(MapTransform):
     def uri(self, item: Mapping[Hashable, Any], key: Hashable) -> str:
         """Return the URI of an item's file, whose paths are checked."""
         uri = str(item[key])
-        for part in uri.split(JOINED):
-            self.check_path(split_uri(part)[0])
+        for path in files_of([uri]):
+            self.check_path(path)
         return uri
 
 

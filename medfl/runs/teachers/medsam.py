@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.text_embeddings import at_hand
+from medfl.bundle.text_embeddings import at_hand, from_files
 from medfl.core.errors import InputError
 from medfl.core.release import versions_of
 from medfl.core.storage import load_pickled, weights_sha256
@@ -178,8 +178,12 @@ def _from_folder(source: str) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    read: Any = transformers.SamModel.from_pretrained
-    sam, loading_info = read(source, output_loading_info=True)
+    folder, kind = Path(source), transformers.SamModel
+    sam: Any
+    if folder.is_dir():
+        sam, loading_info = from_files(kind, transformers.SamConfig.from_pretrained(folder / "config.json"), folder)
+    else:
+        sam, loading_info = kind.from_pretrained(source, output_loading_info=True)
     if missing := sorted(loading_info["missing_keys"]):  # they would stay as they were drawn
         raise ValueError(f"it lacks {missing[0]} and {len(missing) - 1} more")
     return sam

@@ -6,7 +6,7 @@ one that its validation or inference takes: without augmentation, at its own siz
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ from medfl.core.task import SECTIONS, Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.samples import SampleMaker
 from medfl.data.source import Source
+from medfl.datasets.readers.reading import files_of
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods.base import Method
+from medfl.policy.evaluate import values_inside
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
 from medfl.runs.teachers.questions import Questions, public_classes
@@ -54,6 +56,7 @@ class Trained:
     Attributes:
         network: on its device, in evaluation mode.
         preprocessing: data list entry -> {"image": (C, H, W[, D]), ...}.
+        open_places: lets the pre-processing read files of the public data.
         inferer: (inputs, network) -> outputs of whole images.
         ends_in_sigmoid: the network gives probabilities.
         learned: ids of the items that it was trained on, of the same data set as the public data.
@@ -67,6 +70,7 @@ class Trained:
     network: nn.Module
     device: torch.device
     preprocessing: Callable[[Any], Any]
+    open_places: Callable[[Iterable[str]], None]
     inferer: Callable[..., Any]
     ends_in_sigmoid: bool = False
     learned: frozenset[str] = frozenset()
@@ -97,6 +101,7 @@ class Trained:
     def _images(self, questions: Questions, positions: Sequence[int]) -> list[Tensor]:
         entries = [questions.entry(position) for position in positions]
         items = [{"id": questions.ids[position]} for position in positions]
+        self.open_places(files_of(str(v) for v in values_inside(entries) if isinstance(v, str | Path)))
         samples = SampleMaker(items, Source(entries, (self.preprocessing,)))
         images = []
         for index, item in enumerate(items):
@@ -167,6 +172,7 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
         network.eval(),
         device,
         run_bundle.get("validate#preprocessing"),
+        run_bundle.open_places,
         getattr(evaluator, "inferer", SimpleInferer()),
         getattr(evaluator, "ends_in_sigmoid", False),
         learned,
@@ -256,9 +262,16 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
     }  # fmt: skip
     modules = sorted(own_modules(opened.root))
     remarks = (f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",) if modules else ()
-    preprocessing = opened.config.evaluated("preprocessing")
     return Trained(
-        name, file_sha256(opened.weights), facts, opened.network, device, preprocessing, opened.inferer, remarks=remarks
+        name,
+        file_sha256(opened.weights),
+        facts,
+        opened.network,
+        device,
+        opened.config.evaluated("preprocessing"),
+        opened.config.open_places,
+        opened.inferer,
+        remarks=remarks,
     )
 
 
