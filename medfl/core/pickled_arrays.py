@@ -133,6 +133,8 @@ _STEPS = b"(.)]}NGJKMXUhjqrQctabesuR\x80\x85\x86\x87\x88\x89\x8a"
 """Of a pickle's steps those that `torch.save` writes: others make objects, or ask for memory of any size."""
 _NAMES = (str, bytes, int, float, type(None))
 _SINGLE = (*_NAMES, Tensor, np.ndarray, np.generic)
+_VERSIONS = ("version", "spectral_norm")
+"""Of what weights say of each module; another word has `load_state_dict` put the file's tensors in as they are."""
 _ALLOWED = "a checkpoint is tensors and plain values"
 
 
@@ -220,11 +222,12 @@ class PlainUnpickler(pickle._Unpickler):
             made.__setstate__(state)
         elif isinstance(made, OrderedDict) and isinstance(state, dict) and state.keys() == {"_metadata"}:
             self._take(len(state["_metadata"]))
-            # versions of a network's modules; what else is there would tell load_state_dict how to load
-            versions = {name: {"version": one.get("version")} for name, one in state["_metadata"].items()}
-            vars(made)["_metadata"] = versions
+            vars(made)["_metadata"] = {
+                name: {kind: facts[kind] for kind in _VERSIONS if kind in facts}
+                for name, facts in state["_metadata"].items()
+            }
         else:
-            raise pickle.UnpicklingError(f"it sets attributes of a {type(made).__name__}; {_ALLOWED}")
+            raise pickle.UnpicklingError(f"it sets attributes of {type(made).__name__}; {_ALLOWED}")
 
     def _set_item(self) -> None:
         value, name = self.stack.pop(), self.stack.pop()
@@ -235,7 +238,7 @@ class PlainUnpickler(pickle._Unpickler):
         put(self.stack[-1], items[::2], items[1::2])
 
     def _refuse(self) -> None:
-        raise pickle.UnpicklingError("it is no pickle that torch.save writes")
+        raise pickle.UnpicklingError("it is no pickle as torch.save writes it, of protocol 2")
 
     dispatch: ClassVar[dict[int, Any]] = {
         **dict.fromkeys(range(256), _refuse),

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import struct
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -199,8 +200,8 @@ def load_pickled(path: Path) -> Any:
         file.seek(0)
         try:
             return _from_archive(file, size) if start == b"PK\3\4" else _from_stream(file, size)
-        except EOFError as error:  # which says nothing
-            raise ValueError("it is cut off") from error
+        except (EOFError, IndexError, struct.error) as error:  # which say nothing
+            raise ValueError("it is cut off or damaged") from error
 
 
 def _from_archive(file: BinaryIO, size: int) -> Any:
@@ -242,7 +243,7 @@ def _from_stream(file: BinaryIO, size: int) -> Any:
 
 def _fill(held: Tensor, content: Any) -> None:
     if content.readinto(held.numpy()) != len(held):
-        raise ValueError("it is cut off")
+        raise ValueError("it is cut off or damaged")
 
 
 def weights_sha256(weights: Mapping[str, Tensor]) -> str:

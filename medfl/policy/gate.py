@@ -5,9 +5,10 @@ Clipping and noise act on the change d = w_k - v of the weights that leave, v as
     d <- d min(1, C / |d|) + n,  n ~ N(0, sigma^2) in each number;  w_k = v + d is what leaves  (1)
 
 With error feedback (`compression`, topk) d has in it what earlier rounds left unsent. They are computed in float64 and
-rounded to the weights' type afterwards. With noise, counters (whole numbers) leave as they came, and running variances
-are kept at 0 or above: both need no look at the images. The noise is made of bytes of the operating system's own
-entropy, not of a seed, so that nobody can compute it, the server with the run's seed least.
+rounded to the weights' type afterwards. Counters (whole numbers) leave as they came with noise, and where they and d
+together are longer than C; with noise running variances are kept at 0 or above: both need no look at the images. The
+noise is made of bytes of the operating system's own entropy, not of a seed, so that nobody can compute it, the server
+with the run's seed least.
 """
 
 from __future__ import annotations
@@ -103,15 +104,24 @@ class Gate:
     def charge_numbers(self, group: str, names: Iterable[str], *, from_images: bool) -> None:
         """Check and charge numbers that are no reply, metrics and statistics; the policy names them as group/name.
 
-        `from_images` says whether they depend on training images beyond what the replies have told.
+        `from_images` says whether they depend on training images beyond what the replies have told; of others each
+        answer is counted.
 
         Raises:
-            RunError: the policy forbids one of them; names it.
+            RunError: the policy forbids one of them, or has no more answers; names it.
         """
         keys = [f"{group}/{name}" for name in names]
         self._check_names(keys)
-        if from_images and self.rules.has_formal_privacy:
+        if self.rules.noise is None:
+            return
+        if from_images:
             self.account.add(self._check_uncovered(keys))
+            return
+        try:
+            self.account.add_answer(self.rules.answers)
+        except BudgetExceeded as error:
+            given = f"it has answered {self.rules.answers} questions about images that are kept out of training"
+            raise self._refusal(f"{given}, as many as its policy allows") from error
 
     def charge_without_noise(self, message: Message, samples: int) -> None:
         """Charge what leaves of a reply beside its noised change (`charge_noised_reply`); without noise all of it."""
@@ -143,15 +153,18 @@ class Gate:
     def _clipped_and_noised(self, weights: Weights, base: Weights) -> dict[str, Tensor]:
         """Return weights whose change is clipped and noised (1)."""
         changes: dict[str, Tensor] = {}
+        counters: dict[str, Tensor] = {}
         for name in sorted(weights):
             if name not in base or base[name].shape != weights[name].shape:
                 raise self._refusal(
                     f"'weights/{name}' has no counterpart in what was received: its change cannot be limited"
                 )
-            if weights[name].is_floating_point():
-                changes[name] = weights[name].double() - base[name].double()
-        norm = math.sqrt(sum(float(change.square().sum()) for change in changes.values()))
+            part = changes if weights[name].is_floating_point() else counters
+            part[name] = weights[name].double() - base[name].double()
+        norm = _norm(changes)
         clip, noise = self.rules.clip, self.rules.noise
+        if noise is None and clip is not None and math.hypot(norm, _norm(counters)) <= clip:
+            return dict(weights)
         scale = 1.0 if clip is None or norm <= clip else clip / norm
         limited_weights = dict(weights)
         for name, change in changes.items():
@@ -162,13 +175,14 @@ class Gate:
                     limited += noise * drawn.to(change)
                     limited = limited.clamp(min=0) if name.endswith(_VARIANCE) else limited
                 limited_weights[name] = limited.to(weights[name].dtype)
-        if noise is not None:
-            unchanged = limited_weights.keys() - changes.keys()
-            limited_weights |= {name: base[name].clone() for name in unchanged}
-        return limited_weights
+        return {**limited_weights, **{name: base[name].clone() for name in counters}}
 
     def _refusal(self, why: str) -> RunError:
         return RunError(f"site {self.site!r}: its outbound policy refuses: {why}")
+
+
+def _norm(changes: Weights) -> float:
+    return math.sqrt(sum(float(change.square().sum()) for change in changes.values()))
 
 
 def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:

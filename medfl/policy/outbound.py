@@ -7,6 +7,7 @@
       noise: 5.0                         # standard deviation of Gaussian noise in each number of that change
       epsilon: 8                         # a budget: rounds that would go beyond it are refused
       delta: 1.0e-5                      # the chance that epsilon leaves out
+      answers: 500                       # with noise, the most answers about images that are kept out of training
       min_count: 10                      # of statistics, counts below it are not told
 
 Every key may be left out; without any of them nothing changes. Names that leave: `weights/...` and other groups of a
@@ -39,6 +40,7 @@ class Outbound:
     noise: float | None = None
     epsilon: float | None = None
     delta: float = 1e-5
+    answers: int | None = None
     min_count: int = 0
 
     @classmethod
@@ -100,6 +102,8 @@ class Outbound:
             lines.append(f"no formal privacy: {'nothing is clipped' if self.clip is None else 'no noise is added'}")
         if self.epsilon is not None:
             lines.append(f"the budget is epsilon {self.epsilon:g} at delta {self.delta:g}")
+        if self.answers is not None:
+            lines.append(f"at most {self.answers} questions about images kept out of training are answered")
         lines += [f"of statistics, counts below {self.min_count} are not told"] if self.min_count else []
         return lines
 
@@ -119,6 +123,7 @@ _ALLOWED: Mapping[str, str] = {
     "noise": "a number above 0",
     "epsilon": "a number above 0",
     "delta": "a number above 0 and below 1",
+    "answers": "a whole number of at least 1",
     "min_count": "a whole number of at least 0",
 }
 
@@ -127,8 +132,8 @@ def _value(name: str, value: Any, where: str) -> Any:
     if name == "keys":
         good = isinstance(value, list) and all(isinstance(key, str) and key for key in value)
         value = tuple(value) if good else value
-    elif name in ("max_bytes", "min_count"):
-        good = type(value) is int and value >= (name == "max_bytes")
+    elif name in ("max_bytes", "answers", "min_count"):
+        good = type(value) is int and value >= (name != "min_count")
     else:
         value = _number(value)
         good = 0 < value < (1 if name == "delta" else math.inf)

@@ -78,6 +78,7 @@ class Account:
         noised: noise multiplier -> number of replies with it.
         plain: replies that were not clipped, or without noise.
         uncovered: name of what left without noise -> how often.
+        answers: how many questions about images that are kept out of training were answered, without noise.
     """
 
     path: Path | None = None
@@ -85,6 +86,7 @@ class Account:
     noised: Counter[float] = field(default_factory=Counter)
     plain: int = 0
     uncovered: Counter[str] = field(default_factory=Counter)
+    answers: int = 0
 
     @classmethod
     def open(cls, path: Path | None, delta: float) -> Account:
@@ -101,7 +103,7 @@ class Account:
         """Read the file again, as `open`: other jobs on the same images spend too."""
         if self.path is None or not self.path.is_file():
             return
-        self.noised, self.plain, self.uncovered = _read(self.path)
+        self.noised, self.plain, self.uncovered, self.answers = _read(self.path)
 
     def merge_site_account(self, other: Path) -> None:
         """Add what stands in the account of a site, as earlier versions kept it, and put that file aside."""
@@ -109,10 +111,11 @@ class Account:
             return
         with self._locked():
             if other.is_file():
-                noised, plain, uncovered = _read(other)
+                noised, plain, uncovered, answers = _read(other)
                 self.noised.update(noised)
                 self.uncovered.update(uncovered)
                 self.plain += plain
+                self.answers += answers
                 self._write()
                 other.rename(other.with_name(f"{other.name}.taken"))
 
@@ -151,6 +154,18 @@ class Account:
             self.uncovered.update(uncovered)
             self._write()
 
+    def add_answer(self, most: int | None = None) -> None:
+        """Write down an answer about images that are kept out of training.
+
+        Raises:
+            BudgetExceeded: there would be more than `most`.
+        """
+        with self._locked():
+            if most is not None and self.answers >= most:
+                raise BudgetExceeded(math.inf)
+            self.answers += 1
+            self._write()
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Lock the file, and read it again."""
@@ -175,6 +190,10 @@ class Account:
 
     def words(self) -> str:
         """Return the account in plain words."""
+        held_out = "; questions about images kept out of training, answered without noise: "
+        return self._of_training() + (f"{held_out}{self.answers}" if self.answers else "")
+
+    def _of_training(self) -> str:
         count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"
         if self.uncovered:
             names = listed([printable(name) for name in sorted(self.uncovered)], _NAMED)
@@ -198,14 +217,15 @@ class Account:
             "noised": [{"multiplier": z, "replies": count} for z, count in sorted(self.noised.items())],
             "plain": self.plain,
             "uncovered": dict(sorted(self.uncovered.items())),
+            "answers": self.answers,
         }
 
 
-def _read(path: Path) -> tuple[Counter[float], int, Counter[str]]:
+def _read(path: Path) -> tuple[Counter[float], int, Counter[str], int]:
     try:
         document = json_values(path)
         noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in document["noised"]})
         uncovered = Counter({str(name): int(times) for name, times in document["uncovered"].items()})
-        return noised, int(document["plain"]), uncovered
+        return noised, int(document["plain"]), uncovered, int(document.get("answers", 0))
     except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error

@@ -61,17 +61,26 @@ def test_a_message_that_is_too_large_is_refused() -> None:
 
 
 def test_a_change_is_scaled_down_to_the_clip_over_all_weights_together() -> None:
-    """The change is (3, 0), (4,): norm 5; clipped to 1 it is (0.6, 0), (0.8,). Counters are not touched."""
+    """The change is (3, 0), (4,): norm 5; clipped to 1 it is (0.6, 0), (0.8,). The counter leaves as it came."""
     reply = moved(3.0, b=torch.tensor([7.0]))
     out = gate(Outbound(clip=1.0)).reply(reply, DOWN, 5)["weights"]
     assert torch.allclose(out["a"], torch.tensor([1.6, 2.0]))
     assert torch.allclose(out["b"], torch.tensor([3.8]))
-    assert (out["n"], out["a"].dtype) == (torch.tensor(9), torch.float32)
+    assert (out["n"], out["a"].dtype) == (torch.tensor(7), torch.float32)
 
 
 def test_a_change_within_the_clip_is_not_changed_by_a_bit() -> None:
+    """Of 0.3, and of 2 in the counter: within 3 together, and of the weights alone within 1."""
     reply = moved(0.3)
-    assert bits(gate(Outbound(clip=1.0)).reply(reply, DOWN, 5)) == bits(reply)
+    assert bits(gate(Outbound(clip=3.0)).reply(reply, DOWN, 5)) == bits(reply)
+    out = gate(Outbound(clip=1.0)).reply(reply, DOWN, 5)["weights"]
+    assert bits({**out, "n": reply["weights"]["n"]}) == bits(dict(reply["weights"]))
+    assert out["n"] == 7
+
+
+def test_no_counter_carries_what_the_clip_holds_back() -> None:
+    reply = Message({"weights": {**moved(0.0).tensors["weights"], "n": torch.tensor(10**12)}}, {"samples": 5})
+    assert gate(Outbound(clip=1.0)).reply(reply, DOWN, 5)["weights"]["n"] == 7
 
 
 def test_other_groups_are_neither_clipped_nor_noised() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
+from medfl.data.source import Source
 from medfl.policy.audit import verify
 from medfl.policy.inspection import inspect
 from medfl.policy.outbound import Outbound
@@ -179,15 +182,75 @@ def test_scores_leave_as_metrics_and_only_if_they_may(tmp_path: Path) -> None:
     entry = verify(tmp_path / "other").entries[-1]
     assert (entry["kind"], entry["direction"]) == ("evaluate", "left")
     assert entry["numbers"] == pytest.approx({f"test/{name}": value for name, value in told.items()})
-    assert "no formal privacy" not in entry["privacy"]  # test images, and a model that is not of the training images
+    assert "metrics/test/accuracy" in entry["privacy"]  # nothing shows that these are no training images
     noisy.visit(score_site, broadcast(made, "x"), ("train",))
-    assert "metrics/train/accuracy" in noisy.summary["privacy"]["words"]
+    assert "metrics/train/accuracy" in noisy.summary["privacy"]["uncovered"]
     with pytest.raises(RunError, match="refuses: score_site_on_all, which shows cases"):
         noisy.visit(score_site_on_all, broadcast(made, "x"))
 
 
-def test_scores_of_a_personal_model_are_not_covered() -> None:
-    made = federation("fedper", bundle=ToyBundle(norm=False))
+class Filed(ToyBundle):
+    """Its items lie in files, each of a patient of its own; `changed`: what the first validation item has instead."""
+
+    def __init__(self, folder: Path, **changed: Any) -> None:
+        super().__init__(norm=False)
+        self.folder, self.changed = folder, changed
+
+    def _entry(self, section: str, index: int) -> dict[str, Any]:
+        entry = {"image": str(self.folder / f"{section}-{index}.png"), "group": f"{section}-{index}"}
+        Path(entry["image"]).write_text(entry["group"])
+        return {**entry, **(self.changed if section == "validate" and index == 0 else {})}
+
+    def section(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(source=Source([self._entry(name, index) for index in range(12)]))
+
+    def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Any:
+        prepared = super().prepared(section)
+        groups = [self._entry(section, index).get("group") for index in range(12)]
+        prepared.items = [{**item, "group": group} for item, group in zip(prepared.items, groups, strict=True)]
+        return prepared
+
+
+def test_each_answer_about_images_kept_out_of_training_is_counted_and_bounded(tmp_path: Path) -> None:
+    """Whoever asks with weights made for it learns of these images with each answer."""
+    made = federation(bundle=Filed(tmp_path))
+    asked = site(made, outbound=replace(NOISY, epsilon=8.0, answers=2), folder=tmp_path / "account")
+    for count in (1, 2):
+        asked.evaluate(broadcast(made, "x"))
+        privacy = asked.summary["privacy"]
+        assert (privacy["answers"], privacy["uncovered"], privacy["epsilon"]) == (count, {}, 0.0)
+    assert "kept out of training, answered without noise: 2" in privacy["words"]
+    again = site(made, outbound=replace(NOISY, epsilon=8.0, answers=2), folder=tmp_path / "account")
+    with pytest.raises(RunError, match="it has answered 2 questions about images that are kept out of training"):
+        again.evaluate(broadcast(made, "x"))
+    free = site(made)
+    free.evaluate(broadcast(made, "x"))
+    assert free.summary["privacy"] is None
+
+
+@pytest.mark.parametrize("why", ["the same file", "a copy", "a patient of both", "no patient", "no file"])
+def test_validation_images_count_as_training_images_unless_they_are_shown_to_be_others(
+    why: str, tmp_path: Path
+) -> None:
+    """Site 'x' has the items 0, 3, ...: a bundle that validates on training images asks for their exact loss."""
+    (tmp_path / "copy.png").write_text("train-0")
+    changed: dict[str, Any] = {
+        "the same file": {"image": str(tmp_path / "train-0.png")},
+        "a copy": {"image": str(tmp_path / "copy.png")},
+        "a patient of both": {"group": "train-0"},
+        "no patient": {"group": ""},
+        "no file": {"image": None},
+    }[why]
+    made = federation(bundle=Filed(tmp_path, **changed))
+    noisy = site(made, outbound=NOISY)
+    noisy.evaluate(broadcast(made, "x"))
+    assert noisy.summary["privacy"]["uncovered"]["metrics/validate/loss"] == 1
+    with pytest.raises(RunError, match="would leave without noise, and epsilon is a budget"):
+        site(made, outbound=replace(NOISY, epsilon=8.0)).evaluate(broadcast(made, "x"))
+
+
+def test_scores_of_a_personal_model_are_not_covered(tmp_path: Path) -> None:
+    made = federation("fedper", bundle=Filed(tmp_path))
     noisy = site(made, outbound=NOISY)
     noisy.evaluate(broadcast(made, "x"))
     assert noisy.summary["privacy"]["uncovered"] == {}

@@ -240,6 +240,19 @@ def content_key(uri: str) -> str:
         ) from error
 
 
+def stored_key(uri: str | Path) -> str:
+    """Return what is the same for URIs that hold the same image: `content_key`, of an array's row with its number.
+
+    It is "" where there is no such file.
+    """
+    match = _INSIDE.fullmatch(str(uri))
+    row = match[3].rpartition("#")[2] if match and match["stack"] else ""
+    try:
+        return f"{content_key(str(uri))}#{row}"
+    except InputError:
+        return ""
+
+
 def read_pixels(
     uri: str, size: tuple[int, int] | None = None, channels: int | None = None, convert: bool = False
 ) -> Pixels:

@@ -136,17 +136,25 @@ class Aggregation:
         return statistics.median(norms.values()) if self.bound is None else self.bound
 
     def _clipped(self, replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, Tensor]:
-        """Return the mean of the shortened changes: what a site loses of its share, the weights before gain."""
+        """Return the mean of the shortened changes: what a site loses of its share, the weights before gain.
+
+        Of whole numbers it is the middle one.
+        """
         norms = change_norms(replies, group, before)
         limit = self._limit(norms)
         shares = {
             name: share if norms[name] <= limit else share * (limit / norms[name])
             for name, share in sample_shares(replies).items()
         }
-        if all(norm <= limit for norm in norms.values()):
-            return weighted_mean(replies, group, shares)
-        rest = {"": Message({group: {name: before[name] for name in next(iter(replies.values()))[group]}})}
-        return weighted_mean({**replies, **rest}, group, {**shares, "": 1 - math.fsum(shares.values())})
+        if any(norm > limit for norm in norms.values()):
+            rest = {"": Message({group: {name: before[name] for name in next(iter(replies.values()))[group]}})}
+            mean = weighted_mean({**replies, **rest}, group, {**shares, "": 1 - math.fsum(shares.values())})
+        else:
+            mean = weighted_mean(replies, group, shares)
+        # norms are of floating tensors: one site's whole numbers would count unbounded
+        parts = [replies[name].tensors[group] for name in sorted(replies)]
+        counters = [name for name, tensor in mean.items() if not tensor.is_floating_point()]
+        return {**mean, **{name: _middle(parts, name, 0) for name in counters}}
 
     def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
         """Return the sites that Krum chooses; of equal ones the first by name."""

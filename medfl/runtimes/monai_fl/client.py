@@ -222,7 +222,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             with profiling.during(profiling.CHECKPOINT):
                 state = self._state(round_, base)
             result = self._call_step(part, function, round_, state, received, *rest)
-            self._guard.check_scores(Activity(activity.kind, round_), function.__name__, result, state, counted)
+            activity = Activity(activity.kind, round_)
+            self._guard.check_scores(activity, function.__name__, result, state, counted, view.is_held_out)
             return result
 
     def get_data_stats(self, extra: dict[str, Any] | None = None) -> ExchangeObject:

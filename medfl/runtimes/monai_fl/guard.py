@@ -85,6 +85,11 @@ class Guard:
         """Whether changes of the weights are clipped or noised."""
         return self._rules.clip is not None or self._rules.noise is not None
 
+    @property
+    def noises(self) -> bool:
+        """Whether noise is added to what leaves."""
+        return self._rules.noise is not None
+
     # What comes
 
     def admit_received(self, activity: Activity, message: Callable[[], Message]) -> None:
@@ -141,10 +146,19 @@ class Guard:
             beside = {str(name): value for name, value in numbers.items()}
             self._add(activity, "left", {**about, "numbers": {**about["numbers"], **beside}})
 
-    def check_scores(self, activity: Activity, function: str, metrics: Any, state: State | None, counted: bool) -> None:
+    def check_scores(
+        self,
+        activity: Activity,
+        function: str,
+        metrics: Any,
+        state: State | None,
+        counted: bool,
+        is_held_out: Callable[[str], bool],
+    ) -> None:
         """Check and write down what the caller of a visit may tell: metrics, or in a simulation what it shows.
 
-        `counted` says whether the number of each section's items is told beside its metrics.
+        `counted` says whether the number of each section's items is told beside its metrics, `is_held_out` of a section
+        whether it is shown to have none of the training images.
 
         Raises:
             RunError: it may not leave.
@@ -161,7 +175,8 @@ class Guard:
             named = {f"{section}/{name}": v for section, one in cases.items() for name, v in summarise(one).items()}
             named |= {f"{section}/cases": len(one) for section, one in cases.items() if counted and len(one)}
             trained_before = bool(set(state or {}) - {UNSENT})
-            self._numbers(activity, "metrics", named, from_images=trained or trained_before or "train" in cases)
+            from_images = trained or trained_before or (self.noises and not all(map(is_held_out, cases)))
+            self._numbers(activity, "metrics", named, from_images=from_images)
 
     def check_statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
         """Check and write down statistics of the site's images.

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
 from medfl.core.storage import to_device
 from medfl.data.prepared import Batch, Shard
+from medfl.datasets.readers.reading import stored_key
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
 
@@ -45,7 +47,7 @@ class AtSite(Federation):
         """Share everything; nothing is prepared again."""
         vars(self).update(vars(federation))
         self.name, self.wire_compression, self.compression = name, federation.compression, Compression()
-        self._stop = stop
+        self._stop, self._held_out = stop, dict[str, bool]()
         arch = self._architectures[name]
         self.leaves = arch.leaves
         self._forms = {key: (tensor.shape, tensor.dtype) for key, tensor in arch.networks.initial.items()}
@@ -62,6 +64,32 @@ class AtSite(Federation):
             channels = site_channels.read(run.site_channels, site_channels.names(bundle), self.names)
             facts |= {"channels": [*channels[self.name]]} if self.name in channels else {}
         return facts
+
+    def is_held_out(self, section: str) -> bool:
+        """Tell whether this site's items of a section are shown to be none of its training images, nor of its patients.
+
+        They are where each item's files and its patient are known, and both sections have none in common.
+        """
+        if section not in self._held_out:
+            files, patients = self._files_and_patients(section)
+            of_training = self._files_and_patients("train")
+            known = "" not in {*files, *patients, *of_training[0], *of_training[1]}
+            self._held_out[section] = known and not files & of_training[0] and not patients & of_training[1]
+        return self._held_out[section]
+
+    def _files_and_patients(self, section: str) -> tuple[set[str], set[str]]:
+        """Return checksums of a section's image files, and whose images they are; "" for what is not known."""
+        files: set[str] = set()
+        patients: set[str] = set()
+        source = self.bundle.section(section).source
+        entries = source.entries if source.is_list else []
+        for index in self._shards[section][self.name].indices.tolist():
+            entry = entries[index] if index < len(entries) else None
+            images = entry.get("image") if isinstance(entry, Mapping) else None
+            for image in images if isinstance(images, list | tuple) else [images]:
+                files.add(stored_key(image) if isinstance(image, str | Path) else "")
+            patients.add(str(self.sections[section].items[index].get("group", "")))
+        return files, patients
 
     # Stopping
 
