@@ -37,6 +37,7 @@ from medfl.evaluation.evaluators import CaseEvaluator, ClassEvaluator, Evaluator
 from medfl.evaluation.metrics import KEY_METRICS
 from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
+from medfl.policy.findings import TRAINING
 from medfl.policy.policy import Policy
 from medfl.training.loss_checks import mean_loss
 
@@ -70,7 +71,7 @@ class Bundle:
         self.is_shipped = shipped_folders().get(self.name) == self.root
         self.policy = admission.in_force() if policy is None else policy
         if not self.is_shipped:
-            admission.admit(self.root, self.policy)
+            admission.admit(self.root, self.policy, TRAINING)
         self.device = torch.device(device)
         self._overrides = {key.replace("::", "#"): value for key, value in (config or {}).items()}
         self._file = config_file(self.root, "train") or self.root / "configs" / "train.json"
@@ -393,7 +394,7 @@ class Bundle:
         if self.is_shipped:
             return ()
         by_loss = self.key_metric == "loss"  # asked for first: the trial may add to what was adapted
-        texts = [*notes(self.root, self._config, self._trainer, self.sections["train"], self.is_scheduled)]
+        texts = [*notes(self.root, self.policy, self._config, self._trainer, self.sections["train"], self.is_scheduled)]
         if by_loss and not self.own_trainer:
             texts.append("it has no key metric: the best round has the lowest validation loss")
         return tuple(f"bundle {self.name}: {text}" for text in texts)

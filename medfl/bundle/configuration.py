@@ -213,8 +213,11 @@ class Configuration:
                     "trainers and evaluators are not made here: their handlers write files",
                     "take the reference to it out of this id",
                 )
-        has_own = self._policy.trusted or "scripts" in self._policy.allow
-        with own_python(self.root) if has_own else nullcontext(), older.arrays_in_pickles(), warnings.catch_warnings():
+        with (
+            own_python(self.root) if self._policy.runs_scripts else nullcontext(),
+            older.arrays_in_pickles(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore", ResourceWarning)  # `json.load(open(…))` is the bundle's habit
             warnings.filterwarnings("ignore", "This DataLoader will create")  # processes that are never started
             try:

@@ -37,6 +37,7 @@ from medfl.core.untrusted import override_value
 from medfl.datasets.phantoms import phantom, shapes
 from medfl.policy import admission
 from medfl.policy.evaluate import ElsewhereRefused
+from medfl.policy.findings import TRAINING
 from medfl.policy.policy import Policy
 
 _CASES, _MOST_CASES, _SMALLEST, _LARGEST = 6, 96, 8, 320
@@ -94,7 +95,7 @@ def draw_data(
         raise InputError(given, limits, "change --per-class or --size")
     root, target = find(path), phantom.empty_folder(folder).resolve()
     policy = admission.in_force() if policy is None else policy
-    admission.admit(root, policy)
+    admission.admit(root, policy, TRAINING)
     existed = target.exists()
     data = target / "data"  # a bundle may list it, and would meet the marker there
     with writing(data, "give another folder"):

@@ -16,6 +16,7 @@ from medfl.bundle.files import config_file, mask_names, read_metadata, tensor_de
 from medfl.core.errors import InputError
 from medfl.core.storage import load_pickled, load_weights
 from medfl.policy import admission
+from medfl.policy.findings import INFERENCE
 from medfl.policy.policy import Policy
 
 
@@ -81,7 +82,7 @@ def open_inference(
         missing = "configs/inference.json or .yaml" if file is None else files
         allowed = "a bundle that predicts has an inference configuration and weights"
         raise InputError(f"bundle {root} has no {missing}", allowed, "add it, or name the folder of a complete bundle")
-    admission.admit(root, policy)
+    admission.admit(root, policy, INFERENCE)
     if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
         given = f"{name} with TorchScript, which can write files"
         raise InputError(given, "weights are models/model.pt", "if its author may run code here, give --trust")

@@ -12,14 +12,17 @@ from medfl.bundle.configuration import Configuration, own_modules, target_name
 from medfl.bundle.engines import find_evaluator, own_trainer_class
 from medfl.bundle.optimizers import is_disabled
 from medfl.bundle.sections import Section
+from medfl.policy.policy import Policy
 
 
-def notes(root: Path, config: Configuration, trainer: str, train: Section, scheduled: bool) -> Iterator[str]:
+def notes(
+    root: Path, policy: Policy, config: Configuration, trainer: str, train: Section, scheduled: bool
+) -> Iterator[str]:
     """Yield the notes of a bundle."""
     own = own_trainer_class(config, trainer)
     inferer, amp = (config.raw(f"{trainer}#{part}")[1] for part in ("inferer", "amp"))
     sampler, modules = getattr(train.loader, "sampler", None), sorted(own_modules(root))
-    if modules:
+    if modules and policy.runs_scripts:
         yield f"its own Python ({', '.join(modules)}) runs with your rights"
     for key, path in config.lists.items():
         yield f"{key} is {path}"

@@ -233,12 +233,13 @@ def _stats(args: Any) -> int:
     from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import with_data
     from medfl.partner.statistics import StatisticsOptions, bins_of, encoded, gather, text
+    from medfl.policy.findings import TRAINING
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
     from medfl.runtimes.monai_fl.data_stats import OWN_BINS
 
     policy = Policy.read(args.policy) if args.policy is not None else Policy()
-    inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require()
+    inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
     min_count = 10 if args.min_count is None else args.min_count
     if min_count < 0:
         raise InputError(f"--min-count {min_count}", "a whole number of at least 0", "give 10, or 0 for all")

@@ -51,6 +51,7 @@ from medfl.data.prepared import Item
 from medfl.flare.files import OWN_IMAGES
 from medfl.flare.remote import federation_of_names
 from medfl.flare.wire import is_flare_name
+from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
@@ -145,7 +146,7 @@ class SiteConfig:
             InputError: the bundle is refused.
         """
         policy = Policy.read(Path(self.policy)) if self.policy else Policy()
-        inspect(shipped_folders().get(self.bundle, Path(self.bundle)), policy).require()
+        inspect(shipped_folders().get(self.bundle, Path(self.bundle)), policy).require(TRAINING)
         return policy
 
 

@@ -35,6 +35,7 @@ from medfl.datasets.base import read_table
 from medfl.partner.case_findings import Finding, Findings
 from medfl.partner.connection import Kit, reach
 from medfl.partner.scanning import scan, sections
+from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs.plan import device_named, versions
@@ -159,10 +160,11 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
 def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
     """Say whether the bundle is accepted, and pinned."""
     result = inspect(shipped_folders().get(options.bundle, Path(options.bundle)), options.policy)
-    for refusal in result.refusals[:5]:
+    refusals = result.refused(TRAINING)
+    for refusal in refusals[:5]:
         report.add("inspection", FAILED, str(refusal), f"see medfl site inspect {printable(options.bundle)}")
-    if result.refusals:
-        report.add("inspection", FAILED, f"REFUSED, for {len(result.refusals)} reasons: nothing of it was run")
+    if refusals:
+        report.add("inspection", FAILED, f"REFUSED, for {len(refusals)} reasons: nothing of it was run")
     elif result.pinned:
         report.add("inspection", OK, f"accepted; all {len(result.files)} files are those that the policy pins")
     else:
@@ -170,7 +172,7 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
             "inspection", WARNING, "accepted, but not pinned: its files may change unnoticed",
             "medfl site inspect --write-policy FILE, then give --policy FILE",
         )  # fmt: skip
-    if result.accepted and options.policy is not None:
+    if not refusals and options.policy is not None:
         outbound = options.policy.outbound
         for text in outbound.lines():
             report.add("policy", OK, text)
@@ -180,7 +182,7 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
 
                 first = epsilon_of({outbound.multiplier: 1}, outbound.delta)
                 report.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {outbound.delta:g}")
-    return result.accepted
+    return not refusals
 
 
 def _check_packages(report: Preflight, bundle: Bundle) -> None:

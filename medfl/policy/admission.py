@@ -7,7 +7,7 @@ user may trust bundles for the life of this process (`--trust`); that is said, o
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,15 +38,15 @@ def trusting(trust: bool) -> Iterator[None]:
         _in_force = before
 
 
-def admit(folder: Path, policy: Policy) -> None:
-    """Inspect a bundle before anything of it is evaluated.
+def admit(folder: Path, policy: Policy, reads: Collection[str]) -> None:
+    """Inspect a bundle before anything of it is evaluated; `reads` are the configurations that are going to be read.
 
     Raises:
         InputError: something in it is refused, and the user does not trust it; names the first refusal.
     """
     inspection = inspect(folder, policy)
     if not policy.trusted:
-        inspection.require()
+        inspection.require(reads)
     elif inspection.refusals and folder not in _said:
         _said.add(folder)
         count = len(inspection.refusals)

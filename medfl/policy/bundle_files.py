@@ -9,12 +9,10 @@ from pathlib import Path, PurePosixPath
 
 from medfl.core.untrusted import Plain, Refused, check_visible, decode_text, folders_below, printable, read_plain
 from medfl.policy.allowed_in_expressions import MODULES
-from medfl.policy.findings import File, Inspection
+from medfl.policy.findings import READ, File, Inspection
 from medfl.policy.policy import Policy
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
-READ = ("train", "evaluate", "inference", "metadata", "federated")
-"""The configurations that medfl reads, by their names in configs/; all others are pinned, and never evaluated."""
 _WEIGHTS = (".safetensors", ".onnx", ".pt", ".pth", ".ts", ".ckpt", ".pkl", ".pickle", ".bin", ".joblib")
 _READ_AS = (*_CONFIGURATION, ".py", ".safetensors")
 _COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,12 @@ NOT_LISTED = (
     "words (docs/security.md)",
 )
 """The last two parts of an error about something that a bundle may not do."""
+READ = ("train", "evaluate", "inference", "metadata", "federated")
+"""The configurations that medfl reads, by their names in configs/; all others are pinned, and never evaluated."""
+TRAINING = ("train", "evaluate", "metadata", "federated")
+"""Those of them that a training reads."""
+INFERENCE = ("inference", "metadata")
+"""Those that a prediction with a bundle's own weights reads."""
 UNREADABLE = "where a configuration is keys and values"
 LEAVES = (
     "tensors and numbers that the method sends: the network's weights and, with some methods, class counts, class "
@@ -81,15 +88,24 @@ class Inspection:
         """Whether nothing is refused."""
         return not self.refusals
 
-    def require(self) -> None:
-        """Raise if something is refused.
+    def refused(self, reads: Collection[str]) -> list[Refusal]:
+        """Return what is refused for who reads these configurations, by their names in configs/.
+
+        What is refused in others does not count, but a file that is not as it was pinned does.
+        """
+        unread = {f"configs/{name}" for name in set(READ).difference(reads)}
+        return [one for one in self.refusals if one.file.rpartition(".")[0] not in unread or one in self.pin_refusals]
+
+    def require(self, reads: Collection[str] = READ) -> None:
+        """Raise if something is refused for who reads these configurations.
 
         Raises:
             InputError: names the first refusal, and how many there are.
         """
-        if not self.refusals:
+        refusals = self.refused(reads)
+        if not refusals:
             return
-        first, count = self.refusals[0], len(self.refusals)
+        first, count = refusals[0], len(refusals)
         if first.why.endswith(UNREADABLE) or first.why.startswith("not valid"):
             problem = f"{self.folder / first.file} cannot be read: {first.why}"
             raise InputError(problem.replace(";", ","), "it is JSON or YAML with keys and values", "repair the file")

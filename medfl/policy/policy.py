@@ -81,6 +81,11 @@ class Policy:
     settings: Mapping[str, int] = field(default_factory=dict)
     """the most that a job may ask for, of `MOST`; none named: any"""
 
+    @property
+    def runs_scripts(self) -> bool:
+        """Whether a bundle's own Python runs."""
+        return self.trusted or "scripts" in self.allow
+
     def restricted_to(self, run: Run) -> Policy:
         """Return the policy that agrees to a run and no more of its kind, where this one says nothing of it."""
         settings = self.settings or {name: int(getattr(run, name)) for name in MOST}

@@ -24,6 +24,7 @@ from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
 from medfl.data.on_device import Free, free_gpu_memory
 from medfl.data.prepared import Prepared
+from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.report import RunFiles, write_report
@@ -259,7 +260,7 @@ def site_algo(
     check_name(name, "site")
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
-        inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require()
+        inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require(TRAINING)
     of_site = site_settings.of_request_for(name, bundle, requested or {})
     whole = {**(requested or {}), "sites": 1, "partition": "iid", **of_site}
     asked = Request(bundle, options=options or {}, config=config or {}, **whole)

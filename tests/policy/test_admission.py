@@ -68,6 +68,33 @@ def test_a_refused_bundle_runs_only_when_it_is_trusted(
         Bundle(str(root))
 
 
+def test_a_line_that_a_command_does_not_read_does_not_refuse_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = built(tmp_path)
+    (root / "configs" / "inference.json").write_text(json.dumps({"inferer": "$__import__('os')"}))
+    assert command(root, *data(root), "--out", tmp_path / "a") == 0
+    capsys.readouterr()
+    (root / "models").mkdir()
+    (root / "models" / "model.pt").touch()
+    assert main(["predict", str(root), str(tmp_path), "--out", str(tmp_path / "p")]) == 2
+    assert "configs/inference.json: inferer: a name with two underscores" in capsys.readouterr().err
+    assert main(["site", "inspect", str(root)]) == 2  # which reads them all
+    (root / "configs" / "evaluate.json").write_text(json.dumps({"x": "$__import__('os')"}))
+    assert command(root, *data(root), "--out", tmp_path / "b") == 2
+    assert inspect(root, Policy(files={"configs/inference.json": "0" * 64})).refused(()) != []
+
+
+def test_python_that_does_not_run_is_not_said_to(tmp_path: Path) -> None:
+    root = built(tmp_path)
+    (root / "scripts").mkdir()
+    (root / "scripts" / "net.py").write_text("x = 1\n")
+    said = "its own Python (scripts) runs with your rights"
+    folder = {"dataset_dir": str(root.parent / "MiniNIST")}
+    assert said not in str(Bundle(str(root), folder).notes)
+    assert said in str(Bundle(str(root), folder, policy=Policy(allow=frozenset({"scripts"}))).notes)
+
+
 def test_trust_says_nothing_of_a_bundle_that_needs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = built(tmp_path)
     assert command(root, *data(root), "--out", tmp_path / "a", "--trust") == 0

@@ -138,7 +138,7 @@ class Aggregation:
     def _clipped(self, replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, Tensor]:
         """Return the mean of the shortened changes: what a site loses of its share, the weights before gain.
 
-        Of whole numbers it is the middle one.
+        Whole numbers, which are in no norm, are the middle ones where a site's moved by more than the bound.
         """
         norms = change_norms(replies, group, before)
         limit = self._limit(norms)
@@ -151,10 +151,14 @@ class Aggregation:
             mean = weighted_mean({**replies, **rest}, group, {**shares, "": 1 - math.fsum(shares.values())})
         else:
             mean = weighted_mean(replies, group, shares)
-        # norms are of floating tensors: one site's whole numbers would count unbounded
         parts = [replies[name].tensors[group] for name in sorted(replies)]
-        counters = [name for name, tensor in mean.items() if not tensor.is_floating_point()]
-        return {**mean, **{name: _middle(parts, name, 0) for name in counters}}
+        for name, tensor in mean.items():
+            if tensor.is_floating_point():
+                continue
+            moved = [(part[name].double() - before[name].double()).norm() for part in parts]
+            if any(float(norm) > limit for norm in moved):
+                mean[name] = _middle(parts, name, 0)
+        return mean
 
     def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
         """Return the sites that Krum chooses; of equal ones the first by name."""

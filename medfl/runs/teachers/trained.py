@@ -260,7 +260,7 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
         "configuration_sha256": file_sha256(opened.file), "weights": opened.weights.name, "classes": list(classes),
         "preprocessing": "its inference configuration's", "versions": versions_of("torch", "monai"),
     }  # fmt: skip
-    modules = sorted(own_modules(opened.root))
+    modules = sorted(own_modules(opened.root)) if bundle.policy.runs_scripts else []
     remarks = (f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",) if modules else ()
     return Trained(
         name,

@@ -168,6 +168,17 @@ def test_a_bound_that_nobody_reaches_is_fedavg_bit_for_bit() -> None:
     assert bits(combined("clip:1e6", given)) == bits(weighted_mean(given, "weights", sample_shares(given)))
 
 
+@pytest.mark.parametrize("rule", CLIPPED)
+def test_no_counter_carries_what_a_bound_holds_back(rule: str) -> None:
+    """Norms are of floating tensors: also where each is 0, one site's whole numbers count no more than the others'."""
+    before = {"w": torch.zeros(2), "n": torch.tensor(5)}
+    given = {
+        name: Message({"weights": {"w": torch.zeros(2), "n": torch.tensor(count)}}, {"samples": samples})
+        for name, count, samples in (("a", 10**12, 9.0), ("b", 6, 1.0), ("c", 7, 1.0))
+    }
+    assert combined(rule, given, before)["n"] == 7
+
+
 def test_where_most_sites_stand_still_none_moves_the_mean() -> None:
     given = changed({"a": (0.0, 0.0), "b": (0.0, 0.0), "c": (1e9, 0.0)}, {"a": 1, "b": 1, "c": 100})
     torch.testing.assert_close(combined("clip:auto", given, BEFORE)["w"], BEFORE["w"], rtol=0, atol=1e-15)
