@@ -275,10 +275,11 @@ def _collect(args: Any) -> int:
 
 
 def _audit(args: Any) -> int:
+    from medfl.cli.audit_log import text
     from medfl.policy import audit
 
     log = audit.verify(args.file, args.noted)
-    show(args, log.as_dict(), lambda: "\n".join(audit.text(log, terminal.width())))
+    show(args, log.as_dict(), lambda: "\n".join(text(log, terminal.width())))
     log.require()
     return 0
 

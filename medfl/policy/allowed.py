@@ -142,6 +142,9 @@ WRITERS = name_set(
 )
 """Components that write files; medfl never makes them for a bundle (the ending of those for dictionaries left out)."""
 
+TRUST_INDICES = frozenset({"CTCLoss"})
+"""Modules of PyTorch that read where their inputs point to, in memory of others too."""
+
 LOADS_WEIGHTS = frozenset({"EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "ResNetFeatures"})
 """Networks that fetch weights unless told `pretrained: false`."""
 

@@ -26,6 +26,7 @@ from medfl.policy.allowed import (
     LOADS_WEIGHTS,
     MONAI_COMPONENTS,
     TRANSFORMS,
+    TRUST_INDICES,
     WRITERS,
     why_argument_refused,
     why_component_refused,
@@ -137,8 +138,12 @@ def _makes_objects(value: object) -> bool:
         return False
 
 
-def check_arguments(function: Any, arguments: Collection[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def check_arguments(
+    function: Any, arguments: Collection[Any], named: Mapping[str, Any], *, unpickles: bool = False
+) -> dict[str, Any]:
     """Check what a function or component is called with, and return it by name; `...` is what is not known yet.
+
+    `unpickles` is for `torch.load`, which is reached with its permission only.
 
     Raises:
         Refused: an argument has a meaning of its own and may not have this value.
@@ -158,11 +163,12 @@ def check_arguments(function: Any, arguments: Collection[Any], named: Mapping[st
         raise Refused("an array of objects")
     if called in UNFILLED and any(isinstance(value, int | torch.Size) for value in arguments):
         raise Refused("a tensor of a size, in memory that others have used")
+    if "where" in named:
+        raise Refused("'where', which leaves memory that others have used")
     if any(str(key).startswith("__") for value in values if isinstance(value, Mapping) for key in value):
         raise Refused("a key with two underscores, which would become an attribute")
     for name, value in by_name.items():
-        loads = function is torch.load and name == "weights_only"  # reached with its permission only
-        if not loads and (why := why_argument_refused(name, value)):
+        if not (unpickles and name == "weights_only") and (why := why_argument_refused(name, value)):
             raise Refused(why)
     if why := why_component_refused(called, by_name):
         raise Refused(why)
@@ -210,9 +216,9 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
                 short.setdefault(name, entry)
                 identities[id(entry)] = entry
     for module, base in ((nn, nn.Module), (optim, optim.Optimizer), (lr_scheduler, lr_scheduler.LRScheduler)):
-        for entry in vars(module).values():  # every class of PyTorch with this base
+        for entry in vars(module).values():  # every class of PyTorch with this base; a ParameterDict sets attributes
             listed = inspect.isclass(entry) and issubclass(entry, base) and _of_package(entry, "torch")
-            if listed and not issubclass(entry, nn.ParameterDict):  # whose keys are set as attributes
+            if listed and entry is not nn.ParameterDict and entry.__name__ not in TRUST_INDICES:
                 identities[id(entry)] = entry
     return short, identities
 

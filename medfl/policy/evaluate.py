@@ -35,13 +35,12 @@ from medfl.policy.expressions import REFERENCE, check_expression, module_path
 from medfl.policy.growing import GROWING, bounded_range, format_text, formatted, operate
 from medfl.policy.imports import Uses, only_statement
 
-_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
-    (str, "text"), (list, "list"), (tuple, "tuple"), (dict, "dict"), ((set, frozenset), "set"),
-    ((bool, int, float), "number"), (PurePath, "path"), (io.IOBase, "file"),
-    ((datetime.date, datetime.time), "time"), ((torch.Tensor, np.ndarray, np.generic), "tensor"),
-    (nn.Module, "network"), ((np.random.RandomState, np.random.Generator), "random"), (torch.device, "device"),
-    (Image, "picture"),
-)  # fmt: skip
+_KINDS: Mapping[Any, str] = {
+    str: "text", list: "list", tuple: "tuple", dict: "dict", set | frozenset: "set", bool | int | float: "number",
+    PurePath: "path", io.IOBase: "file", datetime.date | datetime.time: "time",
+    torch.Tensor | np.ndarray | np.generic: "tensor", nn.Module: "network",
+    np.random.RandomState | np.random.Generator: "random", torch.device: "device", Image: "picture",
+}  # fmt: skip
 _CALL_WHAT_THEY_TAKE = ("filter", "map", "max", "min", "sorted")
 _TAKE_COMPONENTS = frozenset(name for name in METHODS_OF["network"] if name.startswith("set_"))
 """Methods by which MONAI's detectors are handed losses, matchers and inferers."""
@@ -87,8 +86,7 @@ class ExpressionEvaluator:
     permissions: Collection[str] = ()
     own_modules: Collection[str] = ()
     roots: Collection[Path] = ()
-    _members: dict[str, Any] = field(default_factory=dict)
-    _calls: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    _values: dict[str, Any] = field(default_factory=dict)
     _targets: dict[Callable[..., Any], Any] = field(default_factory=dict)
     """checked call -> the listed function or class that it calls; a function that one of them made -> itself"""
 
@@ -133,40 +131,37 @@ class ExpressionEvaluator:
 
     def member(self, path: str) -> Any:
         """Return the listed object, or the one of the bundle's own Python, that a path of names stands for."""
-        if path not in self._members:
-            is_own = path.partition(".")[0] in self.own_modules
-            permitted = PERMISSION_OF.get(path) in self.permissions or (is_own and "scripts" in self.permissions)
-            target = _located(path) if path in MEMBERS or permitted else for_expressions(path)
-            if target is None:
-                raise Refused(f"{printable(path)}, which is not on the list")
-            self._members[path] = target
-        return self._members[path]
+        is_own = path.partition(".")[0] in self.own_modules
+        permitted = PERMISSION_OF.get(path) in self.permissions or (is_own and "scripts" in self.permissions)
+        target = _located(path) if path in MEMBERS or permitted else for_expressions(path)
+        if target is None:
+            raise Refused(f"{printable(path)}, which is not on the list")
+        return target
 
     # Guards
 
     def _value_of(self, path: str) -> Any:
         """Return what a path of names stands for: of a function or class its checked call, whoever is handed it."""
-        target = self.member(path)
-        if not callable(target) or self._is_own(target) or (inspect.isclass(target) and issubclass(target, np.generic)):
-            return target
-        return self._checked(path, target)
+        if path not in self._values:
+            target = self.member(path)
+            plain = not callable(target) or self._is_own(target) or _is_number_type(target)
+            self._values[path] = target if plain else self._checked(path, target)
+        return self._values[path]
 
     def _checked(self, path: str, target: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the one function that checks what a listed function or class is called with, and calls it."""
-        if path not in self._calls:
+        """Return a function that checks what a listed function or class is called with, and calls it."""
 
-            def checked(*arguments: Any, **named: Any) -> Any:
-                return self._call_listed(path, target, arguments, named)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            return self._call_listed(path, target, arguments, named)
 
-            self._calls[path] = checked
-            self._targets[checked] = target
-        return self._calls[path]
+        self._targets[checked] = target
+        return checked
 
     def _call_listed(
         self, path: str, target: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Any:
         self.check_handed((*arguments, *named.values()), objects=inspect.isclass(target) and is_listed(target))
-        by_name = check_arguments(target, arguments, named)
+        by_name = check_arguments(target, arguments, named, unpickles=path == "torch.load")
         if path in _PATH_FUNCTIONS:
             self._check_place_of(path, target, by_name)
         self.check_paths(by_name, target)
@@ -188,14 +183,16 @@ class ExpressionEvaluator:
         self._check_attribute(value, name)
         if isinstance(value, str) and name == "format":
             return format_text(value, *arguments, **named)
-        if not (self._is_own(type(value)) or self._is_own(value)):
-            if not inspect.isroutine(getattr(type(value), name, None)):
-                raise Refused(f"a call of .{printable(name)}, which is no method of a {type(value).__name__}")
-            self.check_handed((*arguments, *named.values()), objects=name in _TAKE_COMPONENTS)
-            by_name = check_arguments(getattr(value, name), arguments, named)
-            if isinstance(value, Path) and name in ("glob", "rglob"):
-                self.check_path(value / str(next(iter(by_name.values()), "")))
-        return getattr(value, name)(*arguments, **named)
+        if self._is_own(value):
+            return getattr(value, name)(*arguments, **named)
+        method = getattr(type(value), name, None)  # its class's own, whatever was set on the object
+        if not inspect.isroutine(method):
+            raise Refused(f"a call of .{printable(name)}, which is no method of a {type(value).__name__}")
+        self.check_handed((*arguments, *named.values()), objects=name in _TAKE_COMPONENTS)
+        check_arguments(method, (value, *arguments), named)
+        if isinstance(value, Path) and name in ("glob", "rglob"):
+            self.check_path(value / str([*arguments, *named.values(), ""][0]))
+        return method(value, *arguments, **named)
 
     def _attribute(self, value: Any, name: str) -> Any:
         """Return what a value holds by a name; a method is called where it is named, and never handed on."""
@@ -216,19 +213,18 @@ class ExpressionEvaluator:
 
     def _allows(self, value: Any, name: str) -> bool:
         kind = _kind(value)
-        if kind == "network" and not name.startswith("_"):
-            return name in METHODS_OF[kind] or name in {*value._modules, *value._parameters, *value._buffers}
         if kind == "table":
             return name in METHODS_OF[kind] or name in getattr(value, "columns", ())
         if kind:
             return name in METHODS_OF[kind]
-        if self._is_own(type(value)) or self._is_own(value):
+        if self._is_own(value):
             return not name.startswith("_")
         return name in METHODS_OF["component"] and is_listed(type(value))
 
     def _is_own(self, value: object) -> bool:
-        module = getattr(value, "__module__", None) or ""
-        return "scripts" in self.permissions and str(module).partition(".")[0] in self.own_modules
+        """Tell whether this is of the bundle's own Python, or made of it, and that may run."""
+        packages = {str(getattr(one, "__module__", "")).partition(".")[0] for one in (value, type(value))}
+        return "scripts" in self.permissions and not packages.isdisjoint(self.own_modules)
 
     # What may be called
 
@@ -236,13 +232,13 @@ class ExpressionEvaluator:
         """Tell by its identity whether a function is a listed one, or a lambda or partial made of them here."""
         if isinstance(function, functools.partial):
             return self._may_be_called(function.func)
-        if self._is_own(function) or self._is_own(type(function)):
-            return True
         if inspect.isfunction(function) and (function in self._targets or _CALL in function.__globals__):
             return True
-        if inspect.isclass(function) and issubclass(function, np.generic):
-            return True
-        return any(function is built_in for built_in in self._builtins.values())
+        return (
+            self._is_own(function)
+            or _is_number_type(function)
+            or any(function is built_in for built_in in self._builtins.values())
+        )
 
     def check_handed(self, values: Iterable[Any], *, objects: bool) -> None:
         """Refuse functions, classes and objects that whoever gets them could call, but those that may be called.
@@ -373,10 +369,14 @@ def _guard(name: str, *arguments: Any) -> ast.expr:
     return ast.Call(ast.Name(name, ast.Load()), list(arguments), [])
 
 
+def _is_number_type(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, np.generic)
+
+
 def _kind(value: object) -> str:
     if type(value).__module__.partition(".")[0] == "pandas":
         return "table"
-    return next((kind for types, kind in _KINDS if isinstance(value, types)), "")
+    return next((kind for types, kind in _KINDS.items() if isinstance(value, types)), "")
 
 
 def _located(path: str) -> Any:

@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import why_argument_refused
 from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS, PERMISSION_OF
 from medfl.policy.components import check_arguments, for_expressions
 from medfl.policy.imports import Uses, need_permission, only_statement
@@ -22,7 +21,6 @@ from medfl.policy.paths import check_id, check_path
 
 REFERENCE = re.compile(r"@(?:\w*)(?:::\w*)*")  # as MONAI finds them
 _PLACEHOLDER = "_reference_"
-_LOCAL = "__local_refs"  # what MONAI puts in the place of references
 _LARGEST = 10**9
 _LONGEST_RANGE = 10**7
 _DEEPEST = 50
@@ -73,11 +71,7 @@ def check_expression(
         raise Refused("a statement where an expression is expected")
     if _levels(node) > _DEEPEST:
         raise Refused(f"an expression of more than {_DEEPEST} levels")
-    shape = ast.dump(node)
     _Checker(names, permissions, own_modules, uses, prints).value(node.value, frozenset())
-    evaluated = only_statement(REFERENCE.sub(lambda match: f"{_LOCAL}['{match[0][1:]}']", text))
-    if ast.dump(_References().visit(evaluated)) != shape:
-        raise Refused("a reference inside a text, which MONAI would read as something else")
 
 
 def module_path(node: ast.AST, names: Mapping[str, str]) -> str:
@@ -124,15 +118,6 @@ def _levels(node: ast.AST) -> int:
         deepest = max(deepest, level)
         todo += [(child, level + 1) for child in ast.iter_child_nodes(node)]
     return deepest
-
-
-class _References(ast.NodeTransformer):
-    """Put the placeholder where MONAI's own replacement of references stands."""
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
-        self.generic_visit(node)
-        reference = isinstance(node.value, ast.Name) and node.value.id == _LOCAL
-        return ast.Name(f"{_PLACEHOLDER}0", node.ctx) if reference else node
 
 
 @dataclass
@@ -234,22 +219,20 @@ class _Checker:
                 raise Refused("a replace() with one argument, which would move a file")
         else:
             raise Refused(f"a call of a {type(called).__name__}")
-        component = for_expressions(module_path(called, self.names))
-        if component is not None:
-            check_arguments(component, [_literal(argument) for argument in node.args], {})
         for argument in node.args:
             if isinstance(argument, ast.Starred) and not (isinstance(called, ast.Name) and called.id in BUILTINS):
                 raise Refused("arguments handed on with a star")
             self.value(argument.value if isinstance(argument, ast.Starred) else argument, local)
+        named: dict[str, object] = {}
         for keyword in node.keywords:
             if keyword.arg is None:
                 raise Refused("arguments handed on with two stars")
             if keyword.arg.startswith(_PLACEHOLDER):
                 raise Refused("a reference as the name of an argument")
-            loads = keyword.arg == "weights_only" and module_path(called, self.names) == "torch.load"  # if permitted
-            if not loads and (why := why_argument_refused(keyword.arg, _literal(keyword.value))):
-                raise Refused(why)
+            named[keyword.arg] = _literal(keyword.value)
             self.value(keyword.value, local)
+        path = module_path(called, self.names)
+        check_arguments(for_expressions(path), list(map(_literal, node.args)), named, unpickles=path == "torch.load")
 
     def _open(self, node: ast.Call) -> None:
         keywords = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}

@@ -13,7 +13,6 @@ expression is accepted there.
 from __future__ import annotations
 
 import re
-from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -57,6 +56,7 @@ _BUNDLES = ("public", "teachers", "plm", "bundle")
 _LITERALS: dict[str, Plain] = {"$None": None, "$False": False, "$True": True}
 _REFUSALS = 1000
 """After so many nothing more of a configuration is looked at."""
+_MACROS = 1000
 _LINKS = 20
 """References of references that are followed."""
 _NAMES = re.compile(r"(\w[\w.-]*(,\w[\w.-]*)*)?", re.ASCII)
@@ -176,12 +176,11 @@ class _Inspector:
             for keys, node in one.nodes
             if isinstance(node, str) and _MACRO.fullmatch(node)
         ]
-        outer: list[_Keys] = []  # that lie in no other: beside a target in their order are all that could meet it
-        for keys in sorted(keys for _, keys, _ in macros):
-            outer += [] if outer and keys[: len(outer[-1])] == outer[-1] else [keys]
+        if len(macros) > _MACROS:
+            self.inspection.refuse(macros[0][0], "", f"more than {_MACROS} macros")
+            return
         for file, keys, target in macros:
-            at = bisect(outer, target)
-            if any(all(map(str.__eq__, other, target)) for other in outer[max(0, at - 1) : at + 1]):
+            if any(all(map(str.__eq__, other, target)) for _, other, _ in macros):  # one lies in the other
                 self.inspection.refuse(file, _id(keys), "a macro of a macro")
 
     # One file

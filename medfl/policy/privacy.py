@@ -103,7 +103,7 @@ class Account:
         """Read the file again, as `open`: other jobs on the same images spend too."""
         if self.path is None or not self.path.is_file():
             return
-        self.noised, self.plain, self.uncovered, self.answers = _read(self.path)
+        vars(self).update(_read(self.path))
 
     def merge_site_account(self, other: Path) -> None:
         """Add what stands in the account of a site, as earlier versions kept it, and put that file aside."""
@@ -111,11 +111,8 @@ class Account:
             return
         with self._locked():
             if other.is_file():
-                noised, plain, uncovered, answers = _read(other)
-                self.noised.update(noised)
-                self.uncovered.update(uncovered)
-                self.plain += plain
-                self.answers += answers
+                for name, value in _read(other).items():
+                    setattr(self, name, getattr(self, name) + value)
                 self._write()
                 other.rename(other.with_name(f"{other.name}.taken"))
 
@@ -154,17 +151,13 @@ class Account:
             self.uncovered.update(uncovered)
             self._write()
 
-    def add_answer(self, most: int | None = None) -> None:
-        """Write down an answer about images that are kept out of training.
-
-        Raises:
-            BudgetExceeded: there would be more than `most`.
-        """
+    def add_answer(self, most: int | None = None) -> bool:
+        """Write down an answer about images that are kept out of training; return whether there were less than `most`."""
         with self._locked():
-            if most is not None and self.answers >= most:
-                raise BudgetExceeded(math.inf)
-            self.answers += 1
+            allowed = most is None or self.answers < most
+            self.answers += allowed
             self._write()
+        return allowed
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -221,11 +214,15 @@ class Account:
         }
 
 
-def _read(path: Path) -> tuple[Counter[float], int, Counter[str], int]:
+def _read(path: Path) -> dict[str, Any]:
+    """Return what a file says of an account, by the names of its attributes."""
     try:
         document = json_values(path)
-        noised = Counter({float(item["multiplier"]): int(item["replies"]) for item in document["noised"]})
-        uncovered = Counter({str(name): int(times) for name, times in document["uncovered"].items()})
-        return noised, int(document["plain"]), uncovered, int(document.get("answers", 0))
+        return {
+            "noised": Counter({float(item["multiplier"]): int(item["replies"]) for item in document["noised"]}),
+            "plain": int(document["plain"]),
+            "uncovered": Counter({str(name): int(times) for name, times in document["uncovered"].items()}),
+            "answers": int(document.get("answers", 0)),
+        }
     except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error

@@ -110,8 +110,9 @@ def predict(
             for line in (*own_folder.odd(root), *other_kinds(root, scored_by)):
                 say(f"note: {source}: {line}")
     with new_images.as_files(images, predictor.metadata) as files:
-        predictor.open_places(files_of(files.values()))
         targets = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
+        masks = [target for target in targets.values() if isinstance(target, str)]
+        predictor.open_places(files_of([*files.values(), *masks]))
         with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
             predictions = _Writer(predictor, files, targets, folder).write(progress)
     if not predictions.rows:

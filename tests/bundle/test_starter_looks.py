@@ -90,7 +90,9 @@ def test_pictures_are_the_same_to_a_network_however_many_of_their_bits_they_use(
     brighter = tmp_path / "brighter.png"
     Image.fromarray(np.full((8, 8), 65535, np.uint16)).save(brighter)
     for place, most in (("8", 255), ("other", depth)):
-        section = Bundle(str(tmp_path / f"b{place}"), {"dataset_dir": str(tmp_path / place)}).section("train")
+        opened = Bundle(str(tmp_path / f"b{place}"), {"dataset_dir": str(tmp_path / place)})
+        opened.open_places([brighter])
+        section = opened.section("train")
         if most < 65535:
             with pytest.raises(RuntimeError) as caught:
                 _transformed(section, {**section.source.entries[0], "image": str(brighter)})

@@ -77,6 +77,7 @@ class Reach:
         self.watch = Watch(may=("ctypes.dlopen",))  # libraries that PyTorch loads when first used
         self.tried = self.succeeded = 0
         self.found: list[str] = []
+        self._walked: set[tuple[type, int]] = set()  # types of what objects gave
 
     def attempt(self, what: str, call: Callable[[], Any]) -> Any:
         self.tried += 1
@@ -111,29 +112,78 @@ class Reach:
         plain = {path for path in functions if components.for_expressions(path)}
         for path in sorted(allowed_in_expressions.MEMBERS | plain):
             try:
-                member = self.evaluator.member(path)
+                member = self.evaluator._value_of(path)
             except (Refused, AttributeError):
+                continue
+            if not callable(member):
                 continue
             for index, arguments in enumerate(self.arguments()):
                 self.attempt(f"{path} {index}", lambda m=member, a=arguments: self.evaluator._call(m, *a))
 
     def attributes(self) -> None:
-        """Every attribute that a value lets be asked for, called; and once more of what that gives."""
+        """Every attribute and method that a value lets be asked for, and so on with what that gives, to depth three."""
         for kind, value in self.values.items():
-            for name in [*dir(value), *sorted(allowed_in_expressions.METHODS)]:
-                got = self.attempt(f"{kind}.{name}", lambda v=value, n=name: self.evaluator._attribute(v, n))
-                if got is None:
+            self._walk(kind, value, 3)
+
+    def _walk(self, what: str, value: Any, depth: int) -> None:
+        for name in sorted({*dir(value), *allowed_in_expressions.METHODS}):
+            path = f"{what}.{name}"
+            given = [self.attempt(path, lambda n=name: self.evaluator._attribute(value, n))]
+            try:
+                self.evaluator._check_attribute(value, name)
+            except (Refused, ValueError):
+                continue  # no arguments change that
+            for index, arguments in enumerate(self.arguments() if depth == 3 else [(), (1,)]):
+                made = self.attempt(f"{path} {index}", lambda n=name, a=arguments: self.evaluator._method(value, n, *a))
+                given += [made] if index < 2 else []
+            for each in given if depth > 1 else ():
+                if each is None or (type(each), depth) in self._walked:
                     continue
-                for index, arguments in enumerate(self.arguments()):
-                    again = self.attempt(
-                        f"{kind}.{name} {index}", lambda g=got, a=arguments: self.evaluator._call(g, *a)
-                    )
-                    if index < 3:
-                        for deeper in dir(again):
-                            self.attempt(
-                                f"{kind}.{name}.{deeper}",
-                                lambda v=again, n=deeper: self.evaluator._call(self.evaluator._attribute(v, n)),
-                            )
+                self._walked.add((type(each), depth))
+                self._walk(path, each, depth - 1)
+                self._hand_on(path, each)
+
+    def _hand_on(self, path: str, value: Any) -> None:
+        """Try all that would call what an object gave."""
+        call = self.evaluator._value_of
+        self.attempt(f"{path} called", lambda: self.evaluator._call(value, "true"))
+        for name in ("map", "filter", "sorted", "max"):
+            guard = self.evaluator._builtins[name]
+            self.attempt(f"{path} {name}", lambda g=guard: list(g(value, ["true"])))
+            self.attempt(f"{path} {name} key", lambda g=guard: g(["true"], key=value))
+        self.attempt(f"{path} partial", lambda: call("functools.partial")(value)("true"))
+        for config in (
+            {"_target_": "Lambda", "func": value},
+            {"_target_": "Dataset", "data": ["true"], "transform": value},
+            {"_target_": "Compose", "transforms": [value]},
+        ):
+            self.attempt(f"{path} {config['_target_']}", lambda c=config: _use(_Component(c, "x", self.evaluator)))
+
+    def poisoned(self) -> None:
+        """Objects whose state others set, as a loader of checkpoints does: nothing that was put there is called."""
+
+        def danger(*_: Any, **__: Any) -> None:
+            (self.folder / "danger").touch()
+
+        setters = {
+            "load_state_dict": lambda value, name: value.load_state_dict({name: danger}),
+            "__setstate__": lambda value, name: value.__setstate__({name: danger}),
+            "__dict__.update": lambda value, name: vars(value).update({name: danger}),
+        }
+        for kind, (setter, put) in itertools.product(self.values, setters.items()):
+            value = self.values[kind]
+            for name in sorted(allowed_in_expressions.METHODS):
+                try:
+                    put(value, name)
+                except Exception:
+                    break  # not every object has a state that can be set
+                what = f"{kind} set by {setter}: .{name}"
+                self.attempt(what, lambda v=value, n=name: self.evaluator._method(v, n))
+                given = self.attempt(what, lambda v=value, n=name: self.evaluator._attribute(v, n))
+                if callable(given):
+                    self._hand_on(what, given)
+                getattr(value, "__dict__", {}).pop(name, None)
+            self.values = values(self.folder)
 
     def made(self) -> None:
         """Every component with its required arguments, and each of its optional ones, that could be a place."""
@@ -180,6 +230,12 @@ class Reach:
         return {"data": [1, 2], "dataset": self.values["dataset"], "keys": "a", "params": [torch.ones(1)]}.get(name, 2)
 
 
+def _use(component: _Component) -> Any:
+    """Make a component, and let it call what it was given."""
+    made = component.instantiate()
+    return made[0] if isinstance(made, Dataset) else made("true")
+
+
 def _is_place(name: str) -> bool:
     return any(part in name for part in ("dir", "path", "file", "root"))
 
@@ -191,7 +247,7 @@ def main(folder: Path) -> None:
     (folder / "note.txt").write_text("note")
     reach = Reach(folder)
     counts = {}
-    for part in (reach.members, reach.attributes, reach.made, reach.handed_on):
+    for part in (reach.members, reach.attributes, reach.made, reach.handed_on, reach.poisoned):
         before = reach.tried, reach.succeeded
         part()
         counts[part.__name__] = reach.tried - before[0], reach.succeeded - before[1]

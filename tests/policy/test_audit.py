@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from medfl.cli import verbs as cli
+from medfl.cli.audit_log import text
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.policy.audit import Audit, describe_message, text, verify
+from medfl.policy.audit import Audit, describe_message, verify
 
 
 def written(path: Path, count: int = 4) -> Path:

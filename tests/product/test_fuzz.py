@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from medfl import methods
 from medfl.bundle import text_embeddings
 from medfl.bundle.prompts import Text
+from medfl.cli.audit_log import text
 from medfl.compare.checks import check_folder
 from medfl.core.errors import MedflError
 from medfl.core.message import Message
@@ -281,7 +282,7 @@ def an_audit_log(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
          "before": None, "sha256": "0", "groups": {"weights": {"norm": 1.0}}, "numbers": {"samples": 3.0},
          "privacy": "words"},
     ] * 2  # fmt: skip
-    return line_files(entries), written(recorded.place / "log.jsonl", lambda path: audit.text(audit.verify(path), 80))
+    return line_files(entries), written(recorded.place / "log.jsonl", lambda path: text(audit.verify(path), 80))
 
 
 def a_partition(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
