@@ -152,7 +152,7 @@ class Account:
             self._write()
 
     def add_answer(self, most: int | None = None) -> bool:
-        """Write down an answer about images that are kept out of training; return whether there were less than `most`."""
+        """Write down an answer about images that are kept out of training; return whether `most` allows it."""
         with self._locked():
             allowed = most is None or self.answers < most
             self.answers += allowed
