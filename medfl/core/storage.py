@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from medfl.core.checkpoints import PlainUnpickler
 from medfl.core.errors import RunError
-from medfl.core.pickled_arrays import PlainUnpickler
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
 
 _ROUND = "round"

@@ -1,0 +1,187 @@
+"""Tensors in files of `torch.save`, rebuilt from kind, shape and numbers; nothing else is made of a pickle.
+
+PyTorch believes what a pickle says of sparse, quantised and nested tensors, whose indices then reach into the memory of
+others, and it hands out its own functions. Here dense tensors, NumPy's arrays and plain values are rebuilt only.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medfl.core.pickled_arrays import STAND_INS, PickledArray, PickledType, latin1
+from medfl.core.untrusted import printable
+
+
+def dense(numbers: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Tensor:
+    """Return a tensor on the numbers of a storage, without a gradient; an UnpicklingError if it is no plain one.
+
+    Raises:
+        RuntimeError: it reaches beyond its storage.
+    """
+    described = isinstance(numbers, Tensor) and isinstance(size, tuple) and isinstance(stride, tuple)
+    if not described or any(type(one) is not int or one < 0 for one in (offset, *size, *stride)):
+        raise pickle.UnpicklingError("it holds a tensor that is not described as PyTorch does it")
+    if any(more[2:]):  # after the gradient and the hooks: bits of a view of complex numbers
+        raise pickle.UnpicklingError("it holds a tensor that is conjugated or negated when it is read")
+    made: Tensor = numbers.new_empty(0).set_(numbers.as_strided(size, stride, offset))  # no view of another tensor
+    return made
+
+
+def first(value: Any, *_: Any) -> Any:
+    """Return what a pickle wraps: a Parameter's tensor, a Size's tuple, a Counter's dict."""
+    return value
+
+
+def put(target: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
+    """Put values into a dict; an UnpicklingError for a name that is no text and no number, as Python hashes any."""
+    if type(target) not in (dict, OrderedDict) or not all(isinstance(name, _NAMES) for name in names):
+        raise pickle.UnpicklingError("it holds values by other things than texts and numbers")
+    target.update(zip(names, values, strict=True))
+
+
+def ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    """Return an OrderedDict; Python 2 gives its pairs at once."""
+    made: OrderedDict[Any, Any] = OrderedDict()
+    if pairs and type(pairs) is not list:
+        raise pickle.UnpicklingError("it holds an OrderedDict that is not described as Python does it")
+    put(made, [name for name, _ in pairs], [value for _, value in pairs])
+    return made
+
+
+_KINDS = {
+    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool, "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
+}  # fmt: skip
+_REBUILT: Mapping[str, Any] = {
+    **STAND_INS,
+    **{f"{place}.{name}Storage": kind for place in ("torch", "torch.cuda") for name, kind in _KINDS.items()},
+    **{f"torch._utils._rebuild_tensor{version}": dense for version in ("", "_v2")},
+    "torch._utils._rebuild_parameter": first, "torch.Size": first, "collections.Counter": first,
+    "collections.OrderedDict": ordered, "_codecs.encode": latin1,
+}  # fmt: skip
+"""Name in a file of `torch.save` -> what is called in its place, or the kind of a storage's numbers."""
+_STEPS = b"(.)]}NGJKMXUhjqrQctabesuR\x80\x85\x86\x87\x88\x89\x8a"
+"""Of a pickle's steps those that `torch.save` writes: others make objects, or ask for memory of any size."""
+_NAMES = (str, bytes, int, float, type(None))
+_SINGLE = (*_NAMES, Tensor, np.ndarray, np.generic)
+_VERSIONS = ("version", "spectral_norm")
+"""Of what weights say of each module; another word has `load_state_dict` put the file's tensors in as they are."""
+_ALLOWED = "a checkpoint is tensors and plain values"
+
+
+def require_plain_values(value: Any) -> None:
+    """Raise an UnpicklingError if there is anything but tensors, arrays and plain values, at any depth."""
+    todo, seen = [value], dict[int, Any]()
+    while todo:
+        one = todo.pop()
+        if isinstance(one, _SINGLE) or id(one) in seen:
+            continue
+        seen[id(one)] = one
+        if not isinstance(one, dict | list | tuple):
+            raise pickle.UnpicklingError(f"it holds a {type(one).__name__} as a value; {_ALLOWED}")
+        todo += [*one.values(), *getattr(one, "__dict__", {}).values()] if isinstance(one, dict) else one
+
+
+class PlainUnpickler(pickle._Unpickler):
+    """Reads tensors, NumPy's arrays and numbers, and plain values, as `torch.save` writes them, and nothing else.
+
+    Attributes:
+        storages: key -> bytes of each storage that was asked for.
+    """
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, file: BinaryIO, size: int, read: Callable[[str, int], Tensor]) -> None:
+        """Read a pickle.
+
+        Args:
+            file: where it is.
+            size: bytes of the whole file, which bound what is made of it.
+            read: gives the bytes of a storage from its key and their number.
+        """
+        super().__init__(file, encoding="utf-8")
+        self._left, self._read = 2 * size, read  # an array is a text and bytes
+        self.storages: dict[str, Tensor] = {}
+
+    def load(self) -> Any:
+        """Return the next value of the file; an UnpicklingError names what else it holds."""
+        value = super().load()
+        require_plain_values(value)
+        return value
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name."""
+        if (full := f"{module}.{name}") not in _REBUILT:
+            raise pickle.UnpicklingError(f"it holds {printable(full, 80)}; {_ALLOWED}")
+        return _REBUILT[full]
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        """Return a storage, as its numbers in a row."""
+        match pid:
+            case ("storage", torch.dtype() as kind, str() as key, _, int() as count, *view) if not any(view):
+                length = count * kind.itemsize
+            case _:
+                raise pickle.UnpicklingError("it holds a storage that is not described as PyTorch does it")
+        if key not in self.storages:
+            self._take(length)
+            self.storages[key] = self._read(key, length)
+        if len(self.storages[key]) != length:
+            raise pickle.UnpicklingError("it holds a storage of another size than it says")
+        return self.storages[key].view(kind)
+
+    def _take(self, length: int) -> None:
+        self._left -= length
+        if length < 0 or self._left < 0:
+            raise pickle.UnpicklingError("what it says would take more memory than the file has bytes")
+
+    def _take_parts(self, given: Any) -> None:
+        """Count what a call is given, which it may copy: one short step of a pickle gives the same again."""
+        if not isinstance(given, tuple):
+            raise pickle.UnpicklingError("it holds a call that is not described as Python does it")
+        self._take(len(given) + sum(len(part) for part in given if isinstance(part, str | bytes | list | tuple)))
+
+    def _call(self) -> None:
+        given = self.stack.pop()
+        self._take_parts(given)
+        self.stack[-1] = self.stack[-1](*given)
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if isinstance(made, PickledType | PickledArray):
+            self._take_parts(state)
+            made.__setstate__(state)
+        elif isinstance(made, OrderedDict) and isinstance(state, dict) and state.keys() == {"_metadata"}:
+            self._take(len(state["_metadata"]))
+            vars(made)["_metadata"] = {
+                name: {kind: facts[kind] for kind in _VERSIONS if kind in facts}
+                for name, facts in state["_metadata"].items()
+            }
+        else:
+            raise pickle.UnpicklingError(f"it sets attributes of {type(made).__name__}; {_ALLOWED}")
+
+    def _set_item(self) -> None:
+        value, name = self.stack.pop(), self.stack.pop()
+        put(self.stack[-1], [name], [value])
+
+    def _set_items(self) -> None:
+        items = self.pop_mark()
+        put(self.stack[-1], items[::2], items[1::2])
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("it is no pickle as torch.save writes it, of protocol 2")
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **dict.fromkeys(range(256), _refuse),
+        **{step: pickle._Unpickler.dispatch[step] for step in _STEPS},
+        **{pickle.REDUCE[0]: _call, pickle.BUILD[0]: _build},
+        **{pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items},
+    }
