@@ -142,8 +142,8 @@ WRITERS = name_set(
 )
 """Components that write files; medfl never makes them for a bundle (the ending of those for dictionaries left out)."""
 
-TRUST_INDICES = frozenset({"CTCLoss"})
-"""Modules of PyTorch that read where their inputs point to, in memory of others too."""
+TRUST_INDICES = name_set("CTCLoss CircularPad1d CircularPad2d CircularPad3d EmbeddingBag MultiMarginLoss")
+"""Modules of PyTorch that read where their inputs and sizes point to, in memory of others too."""
 
 LOADS_WEIGHTS = frozenset({"EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "ResNetFeatures"})
 """Networks that fetch weights unless told `pretrained: false`."""
@@ -240,6 +240,8 @@ def why_argument_refused(name: str, value: object, has_url: bool | None = None) 
         return f"argument {name!r} is a URL: nothing is fetched"
     if name == "weights_only" and value is not True:
         return "argument 'weights_only' can only be true here: nothing is unpickled"
+    if name == "device" and str(value).startswith("meta"):
+        return "the device 'meta', whose tensors have no memory: others read that of others for it"
     if name in ("pickle_module", "model_url", "pretrained_url", "pretrained_path") and value is not None:
         return f"argument {name!r} cannot be given here: nothing is fetched and nothing unpickled"
     return ""

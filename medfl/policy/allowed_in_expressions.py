@@ -44,7 +44,7 @@ _MEMBERS = {
     "torch.cuda": "device_count is_available",
     "torch.distributed": "get_rank get_world_size is_available is_initialized",
     "torch.nn.functional": """
-        adaptive_avg_pool2d adaptive_avg_pool3d affine_grid avg_pool2d avg_pool3d gelu grid_sample interpolate
+        adaptive_avg_pool2d adaptive_avg_pool3d affine_grid avg_pool2d avg_pool3d gelu interpolate
         leaky_relu log_softmax max_pool2d max_pool3d normalize one_hot pad relu sigmoid softmax
         """,
     "ignite.engine.Events": """
@@ -102,7 +102,8 @@ TORCH_FUNCTIONS = name_set(
 """Functions of `torch` that make a tensor of its own from others, and check sizes and indices before they touch memory.
 
 Left out: what changes its argument (`add_`), looks at memory as something else (`frombuffer`, `as_strided`, `asarray`),
-trusts indices that it is given (`sparse_coo_tensor`, `embedding_bag`), and the backends' own (`mkldnn_...`).
+trusts indices that it is given (`sparse_coo_tensor`, `embedding_bag`; `grid_sample` infinite ones), and the backends'
+own (`mkldnn_...`).
 """
 
 _NEED_PERMISSION = {

@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import EnumMeta
 from functools import cache
 from typing import Any, TypeGuard
@@ -139,7 +139,7 @@ def _makes_objects(value: object) -> bool:
 
 
 def check_arguments(
-    function: Any, arguments: Collection[Any], named: Mapping[str, Any], *, unpickles: bool = False
+    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], *, unpickles: bool = False
 ) -> dict[str, Any]:
     """Check what a function or component is called with, and return it by name; `...` is what is not known yet.
 
@@ -155,6 +155,8 @@ def check_arguments(
         further = [one.name for one in signature.parameters.values() if one.kind is one.VAR_POSITIONAL]
     except (TypeError, ValueError):
         by_name, further = dict(named), []  # it tells no names of its positional ones
+    if called in ("device", "to") and arguments:
+        by_name["device"] = arguments[-1]
     of_monai = str(getattr(function, "__module__", None)).startswith("monai.")
     if of_monai and any(by_name.get(name) for name in further):
         raise Refused(f"{called or 'a call'} with more arguments than it has names for")

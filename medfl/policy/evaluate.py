@@ -249,7 +249,7 @@ class ExpressionEvaluator:
             Refused: one may not be called.
         """
         for value in values_inside([*values]):
-            if not callable(value) or isinstance(value, torch.device) or self._may_be_called(value):
+            if not callable(value) or self._may_be_called(value):
                 continue
             if not (objects and (isinstance(value, nn.Module) or is_listed(type(value)))):
                 name = getattr(value, "__name__", type(value).__name__)

@@ -117,8 +117,10 @@ class Gate:
         if from_images:
             self.account.add(self._check_uncovered(keys))
         elif not self.account.add_answer(self.rules.answers):
-            given = f"it has answered {self.rules.answers} questions about images that are kept out of training"
-            raise self._refusal(f"{given}, as many as its policy allows")
+            raise self._refusal(
+                f"it has answered {self.rules.answers} questions about images that are kept out of training, "
+                "as many as it may"
+            )
 
     def charge_without_noise(self, message: Message, samples: int) -> None:
         """Charge what leaves of a reply beside its noised change (`charge_noised_reply`); without noise all of it."""

