@@ -1,4 +1,4 @@
-"""A local step on the CPU, one thread: with PyTorch's max pooling, with medfl's, and compiled.
+"""A local step on the CPU, one thread: eager and compiled.
 
 A site trains with SGD and momentum on batches that come again and again; visits of two lengths are timed in turn, and
 their difference is the steps of the longer one: so neither the start of a visit nor the compilation is in it.
@@ -20,13 +20,12 @@ from torch import nn
 from medfl import networks
 from medfl.data.prepared import Shard, Stacked
 from medfl.training.accelerate.compiled import compile_steps
-from medfl.training.accelerate.max_pool import use_fast_max_pool
 from medfl.training.loop import fit
 from medfl.training.network_pool import Networks
 from medfl.training.site import LocalSettings, Site
 
 CLASSES, SHORT = 8, 6
-WAYS = ("plain", "pooling", "compiled")
+WAYS = ("plain", "compiled")
 
 
 class Visits:
@@ -42,9 +41,7 @@ class Visits:
         def build() -> nn.Module:
             return networks.build(network, 3, CLASSES)
 
-        cpu = torch.device("cpu")
-        fast = Networks(lambda: use_fast_max_pool(build()), 0, cpu)
-        self.pools = {"plain": Networks(build, 0, cpu), "pooling": fast, "compiled": fast}
+        self.pools = {way: Networks(build, 0, torch.device("cpu")) for way in WAYS}
 
     def seconds(self, way: str, steps: int) -> float:
         """Return the seconds of a visit."""
@@ -77,7 +74,7 @@ def measure(network: str, options: argparse.Namespace) -> list[dict[str, object]
             {
                 "name": f"step/{network}-{options.size}-batch-{options.batch}-{way}",
                 "ratio": statistics.median(ratios),
-                "relative_to": "the eager step with PyTorch's max pooling",
+                "relative_to": "the eager step",
                 "ratio_min": min(ratios),
                 "ratio_max": max(ratios),
                 "milliseconds": 1000 * statistics.median(each[way] for each in found),

@@ -101,12 +101,12 @@ class _Component(ConfigComponent):
         if not own and (name.endswith("Dataset") or name == "Subset"):
             self._check_items(arguments)
         try:
-            made = factory(**arguments)
+            instance = factory(**arguments)
         except Exception as error:
             raise RuntimeError(f"{name} cannot be made with {', '.join(arguments) or 'nothing'}") from error
         if not own:
-            guard_readers(made, self._evaluator.check_path)
-        return made
+            guard_readers(instance, self._evaluator.check_path)
+        return instance
 
     def _check_items(self, arguments: Mapping[str, Any]) -> None:
         """Refuse items of a data set that name files elsewhere: they are hashed before they are read."""

@@ -12,7 +12,7 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ import numpy as np
 
 from medfl import networks
 from medfl.bundle import own_layouts
-from medfl.bundle.new_metadata import metadata_of
 from medfl.bundle.own_layouts import UserLayout
 from medfl.bundle.picture_facts import PictureFacts, common_facts, depth_notes, duplicate_notes, own_depth, sides
+from medfl.bundle.survey import Survey, metadata_of
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text
 from medfl.core.places import require_new_bundle
@@ -42,64 +42,6 @@ _FEW, _FOLDS = 10, 5  # test images, below which so many folds are offered
 _PATCH, _STEP = 64, 8  # voxels a side of a patch at most, and what it is a multiple of
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
 _KINDS = {"labelled": "labelled pictures", "pictures": "pictures with masks", "volumes": "volumes with masks"}
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What a folder of images holds.
-
-    Attributes:
-        kind: "labelled" pictures, or "pictures" or "volumes" with masks.
-        folder: what is given with --data.
-        classes: names in label order; of masks with the background first.
-        counts: images of each class; of masks, images that have some of it.
-        channels: of an image.
-        brightest: largest value that a picture can have, of types other than 8 and 16 bits; 1 with `own_depth`.
-        sides: least and largest side of the images, in pixels or voxels.
-        patch: of volumes, a training patch.
-        images, masks: names of the folders in `folder`, "" of labelled pictures.
-        phantom: the phantom cohort that some of them are of, "" where all may be real.
-        notes: what the user should know, as of files that are left out.
-        own_depth: pictures have 8 or 16 bits and each is read by its own depth: the largest value of those of 16, 255
-            without any; 0: they have others.
-        labels: table of the classes in `folder`, "" where it has a folder for each.
-        group_by: expression that says the patients in file names, None where it was not asked for.
-        patients: how many, 0 where nothing says.
-        offer: an expression that file names suggest where patients are not known, and how many it makes.
-        said: in which layout they are and what of a table was taken.
-        tested: images in the test section.
-        sites: among which a run divides the images unasked: three, or as many as a few patients are enough for.
-        folds: of a cross-validation that would test more; 0 where there are enough images, or too few patients.
-    """
-
-    kind: str
-    folder: str
-    classes: tuple[str, ...]
-    counts: tuple[int, ...]
-    channels: int
-    brightest: int
-    sides: tuple[int, int]
-    patch: tuple[int, ...] = ()
-    images: str = ""
-    masks: str = ""
-    phantom: str = ""
-    notes: tuple[str, ...] = ()
-    own_depth: int = 0
-    labels: str = ""
-    group_by: str | None = None
-    patients: int = 0
-    offer: tuple[str, int] | None = None
-    said: tuple[str, ...] = ()
-    tested: int = 0
-    sites: int = 3
-    folds: int = 0
-
-    @property
-    def items_call(self) -> str:
-        """The call of `medfl.datasets.own` that lists the items, up to the section."""
-        if self.kind != "labelled":
-            return "paired(@dataset_dir, @images, @masks"
-        return "listed(@dataset_dir, @images, @labels, @classes" if self.labels else "labelled(@dataset_dir, @classes"
 
 
 def survey(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,14 +11,11 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core import terminal
 from medfl.core.errors import InputError
-from medfl.core.untrusted import override_value
 
 EXAMPLES = """\
 examples
   medfl data make ham10000 --out pictures --per-class 10 --size 32
       small pictures of a shipped bundle's classes
-  medfl data make zoo/spleen_ct_segmentation --out spleen
-      for any bundle: what its configuration looks for is drawn, or said to be unknown
   medfl data check bundles/mine --data pictures
       is a folder as a bundle of medfl new wants it? counts, patients, unreadable images"""
 
@@ -34,13 +30,11 @@ def add(verbs: Any) -> None:
     shipped = "name of a shipped bundle (medfl bundles)"
     fetch.add_argument("bundle", metavar="BUNDLE", help=shipped)
     check.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote")
-    make.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of any")
+    make.add_argument("bundle", metavar="BUNDLE", help=shipped)
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
-    arguments.add_number(make, "--per-class", "N", "images per class; of a bundle by its folder: cases per data list")
+    arguments.add_number(make, "--per-class", "N", "images per class")
     arguments.add_number(make, "--size", "PIXELS", "side of the images")
     arguments.add_number(make, "--seed", "S", "seed of the drawing; default 0")
-    arguments.add_config(make, "id of the configuration of a bundle by its folder; may be repeated")
-    arguments.add_trust(make)
     text = "where to; an interrupted download continues"
     fetch.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
     check.add_argument("--data", type=Path, metavar="DIR", help="the folder; default: one below $MEDFL_DATA")
@@ -51,32 +45,11 @@ def _make(args: Any) -> int:
 
     sizes = {name: value for name in ("per_class", "size", "seed") if (value := getattr(args, name)) is not None}
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
-        return _make_foreign(args, sizes)
+        advice = "draw some in a checkout of medfl: python -m tools.synthetic_data BUNDLE --out DIR"
+        raise InputError(f"bundle {args.bundle}", "shipped bundles have drawn images (medfl bundles)", advice)
     folder = datasets.write_phantom(args.bundle, args.out, **sizes)
     document = {"name": args.bundle, "folder": str(folder), "source": "phantom"}
     return show(args, document, lambda: f"PHANTOM cohort (drawn images) of {args.bundle}: {folder}")
-
-
-def _make_foreign(args: Any, sizes: dict[str, int]) -> int:
-    """Draw data for a bundle that is not ours, in the layout that its configuration looks for."""
-    from medfl.bundle.draw_data import draw_data
-
-    seed, cases, size = sizes.get("seed", 0), sizes.get("per_class", 0), sizes.get("size")
-    config = {key: override_value(text) for key, text in arguments.parse_pairs("--config", args.config).items()}
-    drawn = draw_data(args.bundle, args.out, config=config, seed=seed, cases=cases, size=size)
-    command = shlex.join(["medfl", "run", args.bundle, *drawn.arguments, *(["--trust"] if args.trust else [])])
-    document = {
-        "name": Path(args.bundle).resolve().name, "folder": str(drawn.folder), "source": "phantom",
-        "files": drawn.files, "items": dict(drawn.counts), "notes": list(drawn.notes), "command": command,
-    }  # fmt: skip
-    items = ", ".join(f"{section} {count}" for section, count in drawn.counts.items())
-    lines = [
-        f"PHANTOM data (drawn images) for {document['name']}: {drawn.folder}",
-        f"{drawn.files} files; items: {items}",
-        *(f"note: {note}" for note in drawn.notes),
-        f"train on them: {command}",
-    ]
-    return show(args, document, lambda: "\n".join(lines))
 
 
 def _fetch(args: Any) -> int:

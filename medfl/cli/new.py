@@ -12,7 +12,7 @@ from medfl.cli.parser import add_verb, show
 from medfl.core.places import require_new_bundle
 
 if TYPE_CHECKING:
-    from medfl.bundle.starter import Survey
+    from medfl.bundle.survey import Survey
 
 _EXAMPLES = """\
 examples

@@ -18,7 +18,7 @@ from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
 from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
-from medfl.report.page import environment
+from medfl.report.templating import environment
 
 _BASE = "fedavg"  # the others are tested against it where it is there
 

@@ -18,9 +18,10 @@ from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
 from medfl.report.differences import between_models
 from medfl.report.formatting import setting
-from medfl.report.page import context, environment
+from medfl.report.page import context
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
 from medfl.report.run_files import MODEL_KINDS
+from medfl.report.templating import environment
 
 _SETTINGS = (
     "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer", "cohort",

@@ -30,8 +30,8 @@ def dense(numbers: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Tens
         raise pickle.UnpicklingError("it holds a tensor that is not described as PyTorch does it")
     if any(more[2:]):  # after the gradient and the hooks: bits of a view of complex numbers
         raise pickle.UnpicklingError("it holds a tensor that is conjugated or negated when it is read")
-    made: Tensor = numbers.new_empty(0).set_(numbers.as_strided(size, stride, offset))  # no view of another tensor
-    return made
+    tensor: Tensor = numbers.new_empty(0).set_(numbers.as_strided(size, stride, offset))  # no view of another tensor
+    return tensor
 
 
 def first(value: Any, *_: Any) -> Any:
@@ -48,11 +48,11 @@ def put(target: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
 
 def ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     """Return an OrderedDict; Python 2 gives its pairs at once."""
-    made: OrderedDict[Any, Any] = OrderedDict()
+    mapping: OrderedDict[Any, Any] = OrderedDict()
     if pairs and type(pairs) is not list:
         raise pickle.UnpicklingError("it holds an OrderedDict that is not described as Python does it")
-    put(made, [name for name, _ in pairs], [value for _, value in pairs])
-    return made
+    put(mapping, [name for name, _ in pairs], [value for _, value in pairs])
+    return mapping
 
 
 _KINDS = {
@@ -79,15 +79,15 @@ _ALLOWED = "a checkpoint is tensors and plain values"
 
 def require_plain_values(value: Any) -> None:
     """Raise an UnpicklingError if there is anything but tensors, arrays and plain values, at any depth."""
-    todo, seen = [value], dict[int, Any]()
+    todo, visited = [value], dict[int, Any]()
     while todo:
-        one = todo.pop()
-        if isinstance(one, _SINGLE) or id(one) in seen:
+        part = todo.pop()
+        if isinstance(part, _SINGLE) or id(part) in visited:
             continue
-        seen[id(one)] = one
-        if not isinstance(one, dict | list | tuple):
-            raise pickle.UnpicklingError(f"it holds a {type(one).__name__} as a value; {_ALLOWED}")
-        todo += [*one.values(), *getattr(one, "__dict__", {}).values()] if isinstance(one, dict) else one
+        visited[id(part)] = part
+        if not isinstance(part, dict | list | tuple):
+            raise pickle.UnpicklingError(f"it holds a {type(part).__name__} as a value; {_ALLOWED}")
+        todo += [*part.values(), *getattr(part, "__dict__", {}).values()] if isinstance(part, dict) else part
 
 
 class PlainUnpickler(pickle._Unpickler):
@@ -150,23 +150,23 @@ class PlainUnpickler(pickle._Unpickler):
         self._take(len(given) + sum(len(part) for part in given if isinstance(part, str | bytes | list | tuple)))
 
     def _call(self) -> None:
-        given = self.stack.pop()
-        self._take_parts(given)
-        self.stack[-1] = self.stack[-1](*given)
+        arguments = self.stack.pop()
+        self._take_parts(arguments)
+        self.stack[-1] = self.stack[-1](*arguments)
 
     def _build(self) -> None:
-        state, made = self.stack.pop(), self.stack[-1]
-        if isinstance(made, PickledType | PickledArray):
+        state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, PickledType | PickledArray):
             self._take_parts(state)
-            made.__setstate__(state)
-        elif isinstance(made, OrderedDict) and isinstance(state, dict) and state.keys() == {"_metadata"}:
+            target.__setstate__(state)
+        elif isinstance(target, OrderedDict) and isinstance(state, dict) and state.keys() == {"_metadata"}:
             self._take(len(state["_metadata"]))
-            vars(made)["_metadata"] = {
+            vars(target)["_metadata"] = {
                 name: {kind: facts[kind] for kind in _VERSIONS if kind in facts}
                 for name, facts in state["_metadata"].items()
             }
         else:
-            raise pickle.UnpicklingError(f"it sets attributes of {type(made).__name__}; {_ALLOWED}")
+            raise pickle.UnpicklingError(f"it sets attributes of {type(target).__name__}; {_ALLOWED}")
 
     def _set_item(self) -> None:
         value, name = self.stack.pop(), self.stack.pop()

@@ -9,13 +9,13 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 from medfl.core.errors import InputError
 from medfl.core.names import from_cell, refuse_untrusted_module
-from medfl.core.older_records import upgraded
 from medfl.core.run import Run
 from medfl.core.type_checks import Count, type_errors
 from medfl.core.untrusted import Refused, printable, read_bytes, read_json, read_json_bytes, read_table
@@ -248,3 +248,22 @@ def require_plain(folder: Path) -> None:
             raise damaged(path.with_name(printable(path.name)), "is neither a plain file nor a folder")
         if path.name in _WRITTEN_FOLDERS and path.is_dir():  # others, as of W&B, may have links of their own
             paths += [Path(base, name) for base, *names in os.walk(path) for name in chain(*names)]
+
+
+_MOVED = {"weights": "site_weights", "decay_per": "decay_per", "keep_optimizer": "keep_optimizer"}
+"""Options of these methods that became settings of every run after 0.6.0."""
+_BEFORE = {"fedbm": tuple(_MOVED), "fedcb": tuple(_MOVED), "fedhelp": ("weights",)}
+_ADDED = {"fedrod": {"personal_start": "zero"}}
+"""Options that came after 0.6.0, with another default than what was done before."""
+
+
+def upgraded(run: Run) -> Run:
+    """Return a run with the names of today; one of today as it is.
+
+    A kept optimiser is in States where this version does not look for it: such an option stays, and is refused.
+    """
+    options = {**_ADDED.get(run.method, {}), **run.options}
+    moved = [name for name in _BEFORE.get(run.method, ()) if name in options and options[name] is not True]
+    settings = {_MOVED[name]: options.pop(name) for name in moved}
+    settings.pop("keep_optimizer", None)  # False: the default of every run
+    return replace(run, options=options, **settings) if options != run.options else run

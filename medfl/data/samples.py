@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from monai import transforms as mt
 from monai.data import MetaTensor, PILReader
 from monai.transforms import Compose, LoadImage, Randomizable, RandomizableTrait, Transform
 from torch import Tensor
@@ -18,7 +19,6 @@ from medfl.core.errors import InputError, MedflError, missing_package, without_p
 from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
-from medfl.data.deterministic import without_draws
 from medfl.data.incomplete_entries import is_unlabelled
 from medfl.data.prepared import Item, as_plain, check_channels
 from medfl.data.sampled import SampleFunctions
@@ -238,3 +238,45 @@ def _inner_transforms(dataset: Any) -> list[Any]:
     deeper = [transform for part in parts for transform in _inner_transforms(part)]
     outer = [dataset, getattr(dataset, "transform", None)]
     return [*deeper, *(part for part in outer if hasattr(part, "set_random_state"))]
+
+
+def without_draws(transforms: Sequence[Any], *, uncropped: bool) -> list[Any]:
+    """Return transforms that draw nothing: what has a probability never happens, a random crop is the middle one.
+
+    Others that draw (somebody's own functions, choices between transforms) stay; their draws are those of the item's
+    position.
+
+    Args:
+        transforms: MONAI's or anybody's; their probabilities are changed in place.
+        uncropped: leave random crops out instead.
+    """
+    without: list[Any] = []
+    for transform in transforms:
+        crop = _middle(transform) if isinstance(transform, mt.RandomizableTrait) else None
+        if crop is not None:
+            without += [] if uncropped else [crop]
+            continue
+        if isinstance(transform, mt.RandomizableTransform):
+            transform.prob = 0.0  # it keeps what it does in any case: types, and sizes that are asked for
+        without.append(transform)
+    return without
+
+
+def _middle(transform: Any) -> Any:
+    """Return the crop of the same size around the middle, None for what is no crop of a known size."""
+    if not any("Crop" in kind.__name__ and kind.__module__.startswith("monai.") for kind in type(transform).__mro__):
+        return None
+    cropper = transform
+    while hasattr(cropper, "cropper"):
+        cropper = cropper.cropper
+    for name, array, mapped in (
+        ("roi_scale", mt.CenterScaleCrop, mt.CenterScaleCropd),
+        ("roi_size", mt.CenterSpatialCrop, mt.CenterSpatialCropd),
+        ("spatial_size", mt.CenterSpatialCrop, mt.CenterSpatialCropd),
+    ):
+        size = getattr(cropper, name, None)
+        if size is not None and isinstance(transform, mt.MapTransform):
+            return mapped(transform.keys, size, allow_missing_keys=transform.allow_missing_keys)
+        if size is not None:
+            return array(size)
+    return None

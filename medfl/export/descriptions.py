@@ -21,7 +21,7 @@ import jinja2
 from medfl import methods
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import read
-from medfl.bundle.new_metadata import RESEARCH_ONLY, SCHEMA
+from medfl.bundle.survey import RESEARCH_ONLY, SCHEMA
 from medfl.core.places import PHANTOM
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run

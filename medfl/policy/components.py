@@ -152,7 +152,9 @@ def check_arguments(
     try:
         signature = inspect.signature(function)
         by_name = {**signature.bind_partial(*arguments).arguments, **named}
-        further = [one.name for one in signature.parameters.values() if one.kind is one.VAR_POSITIONAL]
+        further = [
+            parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.VAR_POSITIONAL
+        ]
     except (TypeError, ValueError):
         by_name, further = dict(named), []  # it tells no names of its positional ones
     if called in ("device", "to") and arguments:

@@ -223,7 +223,7 @@ class ExpressionEvaluator:
 
     def _is_own(self, value: object) -> bool:
         """Tell whether this is of the bundle's own Python, or made of it, and that may run."""
-        packages = {str(getattr(one, "__module__", "")).partition(".")[0] for one in (value, type(value))}
+        packages = {str(getattr(part, "__module__", "")).partition(".")[0] for part in (value, type(value))}
         return "scripts" in self.permissions and not packages.isdisjoint(self.own_modules)
 
     # What may be called

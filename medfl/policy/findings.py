@@ -94,7 +94,11 @@ class Inspection:
         What is refused in others does not count, but a file that is not as it was pinned does.
         """
         unread = {f"configs/{name}" for name in set(READ).difference(reads)}
-        return [one for one in self.refusals if one.file.rpartition(".")[0] not in unread or one in self.pin_refusals]
+        return [
+            refusal
+            for refusal in self.refusals
+            if refusal.file.rpartition(".")[0] not in unread or refusal in self.pin_refusals
+        ]
 
     def require(self, reads: Collection[str] = READ) -> None:
         """Raise if something is refused for who reads these configurations.

@@ -30,6 +30,7 @@ from medfl.evaluation.metrics import Cases
 from medfl.report import formatting
 from medfl.report.run_files import Predictions, RunFiles
 from medfl.report.table import structure_lines
+from medfl.report.templating import environment
 
 FORM: Mapping[str, Any] = {
     "folds": Count, "bundle": str, "options": dict[str, Any], "config": dict[str, Any], "requested": dict[str, Any],
@@ -207,8 +208,6 @@ def write(folder: Path) -> Folds:
     Raises:
         InputError: as `Folds.read`.
     """
-    from medfl.report.page import environment
-
     cross_validation = Folds.read(folder)
     summary = cross_validation.summary()
     write_atomic(folder / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())

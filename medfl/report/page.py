@@ -5,12 +5,9 @@ from __future__ import annotations
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
-
-import jinja2
 
 from medfl.core.places import FOLDS
 from medfl.core.run_documents import damaged
@@ -19,11 +16,12 @@ from medfl.core.storage import write_atomic
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
-from medfl.report import folds, formatting, round_charts, saved_pictures
+from medfl.report import folds, round_charts, saved_pictures
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, SUMMARY_KINDS, RunFiles
+from medfl.report.templating import environment
 
 _SHOWN = ("key", "judged", "personal_model", "phantom", "public", "finished", "rise", "rounds", "summary")
 """What the page is given of `RunFiles` by the same name."""
@@ -44,23 +42,6 @@ def write_report(run_folder: Path) -> Path:
     path = run.path / "report.html"
     write_atomic(path, page.encode())
     return path
-
-
-@cache
-def environment() -> jinja2.Environment:
-    """Return the environment of the templates; a name that is not in the context is an error, values are escaped."""
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    same_name = {
-        name: getattr(formatting, name) for name in ("number", "count", "each", "interval", "sd", "signed", "command")
-    }
-    templates.filters.update(same_name, bytes=formatting.size, seconds=formatting.duration, title=metrics.title)
-    return templates
 
 
 def context(run: RunFiles) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from medfl.core.settings import LOSSLESS, MEAN
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
 from medfl.data.on_device import Free, free_gpu_memory
+from medfl.data.partition.table import table as partition_table
 from medfl.data.prepared import Prepared
 from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
@@ -305,7 +306,7 @@ def _division(plan: Plan) -> str:
     """Return the table of the partition; of more sites than can be read, how large they are."""
     record = plan.run.partition
     if len(record.sites) <= _LISTED:
-        return plan.partition.table(plan.sections, plan.counted or None)
+        return partition_table(plan.partition, plan.sections, plan.counted or None)
     sizes = sorted(len(ids["train"]) for ids in record.sites.values())
     summary = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
     lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"]

@@ -32,7 +32,6 @@ from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import judged
-from medfl.training.accelerate.max_pool import use_torch_max_pool
 
 CPU = torch.device("cpu")
 
@@ -235,7 +234,7 @@ class _States:
         server = folder.best_state() if self.networks.which == "best" else folder.server_state(self.manifest)
         with federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
-            return None if network is None else use_torch_max_pool(deepcopy(network))
+            return None if network is None else deepcopy(network)
 
     def site_network(self, name: str) -> nn.Module:
         """Return a copy of the network that a site is judged by after the last round."""
@@ -246,4 +245,4 @@ class _States:
         state_file = folder.readable_state(name, self.networks.run_hash)
         state = None if state_file is None else load_state(state_file)
         with judged(federation, round_, name, state, down) as network:
-            return use_torch_max_pool(deepcopy(network))
+            return deepcopy(network)

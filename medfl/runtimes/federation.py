@@ -37,7 +37,6 @@ from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.compiled import compile_steps
-from medfl.training.accelerate.max_pool import use_fast_max_pool
 from medfl.training.accelerate.precision import with_channels_last
 
 POOLED = "central"
@@ -124,7 +123,7 @@ class Federation:
 
     def _pool(self, bundle: Bundle) -> Networks:
         def network() -> nn.Module:
-            model = use_fast_max_pool(self.method.adapt(bundle.network(), self.task))
+            model = self.method.adapt(bundle.network(), self.task)
             return with_channels_last(model) if self.run.channels_last else model
 
         pool = Networks(network, self.run.seed, torch.device(self.run.device))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from medfl import cli, load_run
-from medfl.core.older_records import upgraded
 from medfl.core.run import Run
+from medfl.core.run_documents import upgraded
 from medfl.methods import load
 from tests.support.phantoms import draw_small
 from tests.support.toy import run_record

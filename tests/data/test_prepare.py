@@ -48,11 +48,10 @@ from medfl.core.errors import InputError
 from medfl.data import prepare as preparing
 from medfl.data import samples
 from medfl.data.byte_codes import Coded
-from medfl.data.deterministic import without_draws
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Augmented, Prepared, Shard, Stacked
 from medfl.data.sampled import Sampled
-from medfl.data.samples import SampleMaker
+from medfl.data.samples import SampleMaker, without_draws
 from medfl.data.source import Source, records, take_apart
 from medfl.evaluation.save_masks import is_picture, to_original
 

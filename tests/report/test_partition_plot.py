@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from medfl.data.partition.rules import assign
-from medfl.data.partition.table import shorten
+from medfl.data.partition.table import shorten, table
 from medfl.report.partition_plot import SMALLEST, _diameter, _Layout, plot
 
 
@@ -26,7 +26,8 @@ def test_table_by_hand():
         "validate": [],
         "test": [{"id": "t", "label": 0, "centre": "north"}],
     }
-    text = assign("centre", sections, sites=None, classes=("mel", "nv"), seed=5).table(sections, ("mel", "nv"))
+    partition = assign("centre", sections, sites=None, classes=("mel", "nv"), seed=5)
+    text = table(partition, sections, ("mel", "nv"))
     assert text.splitlines() == [
         "partition centre, seed 5: images of each section and training images of each class",
         "",
@@ -44,7 +45,7 @@ def test_table_keeps_to_a_hundred_columns_and_loses_no_number(num_classes, lengt
     names = [f"{c} {'x' * length}" for c in range(num_classes)]
     sections = cohort(num_classes)
     partition = assign("dirichlet:0.5", sections, sites=5, classes=names, seed=0)
-    lines = partition.table(sections, names).splitlines()
+    lines = table(partition, sections, names).splitlines()
     assert max(map(len, lines)) <= 100
     rows = [line.split() for line in lines if line.startswith("site-2 ")]
     numbers = [0 if cell == "-" else int(cell) for row in rows for cell in row[1:]]
@@ -55,7 +56,8 @@ def test_table_keeps_to_a_hundred_columns_and_loses_no_number(num_classes, lengt
 def test_table_shortens_site_names():
     wards = ("hospital of the holy spirit, ward a", "hospital of the holy spirit, ward b")
     sections = {"train": [{"id": f"i{i}", "centre": wards[i % 2]} for i in range(6)]}
-    lines = assign("centre", sections, sites=None, classes=None, seed=0).table(sections, None).splitlines()
+    partition = assign("centre", sections, sites=None, classes=None, seed=0)
+    lines = table(partition, sections, None).splitlines()
     assert "hospital of …rit, ward a         3" in lines
     assert "hospital of …rit, ward b         3" in lines
 
@@ -64,7 +66,7 @@ def test_table_tells_the_notes():
     sections, names = cohort(3, per_class=40), ("a", "b", "c")
     partition = assign("shots:2,5,0", sections, sites=2, classes=names, seed=0)
     assert partition.notes
-    assert all(f"note: {note}" in partition.table(sections, names) for note in partition.notes)
+    assert all(f"note: {note}" in table(partition, sections, names) for note in partition.notes)
 
 
 def test_shorten_keeps_both_ends():

@@ -10,11 +10,11 @@ import pytest
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.configuration import own_python
-from medfl.bundle.draw_data import draw_data
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.datasets import is_phantom
 from tests.zoo.test_real_inspected import FOLDER, OWN, REAL
+from tools.synthetic_data.draw_data import draw_data
 
 WITHOUT_TRAINING = {"brats_mri_generative_diffusion"}
 OTHER_TRAINERS = {"lung_nodule_ct_detection", "mednist_gan", "spleen_deepedit_annotation"}

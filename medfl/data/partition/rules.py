@@ -28,7 +28,6 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import listed
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
-from medfl.data.partition import table as text
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
 from medfl.data.partition.draw import Item, Rule, by_size, canonical, draw, group_of, homeless
 
@@ -64,10 +63,6 @@ class Partition:
             labels = Counter(sections[section][i].get("label") for i in held[section]) if held[section] else Counter()
             result[site] = [labels[c] for c in range(num_classes)]
         return result
-
-    def table(self, sections: Sections, classes: Sequence[str] | None) -> str:
-        """Return a text table of at most 100 columns: training images per site and class, size of each section."""
-        return text.table(self, sections, classes)
 
     def to_ids(self, sections: Sections) -> dict[str, dict[str, list[str]]]:
         """Return the item ids per site and section, ready for JSON."""

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
 
-if TYPE_CHECKING:
-    from medfl.data.partition.rules import Partition
-
-    Sections = Mapping[str, Sequence[Mapping[str, Any]]]
+from medfl.data.partition.rules import Partition, Sections
 
 WIDTH = 100
 TITLES = {"train": "training", "validate": "validation", "test": "test"}
 
 
 def table(partition: Partition, sections: Sections, classes: Sequence[str] | None) -> str:
-    """Return the text of `Partition.table`."""
+    """Return a text table of at most 100 columns: training images per site and class, size of each section."""
     names, shown = list(classes or ()), shown_sections(partition)
     counts = partition.counts(sections, len(names))
     numbers = [[*(len(held[n]) for n in shown), *counts[site]] for site, held in partition.sites.items()]

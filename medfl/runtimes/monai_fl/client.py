@@ -34,6 +34,7 @@ from monai.fl.utils.constants import ExtraItems, FlPhase, FlStatistics, WeightTy
 from monai.fl.utils.exchange_object import ExchangeObject
 from torch import Tensor
 
+from medfl import methods
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
 from medfl.core.run import without_round_limit
@@ -45,7 +46,6 @@ from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.outbound import Outbound
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl.averaging_host import refuse_other_servers
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
@@ -373,3 +373,23 @@ def exchange_object(named: Weights, numbers: Mapping[str, Any]) -> ExchangeObjec
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))
+
+
+def refuse_other_servers(federation: Federation) -> None:
+    """Raise an InputError if averaging weights is not all that the run's server does."""
+    run = federation.run
+    if not methods.has_fedavg_server(federation.method):
+        raise InputError(
+            f"method {run.method!r} with a plain averaging host",
+            "such a host does for methods that keep FedAvg's server half (medfl methods)",
+            "use one of these, or medfl's own server",
+        )
+    fitting = {
+        f"--messages {run.messages}": (federation.compression.lossless, "it takes lossless ones"),
+        f"--site-weights {run.site_weights}": (run.site_weights == "samples", "it weighs by samples"),
+        f"--max-share {run.max_share}": (run.max_share is None, "it has no cap on shares"),
+        f"--aggregation {run.aggregation}": (federation.aggregation.is_mean, "it takes the mean"),
+    }
+    for given, (fits, taken) in fitting.items():
+        if not fits:
+            raise InputError(f"{given} with a plain averaging host", taken, "leave it out")

@@ -6,12 +6,10 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from medfl.core.storage import writing
-
-if TYPE_CHECKING:
-    from medfl.runtimes.output.tracker import Tracker
+from medfl.runtimes.output.tracker import Tracker, scalars
 
 
 class Events:
@@ -52,12 +50,3 @@ class Events:
                 self._writer.add_scalar(name, value, entry["round"])
         for tracker in self.trackers:
             tracker.log(entry["round"], numbers)
-
-
-def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of rounds.jsonl that become curves."""
-    numbers = {"train/loss": entry["train_loss"]}
-    for group in ("val_global", "val_personal"):
-        numbers |= {f"{group}/{metric}": value for metric, value in (entry[group] or {}).items()}
-    numbers |= {f"observed/{name}": value for name, value in entry.get("observed", {}).items()}
-    return numbers | {f"cost/{name}": entry[name] for name in ("bytes_up", "bytes_down", "seconds")}

@@ -18,7 +18,6 @@ from medfl.core.run_folder import RunFolder
 from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
-from medfl.runtimes.output.events import scalars
 
 _APART = ("bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes", "partition.sites")
 """Parts of a record that are no settings: where things lie, and which items each site has."""
@@ -121,3 +120,12 @@ def settings_of(document: Mapping[str, Any], above: str = "") -> dict[str, Any]:
         else:
             settings[name] = value
     return settings
+
+
+def scalars(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line of rounds.jsonl that become curves."""
+    numbers = {"train/loss": entry["train_loss"]}
+    for group in ("val_global", "val_personal"):
+        numbers |= {f"{group}/{metric}": value for metric, value in (entry[group] or {}).items()}
+    numbers |= {f"observed/{name}": value for name, value in entry.get("observed", {}).items()}
+    return numbers | {f"cost/{name}": entry[name] for name in ("bytes_up", "bytes_down", "seconds")}

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from medfl.core.errors import InputError
-from medfl.datasets.phantoms import shapes
-from medfl.datasets.phantoms.shapes import Need
+from tools.synthetic_data import shapes
+from tools.synthetic_data.shapes import Need
 
 CASE = re.compile(r"case_(\d+)")
 _EVENTS = {"glob.glob", "pathlib.Path.glob", "pathlib.Path.rglob", "os.listdir", "os.scandir", "open"}

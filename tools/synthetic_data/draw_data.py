@@ -22,9 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.bundle.asked_files import CASE, DrawnLayout, LookUps, noting_lookups, unmatched
 from medfl.bundle.configuration import Configuration, own_python
-from medfl.bundle.data_needs import DataNeeds
 from medfl.bundle.engines import find_trainer, own_trainer_class
 from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
@@ -34,11 +32,14 @@ from medfl.core.seeding import stream
 from medfl.core.storage import writing
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import override_value
-from medfl.datasets.phantoms import phantom, shapes
+from medfl.datasets.phantoms import phantom
 from medfl.policy import admission
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import TRAINING
 from medfl.policy.policy import Policy
+from tools.synthetic_data import shapes
+from tools.synthetic_data.data_needs import DataNeeds
+from tools.synthetic_data.requested_files import CASE, DrawnLayout, LookUps, noting_lookups, unmatched
 
 _CASES, _MOST_CASES, _SMALLEST, _LARGEST = 6, 96, 8, 320
 _DRAWS = 4
@@ -92,7 +93,7 @@ def draw_data(
     if not 0 <= cases <= _MOST_CASES or not (size is None or _SMALLEST <= size <= _LARGEST):
         given = f"{cases} cases of {size or 'the usual'} pixels a side"
         limits = f"up to {_MOST_CASES} cases, sides from {_SMALLEST} to {_LARGEST}"
-        raise InputError(given, limits, "change --per-class or --size")
+        raise InputError(given, limits, "change --cases or --size")
     root, target = find(path), phantom.empty_folder(folder).resolve()
     policy = admission.in_force() if policy is None else policy
     admission.admit(root, policy, TRAINING)

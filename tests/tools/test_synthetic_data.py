@@ -16,15 +16,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl.bundle import asked_files
-from medfl.bundle.asked_files import noting_lookups
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.draw_data import Drawn, draw_data
 from medfl.cli import main
 from medfl.core.errors import InputError
 from medfl.core.untrusted import override_value
 from medfl.policy.policy import Policy
 from tests.zoo.build import ZOO
+from tools.synthetic_data import requested_files
+from tools.synthetic_data.__main__ import main as draw
+from tools.synthetic_data.draw_data import Drawn, draw_data
+from tools.synthetic_data.requested_files import noting_lookups
 
 TRUSTED = Policy(trusted=True)
 
@@ -383,7 +384,7 @@ def test_what_cannot_be_found_out_is_named_in_one_line_and_nothing_is_left(
     path = bundle(tmp_path / "bundle", ids)
     (tmp_path / "empty").mkdir()
     for name in ("new", "empty"):
-        assert main(["data", "make", str(path), "--out", str(tmp_path / name), "--trust"]) == 2
+        assert draw([str(path), "--out", str(tmp_path / name), "--trust"]) == 2
         line = capsys.readouterr().err.strip().splitlines()[-1]
         assert line.startswith("error: bundle: what its data are to be could not be found out: ")
         assert re.search(named, line)
@@ -391,10 +392,10 @@ def test_what_cannot_be_found_out_is_named_in_one_line_and_nothing_is_left(
     assert not any((tmp_path / "empty").iterdir())
 
 
-@pytest.mark.parametrize("flags", [["--per-class", "-1"], ["--per-class", "1000"], ["--size", "4"], ["--size", "9999"]])
+@pytest.mark.parametrize("flags", [["--cases", "-1"], ["--cases", "1000"], ["--size", "4"], ["--size", "9999"]])
 def test_numbers_out_of_range_are_refused(flags: list[str], tmp_path: Path) -> None:
     path = bundle(tmp_path / "bundle", {})
-    assert main(["data", "make", str(path), "--out", str(tmp_path / "drawn"), *flags]) == 2
+    assert draw([str(path), "--out", str(tmp_path / "drawn"), *flags]) == 2
     assert os.listdir(tmp_path) == ["bundle"]
 
 
@@ -468,10 +469,11 @@ def test_a_run_on_drawn_data_says_phantom(tmp_path: Path, capsys: pytest.Capture
     ids = {"images": "$sorted(glob.glob(@dataset_dir + '/img*.png'))",
            "labels": "$sorted(glob.glob(@dataset_dir + '/seg*.png'))"}  # fmt: skip
     path = str(bundle(tmp_path / "bundle", ids | PAIRS))
-    assert main(["data", "make", path, "--out", str(tmp_path / "drawn"), "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert (document["source"], document["items"]) == ("phantom", {"train": 6, "validate": 2})
-    command = document["command"].split()[1:]
+    assert draw([path, "--out", str(tmp_path / "drawn")]) == 0
+    first, counts, *_, command = capsys.readouterr().out.splitlines()
+    assert first.startswith("PHANTOM data (drawn images) for bundle: ")
+    assert counts.endswith("items: train 6, validate 2")
+    command = command.removeprefix("train on them: medfl ").split()
     assert main([*command, "--rounds", "1", "--sites", "2", "--out", str(tmp_path / "run"), "--quiet"]) == 0
     assert "PHANTOM data" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["source"] == "phantom"
@@ -485,10 +487,8 @@ def test_overrides_are_read_as_a_run_reads_them(tmp_path: Path, capsys: pytest.C
     given = {"roi": "[16,16,16]", "name": "'7'", "off": "null"}
     config = [part for key, value in given.items() for part in ("--config", f"{key}={value}")]
     for trust in ([], ["--trust"]):
-        assert (
-            main(["data", "make", path, "--out", str(tmp_path / f"drawn{len(trust)}"), *config, *trust, "--json"]) == 0
-        )
-        command = shlex.split(json.loads(capsys.readouterr().out)["command"])
+        assert draw([path, "--out", str(tmp_path / f"drawn{len(trust)}"), *config, *trust]) == 0
+        command = shlex.split(capsys.readouterr().out.splitlines()[-1])
         assert ("--trust" in command) == bool(trust)
         again = dict(text.split("=", 1) for text in command if "=" in text)
         read = {key: override_value(text) for key, text in again.items()}
@@ -503,4 +503,4 @@ def test_nothing_is_noted_outside_of_the_block(tmp_path: Path) -> None:
     assert ("pattern", str(tmp_path / "*.png")) in before
     list(tmp_path.glob("*.jpg"))
     assert lookups == before
-    assert asked_files.unmatched(lookups) == [str(tmp_path / "*.png")]
+    assert requested_files.unmatched(lookups) == [str(tmp_path / "*.png")]

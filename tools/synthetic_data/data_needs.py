@@ -12,13 +12,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from medfl.bundle.asked_files import CASE, DrawnLayout, Table
 from medfl.bundle.configuration import Configuration, components, target_name
 from medfl.bundle.engines import find_evaluator
 from medfl.bundle.failures import missing_names
 from medfl.core.errors import InputError
-from medfl.datasets.phantoms import shapes
-from medfl.datasets.phantoms.shapes import Need
+from tools.synthetic_data import shapes
+from tools.synthetic_data.requested_files import CASE, DrawnLayout, Table
+from tools.synthetic_data.shapes import Need
 
 _LOADER = r"\w*(Load|Read)\w*(d|D|Dict)"
 _CROPS = r"\w*(Crop|Patch|GridSplit)\w*"

@@ -1,0 +1,111 @@
+"""What a folder of images holds, and the metadata.json of a bundle that `medfl new` writes for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from medfl.core.release import DISTRIBUTION, version_of
+
+SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a folder of images holds.
+
+    Attributes:
+        kind: "labelled" pictures, or "pictures" or "volumes" with masks.
+        folder: what is given with --data.
+        classes: names in label order; of masks with the background first.
+        counts: images of each class; of masks, images that have some of it.
+        channels: of an image.
+        brightest: largest value that a picture can have, of types other than 8 and 16 bits; 1 with `own_depth`.
+        sides: least and largest side of the images, in pixels or voxels.
+        patch: of volumes, a training patch.
+        images, masks: names of the folders in `folder`, "" of labelled pictures.
+        phantom: the phantom cohort that some of them are of, "" where all may be real.
+        notes: what the user should know, as of files that are left out.
+        own_depth: pictures have 8 or 16 bits and each is read by its own depth: the largest value of those of 16, 255
+            without any; 0: they have others.
+        labels: table of the classes in `folder`, "" where it has a folder for each.
+        group_by: expression that says the patients in file names, None where it was not asked for.
+        patients: how many, 0 where nothing says.
+        offer: an expression that file names suggest where patients are not known, and how many it makes.
+        said: in which layout they are and what of a table was taken.
+        tested: images in the test section.
+        sites: among which a run divides the images unasked: three, or as many as a few patients are enough for.
+        folds: of a cross-validation that would test more; 0 where there are enough images, or too few patients.
+    """
+
+    kind: str
+    folder: str
+    classes: tuple[str, ...]
+    counts: tuple[int, ...]
+    channels: int
+    brightest: int
+    sides: tuple[int, int]
+    patch: tuple[int, ...] = ()
+    images: str = ""
+    masks: str = ""
+    phantom: str = ""
+    notes: tuple[str, ...] = ()
+    own_depth: int = 0
+    labels: str = ""
+    group_by: str | None = None
+    patients: int = 0
+    offer: tuple[str, int] | None = None
+    said: tuple[str, ...] = ()
+    tested: int = 0
+    sites: int = 3
+    folds: int = 0
+
+    @property
+    def items_call(self) -> str:
+        """The call of `medfl.datasets.own` that lists the items, up to the section."""
+        if self.kind != "labelled":
+            return "paired(@dataset_dir, @images, @masks"
+        return "listed(@dataset_dir, @images, @labels, @classes" if self.labels else "labelled(@dataset_dir, @classes"
+
+
+def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]:
+    """Return the content of metadata.json."""
+    segments = seen.kind != "labelled"
+    shape = list(seen.patch) if seen.kind == "volumes" else [side, side]
+    rgb = seen.channels == 3 and seen.kind != "volumes"
+    colours = ["red", "green", "blue"] if rgb else [f"channel {index}" for index in range(seen.channels)]
+    colours = ["grey value"] if seen.channels == 1 else colours
+    numbered = {str(index): text for index, text in enumerate(colours)}
+    image = {
+        "type": "image", "format": "magnitude", "modality": "n/a", "num_channels": seen.channels,
+        "spatial_shape": shape, "dtype": "float32", "value_range": [-10, 10], "is_patch_data": seen.kind == "volumes",
+        "channel_def": numbered,
+    }  # fmt: skip
+    pred = {
+        "type": "image" if segments else "probabilities", "format": "segmentation" if segments else "classes",
+        "modality": "n/a", "num_channels": len(seen.classes), "spatial_shape": shape if segments else [],
+        "dtype": "float32", "value_range": [0, 1], "is_patch_data": seen.kind == "volumes",
+        "channel_def": {str(index): text for index, text in enumerate(seen.classes)},
+    }  # fmt: skip
+    versions = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
+    return {
+        "schema": SCHEMA,
+        "version": "0.1.0",
+        "changelog": {"0.1.0": "written by medfl new"},
+        "monai_version": versions["monai"],
+        "pytorch_version": versions["torch"].partition("+")[0],
+        "numpy_version": versions["numpy"],
+        "required_packages_version": {DISTRIBUTION: versions["medfl"]},
+        "supported_apps": {},
+        "name": name,
+        "task": f"{'Segmentation' if segments else 'Classification'}: {', '.join(seen.classes)}",
+        "description": f"{kind.capitalize()} of one's own, at each site a folder of the same form.",
+        "authors": "to be filled in",
+        "copyright": "to be filled in",
+        "data_source": "to be filled in",
+        "data_type": "NIfTI" if seen.kind == "volumes" else "pictures",
+        "intended_use": RESEARCH_ONLY,
+        "references": [],
+        "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": pred}},
+    }
