@@ -113,7 +113,7 @@ def _add_policy(parser: Any) -> None:
 
 def _inspect(args: Any) -> int:
     from medfl.core.run_documents import read_run
-    from medfl.policy.differences import differences
+    from medfl.partner.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
 

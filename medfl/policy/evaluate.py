@@ -28,7 +28,7 @@ from PIL.Image import Image
 from torch import nn
 
 from medfl.core.untrusted import Refused, printable
-from medfl.policy.allowed import PLACES, TABLE_ARGUMENTS
+from medfl.policy.allowed import PLACES, TABLE_ARGUMENTS, name_set
 from medfl.policy.allowed_in_expressions import BUILTINS, MEMBERS, METHODS_OF, PERMISSION_OF
 from medfl.policy.components import check_arguments, for_expressions, is_listed
 from medfl.policy.expressions import REFERENCE, check_expression, module_path
@@ -42,6 +42,10 @@ _KINDS: Mapping[Any, str] = {
     np.random.RandomState | np.random.Generator: "random", torch.device: "device", Image: "picture",
 }  # fmt: skip
 _CALL_WHAT_THEY_TAKE = ("filter", "map", "max", "min", "sorted")
+_KEEP_WHAT_THEY_TAKE = name_set(
+    "copy.copy copy.deepcopy monai.networks.copy_model_state monai.networks.utils.copy_model_state"
+)
+_MAKE_FUNCTIONS = name_set("monai.handlers.from_engine monai.apps.pathology.handlers.utils.from_engine_hovernet")
 _TAKE_COMPONENTS = frozenset(name for name in METHODS_OF["network"] if name.startswith("set_"))
 """Methods by which MONAI's detectors are handed losses, matchers and inferers."""
 _READS_PATH = {"exists", "glob", "is_dir", "is_file", "iterdir", "read_text", "rglob"}
@@ -62,7 +66,7 @@ _PATH_FUNCTIONS = {
 """Members of which `folder`, or else the first argument, is a place that they look at, and what else may be given."""
 _PLACES_OF = {"medfl.runs.teachers.medsam.load": ("source",)}
 """Arguments that name a place where this function takes them, and something else elsewhere."""
-_MEMBER, _ATTRIBUTE, _CALL, _METHOD = "<member>", "<attribute>", "<call>", "<method>"
+_MEMBER, _ATTRIBUTE, _CALL, _METHOD, _KEY = "<member>", "<attribute>", "<call>", "<method>", "<key>"
 _OPERATE, _FORMATTED = "<operate>", "<formatted>"
 """Names of the guards, which no argument in an expression can have."""
 
@@ -125,6 +129,7 @@ class ExpressionEvaluator:
             _ATTRIBUTE: self._attribute,
             _CALL: self._call,
             _METHOD: self._method,
+            _KEY: self._key,
             _OPERATE: operate,
             _FORMATTED: formatted,
         }
@@ -160,13 +165,14 @@ class ExpressionEvaluator:
     def _call_listed(
         self, path: str, target: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
     ) -> Any:
-        self.check_handed((*arguments, *named.values()), objects=inspect.isclass(target) and is_listed(target))
+        keeps = path in _KEEP_WHAT_THEY_TAKE or (inspect.isclass(target) and is_listed(target))
+        self.check_handed((*arguments, *named.values()), objects=keeps)
         by_name = check_arguments(target, arguments, named, unpickles=path == "torch.load")
         if path in _PATH_FUNCTIONS:
             self._check_place_of(path, target, by_name)
         self.check_paths(by_name, target)
         result = target(*arguments, **named)
-        if inspect.isfunction(result):  # as `from_engine` makes one
+        if path in _MAKE_FUNCTIONS:
             self._targets[result] = result
         return result
 
@@ -193,6 +199,11 @@ class ExpressionEvaluator:
         if isinstance(value, Path) and name in ("glob", "rglob"):
             self.check_path(value / str([*arguments, *named.values(), ""][0]))
         return method(value, *arguments, **named)
+
+    def _key(self, key: Any) -> Any:
+        """Return what a value is asked for in brackets: a table calls what can be called."""
+        self.check_handed([key], objects=False)
+        return key
 
     def _attribute(self, value: Any, name: str) -> Any:
         """Return what a value holds by a name; a method is called where it is named, and never handed on."""
@@ -345,13 +356,21 @@ class _Guards(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         called = node.func
+        guard = _CALL
+        values = [called, *node.args]
         if isinstance(called, ast.Attribute) and not module_path(called, self._names):
-            function: list[ast.expr] = [ast.Name(_METHOD, ast.Load()), called.value, ast.Constant(called.attr)]
-        else:
-            function = [ast.Name(_CALL, ast.Load()), called]
-        first, *rest = function
-        arguments = [self.visit(value) for value in (*rest, *node.args)]
-        return ast.Call(first, arguments, [self.visit(keyword) for keyword in node.keywords])
+            guard = _METHOD
+            values = [called.value, ast.Constant(called.attr), *node.args]
+        keywords = [self.visit(keyword) for keyword in node.keywords]
+        return ast.Call(ast.Name(guard, ast.Load()), [self.visit(value) for value in values], keywords)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        several = isinstance(node.slice, ast.Tuple)
+        keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        guarded = [key if isinstance(key, ast.Slice | ast.Starred) else _guard(_KEY, key) for key in keys]
+        node.slice = ast.Tuple(guarded, ast.Load()) if several else guarded[0]
+        return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)

@@ -50,6 +50,9 @@ REFUSED: dict[str, Any] = {
     "a_method_of_an_object_handed_on": {"_target_": "Lambda", "func": "$@n.load_state_dict"},
     "a_method_that_sets_a_state": "$@s.load_state_dict({'step_size': 2})",
     "what_an_object_holds": "$@s.data(1)",
+    "a_transform_as_a_table_s_key": "$pandas.read_csv(@bundle_root + '/state.csv')[@f]",
+    "a_transform_as_a_place_in_a_table": "$pandas.read_csv(@bundle_root + '/state.csv').loc[@f, :]",
+    "what_a_function_found": "$[monai.utils.first(v for v in [@o.state_dict])(1)]",
     "a_function_of_torch_by_its_module": "$torch._tensor._rebuild_from_type_v2(len, set, (), {})",
     "a_sparse_tensor": "$torch._utils._rebuild_sparse_tensor(torch.sparse_coo, 1)",
     "a_component_in_a_generator": {"_target_": "Compose", "transforms": "$[t for t in [@n.load_state_dict]]"},
@@ -94,6 +97,9 @@ ACCEPTED: dict[str, Any] = {
     "transforms_in_order": {"_target_": "Compose", "transforms": ["@f", "$lambda x: x"]},
     "a_data_set_s_transform": {"_target_": "Dataset", "data": [1], "transform": "@f"},
     "what_an_engine_s_output_becomes": {"_target_": "MeanDice", "output_transform": "$monai.handlers.from_engine(['a', 'b'])"},
+    "rows_by_a_lambda": "$[pandas.read_csv(@bundle_root + '/state.csv').loc[lambda rows: rows.state > 0, :]]",
+    "parts_of_a_tensor": "$[torch.ones(2, 3, 4)[..., 0:2, 1]]",
+    "a_copy_of_a_network": "$[copy.deepcopy(@n)]",
     "layers_by_their_type": "$[isinstance(@n, torch.nn.Linear)]",
     "losses_of_losses": {"_target_": "DeepSupervisionLoss", "loss": {"_target_": "DiceLoss"}},
 }  # fmt: skip
@@ -101,8 +107,9 @@ ACCEPTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_bundles_need_is_called(name: str, tmp_path: Path) -> None:
-    config = configuration(
-        tmp_path / "bundle",
-        {"imports": [*IMPORTS, "$import os"], **PARTS, "g": "$lambda x: x + 1", "x": ACCEPTED[name]},
-    )
-    assert config.evaluated("x")
+    root = tmp_path / "bundle"
+    root.mkdir()
+    (root / "state.csv").write_text("state,optimizer\n1,2\n")
+    content = {"bundle_root": ".", **PARTS, "g": "$lambda x: x + 1", "x": ACCEPTED[name]}
+    config = configuration(root, {"imports": [*IMPORTS, "$import os", "$import copy"], **content})
+    assert config.evaluated("x") is not None
