@@ -26,6 +26,7 @@ from medfl.core.places import cache_folder
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.storage import file_sha256, load_pickled, load_weights, weights_sha256, write_atomic
+from medfl.core.untrusted import read_json
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",
@@ -318,9 +319,24 @@ def from_files(model: Any, config: Any, folder: Path) -> tuple[Any, Any]:
     return made, loading
 
 
+def refuse_other_folders(folder: Path) -> None:
+    """Raise a ValueError if the configuration of an open_clip model's folder names a folder elsewhere by its path."""
+    document = read_json(folder / "open_clip_config.json", "a model of open_clip", "see that its folder is whole")
+    settings = document.get("model_cfg", {}) if isinstance(document, dict) else {}
+    text = settings.get("text_cfg", {}) if isinstance(settings, dict) else {}
+    for key in ("hf_model_name", "hf_tokenizer_name"):
+        name = str(text.get(key) or "") if isinstance(text, dict) else ""
+        named = Path(name).expanduser()
+        is_path = bool(name) and (named.is_absolute() or named.exists())
+        if is_path and not named.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"its {key} is another folder")
+
+
 def _open_clip(plm: str, folder: str | None) -> tuple[nn.Module, Encode]:
     import open_clip
 
+    if folder:
+        refuse_other_folders(Path(folder))
     name, pretrained = (f"local-dir:{folder}", None) if folder else _OPEN_CLIP[plm]
     model: Any = open_clip.create_model(name, pretrained=pretrained)
     tokenizer = open_clip.get_tokenizer(name)

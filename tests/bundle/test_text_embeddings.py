@@ -274,6 +274,9 @@ def test_a_tower_of_transformers_inside_open_clip(bert: Path, tmp_path: Path) ->
     open_clip = pytest.importorskip("open_clip")
     from safetensors.torch import save_file
 
+    elsewhere, tmp_path = bert, tmp_path / "model"
+    bert = tmp_path / "tower"
+    shutil.copytree(elsewhere, bert)
     text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "hf_proj_type": "mlp", "context_length": 16}
     text["hf_pooler_type"] = "cls_last_hidden_state_pooler"
     vision = {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16}
@@ -292,6 +295,10 @@ def test_a_tower_of_transformers_inside_open_clip(bert: Path, tmp_path: Path) ->
     text["hf_model_name"] = str(tmp_path / "gone")
     config.write_text(json.dumps({"model_cfg": settings, "preprocess_cfg": {}}))
     with pytest.raises(InputError, match=f"'biomedclip' is not at hand .*; see that {tmp_path} has weights, config"):
+        build("biomedclip", TEXT, str(tmp_path))
+    text["hf_model_name"] = str(elsewhere)
+    config.write_text(json.dumps({"model_cfg": settings, "preprocess_cfg": {}}))
+    with pytest.raises(InputError, match="its hf_model_name is another folder"):
         build("biomedclip", TEXT, str(tmp_path))
 
 

@@ -22,8 +22,8 @@ def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(launch, "_LISTED", 3)
     sites = {f"s{i}": {"train": ["x"] * size, "validate": [], "test": []} for i, size in enumerate(sizes)}
     record = PartitionRecord("iid", 7, ("2 test images belong to no site",), sites)
-    listed = SimpleNamespace(table=lambda *_: "the table")
-    plan = SimpleNamespace(run=SimpleNamespace(partition=record), partition=listed, sections={}, counted=())
+    plan = SimpleNamespace(run=SimpleNamespace(partition=record), partition=None, sections={}, counted=())
+    monkeypatch.setattr(launch, "partition_table", lambda *_: "the table")
     return launch._division(plan)  # type: ignore[arg-type]
 
 

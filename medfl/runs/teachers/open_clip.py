@@ -18,7 +18,7 @@ from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.prompts import Text
-from medfl.bundle.text_embeddings import at_hand, unit
+from medfl.bundle.text_embeddings import at_hand, refuse_other_folders, unit
 from medfl.core.errors import InputError
 from medfl.core.release import versions_of
 from medfl.core.storage import weights_sha256
@@ -97,6 +97,7 @@ def open_clip_teacher(name: str, where: str, bundle: Bundle, device: torch.devic
         import open_clip
 
         if path is not None and path.is_dir():
+            refuse_other_folders(path)
             architecture, pretrained = f"local-dir:{path.resolve()}", None
         elif path is not None:
             pretrained = str(path.resolve())
