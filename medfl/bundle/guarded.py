@@ -109,8 +109,12 @@ class _Component(ConfigComponent):
         return instance
 
     def _check_items(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse items of a data set that name files elsewhere: they are hashed before they are read."""
+        """Refuse items of a data set that name files elsewhere: they are hashed, or opened while it is made."""
         for value in values_inside(list(arguments.values())):
-            if isinstance(value, PurePath) or (isinstance(value, str) and value.startswith(os.sep)):
+            if isinstance(value, PurePath) or (isinstance(value, str) and _is_place(value)):
                 for path in files_of([str(value)]):
                     self._evaluator.check_path(path)
+
+
+def _is_place(text: str) -> bool:
+    return text.startswith(os.sep) or os.path.isfile(text)

@@ -84,7 +84,7 @@ MONAI_COMPONENTS = name_set(
 
     AvgMerger ControlNetDiffusionInferer ControlNetLatentDiffusionInferer DiffusionInferer LatentDiffusionInferer
     PatchInferer SaliencyInferer SimpleInferer SliceInferer SlidingWindowInferer SlidingWindowInfererAdapt
-    SlidingWindowSplitter VQVAETransformerInferer WSISlidingWindowSplitter
+    SlidingWindowSplitter VQVAETransformerInferer
 
     AbsoluteVolumeDifferenceMetric AveragePrecisionMetric CalibrationErrorMetric ConfusionMatrixMetric CumulativeAverage
     DiceMetric EmbeddingCollapseMetric FBetaScore FIDMetric GeneralizedDiceScore HausdorffDistanceMetric
@@ -142,7 +142,12 @@ WRITERS = name_set(
 )
 """Components that write files; medfl never makes them for a bundle (the ending of those for dictionaries left out)."""
 
-TRUST_INDICES = name_set("CTCLoss CircularPad1d CircularPad2d CircularPad3d EmbeddingBag MultiMarginLoss")
+TRUST_INDICES = name_set(
+    """
+    CTCLoss CircularPad1d CircularPad2d CircularPad3d EmbeddingBag MultiLabelMarginLoss MultiMarginLoss LazyConv1d
+    LazyConv2d LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d LazyLinear
+    """
+)
 """Modules of PyTorch that read where their inputs and sizes point to, in memory of others too."""
 
 LOADS_WEIGHTS = frozenset({"EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "ResNetFeatures"})
@@ -205,7 +210,7 @@ TABLE_ARGUMENTS = (
 
 _READING = name_set(
     "ITKReader ImageDataset LoadImage MaskedPatchWSIDataset NibabelReader NrrdReader NumpyReader PILReader "
-    "PatchWSIDataset PydicomReader SlidingPatchWSIDataset WSIReader WSISlidingWindowSplitter"
+    "PatchWSIDataset PydicomReader SlidingPatchWSIDataset WSIReader"
 )
 """Components that hand what they do not know on to a reader, and a reader to what opens the file."""
 _READING_ARGUMENTS = name_set(
@@ -222,7 +227,7 @@ _READING_ARGUMENTS = name_set(
 """What MONAI's readers and these take themselves: anything else says how a file is opened, as `mmap_mode: r+` does."""
 PLACES = frozenset({"src", "npzfile", "root_dir", "load_path", "weights", "path"})
 """Arguments that name a file or folder, where they are texts or paths."""
-_SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "expanduser")
+_SWITCHES = ("download", "pretrained", "allow_pickle", "trust_remote_code", "expanduser", "fused")
 
 
 def why_argument_refused(name: str, value: object, has_url: bool | None = None) -> str:
@@ -235,12 +240,14 @@ def why_argument_refused(name: str, value: object, has_url: bool | None = None) 
         if not all(each is None or _is_reader(each) for each in names):
             return f"argument {name!r} names what is imported and called: only readers and writers of MONAI can be"
     if name in _SWITCHES and value is not False and value is not None:
-        return f"argument {name!r} can only be false here: nothing is fetched and nothing unpickled"
+        return f"argument {name!r} can only be false here"
     if name != "data" and ("://" in _texts(value) if has_url is None else has_url):
         return f"argument {name!r} is a URL: nothing is fetched"
     if name == "weights_only" and value is not True:
         return "argument 'weights_only' can only be true here: nothing is unpickled"
-    if name == "device" and str(value).startswith("meta"):
+    if name == "origin" or (name == "mode" and value in ("circular", "empty")):
+        return f"argument {name!r}, by which memory of others is read"
+    if name == "device" and "meta" in str(value):
         return "the device 'meta', whose tensors have no memory: others read that of others for it"
     if name in ("pickle_module", "model_url", "pretrained_url", "pretrained_path") and value is not None:
         return f"argument {name!r} cannot be given here: nothing is fetched and nothing unpickled"

@@ -143,7 +143,7 @@ _METHODS_OF = {
     "tensor": """
         abs all any argmax argmin array astype bool clamp clip clone contiguous copy cpu cuda cumsum detach device dim
         double dtype expand flatten flip float half index_select int is_cuda item long max mean median meta min ndim
-        ndimension nonzero numel numpy permute prod repeat requires_grad reshape round shape sigmoid size softmax
+        ndimension nonzero numel numpy permute prod requires_grad reshape round shape sigmoid size softmax
         squeeze std sum swapaxes T t to tolist transpose type type_as unique unsqueeze view
         """,
     "network": """

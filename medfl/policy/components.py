@@ -61,7 +61,7 @@ _LOADERS = frozenset({"DataLoader", "ThreadDataLoader"})
 _PACKAGES = ("monai", "torch", "torchvision", "numpy", "ignite", "medfl")
 UNFILLED = ("Tensor", "FloatTensor", "LongTensor")
 """What PyTorch makes of values, or of a size in memory that it does not fill."""
-_TYPED = ("arange", "array", "asarray", "astype", "full", "ones", "zeros")
+_TYPED = ("arange", "array", "asarray", "astype", "full", "linspace", "ones", "type", "view", "zeros")
 _LONGEST = 200  # characters of a target
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
 
@@ -129,11 +129,12 @@ def _is_plain_function(module: str, name: str) -> bool:
 
 
 def _makes_objects(value: object) -> bool:
-    """Tell whether an array of this type, however it is spelled, would hold Python's objects."""
+    """Tell whether an array of this type, however it is spelled, would hold Python's objects, or unfilled memory."""
     if value is None or value is ...:
         return False
     try:
-        return bool(np.dtype(value).hasobject)  # type: ignore[call-overload]
+        kind = np.dtype(value)  # type: ignore[call-overload]
+        return bool(kind.hasobject or kind.names or kind.char in "gG")
     except (TypeError, ValueError, SyntaxError):
         return False
 
@@ -158,14 +159,15 @@ def check_arguments(
     except (TypeError, ValueError):
         by_name, further = dict(named), []  # it tells no names of its positional ones
     if called in ("device", "to") and arguments:
-        by_name["device"] = arguments[-1]
+        by_name["device"] = [str(value) for value in arguments[called == "to" :]]
     of_monai = str(getattr(function, "__module__", None)).startswith("monai.")
     if of_monai and any(by_name.get(name) for name in further):
         raise Refused(f"{called or 'a call'} with more arguments than it has names for")
     values = (*arguments, *by_name.values())
-    if called in _TYPED and any(map(_makes_objects, values)):
-        raise Refused("an array of objects")
-    if called in UNFILLED and any(isinstance(value, int | torch.Size) for value in arguments):
+    if any(map(_makes_objects, values if called in _TYPED else [by_name.get("dtype")])):
+        raise Refused("an array of objects, or of memory that is not filled")
+    filled = [*map(np.ndim, arguments)] == [1] and not isinstance(arguments[0], torch.Size)
+    if called in UNFILLED and (named or not filled) and ... not in arguments:
         raise Refused("a tensor of a size, in memory that others have used")
     if "where" in named:
         raise Refused("'where', which leaves memory that others have used")

@@ -60,6 +60,22 @@ REFUSED: dict[str, Any] = {
     "offsets_beyond_memory": {"_target_": "torch.nn.EmbeddingBag", "num_embeddings": 2, "embedding_dim": 2},
     "paddings_beyond_memory": {"_target_": "torch.nn.CircularPad1d", "padding": [-16, 1]},
     "grids_beyond_memory": "$torch.nn.functional.grid_sample(torch.ones(1, 1, 2, 2), torch.ones(1, 1, 1, 2) / 0)",
+    "layers_that_are_not_filled": {"_target_": "torch.nn.LazyLinear", "out_features": 2},
+    "writing_beyond_memory": {**OPTIMIZER, "fused": True},
+    "repeated_beyond_memory": "$np.ones(8).repeat(2)",
+    "footprints_beyond_memory": "$scipy.ndimage.binary_erosion(np.ones((4, 4)), origin=-1)",
+    "edges_that_are_not_filled": "$np.pad(np.ones(2), 2, 'emp' + 'ty')",
+    "borders_that_are_not_filled": {"_target_": "BorderPad", "spatial_border": 2, "mode": "empty"},
+    "paddings_of_a_function": "$torch.nn.functional.pad(torch.ones(1, 1, 4), (4, -4), mode='circular')",
+    "gaps_in_a_type": "$np.ones(2, dtype={'names': ['a'], 'formats': ['f8'], 'offsets': [56], 'itemsize': 64})",
+    "padding_of_numbers": "$np.ones(8).astype('G')",
+    "padding_of_numbers_of_a_function": "$np.add(np.ones(8), 1, dtype='g')",
+    "a_size_by_name": "$torch.FloatTensor(size=[4])",
+    "a_size_as_an_array": "$torch.FloatTensor(np.array(5))",
+    "a_size_of_numpy": "$torch.Tensor(np.int64(4))",
+    "sizes_as_tensors": "$torch.FloatTensor(torch.tensor(4), torch.tensor(4))",
+    "a_device_before_a_type": "$torch.ones(2).to('me' + 'ta', torch.float32)",
+    "a_device_with_a_number": "$torch.device('me' + 'ta', 0)",
     "tensors_without_memory": "$torch.mm(torch.ones(2, 2), torch.ones(2, 2, device='me' + 'ta'))",
     "a_device_without_memory": "$torch.ones(2, device=torch.device('meta'))",
     "a_network_without_memory": "$@n.to('meta')",
@@ -68,7 +84,7 @@ REFUSED: dict[str, Any] = {
     "memory_that_is_not_filled": "$np.add(np.ones(3), 1, where=False)",
     "memory_that_is_not_filled_by_a_clip": "$np.clip(np.ones(3), 0, 1, where=False)",
 }  # fmt: skip
-IMPORTS = ["$import functools", "$import json", "$import pandas"]
+IMPORTS = ["$import functools", "$import json", "$import pandas", "$import scipy.ndimage"]
 
 
 def made(root: Path, content: Any) -> Configuration:
@@ -81,7 +97,7 @@ def made(root: Path, content: Any) -> Configuration:
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_before_it_is_called(name: str, tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"is not on the list|never made|handed on|memory|no method of|private|the attribute"
+        InputError, match=r"is not on the list|never made|handed on|memory|no method of|the attribute|can only"
     ):
         made(tmp_path / "bundle", REFUSED[name]).evaluated("x")
 
@@ -98,6 +114,7 @@ ACCEPTED: dict[str, Any] = {
     "a_data_set_s_transform": {"_target_": "Dataset", "data": [1], "transform": "@f"},
     "what_an_engine_s_output_becomes": {"_target_": "MeanDice", "output_transform": "$monai.handlers.from_engine(['a', 'b'])"},
     "rows_by_a_lambda": "$[pandas.read_csv(@bundle_root + '/state.csv').loc[lambda rows: rows.state > 0, :]]",
+    "numbers_as_a_tensor": "$[torch.FloatTensor([1.0, 2.0]), torch.Tensor(np.ones(2)), torch.LongTensor((1, 2))]",
     "parts_of_a_tensor": "$[torch.ones(2, 3, 4)[..., 0:2, 1]]",
     "a_copy_of_a_network": "$[copy.deepcopy(@n)]",
     "layers_by_their_type": "$[isinstance(@n, torch.nn.Linear)]",

@@ -49,6 +49,7 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
         "x": {"_target_": "Dataset", "data": [{"image": "a.png"}], "transform": "@both"},
     },
     "in_an_array": {"x": {"_target_": "ImageDataset", "image_files": "$np.array([@far])"}},
+    "by_a_relative_path": {"x": {"_target_": "Dataset", "data": "$[{'image': @near}]"}},
     "in_a_dictionary_of_lists": {"x": {"_target_": "Dataset", "data": "$[{'image': [@far]}]", "transform": LOAD}},
     "of_a_list_of_decathlon": {
         "x": {"_target_": "Dataset", "data": "$[{'image': i} for i in [@far]]", "transform": LOAD}
@@ -62,11 +63,12 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_no_file_elsewhere_is_opened(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = secret(tmp_path)
+    monkeypatch.chdir(path.parent)
     far = "$os.sep + " + " + os.sep + ".join(repr(part) for part in path.parts[1:])
     with pytest.raises(
         (InputError, Refused), match=r"neither below the bundle nor below its data|computed when they are opened"
     ):
-        first_item(tmp_path / "bundle", {"far": far, **ELSEWHERE[name]})
+        first_item(tmp_path / "bundle", {"far": far, "near": "secret.png", **ELSEWHERE[name]})
 
 
 def test_files_of_the_bundle_are_read(tmp_path: Path) -> None:
