@@ -139,6 +139,13 @@ def _makes_objects(value: object) -> bool:
         return False
 
 
+def _are_numbers(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Tell whether a tensor is made of numbers in a row, or of what is not known yet, and not of sizes."""
+    if named or len(arguments) != 1 or isinstance(arguments[0], torch.Size):
+        return False
+    return arguments[0] is ... or np.ndim(arguments[0]) > 0
+
+
 def check_arguments(
     function: Any, arguments: Sequence[Any], named: Mapping[str, Any], *, unpickles: bool = False
 ) -> dict[str, Any]:
@@ -166,8 +173,7 @@ def check_arguments(
     values = (*arguments, *by_name.values())
     if any(map(_makes_objects, values if called in _TYPED else [by_name.get("dtype")])):
         raise Refused("an array of objects, or of memory that is not filled")
-    filled = [*map(np.ndim, arguments)] == [1] and not isinstance(arguments[0], torch.Size)
-    if called in UNFILLED and (named or not filled) and ... not in arguments:
+    if called in UNFILLED and not _are_numbers(arguments, named):
         raise Refused("a tensor of a size, in memory that others have used")
     if "where" in named:
         raise Refused("'where', which leaves memory that others have used")
