@@ -57,9 +57,9 @@ class GuardedReader(ImageReader):
             self._check(path)
         return self._reader.read(data, **kwargs)
 
-    def get_data(self, img: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the pixels and what is known of them."""
-        return self._reader.get_data(img, *args, **kwargs)
+    def get_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the pixels and what is known of them; readers call what they take `img` or `wsi`."""
+        return self._reader.get_data(*args, **kwargs)
 
 
 def guard_readers(component: Any, check_place: Check) -> None:

@@ -35,6 +35,7 @@ from medfl.export.bundle_writer import _BundleWriter, _NetworkDefinition, export
 from medfl.export.checks import problems
 from medfl.export.formats import OnnxNetwork, parse_formats
 from medfl.networks.heads import head
+from medfl.policy.findings import INFERENCE
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
@@ -321,8 +322,9 @@ def test_what_no_configuration_can_say_is_named_as_torchscript(data: Path, workp
     inferred(workplace / "bundle", data, workplace / "out")
     assert same(probabilities(workplace / "out" / "predictions.csv"), recorded(run, "site-1"))
     with pytest.raises(InputError, match="'pickle'"):
-        Bundle(str(workplace / "bundle"))
-    assert Bundle(str(workplace / "bundle"), policy=Policy(allow=frozenset({"pickle"}))).network() is not None
+        inspect(workplace / "bundle", Policy()).require(INFERENCE)
+    inspect(workplace / "bundle", Policy(allow=frozenset({"pickle"}))).require(INFERENCE)
+    assert Bundle(str(workplace / "bundle")).network() is not None, "what it trains is no TorchScript"
     with pytest.raises(InputError, match="the best round's States of the sites are not kept; use --which last"):
         export(run, workplace / "best", site="site-1", which="best", formats=("torchscript",))
 
