@@ -28,7 +28,6 @@ from torch import nn
 
 from medfl import methods, networks
 from medfl.core.run import DataRecord, PartitionRecord, Run
-from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Stacked
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.runs.plan import versions
@@ -36,6 +35,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.output.pictures import Pictures
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.run_folder import RunFolder
 
 COHORT, IMAGES, OWN, CLASSES = 100, 4000, 4, 3
 SECTIONS = {"train": IMAGES, "validate": COHORT, "test": COHORT}

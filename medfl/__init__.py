@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from medfl.core.errors import RunError as RunError
     from medfl.core.message import Message as Message
     from medfl.core.run import Run as Run
-    from medfl.core.storage import State as State
     from medfl.core.task import Task as Task
     from medfl.methods.base import Method as Method
     from medfl.methods.base import option as option
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from medfl.runtimes.callbacks import BestCheckpoint as BestCheckpoint
     from medfl.runtimes.callbacks import EarlyStopping as EarlyStopping
     from medfl.runtimes.callbacks import RoundEnd as RoundEnd
+    from medfl.storage.files import State as State
     from medfl.training.loop import fit as fit
     from medfl.training.site import Host as Host
     from medfl.training.site import Site as Site

@@ -44,9 +44,9 @@ class Figure:
 
 
 FIGURES = {
-    "entries directly in medfl/": Figure(24, 22),
+    "entries directly in medfl/": Figure(26, 26),
     "modules directly in medfl/": Figure(4, 4),
-    "layers of the import contract": Figure(10, 10),
+    "layers of the import contract": Figure(12, 12),
     "rooms in no layer": Figure(0, 0),
     "files that spell a run setting": Figure(2, 2),
     "lines that spell a run setting": Figure(None, 2),
@@ -58,7 +58,7 @@ FIGURES = {
     "facts of Method": Figure(None, 6),
     "circles of files": Figure(0, 0),
     "modules with one importer, in their own folder": Figure(None, 67),
-    "tokens of the product": Figure(390_000, 453_729),
+    "tokens of the product": Figure(390_000, 453_790),
     "tokens of a code line": Figure(8.5, 11.18),
     "tokens of the median function": Figure(None, 73),
     "branches of a function": Figure(None, 2.43),

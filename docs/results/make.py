@@ -44,9 +44,9 @@ from medfl.compare.comparison import MeanSd, t_interval
 from medfl.compare.papers import tables as paper_tables
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
-from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
 from medfl.report import RunFiles
+from medfl.storage.files import write_atomic
 
 HERE = Path(__file__).resolve().parent
 PAGE, TABLES, SUMMARIES = HERE.with_suffix(".md"), HERE / "tables.yaml", HERE / "summaries.jsonl"

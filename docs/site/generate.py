@@ -23,7 +23,7 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.cli import bundle_pages, method_facts, method_pages
 from medfl.cli import verbs as cli
 from medfl.core import terminal
-from medfl.core.storage import write_atomic
+from medfl.storage.files import write_atomic
 
 DOCS = Path(__file__).resolve().parents[1]
 

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.bundle import older, own_iteration, text_embeddings
+from medfl.bundle import text_embeddings
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_trainer, key_metric, own_trainer_class, scoring
 from medfl.bundle.files import channel_names, config_file, find, mask_names, read_metadata, sha256_of, shipped_folders
 from medfl.bundle.files import read_protocol as read_protocol
 from medfl.bundle.files import shipped as shipped
 from medfl.bundle.files import shipped_root as shipped_root
-from medfl.bundle.notes import notes
 from medfl.bundle.optimizers import OptimizerFactory, find_schedule
 from medfl.bundle.prompts import Text, read_text
 from medfl.bundle.sections import Section, Sections, check_labels
+from medfl.bundle.zoo import compatibility, custom_trainer
+from medfl.bundle.zoo.notes import notes
 from medfl.core.errors import InputError, MedflError, as_text, root_cause
-from medfl.core.places import cache_folder
 from medfl.core.release import version_of
 from medfl.core.seeding import stream
 from medfl.data.disk_cache import DiskCache, budget, sample_key
@@ -39,6 +39,7 @@ from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.findings import TRAINING
 from medfl.policy.policy import Policy
+from medfl.storage.places import cache_folder
 from medfl.training.loss_checks import mean_loss
 
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
@@ -137,7 +138,7 @@ class Bundle:
     def network(self) -> nn.Module:
         """Build the network anew; two calls share nothing."""
         if self.own_trainer:
-            return own_iteration.OwnIteration(self._config, self._trainer).model.to(self.device)
+            return custom_trainer.OwnIteration(self._config, self._trainer).model.to(self.device)
         return apply_init_weights(self._network_with()[0], {} if INIT_WEIGHTS in self._config else self._overrides)
 
     def _network_with(self, *keys: str) -> list[Any]:
@@ -154,20 +155,20 @@ class Bundle:
     @cached_property
     def _loss_function(self) -> Callable[..., Tensor]:
         if self.own_trainer:
-            return partial(own_iteration.refuse, "a method that computes the loss by itself", self.own_trainer)
+            return partial(custom_trainer.refuse, "a method that computes the loss by itself", self.own_trainer)
         function: Callable[..., Tensor] = self._config.evaluated(f"{self._trainer}#loss_function")
         return function.to(self.device) if isinstance(function, nn.Module) else function
 
     @cached_property
     def loss(self) -> Callable[..., Tensor]:
         """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
-        as_float = older.FLOAT_LABELS in self._config.adapted
-        return mean_loss(older.with_float_labels(self._loss_function) if as_float else self._loss_function)
+        as_float = compatibility.FLOAT_LABELS in self._config.adapted
+        return mean_loss(compatibility.with_float_labels(self._loss_function) if as_float else self._loss_function)
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Build the trainer's optimiser for a network, with another learning rate if one is given."""
         if self.own_trainer:
-            return own_iteration.of(network).optimizer(lr)
+            return custom_trainer.of(network).optimizer(lr)
         return self._optimizers.build(network, self.rates(epoch, lr))
 
     def rates(self, epoch: int, lr: float | None = None) -> tuple[float, ...]:
@@ -278,13 +279,13 @@ class Bundle:
         except RuntimeError:
             if not isinstance(target, Tensor) or target.dtype not in (torch.bool, torch.uint8):
                 raise
-            self._config.adapted.add(older.FLOAT_LABELS)
+            self._config.adapted.add(compatibility.FLOAT_LABELS)
             del self.loss
             self.loss(prediction, target)
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """Names of what was done for a bundle written for older MONAI or NumPy (`medfl.bundle.older`)."""
+        """Names of what was done for a bundle written for older MONAI or NumPy (`medfl.bundle.zoo.compatibility`)."""
         return () if self.is_shipped or not self.task else tuple(sorted(self._config.adapted))
 
     @cached_property
@@ -380,7 +381,9 @@ class Bundle:
             batch_size = {} if self.is_shipped else {"batch_size": self.sections.validation_batch_size()}
             return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self._loss_function, nn.BCELoss))
         if self.own_trainer:
-            return CaseEvaluator(self.key_metric, lambda value, _: value, lambda x, net: own_iteration.of(net).score(x))
+            return CaseEvaluator(
+                self.key_metric, lambda value, _: value, lambda x, net: custom_trainer.of(net).score(x)
+            )
         inferer, postprocessing = scoring(self._config)
         tolerance = float(self.get("surface_tolerance")) if "surface_tolerance" in self._config else 1.0
         if self.task == "segmentation" and self.is_shipped:

@@ -22,10 +22,10 @@ import torch
 from monai.bundle import ConfigParser, ReferenceResolver
 from monai.bundle.utils import merge_kv
 
-from medfl.bundle import habits, monai_networks, older
-from medfl.bundle.failures import explained
 from medfl.bundle.files import read
 from medfl.bundle.guarded import guarded_parser
+from medfl.bundle.zoo import compatibility, conventions, monai_networks
+from medfl.bundle.zoo.failures import explained
 from medfl.core.errors import InputError, as_text, did_you_mean
 from medfl.core.seeding import stream
 from medfl.core.untrusted import printable
@@ -77,7 +77,7 @@ class Configuration:
             for key, value in read(file).items():
                 with _report(f"{file}: {key!r} cannot be merged", "its parent ids exist in the training configuration"):
                     merge_kv(parser, key, value)
-        self.adapted = older.give_numpy_names([*older.python_texts(root), str(parser.get())])
+        self.adapted = compatibility.give_numpy_names([*compatibility.python_texts(root), str(parser.get())])
         fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 
@@ -92,13 +92,13 @@ class Configuration:
                     did_you_mean(key, ids, "override one of these ids"),
                 )
             if key == "dataset_dir":
-                value = self._folder = habits.folder_like(self._merged[key], value)
+                value = self._folder = conventions.folder_like(self._merged[key], value)
             self._merged[key] = value
         self._places |= _places(values.values())
         content = self._merged.get()
         if self.file.stem == "inference":
-            content = habits.without_fetching(content)
-        self.lists = habits.data_lists(content, self.root, self._folder) if self._folder else {}
+            content = conventions.without_fetching(content)
+        self.lists = conventions.data_lists(content, self.root, self._folder) if self._folder else {}
         self._content = self._harmless({**content, **self.lists, "_meta_": self.metadata})
         self._parser = self._parse()
 
@@ -123,13 +123,13 @@ class Configuration:
             if in_file and not self._policy.trusted:
                 given = f"{printable(node)!r}, a part of another file"
                 raise InputError(given, "ids of this configuration", "write it out")
-            return habits.rewritten(key, node, self._device)
+            return conventions.rewritten(key, node, self._device)
         if not isinstance(node, Mapping):
             return node
         old, node = target_name(node), replace_removed(node)
         safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
         self.adapted |= set() if target == old else {f"{old}:{target}"}
-        for name in older.idle_arguments(target, safe):
+        for name in compatibility.idle_arguments(target, safe):
             del safe[name]
             self.adapted.add(f"{target}.{name}")
         if target in _CACHES:
@@ -215,7 +215,7 @@ class Configuration:
                 )
         with (
             own_python(self.root) if self._policy.runs_scripts else nullcontext(),
-            older.arrays_in_pickles(),
+            compatibility.arrays_in_pickles(),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore", ResourceWarning)  # `json.load(open(…))` is the bundle's habit
@@ -235,7 +235,7 @@ class Configuration:
 def by_existing_ids(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
     """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id.
 
-    A network of MONAI is the component of its class (`medfl.bundle.monai_networks`); `init_weights` is read by
+    A network of MONAI is the component of its class (`medfl.bundle.zoo.monai_networks`); `init_weights` is read by
     `Bundle.network`.
     """
     values = monai_networks.replaced(values, content)

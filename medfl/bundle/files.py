@@ -17,6 +17,9 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 
+SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
+RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
+
 _FORMAT = {
     "num_channels": int, "spatial_shape": list[int | str], "channel_def": dict[str, str], "format": str,
 }  # fmt: skip

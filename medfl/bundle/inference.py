@@ -14,10 +14,10 @@ from torch import nn
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.files import config_file, mask_names, read_metadata, tensor_described
 from medfl.core.errors import InputError
-from medfl.core.storage import load_pickled, load_weights
 from medfl.policy import admission
 from medfl.policy.findings import INFERENCE
 from medfl.policy.policy import Policy
+from medfl.storage.files import load_pickled, load_weights
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,6 @@ from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.bundle.parts import PartsBundle, open_bundle
 from medfl.core.errors import InputError
-from medfl.core.places import PHANTOM, cache_folder
 from medfl.core.release import VERSION
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
@@ -30,6 +29,7 @@ from medfl.data.source import NO_LABEL
 from medfl.datasets import own
 from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
+from medfl.storage.places import PHANTOM, cache_folder
 
 OWN_SPLIT = "bundle"
 """The split of a bundle that is not ours: its own."""

@@ -30,11 +30,11 @@ from medfl.bundle.sections import check_labels
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import check_name
 from medfl.core.seeding import stream
-from medfl.core.storage import weights_sha256
 from medfl.data.disk_cache import DiskCache
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import KEY_METRICS, METRICS
 from medfl.policy.policy import Policy
+from medfl.storage.files import weights_sha256
 from medfl.training.loss_checks import mean_loss
 
 PREFIX = "parts:"

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from medfl.bundle.prompts import Text
 from medfl.core.errors import InputError
-from medfl.core.places import cache_folder
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
-from medfl.core.storage import file_sha256, load_pickled, load_weights, weights_sha256, write_atomic
 from medfl.core.untrusted import read_json
+from medfl.storage.files import file_sha256, load_pickled, load_weights, weights_sha256, write_atomic
+from medfl.storage.places import cache_folder
 
 _HUB = {
     "minilm": "sentence-transformers/all-MiniLM-L6-v2",

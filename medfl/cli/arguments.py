@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.places import weights_file
 from medfl.core.settings import COMPUTING, ROBUSTNESS, SETTINGS, SITES, TRAINING, check_limits
+from medfl.storage.places import weights_file
 
 
 def add_number(group: Any, flag: str, metavar: str, text: str, kind: type = int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
-from medfl.core.places import check_which, require_for_export
+from medfl.storage.places import check_which, require_for_export
 
 _EXAMPLES = """\
 examples

@@ -10,8 +10,8 @@ from medfl.cli import arguments, run
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_actions, add_verb, show
 from medfl.core.errors import InputError
-from medfl.core.places import require_unused
 from medfl.core.settings import COMPUTING, SITES
+from medfl.storage.places import require_unused
 
 _SIMULATE = """\
 The same as medfl run --runtime flare: a process for the server and one for each

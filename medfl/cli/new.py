@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.core.places import require_new_bundle
+from medfl.storage.places import require_new_bundle
 
 if TYPE_CHECKING:
-    from medfl.bundle.survey import Survey
+    from medfl.starter.survey import Survey
 
 _EXAMPLES = """\
 examples
@@ -48,7 +48,7 @@ def add(verbs: Any) -> None:
 
 def _new(args: Any) -> int:
     require_new_bundle(args.bundle.expanduser(), args.size)  # before every image is read
-    from medfl.bundle import starter
+    from medfl.starter import starter
 
     seen = starter.survey(
         args.images, args.masks, names=arguments.parse_names(args.classes), labels=args.labels,

@@ -12,7 +12,7 @@ from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
 from medfl.core import terminal
 from medfl.core.errors import RunError
-from medfl.core.places import check_which, is_run, require_there, require_unused
+from medfl.storage.places import check_which, is_run, require_there, require_unused
 
 _EXAMPLES = """\
 examples

@@ -15,8 +15,8 @@ from medfl.cli.sandbox import enter_sandbox
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
-from medfl.core.places import FOLDS, record_of
 from medfl.core.untrusted import Refused, json_values
+from medfl.storage.places import FOLDS, record_of
 
 EXAMPLES = """\
 What is not given comes from the bundle's configs/federated.yaml: the protocol

@@ -11,11 +11,11 @@ from typing import Any
 
 from medfl.cli.parser import telling
 from medfl.core.errors import InputError
-from medfl.core.places import cache_folder, default_run_folder, record_of
 from medfl.core.run import Run
-from medfl.core.run_documents import read_run
-from medfl.core.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
 from medfl.core.settings import SETTINGS
+from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, python_and_system
+from medfl.storage.places import cache_folder, default_run_folder, record_of
+from medfl.storage.run_documents import read_run
 
 _COMPILERS = ("/usr", "/bin", "/lib", "/lib64")
 

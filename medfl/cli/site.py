@@ -112,10 +112,10 @@ def _add_policy(parser: Any) -> None:
 
 
 def _inspect(args: Any) -> int:
-    from medfl.core.run_documents import read_run
     from medfl.partner.differences import differences
     from medfl.policy.inspection import inspect
     from medfl.policy.policy import Policy
+    from medfl.storage.run_documents import read_run
 
     policy = Policy.read(args.policy) if args.policy is not None else Policy()
     if args.job is not None:
@@ -132,7 +132,7 @@ def _inspect(args: Any) -> int:
     document = {**inspection.as_dict(), "outbound": policy.outbound.lines(), "jobs": policy.jobs(), "changes": changes}
     document |= {} if anew is None else {"pinned_anew": anew}
     if target is not None and inspection.accepted:
-        from medfl.core.storage import write_atomic
+        from medfl.storage.files import write_atomic
 
         check_name(inspection.bundle, "the bundle's folder")
         write_atomic(target, inspection.policy(policy).text().encode())
@@ -254,7 +254,7 @@ def _stats(args: Any) -> int:
     if args.out is None:
         lines += ["", "Nothing was written; with --out FILE, exactly this is."]
     else:
-        from medfl.core.storage import write_atomic
+        from medfl.storage.files import write_atomic
 
         write_atomic(args.out, encoded(document))
         lines += ["", f"written: {args.out}"]

@@ -11,11 +11,11 @@ from typing import Any
 
 from medfl.compare.labels import labels
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.places import require_unused
 from medfl.core.run import Run
 from medfl.core.untrusted import Refused, json_values
 from medfl.report import RunFiles
 from medfl.report.formatting import setting
+from medfl.storage.places import require_unused
 
 GRID = "compare.json"
 """What all runs of a comparison's folder share."""

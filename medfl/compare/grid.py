@@ -33,14 +33,14 @@ from medfl.compare.scheduling import CostGroup, Schedule, Start, kind_title
 from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
-from medfl.core.places import TRIAL
-from medfl.core.run_documents import read_run, read_summary
-from medfl.core.run_folder import safe_file_name
-from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.data.on_device import within
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
+from medfl.storage.files import write_atomic
+from medfl.storage.places import TRIAL
+from medfl.storage.run_documents import read_run, read_summary
+from medfl.storage.run_folder import safe_file_name
 
 
 @dataclass(frozen=True)

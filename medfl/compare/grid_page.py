@@ -14,11 +14,11 @@ from medfl.compare.comparison import Comparison
 from medfl.compare.cost_curves import embedded
 from medfl.compare.tables import all_tables
 from medfl.core.errors import InputError
-from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
 from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
 from medfl.report.templating import environment
+from medfl.storage.files import write_atomic
 
 _BASE = "fedavg"  # the others are tested against it where it is there
 

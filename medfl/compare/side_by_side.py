@@ -12,7 +12,6 @@ from medfl.compare.checks import require_same
 from medfl.compare.cost_curves import embedded
 from medfl.compare.labels import unique_labels
 from medfl.core.errors import InputError
-from medfl.core.storage import write_atomic
 from medfl.evaluation import bootstrap, metrics, roc
 from medfl.report import RunFiles, charts
 from medfl.report.charts import Chart
@@ -22,6 +21,7 @@ from medfl.report.page import context
 from medfl.report.prediction_analysis import PredictionAnalysis, analyse_predictions
 from medfl.report.run_files import MODEL_KINDS
 from medfl.report.templating import environment
+from medfl.storage.files import write_atomic
 
 _SETTINGS = (
     "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "decay_per", "site_weights", "keep_optimizer", "cohort",

@@ -15,10 +15,10 @@ from tabulate import LATEX_ESCAPE_RULES, tabulate
 from medfl.compare.comparison import Comparison, MeanSd, PairedTest, Row
 from medfl.compare.cost_curves import cost_curves
 from medfl.core.names import as_cell
-from medfl.core.run_folder import safe_file_name
-from medfl.core.storage import write_atomic
 from medfl.evaluation import metrics
 from medfl.report.differences import Difference
+from medfl.storage.files import write_atomic
+from medfl.storage.run_folder import safe_file_name
 
 FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _HEADERS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}

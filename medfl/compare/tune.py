@@ -14,10 +14,10 @@ from medfl.compare.entry import Entry
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, trials
 from medfl.core.errors import RunError
-from medfl.core.run_documents import read_run
-from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.evaluation.metrics import higher_is_better
+from medfl.storage.files import write_atomic
+from medfl.storage.run_documents import read_run
 
 TESTED = "best"
 """Folder of the chosen settings' runs, the only ones that are tested."""

@@ -105,7 +105,8 @@ class Run(GeneralSettings, ProtocolSettings):
         versions: versions of medfl, torch, monai and numpy.
         public: the public data, None for a method that uses none.
         text: the text embeddings, None for a method that uses none, and in records that said nothing of them.
-        adapted: what was put right of a bundle written for older MONAI or NumPy (`medfl.bundle.older`), by name.
+        adapted: what was put right of a bundle written for older MONAI or NumPy, by name
+            (`medfl.bundle.zoo.compatibility`).
     """
 
     bundle: str

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
-from medfl.core.storage import writing
 from medfl.datasets.readers.reading import content_key
+from medfl.storage.files import writing
 
 _SHARE = 0.5  # of the free memory that one section's samples may take
 

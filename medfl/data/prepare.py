@@ -19,7 +19,6 @@ from torch.utils.data import default_collate
 
 from medfl.core import terminal
 from medfl.core.errors import InputError
-from medfl.core.shared_memory import dump_shared, load_shared
 from medfl.data.byte_codes import shape_of
 from medfl.data.disk_cache import DiskCache, OnDisk
 from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, extras, stack
@@ -27,6 +26,7 @@ from medfl.data.sampled import Sampled
 from medfl.data.samples import SampleMaker, Tracked, is_pair
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES
+from medfl.storage.shared_memory import dump_shared, load_shared
 
 _PARALLEL_FROM = 512  # items from which starting worker processes pays
 _CHUNK = 64

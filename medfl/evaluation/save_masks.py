@@ -14,10 +14,10 @@ from PIL import Image
 from scipy import ndimage
 from torch import Tensor
 
-from medfl.core.storage import write_atomic
 from medfl.data.prepared import Geometry
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES
+from medfl.storage.files import write_atomic
 
 _SCANNER = 1  # NIfTI's code of an affine to the scanner's millimetres
 

@@ -23,13 +23,10 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.bundle.configuration import Configuration, by_existing_ids, own_modules
 from medfl.bundle.files import config_file, read
-from medfl.bundle.habits import without_fetching
 from medfl.bundle.parts import is_parts
+from medfl.bundle.zoo.conventions import without_fetching
 from medfl.core.errors import InputError, RunError
-from medfl.core.places import check_which, require_for_export
-from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import stream
-from medfl.core.storage import save_weights, write_atomic, writing
 from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.data.prepared import as_plain
@@ -39,6 +36,9 @@ from medfl.export.checks import LARGE, load_weights_into, problems
 from medfl.export.formats import FILES, LIMITS, Agreement, Comparison, ShapeRecorder, format_difference, quiet, write
 from medfl.export.images import Images, compare_predictions, test_images
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
+from medfl.storage.files import save_weights, write_atomic, writing
+from medfl.storage.places import check_which, require_for_export
+from medfl.storage.run_folder import safe_file_name
 
 _TORCHSCRIPT = "$torch.jit.load(@bundle_root + '/models/model.ts', map_location='cpu')"
 _INITIAL_WEIGHTS = "$@bundle_root + '/models/model.safetensors'"

@@ -14,8 +14,8 @@ from torch import nn
 from medfl.bundle.files import config_file, read
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
-from medfl.core.storage import file_sha256
 from medfl.export.formats import quiet
+from medfl.storage.files import file_sha256
 
 LARGE = 25_000_000
 """Bytes above which the zoo requires a file to be listed in large_files.yml."""

@@ -20,17 +20,16 @@ import jinja2
 
 from medfl import methods
 from medfl.bundle.configuration import target_name
-from medfl.bundle.files import read
-from medfl.bundle.survey import RESEARCH_ONLY, SCHEMA
-from medfl.core.places import PHANTOM
+from medfl.bundle.files import RESEARCH_ONLY, SCHEMA, read
 from medfl.core.release import DISTRIBUTION, pip_install, version_of
 from medfl.core.run import Run
-from medfl.core.run_documents import read_rows
-from medfl.core.storage import file_sha256
 from medfl.core.task import SECTIONS
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
 from medfl.runs.networks_of_run import Model, RunNetworks
+from medfl.storage.files import file_sha256
+from medfl.storage.places import PHANTOM
+from medfl.storage.run_documents import read_rows
 
 PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
 _PATH_TO_REMOVE = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+""")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.release import pip_install
-from medfl.core.storage import write_atomic
+from medfl.storage.files import write_atomic
 
 LIMITS = {"torchscript": 1e-5, "onnx": 1e-4}
 """Format -> the largest allowed difference of a probability (in other tasks: of an output)."""

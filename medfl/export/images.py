@@ -14,14 +14,14 @@ from torch.utils.data import Subset
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import bundle_of, reopened, with_data
 from medfl.core.errors import InputError
-from medfl.core.places import PHANTOM
-from medfl.core.run_documents import read_rows
 from medfl.core.terminal import Print
 from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
 from medfl.evaluation.metrics import Cases
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
+from medfl.storage.places import PHANTOM
+from medfl.storage.run_documents import read_rows
 
 _COUNT = {"classification": 8}  # images by task
 _DEFAULT_COUNT = 3  # fewer, because masks take longer

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from medfl import methods
 from medfl.core.errors import InputError, RunError
-from medfl.core.storage import file_sha256, load_weights
 from medfl.core.task import Task
+from medfl.storage.files import file_sha256, load_weights
 
 TARGET = "medfl.exported.network"
 

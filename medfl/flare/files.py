@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from medfl import methods
-from medfl.core import run_documents
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.run import Run
-from medfl.core.storage import write_atomic
 from medfl.core.type_checks import matches_type, type_errors
 from medfl.core.untrusted import read_json
 from medfl.runtimes.federation import POOLED
+from medfl.storage import run_documents
+from medfl.storage.files import write_atomic
 
 RUN_FILE = "run.json"
 """The run's record, in the configuration folder of a job."""

@@ -19,13 +19,13 @@ from typing import Any
 from medfl.core.errors import InputError, RunError
 from medfl.core.release import pip_install
 from medfl.core.run import Run
-from medfl.core.run_documents import read_summary
 from medfl.core.terminal import Print
 from medfl.core.untrusted import read_json
 from medfl.flare.files import allow_classes, participants, raise_error
 from medfl.flare.server import DONE_FILE, ERROR_FILE, FLARE_FOLDER, LINES_FILE
 from medfl.flare.wire import wire_names
 from medfl.runtimes.registry import Execution, Runtime
+from medfl.storage.run_documents import read_summary
 
 MOST_SITES = 32
 """Sites of a run on one machine: FLARE has a process for each."""

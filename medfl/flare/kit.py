@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.storage import write_atomic
 from medfl.flare.files import read_kit_file, read_resources
+from medfl.storage.files import write_atomic
 
 RESOURCES, AUTHORIZATION = "resources.json", "authorization.json"
 _SENTRY = "medfl.flare.sentry.Sentry"

@@ -13,7 +13,6 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, is_name
-from medfl.core.places import PHANTOM, require_unused
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.flare.files import OWN_IMAGES, RUN_FILE
 from medfl.flare.job import recipe, require_flare, write_job
@@ -25,6 +24,7 @@ from medfl.runs.plan import Request, make_plan
 from medfl.runtimes import site_settings
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.unlabelled import check_unlabelled
+from medfl.storage.places import PHANTOM, require_unused
 
 
 def offer(

@@ -33,8 +33,6 @@ from nvflare.app_common.workflows.model_controller import ModelController
 
 from medfl.core.errors import InputError, MedflError, errors_safe_to_send
 from medfl.core.run import Run, without_round_limit
-from medfl.core.run_folder import SITES, RunFolder
-from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.flare import tensors as flare_tensors
 from medfl.flare import wire
@@ -51,6 +49,8 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.files import write_atomic
+from medfl.storage.run_folder import SITES, RunFolder
 
 if TYPE_CHECKING:
     from medfl.flare.site import FlareSite

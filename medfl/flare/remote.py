@@ -11,12 +11,12 @@ import torch
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import prepared_sections
 from medfl.core.run import Run
-from medfl.core.run_folder import RunFolder
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Prepared, Stacked
 from medfl.flare.server import FlareWorkers
 from medfl.methods.base import Method
 from medfl.runtimes.federation import Federation
+from medfl.storage.run_folder import RunFolder
 
 Reported = Mapping[str, float]
 

@@ -73,9 +73,9 @@ def _serve(args: Any, show: Callable[..., int]) -> int:
 
 def _sandbox(kit: Path, kind: str, args: Any) -> tuple[SiteSandbox | None, str]:
     """Return the sandbox of a site's FLARE, and the line about it; none where it is unwanted or there is none."""
-    from medfl.core.sandbox import abi
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
     from medfl.flare.site_sandbox import SiteSandbox
+    from medfl.safety.sandbox import abi
 
     if kind != "site":
         return None, "none at a server, which runs the bundle of its own operator"
@@ -170,8 +170,8 @@ def _write_own(args: Any, kit: Path) -> None:
         InputError: it is incomplete, or the kit says something else.
     """
     from medfl.bundle.files import shipped_folders
-    from medfl.core.storage import write_atomic
     from medfl.flare.site_config import CONFIG_FILE, SiteConfig
+    from medfl.storage.files import write_atomic
 
     path = kit / "local" / CONFIG_FILE
     names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")

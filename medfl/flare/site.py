@@ -19,8 +19,6 @@ from torch import Tensor
 
 from medfl.core.errors import InputError, MedflError, RunError, error_id, errors_safe_to_send
 from medfl.core.message import Message
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import State
 from medfl.core.untrusted import printable
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases, summarise
@@ -30,6 +28,8 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import BASE_ROUND, LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo
 from medfl.runtimes.monai_fl.guard import in_words
 from medfl.runtimes.step import copy_site_weights, score_site, score_site_on_all, segment_site, site_step
+from medfl.storage.files import State
+from medfl.storage.run_folder import RunFolder
 
 _LOG = logging.getLogger(__name__)
 

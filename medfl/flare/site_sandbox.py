@@ -13,10 +13,10 @@ from pathlib import Path
 import yaml
 
 from medfl.bundle.files import shipped_folders
-from medfl.core.sandbox import Allowed, Sandbox, devices, private_folders, program_files, python_and_system
-from medfl.core.storage import write_atomic
 from medfl.flare.files import read_kit_file
 from medfl.flare.site_config import CONFIG_FILE, SiteConfig
+from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, program_files, python_and_system
+from medfl.storage.files import write_atomic
 
 _PROGRAMS = ("bash", "dirname", "mkdir", "rm", "cat")
 """What the kit's script runs, besides Python."""

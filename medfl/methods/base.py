@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.core.task import TASKS, Task
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
 
 _BLOCK = 32768

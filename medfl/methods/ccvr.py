@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, fit_head, with_class_head
 from medfl.methods._parts.prototypes import Gaussians, gaussians, pool
 from medfl.methods.base import Group, Method, option
 from medfl.networks.heads import head, head_name
+from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods.base import Method, option
+from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 
 

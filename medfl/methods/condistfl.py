@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.data.known_labels import AnnotatedClasses
 from medfl.methods.base import Method, option
 from medfl.networks.heads import frozen
+from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
 
 

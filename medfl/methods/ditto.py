@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods.base import Method, option
+from medfl.storage.files import State
 from medfl.training import Site, fit, pull, snapshot
 
 

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.public import public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
 from medfl.methods.base import option
 from medfl.networks.heads import frozen
+from medfl.storage.files import State
 from medfl.training import Objective, Site, fit, snapshot
 
 _BATCH, _LEAST = 512, 1e-5

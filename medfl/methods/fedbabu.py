@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.personal_head import PersonalHead
 from medfl.methods.base import MEANS, mean_shares, option, weighted_mean
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, train_only
 
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive, stream
-from medfl.core.storage import State
 from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
@@ -43,6 +42,7 @@ from medfl.networks.generator import (
     statistics_gap,
 )
 from medfl.networks.heads import features_and_output, frozen, head
+from medfl.storage.files import State
 from medfl.training import Feed, Host, Site, snapshot
 from medfl.training.accelerate.capture import StepRunner
 from medfl.training.accelerate.cuda_graphs import without_readback

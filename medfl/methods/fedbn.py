@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods.base import Method, mean_shares, option, weighted_mean
+from medfl.storage.files import State
 from medfl.training import NORMS, Host, split_names
 
 _KINDS: dict[str, tuple[type[nn.Module], ...]] = {"batch": (_BatchNorm,), "all": NORMS}

@@ -20,11 +20,11 @@ from torch import nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.text_classifier import COVARIANCES, text_objective
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import option
+from medfl.storage.files import State
 from medfl.training import Host, Site
 
 

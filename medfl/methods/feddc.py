@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Group, Method, option, uniform_shares, weighted_mean
+from medfl.storage.files import State
 from medfl.training import GradientHook, Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods.base import Method, option
+from medfl.storage.files import State
 from medfl.training import Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
 
 

@@ -19,7 +19,6 @@ from torch.nn.functional import normalize
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import SiteModels
@@ -27,6 +26,7 @@ from medfl.methods._parts.phases import fit_part
 from medfl.methods._parts.prototypes import log_prior
 from medfl.methods.base import Method, option
 from medfl.networks.heads import head, head_name, replace_head
+from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
 
 

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.methods._parts.class_heads import fit_head
 from medfl.methods._parts.prototype_exchange import PrototypeExchange, by_class, check_lengths, prototypes_in
 from medfl.methods._parts.prototypes import class_means
 from medfl.methods.base import Group, option
 from medfl.networks.heads import feature_size, head, head_names
+from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
 
 

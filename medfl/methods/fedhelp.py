@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Shard
 from medfl.methods._parts.class_heads import class_count, with_class_head
@@ -46,6 +45,7 @@ from medfl.methods._parts.public import public_data
 from medfl.methods._parts.public_lesson import Lesson, LessonOptions
 from medfl.methods._parts.weight_map import pixel_loss
 from medfl.methods.base import option
+from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 
 SizedLoss = Callable[[Tensor, Any], Tensor]

@@ -29,13 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.data.public import Public
 from medfl.methods._parts.distillation import divergence, ensemble
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
 from medfl.methods.base import option, uniform_shares, weighted_mean
 from medfl.networks.heads import frozen
+from medfl.storage.files import State
 from medfl.training import Host, LocalSettings, Site, fit, snapshot
 
 

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.nn.functional import l1_loss, mse_loss
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods._parts.public import on_public, public_data
 from medfl.methods._parts.score_exchange import ScoreExchange, batch_size
 from medfl.methods.base import option
+from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 
 _BATCH = 256  # of the public code

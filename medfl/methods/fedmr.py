@@ -22,11 +22,11 @@ from dataclasses import dataclass, fields
 from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.manifold import INTRA_SCALES, STDS, intra_class_loss, shaped
 from medfl.methods._parts.prototype_sharing import Sharing
 from medfl.methods.base import Group, Method, option, same_option
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import class_means, pooled_means
 from medfl.methods.base import Group, Method, option, step_towards, uniform_shares, weighted_mean
 from medfl.networks.heads import head_name, replace_head
+from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Method, option, sample_shares, trained_names, weighted_mean
+from medfl.storage.files import State
 from medfl.training import Host, Site, fit, pull, snapshot, zeros_of
 
 _LEAST = 1e-3  # one step is 1; a change divided by nearly none would be as large as one likes

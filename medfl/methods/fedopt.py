@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.methods.base import Method, option, sample_shares, step_towards, trained_names, weighted_mean
+from medfl.storage.files import State
 from medfl.training import Host
 
 _SQUARES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {

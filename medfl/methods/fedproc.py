@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, normalize
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.prototypes import class_indices, class_means, pooled_means
 from medfl.methods.base import MEANS, Group, Method, option
 from medfl.networks.heads import features_and_output, head
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods._parts.prototype_exchange import (
     PrototypeExchange,
     average_prototypes,
@@ -34,6 +33,7 @@ from medfl.methods._parts.prototype_exchange import (
 from medfl.methods._parts.prototypes import class_counts, class_indices, class_means, distance, prototype_groups
 from medfl.methods.base import MEANS, Group, option
 from medfl.networks.heads import features_and_output, head
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.personal_head import PersonalHead
 from medfl.methods._parts.phases import fit_part
 from medfl.methods.base import option
+from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit, train_only
 
 

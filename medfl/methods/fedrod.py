@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.prototypes import log_prior
 from medfl.methods.base import Method, option
 from medfl.networks.heads import features_and_output, replace_head
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged
 
 

@@ -33,10 +33,10 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message
 from medfl.core.seeding import derive
-from medfl.core.storage import State
 from medfl.methods._parts.extras import WithoutLabels
 from medfl.methods._parts.pseudo_labels import class_logits, ema_update, masked_cross_entropy, strong_view
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
+from medfl.storage.files import State
 from medfl.training import Feed, Host, Site, autocast, evaluating, fit, snapshot
 
 _LEAST = 1e-3  # of r_k, which is in a reply: a number a thousand times smaller than others' is refused there

@@ -27,9 +27,9 @@ from medfl import networks
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.methods._parts.extras import SiteModels
 from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
+from medfl.storage.files import State
 from medfl.training import Host, Site, fit, one_sample_safe, snapshot
 
 _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.SEGMENTERS)

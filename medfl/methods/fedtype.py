@@ -37,13 +37,13 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.mutual_learning import PrivateModels, Turn, proxy_model, train_in_turns
 from medfl.methods._parts.prototypes import class_indices
 from medfl.methods.base import option
+from medfl.storage.files import State
 from medfl.training import Objective, Site, evaluating, snapshot
 
 Sets = Callable[[Tensor, Tensor], Tensor]

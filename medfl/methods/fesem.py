@@ -24,10 +24,10 @@ from torch import nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.prototypes import class_counts
 from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
+from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
 
 

@@ -24,8 +24,8 @@ from torch import nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.methods.base import Method, option, uniform_shares, weighted_mean
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, snapshot
 
 

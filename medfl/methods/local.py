@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods._parts.extras import WholeCohort
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods.base import option
+from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
 
 

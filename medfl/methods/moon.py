@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, softplus
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods.base import Method, option
 from medfl.networks.heads import features_and_output, frozen, head_name, replace_head
+from medfl.storage.files import State
 from medfl.training import FitReport, Site, fit
 
 _PROJECTED = 256

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.data.prepared import Batch
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import MEANS, Method, mean_shares, option, weighted_mean
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 
 

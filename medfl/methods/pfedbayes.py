@@ -37,9 +37,9 @@ from torch.optim import Optimizer
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import MEANS, Group, Method, mean_shares, option, step_towards, trained_names, weighted_mean
+from medfl.storage.files import State
 from medfl.training import NORMS, Host, Site, fit, snapshot, split_names
 
 Moments = tuple[Sequence[Tensor], Sequence[Tensor]]

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods._parts.repeated_batches import repeating
 from medfl.methods.base import MEANS, Method, mean_shares, option, step_towards, trained_names, weighted_mean
+from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot
 
 

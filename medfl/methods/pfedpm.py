@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, class_head
 from medfl.methods._parts.prototype_exchange import (
@@ -55,6 +54,7 @@ from medfl.methods._parts.prototypes import class_counts, class_indices, class_m
 from medfl.methods._parts.relation_head import OPTIMIZERS, Judged, Relation, after_steps, relation_for, relation_step
 from medfl.methods.base import Group, option
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
+from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot
 
 

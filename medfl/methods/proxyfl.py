@@ -24,10 +24,10 @@ from typing import Any
 from torch import Tensor
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.mutual_learning import PrivateModels, proxy_model, train_together
 from medfl.methods.base import option
+from medfl.storage.files import State
 from medfl.training import Host, Site, snapshot
 
 

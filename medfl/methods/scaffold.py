@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.methods.base import MEANS, Group, Method, mean_shares, option, step_towards, uniform_shares, weighted_mean
+from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot, zeros_of
 
 

@@ -22,7 +22,6 @@ from medfl.bundle.files import shipped_folders
 from medfl.bundle.open import with_data
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
-from medfl.core.places import cache_folder
 from medfl.core.release import version_of
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.task import SECTIONS
@@ -41,6 +40,7 @@ from medfl.policy.policy import Policy
 from medfl.runs.plan import device_named, versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import step_bytes
+from medfl.storage.places import cache_folder
 from medfl.training.loop import fit
 from medfl.training.site import snapshot
 

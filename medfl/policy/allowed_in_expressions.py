@@ -75,7 +75,7 @@ MEMBERS = frozenset(f"{module}.{name}" for module, names in _MEMBERS.items() for
 }
 """Functions, classes and constants of modules, by their full path."""
 OLDER = frozenset({"numpy.bool", "numpy.float", "numpy.int"})
-"""Members that an older NumPy had; `medfl.bundle.older` gives it those back that it lacks."""
+"""Members that an older NumPy had; `medfl.bundle.zoo.compatibility` gives it those back that it lacks."""
 MEMBERS |= OLDER
 
 TORCH_FUNCTIONS = name_set(

@@ -27,8 +27,8 @@ from typing import Any
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import listed
 from medfl.core.release import pip_install
-from medfl.core.storage import write_atomic
 from medfl.core.untrusted import Refused, json_values, printable
+from medfl.storage.files import write_atomic
 
 _NAMED = 4
 

@@ -19,9 +19,6 @@ import torch
 
 from medfl.core import terminal
 from medfl.core.errors import InputError
-from medfl.core.places import FOLDS
-from medfl.core.run_documents import damaged, read_document
-from medfl.core.storage import write_atomic
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
 from medfl.evaluation import metrics
@@ -31,6 +28,9 @@ from medfl.report import formatting
 from medfl.report.run_files import Predictions, RunFiles
 from medfl.report.table import structure_lines
 from medfl.report.templating import environment
+from medfl.storage.files import write_atomic
+from medfl.storage.places import FOLDS
+from medfl.storage.run_documents import damaged, read_document
 
 FORM: Mapping[str, Any] = {
     "folds": Count, "bundle": str, "options": dict[str, Any], "config": dict[str, Any], "requested": dict[str, Any],

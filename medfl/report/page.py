@@ -9,10 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from medfl.core.places import FOLDS
-from medfl.core.run_documents import damaged
 from medfl.core.settings import COMPUTING, SETTINGS
-from medfl.core.storage import write_atomic
 from medfl.core.task import SECTIONS
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.mask_metrics import slug
@@ -22,6 +19,9 @@ from medfl.report.formatting import setting
 from medfl.report.prediction_analysis import analyse_predictions
 from medfl.report.run_files import MODEL_KINDS, SUMMARY_KINDS, RunFiles
 from medfl.report.templating import environment
+from medfl.storage.files import write_atomic
+from medfl.storage.places import FOLDS
+from medfl.storage.run_documents import damaged
 
 _SHOWN = ("key", "judged", "personal_model", "phantom", "public", "finished", "rise", "rounds", "summary")
 """What the page is given of `RunFiles` by the same name."""

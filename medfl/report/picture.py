@@ -14,9 +14,9 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from medfl.core.errors import InputError
-from medfl.core.storage import write_atomic
 from medfl.data.partition.table import shorten
 from medfl.report.style import INK, SOFT
+from medfl.storage.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from medfl.core.errors import InputError
-from medfl.core.run_documents import damaged, read_round, read_rows, read_run_document, read_summary, round_lines
 from medfl.evaluation import metrics
 from medfl.evaluation.mask_metrics import KINDS as OF_STRUCTURES
 from medfl.evaluation.mask_metrics import slug
+from medfl.storage.run_documents import damaged, read_round, read_rows, read_run_document, read_summary, round_lines
 
 _SOURCE = "a folder that `medfl run` or `medfl compare` wrote"
 _REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")

@@ -11,9 +11,6 @@ from typing import Any
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.core.errors import InputError
 from medfl.core.names import refuse_untrusted_module
-from medfl.core.places import FOLDS, PHANTOM, default_run_folder, require_unused
-from medfl.core.run_documents import require_plain
-from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.core.type_checks import type_errors
 from medfl.datasets.readers.splitting import check_folds
@@ -21,6 +18,9 @@ from medfl.report import folds as report
 from medfl.report.run_files import RunFiles
 from medfl.runs.launch import federate
 from medfl.runs.plan import Plan, Request, make_plan
+from medfl.storage.files import write_atomic
+from medfl.storage.places import FOLDS, PHANTOM, default_run_folder, require_unused
+from medfl.storage.run_documents import require_plain
 
 _SETTINGS: Mapping[str, Any] = {
     "with_local": bool, "save_predictions": bool, "runtime": str, "min_replies": int | None, "deadline": float | None,

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.core.places import weights_file
 from medfl.core.run import Run
-from medfl.core.storage import load_pickled, save_weights, weights_sha256
 from medfl.core.untrusted import json_values
+from medfl.storage.files import load_pickled, save_weights, weights_sha256
+from medfl.storage.places import weights_file
 
 FILE = "init.safetensors"
 """Of a run's folder."""

@@ -16,9 +16,6 @@ from medfl.bundle.open import prepared_sections
 from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_untrusted_module
-from medfl.core.places import LOCAL_REFERENCE, default_run_folder, folder_to_resume, require_unused
-from medfl.core.run_documents import read_rows, read_summary
-from medfl.core.run_folder import RunFolder
 from medfl.core.settings import LOSSLESS, MEAN
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
@@ -41,6 +38,9 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
+from medfl.storage.places import LOCAL_REFERENCE, default_run_folder, folder_to_resume, require_unused
+from medfl.storage.run_documents import read_rows, read_summary
+from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.precision import tf32, threads
 

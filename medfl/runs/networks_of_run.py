@@ -20,11 +20,7 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
-from medfl.core.places import WHICH
 from medfl.core.run import Run
-from medfl.core.run_documents import read_run, read_summary
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import file_sha256, load_state, load_weights, weights_sha256
 from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.methods.base import Method
@@ -32,6 +28,10 @@ from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import judged
+from medfl.storage.files import file_sha256, load_state, load_weights, weights_sha256
+from medfl.storage.places import WHICH
+from medfl.storage.run_documents import read_run, read_summary
+from medfl.storage.run_folder import RunFolder
 
 CPU = torch.device("cpu")
 

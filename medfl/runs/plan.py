@@ -20,7 +20,6 @@ from medfl.bundle.open import bundle_of, protocol_of, reopened, with_data, witho
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.places import PHANTOM
 from medfl.core.release import versions_of
 from medfl.core.run import PartitionRecord, Run
 from medfl.core.setting_values import device
@@ -38,6 +37,7 @@ from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runtimes import incomplete_data, site_channels, site_labels
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
+from medfl.storage.places import PHANTOM
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,6 @@ from medfl.bundle.new_images import Images
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import readable_file_name
-from medfl.core.places import require_unused
-from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.data.prepared import Geometry, Prepared, Shard
 from medfl.datasets.readers import own_folder
@@ -36,6 +34,8 @@ from medfl.evaluation.metrics import Cases, is_distance, summarise
 from medfl.evaluation.slices import unit
 from medfl.runs import references
 from medfl.runs.predictor import Predictor, open_predictor
+from medfl.storage.places import require_unused
+from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.precision import tf32, threads
 
 PREDICTIONS, SCORES, BY_CASE = "predictions.csv", "scores.csv", "scores_by_case.csv"

@@ -16,7 +16,6 @@ from medfl.bundle.files import config_file, read
 from medfl.bundle.inference import Inference, open_inference
 from medfl.core.errors import InputError
 from medfl.core.names import is_plain_text
-from medfl.core.places import check_which, is_run
 from medfl.core.setting_values import SURFACE_METRICS
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
@@ -26,6 +25,7 @@ from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.policy import admission
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import device_named
+from medfl.storage.places import check_which, is_run
 
 
 @dataclass(frozen=True, eq=False)

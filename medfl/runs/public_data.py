@@ -19,7 +19,6 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.bundle.open import BundleWithData, with_data
 from medfl.core.errors import InputError
-from medfl.core.places import PHANTOM
 from medfl.core.run import PublicRecord
 from medfl.core.seeding import stream
 from medfl.core.task import Task
@@ -28,6 +27,7 @@ from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods.base import Method
 from medfl.runs.teachers.answers import Questions, Teacher, obtain, open_teacher, split_names
+from medfl.storage.places import PHANTOM
 
 _LEAST_SIDE, _DEPTH = 32, 16  # four halvings of a U-Net leave two pixels a side, and one slice
 _AUGMENTATION = "train#random_transforms"

@@ -12,10 +12,10 @@ from medfl.bundle.protocol import resolved
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.names import trust_module
-from medfl.core.places import LOCAL_REFERENCE, PHANTOM, record_of, require_run, require_unused, weights_file
-from medfl.core.run_documents import read_run
 from medfl.core.settings import check_limits
 from medfl.runtimes import registry
+from medfl.storage.places import LOCAL_REFERENCE, PHANTOM, record_of, require_run, require_unused, weights_file
+from medfl.storage.run_documents import read_run
 
 
 def check_before_imports(

@@ -16,7 +16,6 @@ from torch import nn
 from medfl.bundle import case_metadata, new_images
 from medfl.core.errors import InputError
 from medfl.core.run import Run
-from medfl.core.run_documents import read_rows, read_run
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import check_arguments
 from medfl.data.prepared import Prepared, Shard
@@ -30,6 +29,7 @@ from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
 from medfl.runs.result_tables import Record, ResultTables, parse_row, with_same_keys
 from medfl.runtimes import site_labels
+from medfl.storage.run_documents import read_rows, read_run
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:

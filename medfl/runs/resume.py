@@ -11,11 +11,7 @@ from typing import Any
 from medfl.bundle.check_own import ids_of
 from medfl.bundle.open import bundle_of, is_recorded
 from medfl.core.errors import InputError
-from medfl.core.places import LOCAL_REFERENCE, record_of
 from medfl.core.run import Run
-from medfl.core.run_documents import read_summary
-from medfl.core.run_folder import RunFolder
-from medfl.core.run_integrity import read_verified_run, verified_manifest
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.datasets import own
@@ -23,6 +19,10 @@ from medfl.report import partition_plot
 from medfl.runs import text_record
 from medfl.runs.plan import Plan, make_plan, repeat, request_of, versions
 from medfl.runtimes.federation import Federation
+from medfl.storage.places import LOCAL_REFERENCE, record_of
+from medfl.storage.run_documents import read_summary
+from medfl.storage.run_folder import RunFolder
+from medfl.storage.run_integrity import read_verified_run, verified_manifest
 
 LISTED = 200
 """Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""

@@ -21,10 +21,10 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
-from medfl.core.storage import write_atomic
 from medfl.core.untrusted import json_values
 from medfl.methods.base import Method
 from medfl.runs import initial_weights
+from medfl.storage.files import write_atomic
 
 FILE = "text.safetensors"
 """Of a run's folder: `embeddings` (K, M, D) float32, as they were used."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.storage import atomic_replace, save_weights
 from medfl.evaluation.metrics import higher_is_better
+from medfl.storage.files import atomic_replace, save_weights
 
 
 @dataclass(frozen=True, eq=False)

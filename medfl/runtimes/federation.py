@@ -21,7 +21,6 @@ from medfl.core.message import Message, is_finite
 from medfl.core.message_limits import MessageLimits
 from medfl.core.run import Run
 from medfl.core.seeding import derive
-from medfl.core.storage import State, to_device
 from medfl.core.task import SECTIONS, Task
 from medfl.data.intensities import constants
 from medfl.data.on_device import Free, free_gpu_memory, hold
@@ -33,6 +32,7 @@ from medfl.methods.base import Method
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
 from medfl.runtimes.unlabelled import check_sites, hide_labels
+from medfl.storage.files import State, to_device
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.arithmetic import run_precision
 from medfl.training.accelerate.capture import capture_steps

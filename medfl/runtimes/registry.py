@@ -15,10 +15,10 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.terminal import Print
 
 if TYPE_CHECKING:
-    from medfl.core.run_folder import RunFolder
     from medfl.runtimes.attendance import Tolerance
     from medfl.runtimes.callbacks import Callback
     from medfl.runtimes.federation import Federation
+    from medfl.storage.run_folder import RunFolder
 
 SHIPPED = {
     "simulator": "medfl.runtimes.simulator:RUNTIME",

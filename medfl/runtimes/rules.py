@@ -12,7 +12,7 @@ from torch import Tensor
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.storage import State
+from medfl.storage.files import State
 from medfl.training.site import Site
 
 _VALUES = (Tensor, Mapping, bool, int, float, str, type(None))

@@ -16,9 +16,6 @@ import torch
 from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.run_documents import MANIFEST
-from medfl.core.run_integrity import verified_manifest
-from medfl.core.storage import State, write_atomic
 from medfl.runtimes import profiling
 from medfl.runtimes.callbacks import Callback, EarlyStopping, RoundEnd, asked_to_stop
 from medfl.runtimes.federation import Federation
@@ -33,6 +30,9 @@ from medfl.runtimes.server.round_training import RoundTraining
 from medfl.runtimes.server.scoring import Final, Scoring
 from medfl.runtimes.spilled_replies import Replies
 from medfl.runtimes.step import StepResult
+from medfl.storage.files import State, write_atomic
+from medfl.storage.run_documents import MANIFEST
+from medfl.storage.run_integrity import verified_manifest
 from medfl.training.accelerate.cuda_graphs import GRAPHS
 from medfl.training.accelerate.pack_sites import Packer
 

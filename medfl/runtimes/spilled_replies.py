@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import writing
 from medfl.data.disk_cache import free_ram
+from medfl.storage.files import writing
 
 BUDGET: int | None = None
 """Bytes of one round's replies that stay in memory; None: an eighth of what is free, at most `_MAX_BUDGET`."""

@@ -14,13 +14,13 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.core.names import readable_file_name
 from medfl.core.seeding import derive
-from medfl.core.storage import State
 from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.save_masks import save
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_update
+from medfl.storage.files import State
 from medfl.training.loop import summed
 from medfl.training.site import Site
 

@@ -15,8 +15,6 @@ from typing import Any, ClassVar
 
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Message
-from medfl.core.run_folder import StateFile
-from medfl.core.storage import State, load_state, save_state, to_device
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
 from medfl.runtimes import profiling
@@ -34,6 +32,8 @@ from medfl.runtimes.step import (
     segment_site,
     site_step,
 )
+from medfl.storage.files import State, load_state, save_state, to_device
+from medfl.storage.run_folder import StateFile
 
 
 class WorkerTask(ABC):

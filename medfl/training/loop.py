@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.data.prepared import moved
+from medfl.storage.files import State
 from medfl.training.accelerate.capture import runner_of_visit
 from medfl.training.accelerate.cuda_graphs import without_readback
 from medfl.training.accelerate.precision import autocast, backward, gradient_scaler

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
-from medfl.core.storage import State
+from medfl.storage.files import State
 from medfl.training.site import LocalSettings
 
 

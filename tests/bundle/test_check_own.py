@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medfl.bundle import starter
 from medfl.cli import verbs as cli
+from medfl.starter import starter
 
 DRAWS = np.random.default_rng(0)
 

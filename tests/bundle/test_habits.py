@@ -13,9 +13,9 @@ import torch
 from PIL import Image
 
 from medfl import datasets
-from medfl.bundle import habits, older
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
+from medfl.bundle.zoo import compatibility, conventions
 from medfl.core.errors import InputError, RunError
 from medfl.data.prepared import Shard, moved
 from medfl.policy import admission
@@ -40,7 +40,7 @@ DIVIDED = {"sites": 2, "partition": "iid"}
     ],
 )
 def test_a_folder_keeps_its_slash(before: str, folder: str, after: str) -> None:
-    assert habits.folder_like(before, folder) == after
+    assert conventions.folder_like(before, folder) == after
 
 
 def listed(tmp_path: Path, expression: str) -> tuple[dict[str, Any], Path]:
@@ -97,7 +97,7 @@ def test_the_bundles_own_list_comes_first_and_that_of_config_before_it(tmp_path:
     ],
 )
 def test_cuda_by_name_is_the_runs_device_and_a_readers_class_its_name(key: str, text: str, moved: str) -> None:
-    assert habits.rewritten(key, text, torch.device("cpu")) == moved
+    assert conventions.rewritten(key, text, torch.device("cpu")) == moved
 
 
 def test_test_data_that_lie_elsewhere_are_not_needed(tmp_path: Path) -> None:
@@ -291,11 +291,13 @@ def test_numpy_gets_its_old_names_back(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_argument_without_effect_is_left_out(tmp_path: Path) -> None:
-    assert older.idle_arguments("SwinUNETR", ["img_size", "in_channels"]) == {"img_size"}
-    assert older.idle_arguments("UNETR", ["img_size", "in_channels"]) == set()
+    assert compatibility.idle_arguments("SwinUNETR", ["img_size", "in_channels"]) == {"img_size"}
+    assert compatibility.idle_arguments("UNETR", ["img_size", "in_channels"]) == set()
     given = ["_target_", "keys", "min_zoom", "max", "constant_values"]
-    assert older.idle_arguments("RandZoomd", given) == {"max"}
-    assert older.idle_arguments("RandZoomBoxd", ["_target_", "box_keys", "label_keys", "prob"]) == {"label_keys"}
+    assert compatibility.idle_arguments("RandZoomd", given) == {"max"}
+    assert compatibility.idle_arguments("RandZoomBoxd", ["_target_", "box_keys", "label_keys", "prob"]) == {
+        "label_keys"
+    }
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(
         config["loss"] = {"_target_": "DiceLoss", "sigmoid": True, "squared_pred": True}
 
     bundle = opened(tmp_path, edit, TRUSTED)
-    assert bundle.adapted == (older.FLOAT_LABELS,)
+    assert bundle.adapted == (compatibility.FLOAT_LABELS,)
     pred, label = torch.rand(2, 3, 4, 4), (torch.rand(2, 3, 4, 4) > 0.5).to(kind)
     assert torch.equal(bundle.loss(pred, label), bundle.loss(pred, label.float()))
 
@@ -386,7 +388,7 @@ def test_arrays_beside_tensors_are_read_and_code_is_not(tmp_path: Path) -> None:
 
 def test_networks_of_an_inference_fetch_no_weights_since_those_of_the_bundle_follow() -> None:
     given = {"net": {"_target_": "ResNet", "pretrained": True}, "net#pretrained": True, "more": [{"pretrained": "@x"}]}
-    assert habits.without_fetching(given) == {
+    assert conventions.without_fetching(given) == {
         "net": {"_target_": "ResNet", "pretrained": False},
         "net#pretrained": False,
         "more": [{"pretrained": "@x"}],
@@ -403,7 +405,7 @@ def test_images_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pyt
 
 def test_bytes_that_name_classes_stay_what_they_are() -> None:
     loss, pred, label = torch.nn.CrossEntropyLoss(), torch.rand(2, 3, 4, 4), torch.ones(2, 4, 4, dtype=torch.uint8)
-    seen = older.with_float_labels(
+    seen = compatibility.with_float_labels(
         lambda prediction, target: loss(prediction, target.long()) + target.is_floating_point()
     )
     assert torch.equal(seen(pred, label), loss(pred, label.long()))

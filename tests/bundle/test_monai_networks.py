@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from medfl import datasets
-from medfl.bundle import monai_networks
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.zoo import monai_networks
 from medfl.cli import main
 from medfl.core.errors import InputError
 

@@ -11,12 +11,11 @@ import pytest
 import torch
 from monai.bundle import ConfigParser
 
-from medfl.bundle import older
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.configuration import own_python
+from medfl.bundle.zoo import compatibility
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
-from medfl.core.storage import load_weights
 from medfl.data.prepared import Shard
 from medfl.export.bundle_writer import export
 from medfl.policy import admission
@@ -24,6 +23,7 @@ from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, make_plan
 from medfl.runtimes.federation import Federation
+from medfl.storage.files import load_weights
 from medfl.training import LocalSettings, Networks, Site, fit, snapshot
 from tests.support.own_trainers import (
     adversarial,
@@ -195,13 +195,13 @@ def test_other_trainers_by_their_own_iteration(make: Callable[[Path], Path], job
 def test_a_loss_gets_labels_that_are_true_or_false_as_numbers(tmp_path: Path) -> None:
     """VISTA3D's, which compares labels with a class; recorded only where the loss fails on them."""
     path = prompting(tmp_path / "bundle")
-    for loss, adapted in ((None, (older.FLOAT_LABELS,)), ({"_target_": "DiceCELoss", "sigmoid": True}, ())):
+    for loss, adapted in ((None, (compatibility.FLOAT_LABELS,)), ({"_target_": "DiceCELoss", "sigmoid": True}, ())):
         bundle = Bundle(str(path), {"loss": loss} if loss else {}, policy=Policy(trusted=True))
         assert bundle.adapted == adapted
         assert any("true or false" in note for note in bundle.notes) == bool(adapted)
     summary = run(path, tmp_path / "out", batch_size=1, rounds=1)
     assert 0 <= summary["last"]["dice"] <= 1
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["adapted"] == [older.FLOAT_LABELS]
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["adapted"] == [compatibility.FLOAT_LABELS]
 
 
 # The public zoo's

@@ -84,7 +84,7 @@ def test_a_user_without_a_name_is_given_one(tmp_path: Path) -> None:
 
 
 def test_a_user_without_a_home_is_told(tmp_path: Path) -> None:
-    nobody = "import pwd; pwd.getpwuid = {}.__getitem__; from medfl.core import places; places.cache_folder('a')"
+    nobody = "import pwd; pwd.getpwuid = {}.__getitem__; from medfl.storage import places; places.cache_folder('a')"
     done = shell(tmp_path, f'{sys.executable} -c "{nobody}"')
     said = "InputError: a user without a home; HOME or XDG_CACHE_HOME is set, for the cache; set one of them"
     assert done.stderr.splitlines()[-1].endswith(said)

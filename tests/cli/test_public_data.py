@@ -15,13 +15,13 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import BundleWithData
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
-from medfl.core.places import cache_folder
 from medfl.core.run import PublicRecord
-from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.networks import build
 from medfl.runs.public_data import PublicPlan, chosen_items, plan_public, read_public
 from medfl.runs.teachers.answers import Teacher
+from medfl.storage.files import load_weights
+from medfl.storage.places import cache_folder
 from tests.zoo.build import ZOO
 
 SMALL = ("--config", "network=small_cnn", "--config", "image_size=16", "--batch-size", 8, "--jobs", 1)

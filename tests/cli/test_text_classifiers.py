@@ -20,9 +20,9 @@ from medfl.bundle.prompts import read_text
 from medfl.bundle.text_embeddings import Embeddings
 from medfl.cli import verbs as cli
 from medfl.core.message import Message
-from medfl.core.storage import load_state, load_weights
 from medfl.methods.fedbm import FedBM
 from medfl.networks.generator import Generator
+from medfl.storage.files import load_state, load_weights
 from tests.support.toy import bits
 from tests.zoo.build import ZOO
 

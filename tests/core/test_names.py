@@ -8,8 +8,8 @@ import pytest
 
 from medfl.core.errors import InputError
 from medfl.core.names import as_cell, check_name, from_cell, is_name, readable_file_name
-from medfl.core.places import default_run_folder
 from medfl.runs import launch
+from medfl.storage.places import default_run_folder
 
 GOOD = ["north", "site-1", "b_2", "9a", "all-MiniLM-L6-v2", "v1.2", "x" * 64]
 BAD = [

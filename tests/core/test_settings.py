@@ -16,9 +16,9 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.settings import ADDED_LATER, SETTINGS, Setting
-from medfl.core.storage import load_weights, save_weights, weights_sha256
 from medfl.runs import initial_weights
 from medfl.runs.plan import Request, make_plan
+from medfl.storage.files import load_weights, save_weights, weights_sha256
 from tests.support.toy import run_record
 
 OTHER: dict[str, Any] = {

@@ -6,8 +6,8 @@ import pytest
 import torch
 from monai.transforms import BorderPad, NormalizeIntensity, ScaleIntensityRange
 
-from medfl.core.shared_memory import dump_shared, load_shared
 from medfl.data.byte_codes import Coded, decoded, encode, plain, shape_of, stacked
+from medfl.storage.shared_memory import dump_shared, load_shared
 
 
 def seeded(seed: int = 0) -> torch.Generator:

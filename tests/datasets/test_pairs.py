@@ -14,13 +14,13 @@ from monai.transforms import Compose, EnsureTyped, Flipd, NormalizeIntensityd, S
 from PIL import Image
 
 from medfl.core.errors import InputError
-from medfl.core.shared_memory import dump_shared, load_shared
 from medfl.data.prepare import prepare
 from medfl.data.source import take_apart
 from medfl.datasets.own import above
 from medfl.datasets.readers.pairs import mask_index, paired, read_pair
 from medfl.datasets.readers.reading import JOINED, content_key
 from medfl.datasets.readers.transforms import ReadPaird, WriteMaskd
+from medfl.storage.shared_memory import dump_shared, load_shared
 
 HEIGHT, WIDTH = 40, 60
 

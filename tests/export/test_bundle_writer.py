@@ -22,12 +22,10 @@ import yaml
 from PIL import Image
 
 from medfl import datasets
-from medfl.bundle import starter
 from medfl.bundle.bundle import Bundle
 from medfl.core import release
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
-from medfl.core.storage import load_weights, save_weights
 from medfl.export import checks as export_checks
 from medfl.export import formats as export_formats
 from medfl.export import images
@@ -40,6 +38,8 @@ from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
+from medfl.starter import starter
+from medfl.storage.files import load_weights, save_weights
 from tests.support.programs import python_path
 from tests.zoo.build import ZOO
 

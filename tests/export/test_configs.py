@@ -14,10 +14,10 @@ import yaml
 from torch import nn
 
 from medfl.core.errors import InputError
-from medfl.core.storage import save_weights
 from medfl.export import network as exported
 from medfl.export.configs import EditedConfig, network_of_method, network_with_weights, network_without_weights
 from medfl.export.descriptions import _data_format
+from medfl.storage.files import save_weights
 
 TEXT = """\
 # A head.

@@ -29,7 +29,7 @@ from nvflare.app_common.app_constant import AppConstants
 from medfl import datasets, methods
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
-from medfl.core.storage import load_weights
+from medfl.storage.files import load_weights
 from tests.flare.test_own import SITES, executed, offer
 from tests.support.programs import python_path
 

@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("nvflare")
 
 from medfl import datasets
-from medfl.core.run_folder import RunFolder
 from medfl.flare import job as flare_job
 from medfl.flare.local_federation import SERVER, LocalFederation, descendants
 from medfl.flare.parts import SIMULATED
 from medfl.runs import launch
+from medfl.storage.run_folder import RunFolder
 from tests.flare.test_parity import CONFIG, left
 from tests.support.programs import python_path
 

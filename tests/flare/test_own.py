@@ -22,8 +22,6 @@ from medfl.bundle.text_embeddings import Embeddings, unit
 from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord, without_round_limit
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_state, load_weights
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.data.prepared import Batch, Prepared
@@ -40,6 +38,8 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.files import load_state, load_weights
+from medfl.storage.run_folder import RunFolder
 from tests.flare.test_server import Near
 from tests.support.sweeps import mostly_slow
 from tests.support.toy import bits

@@ -17,8 +17,8 @@ import pytest
 from medfl import datasets
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
-from medfl.core.storage import load_state, load_weights
 from medfl.runs import launch
+from medfl.storage.files import load_state, load_weights
 from tests.support.toy import bits
 
 pytest.importorskip("nvflare")
@@ -199,10 +199,10 @@ def test_the_recipe_runs_in_flare_s_own_environment(
     monkeypatch.delenv("MEDFL_TESTS_WARM")
     from nvflare.recipe.sim_env import SimEnv
 
-    from medfl.core.run_folder import RunFolder
     from medfl.flare.files import allow_classes
     from medfl.flare.job import local_recipe
     from medfl.flare.parts import SIMULATED
+    from medfl.storage.run_folder import RunFolder
 
     run(scans, tmp_path / "simulator", "fedavg", "simulator", rounds=1)
     recorded, _ = RunFolder(tmp_path / "simulator").read_run()

@@ -24,7 +24,6 @@ from nvflare.app_opt.pt.decomposers import TensorDecomposer
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import without_round_limit
-from medfl.core.run_folder import RunFolder
 from medfl.flare import offer as flare_offer
 from medfl.flare import tensors as flare_tensors
 from medfl.flare import wire
@@ -38,6 +37,7 @@ from medfl.flare.parts import (
 )
 from medfl.flare.server import ERROR_FILE, FLARE_FOLDER, LINES_FILE
 from medfl.flare.wire import Payload, from_model, to_model
+from medfl.storage.run_folder import RunFolder
 
 CONFIG = {"network": "small_cnn", "image_size": 16}
 

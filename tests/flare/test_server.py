@@ -20,8 +20,6 @@ pytest.importorskip("nvflare")
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_state, load_weights
 from medfl.flare import wire
 from medfl.flare.server import Answer, FlareWorkers
 from medfl.flare.site import FlareSite
@@ -34,6 +32,8 @@ from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import Introduce, Train
+from medfl.storage.files import load_state, load_weights
+from medfl.storage.run_folder import RunFolder
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.sweeps import FEW, mostly_slow
 from tests.support.toy import CLASSIFYING, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record

@@ -18,8 +18,6 @@ from medfl import datasets
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError, RunError
 from medfl.core.run import Run
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_state
 from medfl.flare import site_facts
 from medfl.flare.offer import offer
 from medfl.flare.server import FlareWorkers
@@ -28,6 +26,8 @@ from medfl.flare.wire import Payload
 from medfl.report import write_report
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.files import load_state
+from medfl.storage.run_folder import RunFolder
 from tests.flare.test_own import SITES, executed, together
 from tests.support.toy import bits
 

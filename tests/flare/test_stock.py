@@ -21,8 +21,8 @@ from torch import Tensor
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.core.storage import load_weights
 from medfl.runs.launch import federate
+from medfl.storage.files import load_weights
 from tests.support.programs import python_path
 from tests.support.toy import bits
 

@@ -14,8 +14,8 @@ import torch
 from medfl import methods
 from medfl.core.errors import InputError
 from medfl.core.message import Message, is_finite
-from medfl.core.storage import load_state, save_state
 from medfl.methods import Method
+from medfl.storage.files import load_state, save_state
 from tests.support.toy import (
     WITHOUT_IMAGES,
     Outcome,

@@ -15,7 +15,6 @@ from torch import nn
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.core.storage import load_state, save_state
 from medfl.core.task import Task
 from medfl.methods import load
 from medfl.methods._parts.text_classifier import TextGaussians, embeddings_of
@@ -24,6 +23,7 @@ from medfl.networks import build
 from medfl.networks.generator import Generator
 from medfl.networks.heads import head
 from medfl.runtimes.federation import Federation
+from medfl.storage.files import load_state, save_state
 from tests.support.grey_squares import EMBEDDINGS, federation, images, quick, run
 from tests.support.options import numbers
 from tests.support.toy import Toy, ToyBundle, adam, bits, cross_entropy, run_record, sgd, simulate

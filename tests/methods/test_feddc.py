@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods import load
+from medfl.storage.files import State
 from tests.support.toy import Outcome, Toy, adam, bits, linear, quadratic, sgd, simulate
 
 ALPHA = 0.5

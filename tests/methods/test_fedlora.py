@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods import load, site_networks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _trained, site_step
+from medfl.storage.files import State
 from tests.support.toy import Toy, ToyBundle, bits, blobs, classifier, cross_entropy, run_record, sgd, simulate
 
 A, B = "0.weight.lora_A.{}", "0.weight.lora_B.{}"

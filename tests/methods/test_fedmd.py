@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods._parts.public import Scored, on_public
 from medfl.methods._parts.score_exchange import batch_size, reduced
+from medfl.storage.files import State
 from medfl.training import Networks, Site, evaluating
 from medfl.training.loop import fit
 from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate

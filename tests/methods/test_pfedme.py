@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from medfl.core.storage import State
 from medfl.methods import load
+from medfl.storage.files import State
 from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
 
 METHOD = load("pfedme")

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import stream
-from medfl.core.storage import load_state, save_state
 from medfl.core.task import Task
 from medfl.methods import load, pfedpm
 from medfl.methods._parts.prototype_exchange import average_prototypes, prototype_loss, table
@@ -21,6 +20,7 @@ from medfl.methods._parts.relation_head import Relation, relation_loss, relation
 from medfl.methods.pfedpm import class_distance, mix
 from medfl.networks import build
 from medfl.networks.heads import feature_size, features_and_output, head_name
+from medfl.storage.files import load_state, save_state
 from medfl.training.network_pool import Networks
 from medfl.training.site import Site, snapshot
 from tests.support.options import numbers

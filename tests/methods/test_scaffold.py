@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from medfl.core.storage import State
 from medfl.methods import load
+from medfl.storage.files import State
 from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, quadratic, sgd, simulate
 
 METHOD = load("scaffold")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from medfl import datasets, federate, load_run
 from medfl.core.message import Message
-from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods import load, names
@@ -27,6 +26,7 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.run_folder import RunFolder
 from medfl.training.network_pool import Networks
 from tests.methods.test_segmentation_contract import SEGMENTING, SETTINGS, federation, segmenting
 from tests.runtimes.test_monai_fl import left

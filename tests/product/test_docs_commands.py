@@ -13,7 +13,7 @@ from PIL import Image
 
 import medfl
 from medfl import datasets
-from medfl.core.storage import load_weights, save_weights
+from medfl.storage.files import load_weights, save_weights
 from tests.support.docs_pages import (
     DOCS,
     FLARE,

@@ -33,10 +33,6 @@ from medfl.compare.checks import check_folder
 from medfl.core.errors import MedflError
 from medfl.core.message import Message
 from medfl.core.message_limits import MessageLimits
-from medfl.core.run_documents import read_run
-from medfl.core.run_folder import RunFolder
-from medfl.core.run_integrity import read_verified_run, verified_manifest
-from medfl.core.storage import load_state, load_weights, state_round, to_device
 from medfl.core.untrusted import Refused, read_json_bytes
 from medfl.data.partition.rules import _by_file
 from medfl.flare import wire
@@ -48,6 +44,10 @@ from medfl.policy.policy import Policy
 from medfl.report import RunFiles
 from medfl.runs import text_record
 from medfl.runs.resume import _scored
+from medfl.storage.files import load_state, load_weights, state_round, to_device
+from medfl.storage.run_documents import read_run
+from medfl.storage.run_folder import RunFolder
+from medfl.storage.run_integrity import read_verified_run, verified_manifest
 from tests.partner.test_heterogeneity import told as told_statistics
 from tests.policy.test_reach import EXPRESSIONS
 from tests.runtimes.test_simulator import divided, simulate

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from medfl import datasets, federate
 from medfl.core.gpu_memory import GIB, Gpu, is_out_of_memory
-from medfl.core.storage import load_weights
 from medfl.runtimes import simulator
+from medfl.storage.files import load_weights
 from medfl.training.accelerate import capture as capturing
 from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.pack_sites import ALONE, BESIDE, GROUPED, Packer

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from medfl import datasets
-from medfl.core import storage
 from medfl.core.errors import InputError, RunError
 from medfl.runs.launch import federate
+from medfl.storage import files
 
 ROUNDS = 3
 
@@ -153,7 +153,7 @@ def test_law1_kill_inside_any_write(
 
     def die(at: int, out: Path) -> None:
         os.setpgid(0, 0)
-        real, count = storage.atomic_replace, 0
+        real, count = files.atomic_replace, 0
 
         @contextmanager
         def replacing(path: Path, size: int) -> Iterator[Path]:
@@ -170,7 +170,7 @@ def test_law1_kill_inside_any_write(
             if mine == at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        storage.atomic_replace = replacing
+        files.atomic_replace = replacing
         run(phantom, out, resume=(out / "run.json").exists())
 
     context = multiprocessing.get_context("fork")

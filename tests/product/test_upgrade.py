@@ -19,7 +19,7 @@ from PIL import Image
 from medfl import cli, load_run
 from medfl.bundle.files import shipped_folders
 from medfl.core.release import pip_install
-from medfl.core.storage import load_weights
+from medfl.storage.files import load_weights
 
 KEPT = Path(__file__).resolve().parents[1] / "upgrade"
 VERSIONS = ("0.5.0", "0.6.0")

@@ -20,7 +20,6 @@ from torch import nn
 
 from medfl.cli import main
 from medfl.core.errors import InputError
-from medfl.core.run_folder import RunFolder
 from medfl.data.prepared import Geometry, Stacked
 from medfl.evaluation.evaluators import MaskEvaluator
 from medfl.evaluation.slices import Plane, planes, true_colours, unit
@@ -34,6 +33,7 @@ from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.run_folder import RunFolder
 from tests.support.toy import SECTIONS, ToyBundle, run_record
 from tests.zoo.build import ZOO
 

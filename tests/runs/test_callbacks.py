@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import medfl
-from medfl.core.storage import load_weights, weights_sha256
 from medfl.runtimes.callbacks import asked_to_stop
+from medfl.storage.files import load_weights, weights_sha256
 
 QUIET: dict[str, Any] = {"say": str}
 

@@ -13,7 +13,6 @@ import pytest
 from PIL import Image
 
 import medfl
-from medfl.bundle import starter
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.datasets import write_phantom
@@ -21,6 +20,7 @@ from medfl.datasets.base import sections
 from medfl.report import RunFiles, write_report
 from medfl.runs import folds
 from medfl.runs.launch import federate
+from medfl.starter import starter
 
 SMALL = {"rounds": 1, "sites": 1, "local_epochs": 1, "batch_size": 4}
 K = 3

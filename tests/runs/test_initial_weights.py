@@ -14,8 +14,8 @@ import torch
 from medfl import datasets, networks
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
-from medfl.core.storage import load_weights, save_weights, weights_sha256
 from medfl.runs import initial_weights
+from medfl.storage.files import load_weights, save_weights, weights_sha256
 
 SMALL = (
     "--config", "image_size=32", "--sites", "2", "--partition", "iid", "--cohort", "1", "--local-epochs", "1",

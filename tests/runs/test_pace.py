@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from medfl.bundle import starter
 from medfl.datasets import write_phantom
 from medfl.runs.launch import federate
 from medfl.runs.pace import AUTO, FEW, fit_schedule, steps_note
+from medfl.starter import starter
 
 OPEN = {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 10}
 TASK = "segmentation"

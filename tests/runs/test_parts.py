@@ -23,9 +23,9 @@ import medfl
 from medfl.bundle import parts as parts_module
 from medfl.bundle import parts_data
 from medfl.cli import verbs as cli
-from medfl.core.storage import load_weights
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.export.bundle_writer import export
+from medfl.storage.files import load_weights
 
 SIZES = {"train": 9, "validate": 4, "test": 4}
 SITES = {"north": 0.0, "south": 0.7}

@@ -23,12 +23,12 @@ from medfl.cli.predict import _lines
 from medfl.cli.verbs import main
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
-from medfl.core.storage import save_weights
 from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.unlabelled import joined
 from medfl.policy import admission
 from medfl.runs.launch import federate
 from medfl.runs.predict import predict
+from medfl.storage.files import save_weights
 from tests.datasets.test_volumes import AFFINE, IMAGE, save, save_dicom
 
 BUNDLES = Path(__file__).parents[2] / "bundles"

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from medfl.cli.verbs import main
 from medfl.core.names import is_formula
-from medfl.core.run_documents import read_rows
+from medfl.storage.run_documents import read_rows
 from tests.runs.test_predict import with_weights
 
 

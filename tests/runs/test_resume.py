@@ -12,10 +12,10 @@ import pytest
 
 from medfl import datasets
 from medfl.cli import verbs as cli
-from medfl.core.storage import file_sha256
 from medfl.methods.local import Local
 from medfl.runs import resume as begun
-from tests.core.test_run_integrity import aged
+from medfl.storage.files import file_sha256
+from tests.storage.test_run_integrity import aged
 
 SMALL = (
     "--sites", "2", "--partition", "iid", "--local-epochs", "1", "--batch-size", "8", "--jobs", "1", "--quiet",
@@ -157,7 +157,7 @@ def test_a_resume_reads_each_state_once_to_check_it(copied: Path, monkeypatch: p
         read.append(path)
         return file_sha256(path)
 
-    monkeypatch.setattr("medfl.core.run_integrity.file_sha256", counted)
+    monkeypatch.setattr("medfl.storage.run_integrity.file_sha256", counted)
     assert cli.main(["run", "--out", str(copied), "--resume", "--rounds", "3", "--jobs", "1", "--quiet"]) == 0
     assert sorted(read) == sorted(there)
 

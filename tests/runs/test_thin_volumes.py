@@ -7,8 +7,8 @@ import nibabel as nib
 import numpy as np
 import pytest
 
-from medfl.bundle import starter
 from medfl.runs.launch import federate
+from medfl.starter import starter
 
 
 def test_scores_are_those_of_the_saved_masks(tmp_path: Path) -> None:

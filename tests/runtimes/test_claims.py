@@ -12,12 +12,12 @@ import torch
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
-from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.server.claims import FARTHEST, check_counts, far_replies
+from medfl.storage.files import load_weights
 from tests.runtimes.test_robust_server import Faulty, every_runtime, run
 from tests.support.toy import ToyBundle, bits, run_record
 

@@ -15,8 +15,6 @@ from medfl import datasets
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.run import PartitionRecord
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_weights
 from medfl.data.prepared import Stacked
 from medfl.methods import load
 from medfl.methods._parts.extras import deal
@@ -26,6 +24,8 @@ from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import copy_site_weights, introduce, score_site, site_step
 from medfl.runtimes.tasks import ScoreGlobal
+from medfl.storage.files import load_weights
+from medfl.storage.run_folder import RunFolder
 from medfl.training.site import snapshot
 from tests.support.toy import PARTS, SECTIONS, ToyBundle, bits, run_record
 

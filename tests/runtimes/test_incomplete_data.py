@@ -16,7 +16,6 @@ from monai.fl.utils.exchange_object import ExchangeObject
 from PIL import Image
 
 from medfl import datasets
-from medfl.bundle import starter
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.open import with_data
 from medfl.bundle.sections import _without_marks
@@ -28,6 +27,7 @@ from medfl.datasets import read_pixels
 from medfl.partner.preflight import PreflightOptions, check
 from medfl.partner.statistics import StatisticsOptions, bins_of, gather
 from medfl.runs.launch import federate, site_algo
+from medfl.starter import starter
 from tests.support.toy import bits
 from tests.zoo.build import ZOO
 from tests.zoo.record import ZooBundle

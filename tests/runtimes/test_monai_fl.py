@@ -24,9 +24,7 @@ from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.run import PartitionRecord
-from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
-from medfl.core.storage import load_state, load_weights
 from medfl.methods import has_fedavg_server, load, names
 from medfl.runs import launch
 from medfl.runtimes import profiling
@@ -37,6 +35,8 @@ from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.monai_fl.view import Aborted
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.files import load_state, load_weights
+from medfl.storage.run_folder import RunFolder
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.sweeps import FEW, mostly_slow
 from tests.support.toy import CLASSIFYING, WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record

@@ -17,13 +17,13 @@ from torch import Tensor
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
 from medfl.core.run import PartitionRecord
-from medfl.core.storage import State
 from medfl.methods import load
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.server.next_state import NextState, first_state, next_state, odd_replies
 from medfl.runtimes.step import introduce, site_step
+from medfl.storage.files import State
 from tests.support.toy import CLASSIFYING, SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
 ROUNDS = 3

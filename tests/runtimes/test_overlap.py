@@ -17,11 +17,7 @@ from typing import Any
 
 import pytest
 
-from medfl.core import run_folder as folders
-from medfl.core import storage
 from medfl.core.errors import RunError
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.runtimes import spilled_replies
 from medfl.runtimes.attendance import Tolerance
@@ -31,6 +27,10 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import MakeTask, ScoreGlobal, ScoreSite, Train, WorkerTask
+from medfl.storage import files as storage
+from medfl.storage import run_folder as folders
+from medfl.storage.files import load_weights
+from medfl.storage.run_folder import RunFolder
 from tests.support.toy import ToyBundle, bits, run_record
 
 ROUNDS = 5

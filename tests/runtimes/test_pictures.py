@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.errors import RunError
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_weights
 from medfl.data.prepared import Shard, Stacked
 from medfl.methods import load
 from medfl.methods.base import Method
@@ -25,6 +23,8 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import pictures
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.files import load_weights
+from medfl.storage.run_folder import RunFolder
 from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
 QUICK = {"g_every": 2, "g_start": 1, "g_iterations": 1, "g_batch": 6, "synthetic_batch": 3, "normalise": "half"}

@@ -10,10 +10,10 @@ import pytest
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.core.run_folder import RunFolder
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.tasks import Train
+from medfl.storage.run_folder import RunFolder
 from tests.flare.test_server import Payload, executed, federation, near, replace, second
 
 

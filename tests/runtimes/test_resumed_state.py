@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import State, file_sha256, load_state, save_state
 from medfl.runtimes.server.next_state import resumed_state
 from medfl.runtimes.tasks import Train
+from medfl.storage.files import State, file_sha256, load_state, save_state
+from medfl.storage.run_folder import RunFolder
 from tests.runtimes.test_next_state import federation, played
 from tests.runtimes.test_simulator import simulate
 from tests.support.toy import CLASSIFYING

@@ -16,8 +16,6 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.message_limits import MessageLimits
 from medfl.core.run import PartitionRecord
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_state, load_weights
 from medfl.methods import load
 from medfl.methods.base import sample_shares, weighted_mean
 from medfl.runs.launch import federate
@@ -28,6 +26,8 @@ from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import Introduce, RoundTask, ScoreGlobal, ScoreSite, Train, WorkerTask, result_or_failure
+from medfl.storage.files import load_state, load_weights
+from medfl.storage.run_folder import RunFolder
 from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
 Spoil = Callable[[Message], Message]

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.run_folder import RunFolder
 from medfl.methods import Method, load
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.rules import check_state
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.run_folder import RunFolder
 from medfl.training.loop import fit
 from tests.support.toy import ToyBundle, run_record
 

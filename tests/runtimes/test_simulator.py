@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 from medfl.core.run import PartitionRecord
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.runtimes import profiling, spilled_replies
 from medfl.runtimes.federation import Federation
@@ -23,6 +21,8 @@ from medfl.runtimes.registry import Execution
 from medfl.runtimes.server import scoring
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.tasks import RoundTask, ScoreSite, ScoreSiteOnAll, TrainToScore
+from medfl.storage.files import load_weights
+from medfl.storage.run_folder import RunFolder
 from tests.support.sweeps import mostly_slow
 from tests.support.toy import ToyBundle, bits, run_record
 

@@ -17,7 +17,6 @@ from medfl.cli import verbs as cli
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
-from medfl.core.storage import State, load_state, save_state
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
 from medfl.runs.launch import federate
@@ -31,6 +30,7 @@ from medfl.runtimes.step import (
     score_site_on_all,
     site_step,
 )
+from medfl.storage.files import State, load_state, save_state
 from tests.support.toy import ToyBundle, bits, public_blobs, run_record
 
 FORMS = ("float16", "bfloat16", "int8", "topk:0.1")

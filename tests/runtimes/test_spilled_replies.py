@@ -9,11 +9,11 @@ import torch
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.core.storage import weights_sha256
 from medfl.methods import load, names
 from medfl.methods.base import _BLOCK, sample_shares, weighted_mean
 from medfl.runtimes import spilled_replies
 from medfl.runtimes.spilled_replies import Replies, SitesWeights, TensorStore
+from medfl.storage.files import weights_sha256
 from tests.support.toy import WITHOUT_IMAGES, Toy, bits, simulate
 
 TENSORS = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from medfl.core.errors import RunError
-from medfl.core.storage import save_state
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
+from medfl.storage.files import save_state
 
 Make = Callable[[], States]
 

@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("mlflow")
 
 from medfl.core.errors import InputError
-from medfl.core.run_folder import RunFolder
 from medfl.runtimes.output.events import Events, scalars
 from medfl.runtimes.output.tracking import FILE, STORE, Tracking, parse, tracked
+from medfl.storage.run_folder import RunFolder
 from tests.support.toy import run_record
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.core.run_folder import RunFolder
 from medfl.runtimes.output import wandb_runs
 from medfl.runtimes.output.events import Events, scalars
 from medfl.runtimes.output.tracking import parse, tracked
+from medfl.storage.run_folder import RunFolder
 from tests.support.toy import run_record
 
 

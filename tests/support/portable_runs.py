@@ -30,8 +30,8 @@ RUNS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def main(folder: Path) -> dict[str, str]:
     portable.enable()
     from medfl import datasets
-    from medfl.core.storage import load_weights, weights_sha256
     from medfl.runs.launch import federate
+    from medfl.storage.files import load_weights, weights_sha256
 
     found = {}
     for name in (os.environ.get("MEDFL_RUNS") or ",".join(RUNS)).split(","):

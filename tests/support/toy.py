@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from medfl.core.message import Message
 from medfl.core.run import DataRecord, PartitionRecord, Run
 from medfl.core.seeding import derive
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.data.prepared import Augmented, Shard, Stacked
 from medfl.data.public import Public
 from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import Method, method_class, names
+from medfl.storage.files import State
 from medfl.training.network_pool import Networks
 from medfl.training.site import Host, LocalSettings, Site
 

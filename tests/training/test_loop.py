@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from medfl.core.errors import RunError
 from medfl.core.seeding import stream
-from medfl.core.storage import load_state, save_state
+from medfl.storage.files import load_state, save_state
 from medfl.training import loop as training
 from medfl.training.loop import FitReport, fit, pull, summed
 from medfl.training.site import Site, snapshot

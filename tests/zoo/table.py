@@ -17,12 +17,12 @@ from typing import Any
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import config_file, read
 from medfl.core.errors import InputError, MedflError
-from medfl.core.run_documents import read_run
 from medfl.core.terminal import markdown_table
 from medfl.policy import admission
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
+from medfl.storage.run_documents import read_run
 from tests.support.own_trainers import hands, nodules, spleens
 from tests.support.zoo_data import DRAW, ROOT
 

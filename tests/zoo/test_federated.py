@@ -15,11 +15,11 @@ from PIL import Image
 from medfl.bundle.bundle import Bundle
 from medfl.cli import main
 from medfl.core.errors import InputError
-from medfl.core.storage import load_weights
 from medfl.evaluation.metrics import higher_is_better
 from medfl.policy import admission
 from medfl.policy.policy import Policy
 from medfl.runs.launch import federate
+from medfl.storage.files import load_weights
 from tests.support.sweeps import mostly_slow
 from tests.zoo.broken import BROKEN
 from tests.zoo.build import ZOO

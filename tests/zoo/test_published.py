@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from medfl.bundle import older
 from medfl.bundle.bundle import Bundle
+from medfl.bundle.zoo import compatibility
 from medfl.core.errors import InputError, RunError
-from medfl.core.run_documents import read_run
 from medfl.export.bundle_writer import export
 from medfl.policy import admission
 from medfl.policy.inspection import inspect
 from medfl.runs.launch import federate
+from medfl.storage.run_documents import read_run
 from tests.support.audit import unlisted
 from tests.support.watched import watched
 from tests.support.zoo_data import DRAW, ROOT
@@ -126,7 +126,7 @@ def _as_the_page_says(name: str, folder: Path, config: Mapping[str, str], told: 
     assert trains.startswith("trains")
     assert overridden == ", ".join(f"`{key}`" for key in config)
     assert put_right == ", ".join(f"`{one}`" for one in run.adapted)
-    assert all(f"note: bundle {name}: {older.said(adapted)}" in told for adapted in run.adapted)
+    assert all(f"note: bundle {name}: {compatibility.said(adapted)}" in told for adapted in run.adapted)
 
 
 @pytest.mark.slow

@@ -24,12 +24,11 @@ from torch import Tensor
 
 from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.engines import find_trainer, own_trainer_class
-from medfl.bundle.failures import deepest, missing_path
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import Section, Sections
+from medfl.bundle.zoo.failures import deepest, missing_path
 from medfl.core.errors import InputError, as_text
 from medfl.core.seeding import stream
-from medfl.core.storage import writing
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import override_value
 from medfl.datasets.phantoms import phantom
@@ -37,6 +36,7 @@ from medfl.policy import admission
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import TRAINING
 from medfl.policy.policy import Policy
+from medfl.storage.files import writing
 from tools.synthetic_data import shapes
 from tools.synthetic_data.data_needs import DataNeeds
 from tools.synthetic_data.requested_files import CASE, DrawnLayout, LookUps, noting_lookups, unmatched

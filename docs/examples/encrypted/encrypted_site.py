@@ -28,13 +28,13 @@ from torch import Tensor
 
 from medfl.core.errors import RunError
 from medfl.core.run import Run
-from medfl.core.storage import save_weights
 from medfl.flare.files import participants, read_run
 from medfl.flare.site_config import CONFIG_FILE, SiteConfig, accepted_run, open_site
 from medfl.flare.wire import wire_names
 from medfl.runs.plan import repeat
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import ROUND, MedflClientAlgo, exchange_object
+from medfl.storage.files import save_weights
 
 RULES: Mapping[str, Any] = {
     "scopes": [

@@ -27,15 +27,15 @@ import torch
 
 from medfl import methods
 from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.places import require_unused
 from medfl.core.release import pip_install
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_weights
 from medfl.flare.files import participants
 from medfl.flare.job import require_flare
 from medfl.flare.local_federation import SERVER, LocalFederation
 from medfl.flare.wire import wire_names
 from medfl.runs.launch import federate
+from medfl.storage.files import load_weights
+from medfl.storage.places import require_unused
+from medfl.storage.run_folder import RunFolder
 
 HERE = Path(__file__).resolve().parent
 PLAIN, ENCRYPTED, FEDERATION, WITNESSED = "plain", "encrypted", "federation", "server.jsonl"

@@ -21,11 +21,11 @@ import torch
 from monai.fl.utils.constants import FlStatistics
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
 
-from medfl.core.run_folder import RunFolder
 from medfl.runs import site_algo
 from medfl.runs.plan import repeat
 from medfl.runtimes import Federation
 from medfl.runtimes.monai_fl.client import ROUND, MedflClientAlgo, exchange_object
+from medfl.storage.run_folder import RunFolder
 
 
 def site_of(name: str, options: argparse.Namespace) -> MedflClientAlgo:

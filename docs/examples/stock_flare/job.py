@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import MedflError
-from medfl.core.places import require_unused
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_weights
 from medfl.runs.launch import federate
 from medfl.runs.plan import repeat
 from medfl.runtimes import Federation
+from medfl.storage.files import load_weights
+from medfl.storage.places import require_unused
+from medfl.storage.run_folder import RunFolder
 
 CLIENT = Path(__file__).resolve().with_name("client.py")
 

@@ -17,9 +17,9 @@ from medfl.compare.papers.departures import departures
 from medfl.compare.papers.tables import PaperTable
 from medfl.compare.tables import rendered, write_tables
 from medfl.core.errors import InputError
-from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.methods import load, values_of
+from medfl.storage.files import write_atomic
 
 PAPER = "paper"
 """The preset with what a bundle's paper prints, which its tables' runs have; of a second paper it is paper-NAME."""

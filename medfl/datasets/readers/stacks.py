@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from medfl.core.pickled_arrays import STAND_INS, latin1
+from medfl.storage.pickled_arrays import STAND_INS, latin1
 
 Array = NDArray[Any]
 

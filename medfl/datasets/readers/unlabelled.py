@@ -9,11 +9,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from medfl.core.errors import InputError
-from medfl.core.places import require_there
 from medfl.core.untrusted import printable
 from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, JOINED, archive, array_shape, files_below, shown_files
 from medfl.datasets.readers.volumes import SUFFIXES, bare
+from medfl.storage.places import require_there
 
 ENDINGS = (*IMAGE_SUFFIXES, *SUFFIXES)
 _CHANNEL = re.compile(r"(.+)_\d{4}((?:\.\w+)*)")

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from medfl.core.errors import InputError
-from medfl.core.storage import State
 from medfl.core.untrusted import Refused, typed_value
 from medfl.methods.base import option
+from medfl.storage.files import State
 from medfl.training import Host
 
 

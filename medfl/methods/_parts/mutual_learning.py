@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.methods._parts.extras import Bodies
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.base import Method
+from medfl.storage.files import State
 from medfl.training import FitReport, Site, evaluating, fit, snapshot, summed
 
 PairLoss = Callable[[Tensor, Tensor, Any], Tensor]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from medfl.core.message import Message
-from medfl.core.storage import State
 from medfl.methods._parts.extras import Bodies
 from medfl.methods.base import Method
+from medfl.storage.files import State
 from medfl.training import Site
 
 

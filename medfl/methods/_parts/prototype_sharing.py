@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_count, class_head
 from medfl.methods._parts.manifold import inter_class_loss, shaped
@@ -33,6 +32,7 @@ from medfl.methods._parts.prototype_exchange import (
 from medfl.methods._parts.prototypes import class_counts, class_means, prototype_groups
 from medfl.methods.base import Group, Method, option
 from medfl.networks.heads import feature_size, head
+from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, merged
 
 

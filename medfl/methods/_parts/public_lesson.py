@@ -16,7 +16,6 @@ from torch.nn.functional import cross_entropy, log_softmax
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.core.seeding import derive, stream
-from medfl.core.storage import State
 from medfl.data.public import cycle
 from medfl.methods._parts.class_heads import head_like
 from medfl.methods._parts.extras import PublicData
@@ -26,6 +25,7 @@ from medfl.methods._parts.teacher_weights import RULES, Contribution, distributi
 from medfl.methods._parts.weight_map import PixelWeights, beta, pixel_labels, weighted
 from medfl.methods.base import option
 from medfl.networks.heads import entering_head, feature_size, head
+from medfl.storage.files import State
 from medfl.training import Site, snapshot, split_names
 
 

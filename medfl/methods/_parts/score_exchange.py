@@ -16,10 +16,10 @@ from torch.nn.functional import adaptive_avg_pool2d, adaptive_avg_pool3d
 
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
-from medfl.core.storage import State
 from medfl.methods._parts.own_networks import OwnNetworks
 from medfl.methods._parts.public import PublicMethod, on_public, public_data, untracked
 from medfl.methods.base import Group, option, uniform_shares, weighted_mean
+from medfl.storage.files import State
 from medfl.training import Host, Objective, Site, evaluating, fit
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from medfl.core.storage import State
+from medfl.storage.files import State
 
 RULES = ("table", "gate", "ce", "uniform")
 _LEAST = 1e-12  # a teacher's zero has no logarithm

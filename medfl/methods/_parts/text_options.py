@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
-from medfl.core.storage import State
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import TextEmbeddings
 from medfl.methods._parts.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
 from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
 from medfl.networks.heads import head, head_names
+from medfl.storage.files import State
 from medfl.training import Feed, Host, Objective, Site, fit, snapshot
 
 

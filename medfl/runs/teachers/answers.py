@@ -27,15 +27,15 @@ from torch import Tensor
 from medfl.bundle.bundle import Bundle
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.places import cache_folder
 from medfl.core.seeding import stream
-from medfl.core.storage import write_atomic, writing
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
 from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions
 from medfl.runs.teachers.questions import Teacher as Teacher
 from medfl.runs.teachers.questions import public_classes
+from medfl.storage.files import write_atomic, writing
+from medfl.storage.places import cache_folder
 
 CLIP = 1e-4
 """Probabilities of masks are kept within CLIP .. 1 - CLIP, so that their logits are finite in half precision."""

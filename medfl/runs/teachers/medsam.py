@@ -25,9 +25,9 @@ from medfl.bundle.bundle import Bundle
 from medfl.bundle.text_embeddings import at_hand, from_files
 from medfl.core.errors import InputError
 from medfl.core.release import versions_of
-from medfl.core.storage import load_pickled, weights_sha256
 from medfl.datasets.readers.pairs import read_pair
 from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture
+from medfl.storage.files import load_pickled, weights_sha256
 
 HUB = "wanglab/medsam-vit-base"
 _WHERE = "medsam_vit_b.pth, see https://github.com/bowang-lab/MedSAM"

@@ -21,8 +21,8 @@ from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import at_hand, refuse_other_folders, unit
 from medfl.core.errors import InputError
 from medfl.core.release import versions_of
-from medfl.core.storage import weights_sha256
 from medfl.runs.teachers.questions import Questions, need_task, read_picture
+from medfl.storage.files import weights_sha256
 
 MODELS = {
     "clip-vit-l14": ("ViT-L-14-quickgelu", "openai"),

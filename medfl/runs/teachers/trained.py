@@ -26,8 +26,6 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
 from medfl.core.release import versions_of
 from medfl.core.run import Run
-from medfl.core.run_documents import read_run
-from medfl.core.storage import file_sha256, load_weights, weights_sha256
 from medfl.core.task import SECTIONS, Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.samples import SampleMaker
@@ -39,6 +37,8 @@ from medfl.policy.evaluate import values_inside
 from medfl.policy.policy import Policy
 from medfl.runs import text_record
 from medfl.runs.teachers.questions import Questions, public_classes
+from medfl.storage.files import file_sha256, load_weights, weights_sha256
+from medfl.storage.run_documents import read_run
 from medfl.training.network_pool import Networks
 
 _BATCH = 16

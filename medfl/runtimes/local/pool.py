@@ -19,11 +19,11 @@ import torch
 
 from medfl.core.errors import MedflError, RunError
 from medfl.core.message import Weights
-from medfl.core.shared_memory import SharedBuffer, dump_shared, load_shared
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.spilled_replies import TensorStore
 from medfl.runtimes.tasks import MakeTask, result_or_failure
+from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
 _ROOM, _MORE = 4, 2**25
 """Copies of the network, and bytes besides, that a message may have to go through shared memory as a whole."""

@@ -38,9 +38,7 @@ from medfl import methods
 from medfl.core.errors import InputError, MedflError, RunError, errors_safe_to_send
 from medfl.core.message import Message, Weights
 from medfl.core.run import without_round_limit
-from medfl.core.run_folder import safe_file_name
 from medfl.core.seeding import derive
-from medfl.core.storage import State
 from medfl.core.task import SECTIONS
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.outbound import Outbound
@@ -51,6 +49,8 @@ from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
 from medfl.runtimes.monai_fl.view import Aborted, AtSite
 from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
+from medfl.storage.files import State
+from medfl.storage.run_folder import safe_file_name
 
 HOSTS = ("medfl", "averaging")
 ROUND, BASE_ROUND, LOSS = "round", "kept", "train_loss"

@@ -13,7 +13,6 @@ from monai.fl.utils.constants import ExtraItems, FlStatistics
 from monai.fl.utils.exchange_object import ExchangeObject
 
 from medfl.core.message import Message
-from medfl.core.storage import State, load_state, save_state, to_device
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -23,6 +22,7 @@ from medfl.runtimes.registry import Runtime
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train, TrainToScore, WorkerTask, result_or_failure
+from medfl.storage.files import State, load_state, save_state, to_device
 
 
 class Exchange(Workers):

@@ -12,8 +12,6 @@ from typing import Any
 
 from medfl.core.errors import MedflError, RunError, error_id
 from medfl.core.message import Message
-from medfl.core.run_folder import safe_file_name
-from medfl.core.storage import State
 from medfl.core.terminal import Print
 from medfl.evaluation.metrics import Cases, summarise
 from medfl.policy.audit import Audit, describe_document, describe_message, numbers
@@ -21,6 +19,8 @@ from medfl.policy.gate import Gate
 from medfl.policy.outbound import Outbound
 from medfl.policy.privacy import Account, account_file
 from medfl.runtimes.step import UNSENT, StepResult
+from medfl.storage.files import State
+from medfl.storage.run_folder import safe_file_name
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from medfl.core.errors import RunError, errors_safe_to_send
-from medfl.core.storage import State, load_state, save_state, state_round, to_device
+from medfl.storage.files import State, load_state, save_state, state_round, to_device
 
 
 class States:

@@ -16,11 +16,11 @@ from torch import Tensor
 from medfl.core.compression import Compression
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights, is_finite
-from medfl.core.storage import to_device
 from medfl.data.prepared import Batch, Shard
 from medfl.datasets.readers.reading import stored_key
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
+from medfl.storage.files import to_device
 
 _MOST_NUMBERS, _MOST_GROUPS = 1024, 256  # of a message; methods send less than a tenth of it
 Form = tuple[torch.Size, torch.dtype]

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from medfl.core.storage import writing
 from medfl.runtimes.output.tracker import Tracker, scalars
+from medfl.storage.files import writing
 
 
 class Events:

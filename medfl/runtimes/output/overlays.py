@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from medfl.core.run_folder import safe_file_name
 from medfl.data.prepared import Geometry, Shard
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
@@ -17,6 +16,7 @@ from medfl.report.dice_strip import dice_strips
 from medfl.report.overlays import Example
 from medfl.report.picture import Picture
 from medfl.runtimes.federation import Federation
+from medfl.storage.run_folder import safe_file_name
 
 SITES = 60
 """Sites that are drawn: of more, these many at equal distances in the order of their median Dice."""

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import derive, stream
-from medfl.core.storage import State
 from medfl.data.prepared import Shard, Stacked
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.metrics import Cases
@@ -28,6 +26,8 @@ from medfl.report.picture import Floats, Picture
 from medfl.report.saved_pictures import generated_grids, grid_name
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.output import overlays, worst
+from medfl.storage.files import State
+from medfl.storage.run_folder import RunFolder
 from medfl.training.layers import evaluating
 
 _COLUMNS = 8  # generated images of a class in a grid

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import write_atomic
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
+from medfl.storage.files import write_atomic
+from medfl.storage.run_folder import RunFolder
 
 _APART = ("bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes", "partition.sites")
 """Parts of a record that are no settings: where things lie, and which items each site has."""

@@ -16,10 +16,10 @@ from collections.abc import Mapping
 
 from medfl.core.errors import InputError
 from medfl.core.release import pip_install
-from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.runtimes.output.tracker import Tracker, settings_of
 from medfl.runtimes.output.wandb_runs import Wandb
+from medfl.storage.run_folder import RunFolder
 
 FILE, STORE = "mlflow.json", "mlflow.db"
 """In a run folder: which MLflow run it is, and the SQLite file where MLflow has no other place."""

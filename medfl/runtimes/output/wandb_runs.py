@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from medfl.core.run_folder import RunFolder
 from medfl.core.terminal import Print
 from medfl.runtimes.output.tracker import Tracker, settings_of
+from medfl.storage.run_folder import RunFolder
 
 PROJECT = "medfl"
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from medfl.core.errors import RunError
 from medfl.core.message import Message
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import State
 from medfl.core.terminal import Print, bar
 from medfl.runtimes import profiling
 from medfl.runtimes.attendance import Attendance, FailedReply, Tolerance
@@ -18,6 +16,8 @@ from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.step import StepResult
 from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train
+from medfl.storage.files import State
+from medfl.storage.run_folder import RunFolder
 
 
 class Dispatcher:

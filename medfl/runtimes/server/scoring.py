@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from medfl import methods
 from medfl.core.message import Weights
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import State, file_sha256, weights_sha256
 from medfl.core.task import SECTIONS
 from medfl.evaluation.evaluators import Masks
 from medfl.evaluation.mask_metrics import KINDS, by_structure, slug
@@ -22,6 +20,8 @@ from medfl.runtimes.output.overlays import chosen
 from medfl.runtimes.server.dispatch import Dispatcher
 from medfl.runtimes.spilled_replies import SitesWeights
 from medfl.runtimes.step import StepResult, copied_weights
+from medfl.storage.files import State, file_sha256, weights_sha256
+from medfl.storage.run_folder import RunFolder
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
 _CHUNK, _CHUNK_OF_MAPS = 1024, 16

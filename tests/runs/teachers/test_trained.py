@@ -15,14 +15,14 @@ from medfl import datasets, methods
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import PartitionRecord
-from medfl.core.run_folder import RunFolder
 from medfl.core.seeding import stream
-from medfl.core.storage import save_weights
 from medfl.core.task import Task
 from medfl.policy.policy import Policy
 from medfl.runs.teachers.answers import obtain, open_teacher
 from medfl.runs.teachers.questions import Questions
 from medfl.runs.teachers.trained import foreground
+from medfl.storage.files import save_weights
+from medfl.storage.run_folder import RunFolder
 from medfl.training.network_pool import Networks
 from tests.support.questions import asked, opened
 from tests.support.toy import run_record

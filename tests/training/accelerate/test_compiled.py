@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from medfl import datasets
-from medfl.core.storage import load_weights
 from medfl.runs.launch import federate
+from medfl.storage.files import load_weights
 from medfl.training.accelerate import capture
 from medfl.training.accelerate import compiled as compiling
 from medfl.training.loop import FitReport, fit

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from medfl import datasets, methods
-from medfl.core.storage import load_weights
 from medfl.methods import Method
 from medfl.networks import build
 from medfl.runs.launch import federate
 from medfl.runtimes import simulator
+from medfl.storage.files import load_weights
 from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.interleave import interleave
 from medfl.training.accelerate.pack_sites import (

@@ -13,15 +13,15 @@ from torch import nn
 
 from medfl import datasets, federate
 from medfl.core.errors import InputError
-from medfl.core.run_documents import read_run
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_weights
 from medfl.methods import load
 from medfl.methods.fedavg import FedAvg
 from medfl.runtimes import simulator
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
+from medfl.storage.files import load_weights
+from medfl.storage.run_documents import read_run
+from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.precision import tf32, with_channels_last
 from tests.support.toy import ToyBundle, run_record
 

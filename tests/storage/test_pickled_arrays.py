@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from medfl.bundle.older import arrays_in_pickles
-from medfl.core.pickled_arrays import STAND_INS
+from medfl.bundle.zoo.compatibility import arrays_in_pickles
 from medfl.datasets.readers.stacks import _unpickled
+from medfl.storage.pickled_arrays import STAND_INS
 
 ARRAYS = {
     "bytes": np.arange(6, dtype=np.uint8).reshape(2, 3), "big-endian": np.arange(6, dtype=">i4"),

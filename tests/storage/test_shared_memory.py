@@ -7,7 +7,7 @@ import torch
 
 from medfl.core.errors import InputError
 from medfl.core.message import Message
-from medfl.core.shared_memory import SharedBuffer, dump_shared, load_shared
+from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])

@@ -11,12 +11,12 @@ import pytest
 from PIL import Image
 
 import medfl
-from medfl.bundle import starter
 from medfl.bundle.bundle import Bundle
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.datasets import ReadPixelsd
 from medfl.policy.policy import Policy
+from medfl.starter import starter
 
 DRAWS = np.random.default_rng(0)
 

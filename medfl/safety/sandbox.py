@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from medfl.core import syscall_filter
 from medfl.core.errors import InputError
-from medfl.core.places import PRIVATE
+from medfl.safety import syscall_filter
+from medfl.storage.places import PRIVATE
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _BENEATH, _PORT = 1, 2

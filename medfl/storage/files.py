@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from medfl.core.checkpoints import PlainUnpickler
 from medfl.core.errors import RunError
 from medfl.core.untrusted import JSON_VALUES, printable, read_plain
+from medfl.storage.checkpoints import PlainUnpickler
 
 _ROUND = "round"
 """In a State's file: name of the tensor with its round; the State's own tensors are numbered."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from medfl.core import sandbox, syscall_filter
 from medfl.core.errors import InputError
+from medfl.safety import sandbox, syscall_filter
 
 landlock = pytest.mark.skipif(sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4")
 
@@ -22,7 +22,7 @@ CHILD = """
 import ctypes, fcntl, json, os, socket, subprocess, sys, termios, threading
 from multiprocessing import get_context
 from pathlib import Path
-from medfl.core.sandbox import Allowed, Sandbox, devices, python_and_system
+from medfl.safety.sandbox import Allowed, Sandbox, devices, python_and_system
 
 place, allowed, package = Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3])
 run, outside, data = place / "run", place / "outside", place / "data"
@@ -187,7 +187,7 @@ def test_an_allowed_program_runs_and_no_other(place: Path, ports: list[int]) -> 
 @landlock
 def test_a_process_with_threads_is_refused() -> None:
     code = (
-        "import threading, time; from medfl.core.sandbox import Allowed, Sandbox\n"
+        "import threading, time; from medfl.safety.sandbox import Allowed, Sandbox\n"
         "threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); Sandbox(Allowed()).enter()"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parents[2])}

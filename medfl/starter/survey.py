@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from medfl.bundle.files import RESEARCH_ONLY, SCHEMA
 from medfl.core.release import DISTRIBUTION, version_of
-
-SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
-RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from medfl.core.errors import InputError, MedflError, RunError
-from medfl.core.run_documents import read_rows, read_run, read_summary, state_file
-from medfl.core.run_folder import RunFolder
-from medfl.core.run_integrity import read_verified_run, verified_manifest
-from medfl.core.storage import file_sha256, load_state, load_weights, save_state, save_weights
 from medfl.core.untrusted import Refused, read_bytes, read_json, read_table
 from medfl.data.partition.rules import _by_file
-from tests.core.test_run_folder import server
-from tests.core.test_run_integrity import made
+from medfl.storage.files import file_sha256, load_state, load_weights, save_state, save_weights
+from medfl.storage.run_documents import read_rows, read_run, read_summary, state_file
+from medfl.storage.run_folder import RunFolder
+from medfl.storage.run_integrity import read_verified_run, verified_manifest
+from tests.storage.test_run_folder import server
+from tests.storage.test_run_integrity import made
 from tests.support.toy import run_record
 
 DEEP = "[" * 100_000 + "]" * 100_000

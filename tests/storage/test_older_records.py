@@ -9,8 +9,8 @@ import pytest
 
 from medfl import cli, load_run
 from medfl.core.run import Run
-from medfl.core.run_documents import upgraded
 from medfl.methods import load
+from medfl.storage.run_documents import upgraded
 from tests.support.phantoms import draw_small
 from tests.support.toy import run_record
 

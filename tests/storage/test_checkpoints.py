@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from medfl.core.storage import load_pickled
+from medfl.storage.files import load_pickled
 
 X = torch.arange(24.0).reshape(4, 6)
 FRIENDLY: dict[str, Any] = {

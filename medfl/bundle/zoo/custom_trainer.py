@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from medfl.bundle import older
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
+from medfl.bundle.zoo import compatibility
 from medfl.core.errors import InputError, MedflError, RunError, as_text
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Shard
@@ -65,9 +65,9 @@ class OwnIteration:
         self.model = next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
         vars(self.model)["own_iteration"] = self
         loss: Any = attributes.get("loss_function")
-        if older.needs_float_labels(loss, self._trainer.state.device):
-            config.adapted.add(older.FLOAT_LABELS)
-            self._trainer.loss_function = older.with_float_labels(loss)
+        if compatibility.needs_float_labels(loss, self._trainer.state.device):
+            config.adapted.add(compatibility.FLOAT_LABELS)
+            self._trainer.loss_function = compatibility.with_float_labels(loss)
         self._losses: list[Tensor] = []
         self._trainer.add_event_handler(Events.ITERATION_COMPLETED, self._keep_loss)
 

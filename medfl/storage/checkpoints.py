@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from medfl.core.pickled_arrays import STAND_INS, PickledArray, PickledType, latin1
 from medfl.core.untrusted import printable
+from medfl.storage.pickled_arrays import STAND_INS, PickledArray, PickledType, latin1
 
 
 def dense(numbers: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Tensor:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from medfl.core.errors import InputError, RunError
-from medfl.core.run_documents import read_rows
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import load_state, load_weights, save_state
+from medfl.storage.files import load_state, load_weights, save_state
+from medfl.storage.run_documents import read_rows
+from medfl.storage.run_folder import RunFolder
 from tests.support.toy import bits, run_record
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from medfl.core.errors import InputError
 from medfl.core.release import VERSION
 from medfl.core.run import Run
-from medfl.core.run_documents import MANIFEST, read_run, require_plain, round_lines
-from medfl.core.run_folder import RunFolder
-from medfl.core.storage import file_sha256, state_round
 from medfl.core.untrusted import printable
+from medfl.storage.files import file_sha256, state_round
+from medfl.storage.run_documents import MANIFEST, read_run, require_plain, round_lines
+from medfl.storage.run_folder import RunFolder
 
 _SETTLED = 10**9  # ns since a file's last change, after which another change has another time
 _ANEW = "restore it, or start the run anew in another folder"

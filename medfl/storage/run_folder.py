@@ -25,10 +25,8 @@ import torch
 from medfl.core.errors import InputError
 from medfl.core.message import Weights
 from medfl.core.names import as_cell, readable_file_name
-from medfl.core.places import TRIAL, require_run, require_unused
 from medfl.core.run import Run
-from medfl.core.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
-from medfl.core.storage import (
+from medfl.storage.files import (
     State,
     atomic_replace,
     file_sha256,
@@ -39,6 +37,8 @@ from medfl.core.storage import (
     write_atomic,
     writing,
 )
+from medfl.storage.places import TRIAL, require_run, require_unused
+from medfl.storage.run_documents import MANIFEST, read_manifest, read_round, read_run, round_lines
 
 SITES = "sites"
 """Subfolder in which the sites of a FLARE federation on one machine keep their States."""

@@ -21,20 +21,20 @@ import jinja2
 import numpy as np
 
 from medfl import networks
-from medfl.bundle import own_layouts
-from medfl.bundle.own_layouts import UserLayout
-from medfl.bundle.picture_facts import PictureFacts, common_facts, depth_notes, duplicate_notes, own_depth, sides
-from medfl.bundle.survey import Survey, metadata_of
 from medfl.core.errors import InputError, RunError
 from medfl.core.names import is_plain_text
-from medfl.core.places import require_new_bundle
-from medfl.core.storage import write_atomic
 from medfl.core.terminal import bar
 from medfl.datasets import own
 from medfl.datasets.readers import conventions, grouping, own_folder, pairs, tables, volumes
 from medfl.datasets.readers.reading import is_text, read_pixels
 from medfl.datasets.readers.splitting import Record
 from medfl.evaluation.mask_metrics import check_structures
+from medfl.starter import folder_layouts
+from medfl.starter.folder_layouts import UserLayout
+from medfl.starter.picture_facts import PictureFacts, common_facts, depth_notes, duplicate_notes, own_depth, sides
+from medfl.starter.survey import Survey, metadata_of
+from medfl.storage.files import write_atomic
+from medfl.storage.places import require_new_bundle
 
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST, _MOST_CLASSES = 2, 100
@@ -57,7 +57,7 @@ def survey(
 
     Args:
         images: a folder with a folder of pictures for each class; with `masks` a folder of pictures or NIfTI volumes;
-            or of both, as `medfl.bundle.own_layouts.find` knows it.
+            or of both, as `medfl.starter.folder_layouts.find` knows it.
         masks: folder of the masks, of the same names as their images, beside the folder of the images or in it.
         names: of the masks' structures, for the values 1, 2, ...; default: structure_1, structure_2, ...
         labels: table of the pictures' classes, likewise.
@@ -69,7 +69,7 @@ def survey(
             Or names that are no names of structures, or fewer than the masks have.
     """
     check_structures(names)
-    layout = own_layouts.find(images, masks, labels)
+    layout = folder_layouts.find(images, masks, labels)
     if names and not layout.masks:
         allowed = "folders of pictures, or their table, name their classes"
         raise InputError("--classes without --masks", allowed, "rename these")
@@ -104,7 +104,7 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     words = {**asdict(seen), "items_call": seen.items_call, "kind_text": _KINDS[seen.kind]}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medfl.bundle"), undefined=jinja2.StrictUndefined, trim_blocks=True,
+        loader=jinja2.PackageLoader("medfl.starter"), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["yaml"] = json.dumps  # a JSON value is a YAML value, whatever a class is called

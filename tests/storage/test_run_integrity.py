@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
-from medfl.core.run_folder import RunFolder
-from medfl.core.run_integrity import read_verified_run, verified_manifest
-from medfl.core.storage import file_sha256, save_state
-from tests.core.test_run_folder import commit, server
+from medfl.storage.files import file_sha256, save_state
+from medfl.storage.run_folder import RunFolder
+from medfl.storage.run_integrity import read_verified_run, verified_manifest
+from tests.storage.test_run_folder import commit, server
 from tests.support.toy import run_record
 
 
@@ -67,7 +67,7 @@ def test_a_state_is_read_again_only_where_its_file_changed(tmp_path: Path, monke
         read.append(path.name)
         return file_sha256(path)
 
-    monkeypatch.setattr("medfl.core.run_integrity.file_sha256", counted)
+    monkeypatch.setattr("medfl.storage.run_integrity.file_sha256", counted)
     for _ in range(2):
         verified_manifest(RunFolder(folder.path))
     assert len(read) == 8, "what changed a moment ago is read each time"

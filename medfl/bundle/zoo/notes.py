@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from medfl.bundle import older
 from medfl.bundle.configuration import Configuration, own_modules, target_name
 from medfl.bundle.engines import find_evaluator, own_trainer_class
 from medfl.bundle.optimizers import is_disabled
 from medfl.bundle.sections import Section
+from medfl.bundle.zoo import compatibility
 from medfl.policy.policy import Policy
 
 
@@ -26,7 +26,7 @@ def notes(
         yield f"its own Python ({', '.join(modules)}) runs with your rights"
     for key, path in config.lists.items():
         yield f"{key} is {path}"
-    yield from map(older.said, sorted(config.adapted))
+    yield from map(compatibility.said, sorted(config.adapted))
     if (handlers := list(config.nodes("LrScheduleHandler"))) and not scheduled:
         disabled = not own and all(is_disabled(config, key, node) for key, node in handlers)
         why = "" if own else " is disabled, and" if disabled else " goes by steps or a metric, and"

@@ -21,7 +21,7 @@ from PIL import Image
 
 import medfl
 from medfl import datasets
-from medfl.bundle import files, starter
+from medfl.bundle import files
 from medfl.bundle.bundle import Bundle
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError, RunError
@@ -31,6 +31,7 @@ from medfl.export.bundle_writer import export
 from medfl.policy.inspection import inspect
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, make_plan
+from medfl.starter import starter
 
 SCHEMA = Path(medfl.__file__).parent / "export" / "schemas" / "bundle_metadata.json"
 
@@ -492,7 +493,7 @@ def test_a_full_disk_leaves_no_part_of_a_bundle(
             raise RunError("no space left") from OSError(errno.ENOSPC, "No space left on device")
         path.touch()
 
-    monkeypatch.setattr("medfl.bundle.starter.write_atomic", full)
+    monkeypatch.setattr("medfl.starter.starter.write_atomic", full)
     with pytest.raises(InputError, match=r"mine cannot be written: no space left"):
         starter.write(tmp_path / "mine", starter.survey(labelled))
     assert not (tmp_path / "mine").exists()

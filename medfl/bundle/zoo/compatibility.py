@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medfl.core.pickled_arrays import STAND_INS
+from medfl.storage.pickled_arrays import STAND_INS
 
 FLOAT_LABELS = "labels:float"
 _SAME = {

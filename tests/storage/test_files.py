@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from medfl.core.errors import RunError
-from medfl.core.storage import (
+from medfl.storage.files import (
     atomic_replace,
     load_pickled,
     load_state,

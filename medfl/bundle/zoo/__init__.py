@@ -1,0 +1,1 @@
+"""The habits of bundles that others publish: older MONAI, paths, trainers of their own."""
