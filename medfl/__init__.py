@@ -19,7 +19,6 @@ from medfl.core.release import VERSION
 
 if TYPE_CHECKING:
     from medfl.bundle.bundle import Bundle as Bundle
-    from medfl.bundle.parts import Parts as Parts
     from medfl.cli.api import bundles as bundles
     from medfl.cli.api import compare as compare
     from medfl.cli.api import run as run
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from medfl.core.task import Task as Task
     from medfl.methods.base import Method as Method
     from medfl.methods.base import option as option
+    from medfl.problem.parts import Parts as Parts
     from medfl.runs.launch import federate as federate
     from medfl.runs.result import Result as Result
     from medfl.runs.result import load_run as load_run

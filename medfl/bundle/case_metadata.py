@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.datasets.readers.tables import read_csv
+from medfl.problem.problem import Problem
 
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "age": ("age", "age_approx", "age_at_diagnosis", "age_years", "patient_age"),
@@ -32,7 +32,7 @@ _BAND = 20  # years
 _OLDEST = 80
 
 
-def read(bundle: Bundle, section: str, folder: str) -> dict[str, dict[str, Any]]:
+def read(bundle: Problem, section: str, folder: str) -> dict[str, dict[str, Any]]:
     """Return what is known of each item of a section: id -> {"centre", "group", "age", "sex", "localisation"}.
 
     Age is in years; a key that the data do not have is left out, a value that is missing for a case is `UNKNOWN`, of

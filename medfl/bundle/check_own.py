@@ -14,6 +14,7 @@ from medfl.datasets.readers import own_folder, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
+from medfl.problem.problem import Problem
 
 _IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split")
 
@@ -59,7 +60,7 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     )  # fmt: skip
 
 
-def ids_of(bundle: Bundle) -> dict[str, Any]:
+def ids_of(bundle: Problem) -> dict[str, Any]:
     """Return the ids of a bundle that say where its images are, those that it has."""
     values: dict[str, Any] = {}
     for name in _IDS:

@@ -78,3 +78,18 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
         better = config.evaluated(f"{evaluator}#metric_cmp_fn")
         name += "_error" if better(0.0, 1.0) else ""
     return name, metric
+
+
+def is_disabled(config: Configuration, key: str, node: Mapping[str, Any]) -> bool:
+    """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
+    value = config.evaluated(f"{key}#_disabled_") if "_disabled_" in node else False
+    return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
+
+
+def find_schedule(config: Configuration) -> str:
+    """Return the id of the schedule that a handler of the bundle steps once an epoch, "" where there is none."""
+    for key, node in config.nodes("LrScheduleHandler"):
+        by_epoch = node.get("epoch_level", True) is True and "step_transform" not in node
+        if by_epoch and "lr_scheduler" in node and not is_disabled(config, key, node):
+            return config.raw(f"{key}#lr_scheduler")[0]
+    return ""

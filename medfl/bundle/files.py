@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from medfl import datasets
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
+from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
@@ -25,8 +25,6 @@ _FORMAT = {
 }  # fmt: skip
 """Entries that metadata.json may have of an input or output, and that are read."""
 _MAX_BYTES = 1 << 20
-_MOST_CHANNELS = 1000
-_INDEX = re.compile("[0-9]{1,6}")
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
 
 
@@ -123,10 +121,10 @@ def read_metadata(root: Path) -> dict[str, Any]:
     formats = {} if errors else described.get("network_data_format", {})
     for part in (part for kind in kinds for part in formats.get(kind, {}).values()):
         errors += type_errors(part, _FORMAT, "network_data_format...")
-        if isinstance(count := part.get("num_channels"), int) and count > _MOST_CHANNELS:
-            errors.append(f"has {count} channels under num_channels, more than {_MOST_CHANNELS}")
+        if isinstance(count := part.get("num_channels"), int) and count > MOST_CHANNELS:
+            errors.append(f"has {count} channels under num_channels, more than {MOST_CHANNELS}")
         channels = part.get("channel_def")
-        odd = [key for key in channels if not _INDEX.fullmatch(key)] if isinstance(channels, Mapping) else []
+        odd = [key for key in channels if not CHANNEL_INDEX.fullmatch(key)] if isinstance(channels, Mapping) else []
         errors += [f"has the channel {printable(key, 20)!r} under channel_def" for key in odd]
     if errors:
         raise InputError(f"{path} {errors[0]}", "a description as MONAI's bundles have it", "change it or leave it out")
@@ -159,25 +157,3 @@ def _named_files(root: Path) -> list[Path]:
         if path.name in text and path.suffix != ".py" and not counted & {*path.parents} and path.is_file()
         and (path.parent.name != "models" or path.stem != "model" or "torch.load" in text)
     ]  # fmt: skip
-
-
-def tensor_described(metadata: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
-    """Return what metadata.json says of one of the network's `inputs` or `outputs`, {} where it says nothing."""
-    described: Mapping[str, Any] = (metadata.get("network_data_format") or {}).get(part) or {}
-    return described.get(name) or {}
-
-
-def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what metadata.json calls the network's output channels, or some call the labels, in their order."""
-    prediction = tensor_described(metadata, "outputs", "pred")
-    channels = prediction.get("channel_def") or prediction.get("label_def")
-    if channels is None or [*type_errors({"of": channels}, {"of": dict[str, str]})]:
-        return ()
-    order = sorted(channels, key=int) if all(map(_INDEX.fullmatch, channels)) else []
-    return tuple(channels[key] for key in order)
-
-
-def mask_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of `channel_names`, a single one with the background before it."""
-    named = channel_names(metadata)
-    return ("background", *named) if len(named) == 1 else named

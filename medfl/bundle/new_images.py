@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from medfl.bundle.bundle import Bundle
-from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
@@ -27,11 +25,13 @@ from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import joined, named
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
 from medfl.evaluation.save_masks import to_original
+from medfl.problem.described import tensor_described
+from medfl.problem.problem import Problem
 
 Images = str | Path | Sequence[str | Path | NDArray[Any]]
 
 
-def prepared(bundle: Bundle, images: Images) -> Prepared:
+def prepared(bundle: Problem, images: Images) -> Prepared:
     """Return new images ready to be batched; their labels are zeros.
 
     Args:
@@ -67,7 +67,7 @@ def of_files(
     return prepare(items, Source(entries, (transforms, _Labelled(task))), label="reading images")
 
 
-def masks(bundle: Bundle, network: nn.Module, shard: Shard, device: torch.device) -> list[dict[str, Any]]:
+def masks(bundle: Problem, network: nn.Module, shard: Shard, device: torch.device) -> list[dict[str, Any]]:
     """Return id and mask (class indices, uint8) of each image, on its file's grid where that is known.
 
     A mask is None where the bundle's channels overlap; InputError if it segments nothing.
@@ -108,7 +108,7 @@ class _Labelled(Transform):
         return {**data, "label": label}
 
 
-def transforms_of(bundle: Bundle) -> Transform:
+def transforms_of(bundle: Problem) -> Transform:
     """Return the bundle's validation transforms; those for a label let an image without one pass."""
     try:
         return allow_missing_labels((bundle.get("validate#preprocessing"),))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,21 +13,20 @@ from typing import Any
 import torch
 
 from medfl import datasets
-from medfl.bundle import parts, unlabelled_images
+from medfl.bundle import unlabelled_images
 from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
-from medfl.bundle.parts import PartsBundle, open_bundle
 from medfl.core.errors import InputError
 from medfl.core.release import VERSION
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
-from medfl.data.prepared import Prepared
 from medfl.data.source import NO_LABEL
-from medfl.datasets import own
-from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
+from medfl.problem import parts
+from medfl.problem.parts import PartsProblem
+from medfl.problem.problem import Problem
 from medfl.storage.places import PHANTOM, cache_folder
 
 OWN_SPLIT = "bundle"
@@ -49,16 +47,34 @@ def phantom_folder(name: str) -> Path:
     return folder
 
 
-def without_data(name: str, config: Mapping[str, Any], device: str, policy: Policy | None = None) -> Bundle:
-    """Open a bundle without its data; build a shipped one's network once, so that a bad setting of it is told early."""
+def open_problem(
+    name: str, config: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", policy: Policy | None = None
+) -> Problem:
+    """Return the problem that a bundle's name or folder, or a name of parts in Python, stands for, without its data.
+
+    Raises:
+        InputError: as of `Bundle` and `parts.known`, or an override of parts.
+    """
+    if parts.is_parts(name):
+        return PartsProblem(parts.known(name), device).variant(config or {})
+    return Bundle(name, config, device, policy)
+
+
+def require_buildable(problem: Problem, config: Mapping[str, Any]) -> None:
+    """Build a shipped bundle's network once under `config`, so that a bad setting is told early.
+
+    Another's network may need the data folder, which is not known yet.
+
+    Raises:
+        InputError: an id that a federated run sets itself, or a network that cannot be made.
+    """
+    if not problem.dataset:
+        return
     for key, instead in _INSTEAD.items():
-        if key in config and name in shipped():
+        if key in config:
             raise InputError(f"--config {key}={config[key]}", f"a federated run sets this id by {instead}", "use that")
-    bundle = open_bundle(name, config, device, policy)
-    if bundle.is_shipped:  # another's network may need the data folder, which is not known yet
-        with stream(0, "trial network"):
-            bundle.network()
-    return bundle
+    with stream(0, "trial network"):
+        problem.network()
 
 
 def protocol_of(name: str) -> Mapping[str, Any]:
@@ -87,7 +103,7 @@ def reopened(
     given: str | None = None,
     folder: Path | None = None,
     allow_changed: bool = False,
-) -> Bundle:
+) -> Problem:
     """Open a recorded run's bundle without its data: today's where it is the recorded one, else the recorded folder.
 
     `given` is a folder to take instead; `allow_changed` takes today's of a shipped bundle that has changed since.
@@ -96,16 +112,18 @@ def reopened(
         InputError: no bundle is there, or it has changed since the run.
     """
     name = bundle_of(run)
-    is_ours, there, current = name in shipped(), Path(run.bundle_path), given or name
+    recorded = Path(run.bundle_path)
+    current = given or name
+    is_shipped = name in shipped()
     if not is_recorded(current, run):
-        if is_ours and not given and (there / "configs").is_dir() and is_recorded(run.bundle_path, run):
+        if is_shipped and not given and (recorded / "configs").is_dir() and is_recorded(run.bundle_path, run):
             current = run.bundle_path
-        elif not (is_ours and allow_changed and not given):
+        elif not (is_shipped and allow_changed and not given):
             raise _changed_error(run, current, folder)
-    bundle = open_bundle(current, config, device, policy)
-    if is_ours:  # a former version's is, too
-        bundle.name, bundle.is_shipped = name, True
-    return bundle
+
+    if is_shipped:
+        return Bundle(current, config, device, policy, known_as=name)
+    return open_problem(current, config, device, policy)
 
 
 def _changed_error(run: Run, current: str, folder: Path | None) -> InputError:
@@ -121,64 +139,78 @@ def _changed_error(run: Run, current: str, folder: Path | None) -> InputError:
 
 
 @dataclass(frozen=True)
-class BundleWithData:
-    """A bundle open on its data: their folder ("" where the bundle says it), their split, and remarks for the user."""
+class WithData:
+    """A problem open on its data: their folder ("" where a bundle says it), their split, and remarks for the user."""
 
-    bundle: Bundle
+    bundle: Problem
     folder: str
     split: str
     notes: tuple[str, ...]
 
     def record(self) -> DataRecord:
         """Describe the images; hashes them, so this comes after what is quick to refuse."""
-        bundle, counts = self.bundle, {section: len(self.bundle.data(section)) for section in SECTIONS}
-        if not bundle.is_shipped or bundle.sections.images_only:
-            drawn, notes = _is_drawn(bundle, self.folder), self.notes
-            parts_sections = bundle.parts.sections if isinstance(bundle, PartsBundle) else None
-            checksum = parts_sections.checksum if parts_sections else _foreign_checksum(bundle)
+        problem = self.bundle
+        counts = {section: len(problem.data(section)) for section in SECTIONS}
+        if self._is_of_dataset:
+            is_drawn = datasets.is_phantom(self.folder)
+            notes = tuple(datasets.notes(problem.dataset, self.folder))
+            checksum = datasets.checksum(problem.dataset, self.folder, self.split)
+            if any(NO_LABEL in item for item in problem.items("train")):
+                checksum = hashlib.sha256(f"{checksum} {problem.data_checksum()}".encode()).hexdigest()
         else:
-            drawn, notes = datasets.is_phantom(self.folder), tuple(datasets.notes(bundle.name, self.folder))
-            checksum = datasets.checksum(bundle.name, self.folder, self.split)
-            if any(NO_LABEL in item for item in bundle.items("train")):
-                checksum = hashlib.sha256(f"{checksum} {_foreign_checksum(bundle)}".encode()).hexdigest()
-        return DataRecord(PHANTOM if drawn else "real", self.folder, checksum, self.split, counts, notes)
+            is_drawn = problem.is_drawn(self.folder)
+            notes = self.notes
+            checksum = problem.data_checksum()
+
+        return DataRecord(PHANTOM if is_drawn else "real", self.folder, checksum, self.split, counts, notes)
+
+    @property
+    def _is_of_dataset(self) -> bool:
+        """Whether the images lie as one of medfl's data sets has them."""
+        problem = self.bundle
+        return isinstance(problem, Bundle) and problem.dataset != "" and not problem.sections.images_only
 
 
 def with_data(
-    name: str,
+    problem: Problem,
     data: str | None,
     config: Mapping[str, Any],
-    device: str,
     *,
     say: Print = str,
     seed: int = 0,
     preferred: str | None = None,
-    bundle: Bundle | None = None,
-    policy: Policy | None = None,
     unlabelled: bool = False,
-) -> BundleWithData:
-    """Open a bundle on its images.
+) -> WithData:
+    """Open a problem on its images.
 
-    `data` is a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom, which is said.
-    `preferred` is the split to take where the folder offers it, `seed` that of splits that are drawn. `bundle` has this
-    configuration and was opened before; its data must not have been asked for. With `unlabelled` images without a label
-    are training images too.
+    Args:
+        problem: opened without its data, which must not have been asked for.
+        data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom, which is said.
+        config: ids of the configuration that were given.
+        say: prints what is used where no real data are found.
+        seed: of splits that are drawn.
+        preferred: the split to take where the folder offers it.
+        unlabelled: have images without a label among the training images too.
 
     Raises:
         InputError: no such images, or another bundle's phantom is asked for.
     """
-    if name not in shipped():
-        return _foreign(bundle or open_bundle(name, config, device, policy), data, config, unlabelled)
+    name = problem.dataset
+    if not (isinstance(problem, Bundle) and name):
+        return _of_own_data(problem, data, config, unlabelled)
     if unlabelled and data is not None and _is_unknown(name, data):
-        bundle, images = bundle or open_bundle(name, config, device, policy), Path(data).absolute()
-        bundle.override({"dataset_dir": str(images)})
-        return BundleWithData(bundle, str(images), "", _take_unlabelled(bundle, images))
+        images = Path(data).absolute()
+        bundle, notes = _take_unlabelled(problem, {"dataset_dir": str(images)}, images)
+        return WithData(bundle, str(images), "", notes)
+
     folder = _folder(name, data, say).absolute()  # a bundle looks below folders that are named in full
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
-    bundle = bundle or open_bundle(name, config, device, policy)
-    bundle.override({"dataset_dir": str(folder), "split": split})
-    notes = (*datasets.notes(name, folder), *(_take_unlabelled(bundle, folder) if unlabelled else ()))
-    return BundleWithData(bundle, str(folder), split, (f"split: {split}", *notes))
+    overrides = {"dataset_dir": str(folder), "split": split}
+    if unlabelled:
+        bundle, unlabelled_notes = _take_unlabelled(problem, overrides, folder)
+    else:
+        bundle, unlabelled_notes = problem.variant(overrides), ()
+    return WithData(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder), *unlabelled_notes))
 
 
 def _is_unknown(name: str, data: str) -> bool:
@@ -190,11 +222,11 @@ def _is_unknown(name: str, data: str) -> bool:
     return False
 
 
-def _take_unlabelled(bundle: Bundle, folder: Path) -> tuple[str, ...]:
-    """Have a folder's images without labels among the training items; return a note on them."""
-    bundle.sections.find_unlabelled = partial(unlabelled_images.find, bundle, folder)
+def _take_unlabelled(bundle: Bundle, overrides: Mapping[str, Any], folder: Path) -> tuple[Bundle, tuple[str, ...]]:
+    """Return a bundle with a folder's images without labels among the training items, and a note on them."""
+    bundle = bundle.variant(overrides, partial(unlabelled_images.find, folder=folder))
     count = sum(NO_LABEL in item for item in bundle.items("train"))
-    return (f"{count} training images have no label",) if count else ()
+    return bundle, (f"{count} training images have no label",) if count else ()
 
 
 def _folder(name: str, data: str | None, say: Print) -> Path:
@@ -217,58 +249,28 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
     return str(preferred) if preferred in offered else offered[0]
 
 
-def _foreign(bundle: Bundle, data: str | None, config: Mapping[str, Any], unlabelled: bool) -> BundleWithData:
+def _of_own_data(problem: Problem, data: str | None, config: Mapping[str, Any], unlabelled: bool) -> WithData:
+    """Open a problem whose data are no data set of medfl's."""
     if data == PHANTOM:
         advice = "give this bundle's data folder, or omit --data"
         raise InputError("--data phantom", "phantoms exist for the shipped bundles", advice)
+
     folder = str(config.get("dataset_dir", ""))
+    overrides = {}
     if data is not None:
         folder = str(Path(data).expanduser().resolve())
-        bundle.override({"dataset_dir": folder})
-    unlabelled = unlabelled and not isinstance(bundle, PartsBundle) and "dataset_dir" in bundle
-    bare = _take_unlabelled(bundle, Path(str(bundle.get("dataset_dir")))) if unlabelled else ()
-    notes = bundle.notes + bare  # which open the training data, after it is known that images without labels count
-    if _is_drawn(bundle, folder):
+        overrides = {"dataset_dir": folder}
+
+    problem = problem.variant(overrides)
+    notes: tuple[str, ...] = ()
+    if unlabelled and isinstance(problem, Bundle) and "dataset_dir" in problem:
+        problem, notes = _take_unlabelled(problem, {}, Path(str(problem.get("dataset_dir"))))
+
+    notes = (*problem.notes, *notes)  # they open the training data, after it is known that images without labels count
+    if problem.is_drawn(folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
-    if not bundle.has_test:
-        error = bundle.test_error
+    if not problem.has_test:
+        error = problem.test_error
         why = f"its test data cannot be read ({error})" if error else "this bundle names no test data"
         notes += (f"{why}: the validation items serve as test items, so 'best' is optimistic",)
-    return BundleWithData(bundle, folder, OWN_SPLIT, notes)
-
-
-def _foreign_checksum(bundle: Bundle) -> str:
-    """Hash the items of a bundle's own data lists and the sizes of the files they name."""
-    digest = hashlib.sha256()
-    for section in SECTIONS:
-        data = bundle.data(section)
-        for record, index in zip(bundle.items(section), range(len(data)), strict=True):
-            digest.update(json.dumps([section, record], sort_keys=True).encode())
-            for path in _paths(data[index] if isinstance(data, list | tuple) else None):
-                if path.is_file():
-                    digest.update(str(path.stat().st_size).encode())
-    return digest.hexdigest()
-
-
-def _is_drawn(bundle: Bundle, folder: str) -> bool:
-    """Tell whether the images of a bundle that is not ours are drawn ones."""
-    if isinstance(bundle, PartsBundle) and bundle.parts.drawn:
-        return True
-    lists = [data for section in SECTIONS if isinstance(data := bundle.data(section), list | tuple)]
-    paths = [path for data in lists for entry in data for path in _paths(entry)]
-    return own.cohort_of([*([folder] if folder else []), *paths]) is not None
-
-
-def _paths(entry: object) -> Iterator[Path]:
-    """Give all texts and paths in an entry of a bundle's own data list."""
-    for value in entry.values() if isinstance(entry, Mapping) else ():
-        for part in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(part, str | os.PathLike):
-                yield from map(Path, str(part).split(JOINED))
-
-
-def prepared_sections(bundle: Bundle, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
-    """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
-    names = [section for section in SECTIONS if section != "test" or bundle.has_test]
-    sections = {section: bundle.prepared(section, jobs=jobs, progress=progress) for section in names}
-    return {**sections, "test": sections.get("test", sections["validate"])}
+    return WithData(problem, folder, OWN_SPLIT, notes)

@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from monai.data import list_data_collate
 from monai.engines.utils import default_prepare_batch
 from torch.utils.data import DataLoader
 
 from medfl.bundle.configuration import Configuration
 from medfl.bundle.engines import find_evaluator
-from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
-from medfl.core.task import SECTIONS
 from medfl.data.incomplete_entries import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.prepared import Item
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
+from medfl.problem.described import tensor_described
+from medfl.problem.sections import Section
 
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
 
 
 def _as_loaded(batch: Any, *_: object) -> tuple[Any, None]:
     return batch, None
-
-
-@dataclass(frozen=True)
-class Section:
-    """The data of one section as its engine (trainer or evaluator) takes them.
-
-    Records say what an item lacks (`medfl.data.source.LACKS`, and `NO_LABEL` where such items were asked for).
-    """
-
-    source: Source
-    items: list[Item]
-    loader: Any
-    prepare_batch: Callable[..., Any]
-
-    @property
-    def first(self) -> tuple[Item, Source, bool]:
-        """The first item, of those with a label if there are such, the data set from it on, and whether it has one."""
-        at = next((i for i, item in enumerate(self.items) if NO_LABEL not in item), 0)
-        source = replace(self.source, entries=self.source.entries[at:]) if at else self.source
-        return self.items[at], source, NO_LABEL not in self.items[at]
-
-    @property
-    def collate(self) -> Callable[[list[Any]], Any]:
-        """How the data loader makes a batch of samples."""
-        collate: Callable[[list[Any]], Any] = getattr(self.loader, "collate_fn", list_data_collate)
-        return collate
-
-    @property
-    def batch_size(self) -> int:
-        """Items per batch of the data loader, 1 where it does not say."""
-        return int(getattr(self.loader, "batch_size", None) or 1)
 
 
 @dataclass(frozen=True)
@@ -67,7 +35,7 @@ class UnlabelledEntries:
     alone: bool = False
 
 
-class Sections:
+class BundleSections:
     """Sections by name; `evaluation` reads the training configuration with evaluate.* merged in.
 
     A trainer of the bundle's own (`has_own_trainer`) takes batches apart by itself, and may do without validation data.
@@ -80,6 +48,7 @@ class Sections:
         config: Configuration,
         evaluation: Callable[[], Configuration],
         has_own_trainer: bool = False,
+        find_unlabelled: Callable[[], UnlabelledEntries] | None = None,
     ) -> None:
         """Take the configurations; nothing in them is evaluated yet."""
         self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
@@ -87,12 +56,12 @@ class Sections:
         self.test_error, self._has_own_trainer = "", has_own_trainer
         has_validation = find_evaluator(config) is not None or any(key in config for key in _VALIDATION_SETS)
         self._unscored = has_own_trainer and not has_validation
-        self.find_unlabelled: Callable[[], UnlabelledEntries] | None = None
+        self._find_unlabelled = find_unlabelled
 
     @cached_property
     def _unlabelled(self) -> UnlabelledEntries | None:
         """The images without labels, None where they are not asked for."""
-        return None if self.find_unlabelled is None else self.find_unlabelled()
+        return None if self._find_unlabelled is None else self._find_unlabelled()
 
     @property
     def images_only(self) -> bool:
@@ -202,25 +171,6 @@ class Sections:
         items = [{**item, LACKS: lacks} if lacks else item for item, lacks in zip(items, absent, strict=True)]
         return items, fill_missing(replace(source, entries=entries), channels)
 
-    def hide(self, section: str, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int) -> None:
-        """Have labels of a section, a list, be read by no transform, and channels be zero before the first.
-
-        Args:
-            section: of the items.
-            hidden: ids of those with such labels.
-            absent: id -> positions of such channels.
-            channels: of an image, 0 where none is absent.
-        """
-        before = self[section]
-        ids = [str(item["id"]) for item in before.items]
-        entries = [
-            {**(drop_label(entry) if i in hidden else entry), LACKS: tuple(absent.get(i, ()))}
-            for i, entry in zip(ids, before.source.entries, strict=True)
-        ]
-        items = [{**item, NO_LABEL: True} if i in hidden else item for i, item in zip(ids, before.items, strict=True)]
-        source = fill_missing(replace(before.source, entries=entries), channels)
-        self._opened[section] = replace(before, items=items, source=source)
-
 
 def _without_marks(entry: Any) -> Any:
     """Return an entry as the bundle gives it; what it lacks is found out here and never taken from it."""
@@ -236,13 +186,3 @@ def _with(source: Source, more: UnlabelledEntries) -> Source:
         entries.sort(key=lambda entry: str(entry["id"]))
     bare = any(isinstance(entry, Mapping) and NO_LABEL in entry for entry in entries)
     return fill_missing(replace(source, entries=entries)) if bare else source
-
-
-def check_labels(items_of: Callable[[str], Sequence[Item]], count: int, bundle: str) -> None:
-    """Raise InputError, which names the item, if a label in a section is none of a bundle's classes."""
-    for section in SECTIONS:
-        for item in items_of(section):
-            if not 0 <= item.get("label", 0) < count:
-                given = f"item {item['id']!r} of section {section!r} has label {item['label']}"
-                allowed = f"{bundle} has {count} classes, labels 0 to {count - 1}"
-                raise InputError(given, allowed, "change this item's label in the data list")

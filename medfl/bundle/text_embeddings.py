@@ -20,11 +20,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from medfl.bundle.prompts import Text
 from medfl.core.errors import InputError
 from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.untrusted import read_json
+from medfl.problem.prompts import Text
 from medfl.storage.files import file_sha256, load_pickled, load_weights, weights_sha256, write_atomic
 from medfl.storage.places import cache_folder
 

@@ -29,20 +29,23 @@ def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
     that is known, or have no mask where a shipped data set has masks.
     """
     ids, channels = ids_of(bundle), channels_of(bundle.metadata)
-    if not bundle.is_shipped and isinstance(ids["classes"], list) and "split" in ids:
+    if not bundle.dataset and isinstance(ids["classes"], list) and "split" in ids:
         return _of_own(folder, ids, channels)
-    alone = not (datasets.get(bundle.name).layout(folder) if bundle.is_shipped else bundle.sections.has_training_items)
+    if bundle.dataset:
+        alone = not datasets.get(bundle.dataset).layout(folder)
+    else:
+        alone = not bundle.sections.has_training_items
     images = folder if alone else folder / own.UNLABELLED
     files = joined(named([images], is_volumes(bundle.metadata)), channels) if images.is_dir() else {}
     entries = [_entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri) for name, uri in files.items()]
-    maskless = read_table(bundle.name, folder).unlabelled if bundle.is_shipped and not alone else {}
+    maskless = read_table(bundle.dataset, folder).unlabelled if bundle.dataset and not alone else {}
     return UnlabelledEntries([*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone)
 
 
 def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
     files, (first, *below) = uri.split(JOINED), ident.split("/")
     centre = below[0] if first == own.UNLABELLED and len(below) > 1 else "unknown"
-    image = uri if bundle.is_shipped or len(files) == 1 else files
+    image = uri if bundle.dataset or len(files) == 1 else files
     return {"image": image, "id": ident, "centre": centre, "group": ident}
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from medfl.bundle.files import shipped
-from medfl.bundle.parts import Parts, given
 from medfl.compare.comparison import Comparison
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
@@ -24,6 +23,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
 from medfl.policy.admission import trusting
+from medfl.problem.parts import Parts, given
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, check_names
 from medfl.runs.result import Result

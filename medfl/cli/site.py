@@ -231,7 +231,7 @@ def _stats(args: Any) -> int:
     if args.out is not None:
         _check_new_file("--out", args.out)
     from medfl.bundle.files import shipped_folders
-    from medfl.bundle.open import with_data
+    from medfl.bundle.open import open_problem, with_data
     from medfl.partner.statistics import StatisticsOptions, bins_of, encoded, gather, text
     from medfl.policy.findings import TRAINING
     from medfl.policy.inspection import inspect
@@ -246,7 +246,9 @@ def _stats(args: Any) -> int:
     if args.noise is not None and not 0 < args.noise < 100:
         raise InputError(f"--noise {args.noise:g}", "epsilon, above 0 and below 100", "give for example --noise 1")
     least = max(min_count, policy.outbound.min_count)
-    opened = with_data(args.bundle, args.data, _config(args.config), "cpu", policy=policy, unlabelled=args.unlabelled)
+    config = _config(args.config)
+    problem = open_problem(args.bundle, config, policy=policy)
+    opened = with_data(problem, args.data, config, unlabelled=args.unlabelled)
     bins = bins_of(opened.bundle, OWN_BINS if args.bins is None else args.bins, args.range)
     rules = StatisticsOptions(bins, least, args.noise)
     document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())

@@ -17,6 +17,9 @@ from typing import Any
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import printable
 
+PRIVATE_CACHE = "MEDFL_PRIVATE_CACHE"
+"""The environment variable by which a sandboxed process has a cache of its own."""
+
 _UNFIT = re.compile(r'[%/\\:*?"<>|\x00-\x1f\x7f]|^\.|[. ]$')
 """What cannot stand in a file name on some system, a name's first or last dot, and what marks that it was replaced."""
 _LONGEST = 180  # bytes of a file name, endings not counted

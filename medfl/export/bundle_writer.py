@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from medfl import methods
 from medfl.bundle.configuration import Configuration, by_existing_ids, own_modules
 from medfl.bundle.files import config_file, read
-from medfl.bundle.parts import is_parts
 from medfl.bundle.zoo.conventions import without_fetching
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import stream
@@ -35,6 +34,7 @@ from medfl.export import network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
 from medfl.export.formats import FILES, LIMITS, Agreement, Comparison, ShapeRecorder, format_difference, quiet, write
 from medfl.export.images import Images, compare_predictions, test_images
+from medfl.problem.parts import is_parts
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.storage.files import save_weights, write_atomic, writing
 from medfl.storage.places import check_which, require_for_export
@@ -79,7 +79,7 @@ def export(
     check_which(which)
     require_for_export(out)
     trained = RunNetworks(run, which, say)
-    if is_parts(str(trained.bundle.root)):
+    if is_parts(trained.bundle.source):
         given, advice = f"{run}, a run of parts in Python", "take weights.safetensors, or medfl.load_run(DIR).network()"
         raise InputError(given, "a bundle is written from the configuration of a bundle", advice)
     if not trained.finished:
@@ -123,7 +123,7 @@ class _BundleWriter:
         self.task = trained.task
         self.images: Images = test_images(trained, model, data, say)
         self.bundle = self.images.bundle
-        self.root = self.bundle.root
+        self.root = Path(self.bundle.source)
         self.inferer = getattr(self.bundle.evaluator, "inferer", None) or SimpleInferer()
         ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
         activation = partial(_probabilities, self.task.kind, ends_in_sigmoid)
@@ -241,7 +241,7 @@ class _BundleWriter:
         save_weights(self.folder / "models" / "model.safetensors", state)
 
     def _configurations(self, definition: _NetworkDefinition, sha256: str) -> None:
-        run, split = self.trained.run, {"split": self.trained.run.data.split} if self.bundle.is_shipped else {}
+        run, split = self.trained.run, {"split": self.trained.run.data.split} if self.bundle.dataset else {}
         changes = {**run.config, **self.model.config, **split}
         for stem in ("train", "evaluate", "inference", "federated"):
             if (source := config_file(self.root, stem)) is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
-from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.bundle import shipped
 from medfl.bundle.open import bundle_of, reopened, with_data
 from medfl.core.errors import InputError
 from medfl.core.terminal import Print
@@ -19,6 +19,7 @@ from medfl.data.prepare import prepare
 from medfl.data.prepared import Prepared, Shard, as_plain
 from medfl.data.source import Source
 from medfl.evaluation.metrics import Cases
+from medfl.problem.problem import Problem
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.storage.places import PHANTOM
 from medfl.storage.run_documents import read_rows
@@ -39,7 +40,7 @@ class Images:
         prepared: the images with their targets.
     """
 
-    bundle: Bundle
+    bundle: Problem
     from_run: bool
     inputs: tuple[Tensor, ...]
     entries: tuple[Any, ...]
@@ -61,10 +62,10 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
     split = {"split": run.data.split} if is_shipped and from_run else {}
     config = {**run.config, **model.config, **split}
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
-    bundle = with_data(name, folder or (PHANTOM if is_shipped else None), config, "cpu", bundle=bundle).bundle
-    if bundle.own_trainer:
+    bundle = with_data(bundle, folder or (PHANTOM if is_shipped else None), config).bundle
+    if bundle.custom_trainer:
         raise InputError(
-            f"the export of a run with a {bundle.own_trainer}, which has an iteration of its own",
+            f"the export of a run with a {bundle.custom_trainer}, which has an iteration of its own",
             "what is exported is one network of images",
             "load the run's weights.safetensors into the bundle's own networks",
         )

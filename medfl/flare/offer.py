@@ -101,8 +101,7 @@ def export(
         raise InputError(f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many")
     with tempfile.TemporaryDirectory() as temporary:
         method = methods.load(run.method, run.options)
-        source = Bundle(bundle)
-        initial_weights.begin_with(source, (asked.get("requested") or {}).get("init", ""))
+        source, _ = initial_weights.begin_with(Bundle(bundle), (asked.get("requested") or {}).get("init", ""))
         files = text_record.write_for_job(source, run, method, Path(temporary))
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere
             plm = _named(run.text.plm)

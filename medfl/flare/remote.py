@@ -8,20 +8,19 @@ from typing import Any
 
 import torch
 
-from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import prepared_sections
 from medfl.core.run import Run
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Prepared, Stacked
 from medfl.flare.server import FlareWorkers
 from medfl.methods.base import Method
+from medfl.problem.problem import Problem, prepared_sections
 from medfl.runtimes.federation import Federation
 from medfl.storage.run_folder import RunFolder
 
 Reported = Mapping[str, float]
 
 
-def federation_of_names(bundle: Bundle, method: Method, run: Run, held_out: bool) -> Federation:
+def federation_of_names(bundle: Problem, method: Method, run: Run, held_out: bool) -> Federation:
     """Return a federation whose sites have names and no images.
 
     With `held_out` the global model is scored on the validation and test items of the bundle, which no site trains on.

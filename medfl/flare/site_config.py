@@ -35,7 +35,7 @@ from jsonschema import Draft202012Validator
 from medfl import methods
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.files import shipped_folders
-from medfl.bundle.open import with_data
+from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.protocol import resolved
 from medfl.core import portable
 from medfl.core.errors import InputError, errors_safe_to_send
@@ -54,6 +54,7 @@ from medfl.flare.wire import is_flare_name
 from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
+from medfl.problem.problem import Problem
 from medfl.runs import text_record
 from medfl.runtimes import incomplete_data, site_channels, site_labels, site_settings
 from medfl.runtimes.federation import Federation
@@ -156,7 +157,7 @@ def _listed(value: Any) -> Any:
     return [str(one) if type(one) is int else one for one in whole]
 
 
-def check_declared_data(config: SiteConfig, bundle: Bundle, site: str) -> None:
+def check_declared_data(config: SiteConfig, bundle: Problem, site: str) -> None:
     """Raise an InputError where what a site says of its labels and channels does not fit its bundle."""
     said = site_settings.as_texts({name: {site: names} for name, names in config.declared_data.items() if names})
     site_labels.check(said.get("site_labels", ""), bundle, methods.load("fedavg"), [site])
@@ -314,9 +315,13 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
     method = methods.load(run.method, run.options)
     preferred = resolved(config.bundle, Bundle(config.bundle, policy=policy).protocol, ())["split"]
     opened = with_data(
-        config.bundle, config.data or None, run.config, run.device,
-        seed=run.seed, preferred=preferred, policy=policy, unlabelled=name in site_names(run.unlabelled),
-    )  # fmt: skip
+        open_problem(config.bundle, run.config, run.device, policy),
+        config.data or None,
+        run.config,
+        seed=run.seed,
+        preferred=preferred,
+        unlabelled=name in site_names(run.unlabelled),
+    )
     record = opened.record()
     if record.source != run.data.source:
         raise InputError(
@@ -324,10 +329,9 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
         )
     items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
     sites = {site: items if site == name else {} for site in run.partition.sites}
-    run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=str(opened.bundle.root))
-    text_record.restore(opened.bundle, run, method, carried)
-    incomplete_data.apply_to(opened.bundle, run)
-    federation = Federation(opened.bundle, method, run)
+    run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=opened.bundle.source)
+    bundle = text_record.restored(opened.bundle, run, method, carried)
+    federation = Federation(incomplete_data.without_absent(bundle, run), method, run)
     federation.hold()
     return federation
 
@@ -340,17 +344,14 @@ def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -
     """
     policy = config.checked_policy()
     run = accepted_run(offered, None, config)
-    bundle: Bundle = _BundleWithoutImages(config.bundle, run.config, run.device, policy)
+    bundle = open_problem(config.bundle, run.config, run.device, policy)
     method = methods.load(run.method, run.options)
+    problem = bundle.replaced(items=_no_items)  # its images are elsewhere
     if config.data:
-        bundle = with_data(config.bundle, config.data, run.config, run.device, policy=policy).bundle
-    text_record.restore(bundle, run, method, carried)
-    return federation_of_names(bundle, method, run, bool(config.data))
+        problem = with_data(bundle, config.data, run.config).bundle
+    problem = text_record.restored(problem, run, method, carried)
+    return federation_of_names(problem, method, run, bool(config.data))
 
 
-class _BundleWithoutImages(Bundle):
-    """A bundle whose images are elsewhere; the task of one that is not shipped is read from its images."""
-
-    def items(self, section: str) -> list[Item]:
-        """Return no items."""
-        return []
+def _no_items(section: str) -> list[Item]:
+    return []

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import RunError
 from medfl.core.untrusted import printable
 from medfl.evaluation.mask_metrics import slug
 from medfl.flare.wire import Payload
+from medfl.problem.problem import Problem
 from medfl.runtimes import site_channels
 
 Facts = Mapping[str, list[str]]
@@ -29,7 +29,7 @@ def tensors(statistics: Mapping[str, Any]) -> dict[str, Tensor]:
     return {f"site/{kind}": torch.tensor(statistics[kind]) for kind in _DESCRIPTIONS if kind in statistics}
 
 
-def read(payload: Payload, bundle: Bundle) -> dict[str, list[str]]:
+def read(payload: Payload, bundle: Problem) -> dict[str, list[str]]:
     """Return what a site has told.
 
     Raises:
@@ -38,7 +38,7 @@ def read(payload: Payload, bundle: Bundle) -> dict[str, list[str]]:
     return {kind: _named(kind, tensor, bundle) for kind, tensor in sorted(payload.group("site").items())}
 
 
-def _named(kind: str, tensor: Tensor, bundle: Bundle) -> list[str]:
+def _named(kind: str, tensor: Tensor, bundle: Problem) -> list[str]:
     if kind not in _DESCRIPTIONS:
         raise RunError(f"it tells of its {printable(kind, 40)!r}; of its data a site tells {', '.join(_DESCRIPTIONS)}")
     names = _names(kind, bundle)
@@ -49,7 +49,7 @@ def _named(kind: str, tensor: Tensor, bundle: Bundle) -> list[str]:
     return [names[position] for position in positions]
 
 
-def _names(kind: str, bundle: Bundle) -> dict[int, str]:
+def _names(kind: str, bundle: Problem) -> dict[int, str]:
     """Return position -> name of all that a site may have."""
     names = bundle.structures if kind == "labels" else site_channels.names(bundle)
     return {i: name for i, name in enumerate(names) if kind == "channels" or slug(name) != "background"}
@@ -60,7 +60,7 @@ def describe(facts: Facts) -> str:
     return ", ".join(_DESCRIPTIONS[kind].format(" and ".join(names)) for kind, names in facts.items())
 
 
-def by_kind(facts: Mapping[str, Facts], summary: Mapping[str, Any], bundle: Bundle) -> dict[str, dict[str, list[str]]]:
+def by_kind(facts: Mapping[str, Facts], summary: Mapping[str, Any], bundle: Problem) -> dict[str, dict[str, list[str]]]:
     """Return kind -> site -> names, of the sites that lack some; of one that has not told what the job says."""
     names_by_kind: dict[str, dict[str, list[str]]] = {}
     for kind in _DESCRIPTIONS:

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medfl.bundle.bundle import Bundle
 from medfl.core.names import listed
 from medfl.core.untrusted import printable
 from medfl.data.source import NO_LABEL
 from medfl.partner.scanning import ScannedItem, sections
+from medfl.problem.problem import Problem
 from medfl.runtimes.site_channels import names
 
 
@@ -39,7 +39,7 @@ _VALUES = 256
 class Findings:
     """Gathers what is found; images are not kept."""
 
-    def __init__(self, bundle: Bundle) -> None:
+    def __init__(self, bundle: Problem) -> None:
         self._bundle = bundle
         self.unreadable: list[str] = []
         self.bytes: Counter[str] = Counter()

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from medfl import datasets, methods
-from medfl.bundle.bundle import Bundle
 from medfl.bundle.files import shipped_folders
-from medfl.bundle.open import with_data
+from medfl.bundle.open import open_problem, with_data
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.release import version_of
@@ -37,6 +36,7 @@ from medfl.partner.scanning import scan, sections
 from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
+from medfl.problem.problem import Problem
 from medfl.runs.plan import device_named, versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import step_bytes
@@ -185,7 +185,7 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
     return not refusals
 
 
-def _check_packages(report: Preflight, bundle: Bundle) -> None:
+def _check_packages(report: Preflight, bundle: Problem) -> None:
     """Compare the installed packages with those that the bundle was written for."""
     required = {package: str(bundle.metadata.get(key, "")) for key, package in _PACKAGES.items()}
     required |= {str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()}
@@ -206,21 +206,20 @@ def _older(installed: str, least: str) -> bool:
     return bool(parts[1]) and parts[0] < parts[1]
 
 
-def _open(report: Preflight, options: PreflightOptions) -> Bundle | None:
+def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
     """Open the bundle on its data, and say what layout they have."""
     with report.errors_as("data"):
         device = device_named(options.device)
-        opened = with_data(
-            options.bundle, options.data, options.config, device, policy=options.policy, unlabelled=options.unlabelled
-        )
+        unopened = open_problem(options.bundle, options.config, device, options.policy)
+        opened = with_data(unopened, options.data, options.config, unlabelled=options.unlabelled)
         bundle = opened.bundle
         report.data = opened.folder or report.data
-        if bundle.is_shipped:
-            layout = datasets.get(bundle.name).layout(Path(opened.folder))
+        if bundle.dataset:
+            layout = datasets.get(bundle.dataset).layout(Path(opened.folder))
             phantom = datasets.is_phantom(opened.folder)
             report.add("data", WARNING if phantom else OK, f"{'PHANTOM: drawn images; ' if phantom else ''}layout: "
                       f"{layout.text if layout else 'images alone'}", "give the real data with --data")  # fmt: skip
-            problems = read_table(bundle.name, opened.folder).problems if layout else []
+            problems = read_table(bundle.dataset, opened.folder).problems if layout else []
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
             if problems:
@@ -237,7 +236,7 @@ def _open(report: Preflight, options: PreflightOptions) -> Bundle | None:
 # Memory and disk
 
 
-def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
+def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     """Return a federation of one site with one batch of the training images, whose step is measured."""
     asked = bundle.protocol.get("batch_size")
     size = options.batch_size or (asked if isinstance(asked, int) else bundle.batch_size)
@@ -250,7 +249,7 @@ def _one_batch(options: PreflightOptions, bundle: Bundle) -> Federation:
     ids = prepared.ids(range(len(prepared)))
     sites = {"here": {section: ids if section == "train" else [] for section in SECTIONS}}
     run = Run(
-        bundle=bundle.name, bundle_path=str(bundle.root), bundle_sha256="", method="fedavg", options={},
+        bundle=bundle.name, bundle_path=bundle.source, bundle_sha256="", method="fedavg", options={},
         config=dict(options.config), data=DataRecord("real", "", "", "", {}), versions={},
         partition=PartitionRecord("iid", 0, (), sites), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
         lr=None, lr_decay=1.0, device=device_named(options.device),

@@ -15,13 +15,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from medfl.bundle.bundle import Bundle
 from medfl.core import terminal
 from medfl.core.errors import MedflError
 from medfl.core.task import SECTIONS
 from medfl.data.samples import SampleMaker
 from medfl.data.source import NO_LABEL
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES, UNREADABLE, archive, orientation, split_uri
+from medfl.problem.problem import Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ class ScannedItem:
         return hashlib.sha256(repr((array.shape, array.dtype.str)).encode() + array.tobytes()).hexdigest()
 
 
-def sections(bundle: Bundle) -> list[str]:
+def sections(bundle: Problem) -> list[str]:
     """Return the sections that have items of their own; a site with images alone has those that it trains on."""
     return [name for name in SECTIONS if len(bundle.items(name)) and (name != "test" or bundle.has_test)]
 
 
-def scan(bundle: Bundle, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
+def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
     """Yield the items of a section, one after the other; nothing of them is kept."""
     data = bundle.section(section)
     samples = SampleMaker(data.items, data.source)

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from medfl.bundle import case_metadata
-from medfl.bundle.bundle import Bundle
 from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
 from medfl.partner.scanning import ScannedItem, scan, sections
 from medfl.policy.suppression import Entropy, add_noise, geometric, hidden_bins, suppress_counts
+from medfl.problem.problem import Problem
 from medfl.runtimes.monai_fl.data_stats import Bins, Sums, sums, value_range
 
 DOCUMENT_FORM = "medfl site statistics 1"
@@ -59,7 +59,7 @@ class StatisticsOptions:
     entropy: Entropy = os.urandom
 
 
-def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
+def bins_of(bundle: Problem, number: int, given: str | None) -> Bins:
     """Return bins over the range LOW,HIGH, or that metadata.json has for network inputs; InputError for none."""
     ends: Any = given.split(",") if given else value_range(bundle.metadata)
     if not ends:
@@ -69,7 +69,7 @@ def bins_of(bundle: Bundle, number: int, given: str | None) -> Bins:
     return Bins.of({"hist_bins": number, "hist_range": ends}) or Bins(number, 0, 1)
 
 
-def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress: bool = False) -> dict[str, Any]:
+def gather(bundle: Problem, folder: str, options: StatisticsOptions, *, progress: bool = False) -> dict[str, Any]:
     """Return what may leave of a bundle's data, as plain JSON values; the tables in `folder` may know age and sex.
 
     Raises:
@@ -97,7 +97,7 @@ def gather(bundle: Bundle, folder: str, options: StatisticsOptions, *, progress:
 class _Counts:
     """Tables of one section; those whose cells the data name are released without the names of rare ones."""
 
-    def __init__(self, bundle: Bundle, bins: Bins) -> None:
+    def __init__(self, bundle: Problem, bins: Bins) -> None:
         self._bundle, self._bins = bundle, bins
         self._images = 0
         self._preset: dict[str, Counter[str]] = {}

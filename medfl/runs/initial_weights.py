@@ -16,10 +16,10 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.untrusted import json_values
+from medfl.problem.problem import Problem
 from medfl.storage.files import load_pickled, save_weights, weights_sha256
 from medfl.storage.places import weights_file
 
@@ -34,8 +34,8 @@ _WITHIN = ("model", "state_dict", "model_state_dict", "network")
 """Keys of training checkpoints under which the weights are."""
 
 
-def begin_with(bundle: Bundle, text: str) -> str:
-    """Let a bundle's networks begin as `--init` says, and return what the record says of it.
+def begin_with(bundle: Problem, text: str) -> tuple[Problem, str]:
+    """Return a problem whose networks begin as `--init` says, and what the record says of it.
 
     Without a text weights are drawn; what a record said is left as it is. The weights are compared with the network
     when the federation is made.
@@ -44,9 +44,9 @@ def begin_with(bundle: Bundle, text: str) -> str:
         InputError: no weights are there.
     """
     if not text or text.startswith(KNOWN):
-        return text
-    bundle.start = read(text)
-    return KNOWN + weights_sha256(bundle.start)
+        return bundle, text
+    weights = read(text)
+    return bundle.replaced(start=weights), KNOWN + weights_sha256(weights)
 
 
 def read(text: str) -> dict[str, Tensor]:
@@ -86,13 +86,13 @@ def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(weights)
 
 
-def save(bundle: Bundle, run: Run, folder: Path) -> None:
+def save(bundle: Problem, run: Run, folder: Path) -> None:
     """Write a run's initial weights into its folder, unless they are there; RunError if the disk is full."""
     if run.init and bundle.start is not None and not (folder / FILE).is_file():
         save_weights(folder / FILE, bundle.start)
 
 
-def write_for_job(bundle: Bundle, run: Run, folder: Path) -> list[Path]:
+def write_for_job(bundle: Problem, run: Run, folder: Path) -> list[Path]:
     """Write a run's initial weights as a job carries them; return the files written."""
     if not run.init or bundle.start is None:
         return []
@@ -101,15 +101,15 @@ def write_for_job(bundle: Bundle, run: Run, folder: Path) -> list[Path]:
     return [folder / JOB_FILE]
 
 
-def restore(bundle: Bundle, run: Run, folder: Path | None) -> None:
-    """Let a recorded run's bundle have the initial weights in the run's folder, or in that of a job's configuration.
+def restored(bundle: Problem, run: Run, folder: Path | None) -> Problem:
+    """Return a recorded run's problem with the initial weights in the run's folder, or in that of a job.
 
     Raises:
         InputError: they are damaged, or others.
     """
     path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None) if folder else None
     if not run.init or path is None:
-        return
+        return bundle
     try:
         weights = _from_job(path) if path.name == JOB_FILE else tensors(path)
     except Exception as error:  # as in `read`
@@ -118,7 +118,7 @@ def restore(bundle: Bundle, run: Run, folder: Path | None) -> None:
         raise InputError(
             f"{path} holds other weights than the run began with", f"those with {run.init[:19]}", "restore it"
         )
-    bundle.start = weights
+    return bundle.replaced(start=weights)
 
 
 def _from_job(path: Path) -> dict[str, Tensor]:

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from medfl import methods
 from medfl.bundle.files import shipped_folders
-from medfl.bundle.open import prepared_sections
-from medfl.bundle.parts import is_parts
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_untrusted_module
 from medfl.core.settings import LOSSLESS, MEAN
@@ -25,6 +23,8 @@ from medfl.data.prepared import Prepared
 from medfl.policy.findings import TRAINING
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy
+from medfl.problem.parts import is_parts
+from medfl.problem.problem import prepared_sections
 from medfl.report import RunFiles, write_report
 from medfl.runs import request_checks
 from medfl.runs.pace import steps_note
@@ -71,7 +71,7 @@ class Shared:
         """Return what is the same for plans that share their images."""
         run, said = plan.run, [plan.run.unlabelled, plan.run.site_channels]
         lacking = [said, run.partition.sites] if any(said) else None
-        same = [plan.bundle.root, run.config, run.data.folder, run.data.split, lacking]
+        same = [plan.bundle.source, run.config, run.data.folder, run.data.split, lacking]
         return json.dumps(same, sort_keys=True, default=str)
 
 
@@ -292,7 +292,7 @@ def _require_same_runtime(path: Path, runtime: str) -> None:
 
 def _check_runs_in_one_process(plan: Plan, callbacks: Sequence[Callback], runtime: str) -> None:
     """Raise an InputError if objects of this process were to go to others, or to wait for what is not measured."""
-    what = "callbacks" if callbacks else "parts in Python" if is_parts(str(plan.bundle.root)) else ""
+    what = "callbacks" if callbacks else "parts in Python" if is_parts(plan.bundle.source) else ""
     if what and registry.load(runtime).remote:
         allowed = "its server and sites are processes of their own"
         raise InputError(f"{what} with --runtime {runtime}", allowed, "use the runtime simulator or monai-fl")

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.task import Task
 from medfl.core.terminal import Print
 from medfl.methods.base import Method
+from medfl.problem.problem import Problem
 from medfl.runs.plan import repeat
 from medfl.runs.teachers.trained import bundle_of_run, network_with
 from medfl.runtimes.federation import Federation
@@ -67,12 +67,13 @@ class RunNetworks:
         self.computed_on_cpu = run.device == "cpu"
         self.folder = RunFolder(path)
         self.manifest = self.folder.manifest()
-        self.bundle: Bundle = bundle_of_run(self.run, path, CPU, allow_changed=True)
-        if self.bundle.is_shipped and self.bundle.sha256 != run.bundle_sha256:
+        self.bundle: Problem = bundle_of_run(self.run, path, CPU, allow_changed=True)
+        if self.bundle.dataset and self.bundle.sha256 != run.bundle_sha256:
             was = f"medfl {run.versions.get('medfl')}, which made the run"
             say(f"note: bundle {run.bundle!r} is not that of {was}: the run's weights are put into today's network")
         if self.document.get("task"):  # as recorded: to find them a bundle that does not ship opens its training images
-            vars(self.bundle).update(task=self.document["task"], classes=tuple(self.document.get("classes") or ()))
+            classes = tuple(self.document.get("classes") or ())
+            self.bundle = self.bundle.replaced(task=self.document["task"], classes=classes)
         self.method: Method = methods.load(self.run.method, self.run.options)
         self.sites = list(self.run.partition.sites)
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import bundle_of, protocol_of, reopened, with_data, without_data
+from medfl.bundle.bundle import shipped
+from medfl.bundle.open import bundle_of, open_problem, protocol_of, reopened, require_buildable, with_data
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
@@ -32,6 +32,7 @@ from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
 from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
+from medfl.problem.problem import Problem
 from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
@@ -79,7 +80,7 @@ class Plan:
     """A run with what is needed to execute it; `notes` are for the user, those of the partition stand in its table."""
 
     run: Run
-    bundle: Bundle
+    bundle: Problem
     method: Method
     notes: tuple[str, ...]
     public: PublicPlan | None = None
@@ -129,8 +130,9 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     device = device_named(request.device)
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = {**protocol["config"], **{key: override_value(value) for key, value in request.config.items()}}
-    bundle = without_data(request.bundle, config, device, policy)
-    init = initial_weights.begin_with(bundle, request.init)
+    bundle = open_problem(request.bundle, config, device, policy)
+    require_buildable(bundle, config)
+    bundle, init = initial_weights.begin_with(bundle, request.init)
     protocol_settings = {
         name: _typed(name, protocol[name] if (value := getattr(request, name)) is None else value)
         for name in (field.name for field in dataclasses.fields(ProtocolSettings))
@@ -142,9 +144,9 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     kind, _ = parse(spec)
     seed, split = request.seed, protocol["split"]
     opened = with_data(
-        request.bundle, request.data, config, device,
-        say=say, seed=seed, preferred=split, bundle=bundle, unlabelled=bool(request.unlabelled),
-    )  # fmt: skip
+        bundle, request.data, config, say=say, seed=seed, preferred=split, unlabelled=bool(request.unlabelled)
+    )
+    bundle = opened.bundle
     sections = _items(bundle)
     sites = request.sites if request.sites is not None or kind in OWN_SITES else protocol["sites"]
     partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=seed)
@@ -160,7 +162,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     method = methods.load(request.method, {**schedule, **given_options})
     asked, method = methods.values_of(method), methods.settled(method, sizes)
     for own in {repr(own): own for own in methods.site_networks(method, [*site_ids]).values() if own}.values():
-        without_data(request.bundle, {**config, **own}, device, policy)
+        require_buildable(bundle.variant(own), {**config, **own})
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
     general_settings = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
@@ -169,7 +171,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     text = text_record.make_record(bundle, method)
     run = Run(
         bundle=bundle.name,
-        bundle_path=str(bundle.root),
+        bundle_path=bundle.source,
         bundle_sha256=bundle.sha256,
         method=request.method,
         options=options,
@@ -183,7 +185,7 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         **{**settings, "batch_size": settings["batch_size"] or bundle.batch_size},
         **{**general_settings, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
     )
-    incomplete_data.apply_to(bundle, run)
+    bundle = incomplete_data.without_absent(bundle, run)
     changed = tuple(f"{key}={options[key]}, by the sites' sizes" for key in options if options[key] != asked[key])
     notes = (*opened.notes, *changed, *rounds_note(protocol_settings, run))
     notes += tuple(public.notes(bundle, sections)) if public else ()
@@ -233,10 +235,10 @@ def repeat(
     name = bundle_of(run)
     is_shipped = name in shipped()
     config = {**run.config, **({"split": run.data.split} if is_shipped else {})}
-    bundle = reopened(run, run.config, device := device_named(run.device), given=bundle_path, folder=folder)
+    bundle = reopened(run, run.config, device_named(run.device), given=bundle_path, folder=folder)
     method = methods.load(run.method, run.options)
     images, unlabelled = data or _recorded_data(run, is_shipped), bool(run.unlabelled)
-    opened = with_data(name, images, config, device, say=say, bundle=bundle, unlabelled=unlabelled)
+    opened = with_data(bundle, images, config, say=say, unlabelled=unlabelled)
     record = opened.record()
     if record.checksum != run.data.checksum:
         raise InputError(
@@ -244,15 +246,14 @@ def repeat(
             f"the run used {run.data.source} data with checksum {run.data.checksum[:12]}",
             "give the same data with --data",
         )
-    text_record.restore(opened.bundle, run, method, folder)
-    public = _repeated_public(run, method, opened.bundle, say)
-    notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
-    run = dataclasses.replace(run, data=record, public=public.record if public else None, bundle_path=str(bundle.root))
-    incomplete_data.apply_to(opened.bundle, run)
-    return Plan(run, opened.bundle, method, notes, public)
+    bundle = text_record.restored(opened.bundle, run, method, folder)
+    public = _repeated_public(run, method, bundle, say)
+    notes = opened.notes + tuple(public.notes(bundle, _items(bundle)) if public else ())
+    run = dataclasses.replace(run, data=record, public=public.record if public else None, bundle_path=bundle.source)
+    return Plan(run, incomplete_data.without_absent(bundle, run), method, notes, public)
 
 
-def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> PublicPlan | None:
+def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> PublicPlan | None:
     """Open a recorded run's public data again; InputError if they, or the teachers, are not the recorded ones."""
     if run.public is None:
         return None
@@ -289,7 +290,7 @@ def versions() -> dict[str, str]:
     return versions_of("medfl", "torch", "monai", "numpy")
 
 
-def _items(bundle: Bundle) -> dict[str, list[Any]]:
+def _items(bundle: Problem) -> dict[str, list[Any]]:
     return {section: bundle.items(section) for section in SECTIONS}
 
 

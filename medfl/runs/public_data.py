@@ -17,7 +17,7 @@ import torch
 
 from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.open import BundleWithData, with_data
+from medfl.bundle.open import WithData, open_problem, with_data
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
 from medfl.core.seeding import stream
@@ -26,6 +26,7 @@ from medfl.core.terminal import Print
 from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.public import Public
 from medfl.methods.base import Method
+from medfl.problem.problem import Problem
 from medfl.runs.teachers.answers import Questions, Teacher, obtain, open_teacher, split_names
 from medfl.storage.places import PHANTOM
 
@@ -47,7 +48,7 @@ class PublicPlan:
         record: what the run says of all this.
     """
 
-    opened: BundleWithData
+    opened: WithData
     section: str
     indices: tuple[int, ...]
     teachers: tuple[Teacher, ...]
@@ -89,7 +90,7 @@ class PublicPlan:
                 "take the section validate or test with --set public_section=NAME, or set teachers= for none",
             )
 
-    def notes(self, bundle: Bundle, used: Mapping[str, Sequence[Item]]) -> list[str]:
+    def notes(self, bundle: Problem, used: Mapping[str, Sequence[Item]]) -> list[str]:
         """Say what these data are, for a user of the run."""
         record, public = self.record, self.opened.bundle
         said = [f"public data: {record.items} items of {public.name}, section {self.section}"]
@@ -111,7 +112,7 @@ class PublicPlan:
 
 
 def plan_public(
-    method: Method, options: Mapping[str, Any], bundle: Bundle, device: str, *, folder: str | None = None, say: Print
+    method: Method, options: Mapping[str, Any], bundle: Problem, device: str, *, folder: str | None = None, say: Print
 ) -> PublicPlan | None:
     """Return the public data that a method's options ask for, or None where it uses none.
 
@@ -146,10 +147,11 @@ def plan_public(
     size = _size(bundle, plain, int(options["public_size"]), depth)
     if size is not None:
         config["image_size"] = size
-    if section == "train" and plain.is_shipped:
+    if section == "train" and plain.dataset:
         config[_AUGMENTATION] = []
     preferred = said.get("split") or plain.protocol.get("split")
-    opened = with_data(name, folder or data, config, device, say=say, preferred=preferred, policy=bundle.policy)
+    problem = open_problem(name, config, device, bundle.policy)
+    opened = with_data(problem, folder or data, config, say=say, preferred=preferred)
     items = opened.bundle.items(section)
     indices = chosen_items(items, number or min(int(said.get("items") or 0), len(items)))
     asked = split_names(str(options.get("teachers", ""))) if learner.uses_teachers else ()
@@ -201,7 +203,7 @@ def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
     return tuple(sorted(position for _, _, position in sorted(ranked)[:number]))
 
 
-def _depth(public: Bundle, bundle: Bundle, lift: str) -> int:
+def _depth(public: Problem, bundle: Problem, lift: str) -> int:
     """Return how often a public image is repeated along a third axis; InputError if dimensions do not go together."""
     has, needs = _dimensions(public), _dimensions(bundle)
     if has == needs:
@@ -216,16 +218,16 @@ def _depth(public: Bundle, bundle: Bundle, lift: str) -> int:
     return _DEPTH
 
 
-def _dimensions(bundle: Bundle) -> int:
+def _dimensions(bundle: Problem) -> int:
     """Return 2 or 3, from the image's shape in metadata.json; 2 where it says nothing."""
     inputs = bundle.metadata.get("network_data_format", {}).get("inputs", {})
     shape = inputs.get("image", {}).get("spatial_shape", ())
     return len(shape) or 2
 
 
-def _size(bundle: Bundle, public: Bundle, wanted: int, depth: int) -> Any:
+def _size(bundle: Problem, public: Problem, wanted: int, depth: int) -> Any:
     """Return the size to which public images are brought, None for their bundle's own."""
-    if wanted or bundle.task != "segmentation" or not (bundle.is_shipped and public.is_shipped):
+    if wanted or bundle.task != "segmentation" or not (bundle.dataset and public.dataset):
         return wanted or None
     if not depth:
         return bundle.get("image_size")

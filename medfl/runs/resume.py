@@ -79,7 +79,7 @@ def with_notes(plan: Plan) -> Plan:
 
     It does so where the bundle names its folders as `medfl new` writes it: dataset_dir, images, masks, labels, classes.
     """
-    if plan.bundle.is_shipped:
+    if plan.bundle.dataset:
         return plan
     ids = ids_of(plan.bundle)
     lists = [plan.bundle.data(section) for section in SECTIONS]

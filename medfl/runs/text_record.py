@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
 from medfl.core.untrusted import json_values
 from medfl.methods.base import Method
+from medfl.problem.problem import Problem
 from medfl.runs import initial_weights
 from medfl.storage.files import write_atomic
 
@@ -46,7 +46,7 @@ def language_model(method: Method) -> str:
     return reader.language_model if reader is not None else ""
 
 
-def make_record(bundle: Bundle, method: Method) -> TextRecord | None:
+def make_record(bundle: Problem, method: Method) -> TextRecord | None:
     """Say which embeddings a method takes of a bundle, None for none; InputError if they are not here or do not fit."""
     plm = language_model(method)
     if not plm or bundle.task not in method.tasks:
@@ -55,7 +55,7 @@ def make_record(bundle: Bundle, method: Method) -> TextRecord | None:
     return TextRecord(bundle.plm_of(plm), fingerprint(embeddings), tuple(embeddings.shape))
 
 
-def save(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
+def save(bundle: Problem, run: Run, method: Method, folder: Path) -> None:
     """Write a run's embeddings and initial weights into its folder, if not there yet; RunError if the disk is full."""
     initial_weights.save(bundle, run, folder)
     path = folder / FILE
@@ -64,7 +64,7 @@ def save(bundle: Bundle, run: Run, method: Method, folder: Path) -> None:
         write_atomic(path, safetensors.torch.save({"embeddings": values}))
 
 
-def write_for_job(bundle: Bundle, run: Run, method: Method, folder: Path) -> list[Path]:
+def write_for_job(bundle: Problem, run: Run, method: Method, folder: Path) -> list[Path]:
     """Write a run's embeddings and initial weights as a job carries them; return the files written."""
     files = initial_weights.write_for_job(bundle, run, folder)
     if run.text is None:
@@ -75,8 +75,8 @@ def write_for_job(bundle: Bundle, run: Run, method: Method, folder: Path) -> lis
     return [*files, folder / JOB_FILE]
 
 
-def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> None:
-    """Let a recorded run's bundle have the embeddings and initial weights that it had.
+def restored(bundle: Problem, run: Run, method: Method, folder: Path | None) -> Problem:
+    """Return a recorded run's problem with the embeddings and initial weights that it had.
 
     They are in a folder, that of the run or of a job's configuration; the embeddings are also found anew. Records that
     say nothing of embeddings take what is found.
@@ -84,13 +84,13 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
     Raises:
         InputError: there are none, or others.
     """
-    initial_weights.restore(bundle, run, folder)
+    bundle = initial_weights.restored(bundle, run, folder)
     if run.text is None:
-        return
+        return bundle
     path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None) if folder else None
     if path is not None:
         embeddings, where = _read(path), str(path)
-        bundle.give_embeddings(language_model(method), embeddings, run.text.plm)
+        bundle = bundle.with_embeddings(language_model(method), embeddings, run.text.plm)
     else:
         embeddings, where = bundle.embeddings(language_model(method)), f"plm={run.options.get('plm', '')}"
     if fingerprint(embeddings) != run.text.sha256:
@@ -99,6 +99,7 @@ def restore(bundle: Bundle, run: Run, method: Method, folder: Path | None) -> No
             f"the run used those of {run.text.plm!r} with checksum {run.text.sha256[:12]}",
             "restore them, or start a new run",
         )
+    return bundle
 
 
 def _read(path: Path) -> Tensor:

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import prepared_sections
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, is_finite
@@ -29,6 +27,7 @@ from medfl.data.public import Public
 from medfl.evaluation.mask_metrics import surface_metrics_of
 from medfl.methods._parts.robust import Aggregation, with_effective_counts
 from medfl.methods.base import Method
+from medfl.problem.problem import Problem, prepared_sections
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
 from medfl.runtimes.unlabelled import check_sites, hide_labels
@@ -51,7 +50,7 @@ class _Architecture:
     and `stays` is how many never do.
     """
 
-    bundle: Bundle
+    bundle: Problem
     networks: Networks
     leaves: Mapping[str, tuple[torch.Size, torch.dtype]]
     personal: frozenset[str]
@@ -77,7 +76,7 @@ class Federation:
 
     def __init__(
         self,
-        bundle: Bundle,
+        bundle: Problem,
         method: Method,
         run: Run,
         *,
@@ -121,7 +120,7 @@ class Federation:
         self._shards = {name: site_labels.annotate(shards, self.known) for name, shards in self._shards.items()}
         check_sites(method, (self.site(name, 0) for name in self.participants), bundle)
 
-    def _pool(self, bundle: Bundle) -> Networks:
+    def _pool(self, bundle: Problem) -> Networks:
         def network() -> nn.Module:
             model = self.method.adapt(bundle.network(), self.task)
             return with_channels_last(model) if self.run.channels_last else model
@@ -145,8 +144,7 @@ class Federation:
         bundle, networks = self.bundle, self.networks
         if config:
             refuse_init_of_mixed_networks(self.run)
-            folder = {"dataset_dir": self.run.data.folder} if self.run.data.folder else {}
-            bundle = Bundle(str(bundle.root), {**self.run.config, **folder, **config}, bundle.device, bundle.policy)
+            bundle = bundle.variant(config)
             networks = self._pool(bundle)
         personal: set[str] = set()
         for pool in {self.networks, networks}:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from medfl.bundle.bundle import Bundle
-from medfl.bundle.sections import Sections
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.setting_values import site_names
 from medfl.core.task import SECTIONS
 from medfl.data.source import LACKS
+from medfl.problem.problem import Problem
+from medfl.problem.sections import ReplacedSections, Section
 from medfl.runtimes import site_channels
 
 
-def apply_to(bundle: Bundle, run: Run) -> None:
-    """Have a bundle read no training label of sites without any, and channels that an item's site lacks as zero.
+def without_absent(bundle: Problem, run: Run) -> Problem:
+    """Return a problem that reads no training label of sites without any, and channels that a site lacks as zero.
 
     A crop might go by such a label, and a mean by such a channel.
 
@@ -25,6 +25,7 @@ def apply_to(bundle: Bundle, run: Run) -> None:
     site_positions = site_channels.read(run.site_channels, channels, sites)
     site_lacks = {site: [c for c in range(len(channels)) if c not in has] for site, has in site_positions.items()}
     unlabelled_ids = {ident for site in site_names(run.unlabelled) for ident in sites.get(site, {}).get("train", ())}
+    replaced: dict[str, Section] = {}
     for section in SECTIONS[: 2 + bundle.has_test]:
         site_of = {ident: site for site in sites for ident in sites[site].get(section, ())}
         absent = {ident: site_lacks.get(site, []) for ident, site in site_of.items()}
@@ -39,6 +40,9 @@ def apply_to(bundle: Bundle, run: Run) -> None:
                     "a file of each channel, or of those that --site-channels says of its site",
                     f"restore it, or say which channels the site has: --site-channels {site or 'SITE'}=...",
                 )
-        listed = isinstance(bundle.sections, Sections) and bundle.section(section).source.is_list
-        if listed and (hidden or any(absent.values())):
-            bundle.sections.hide(section, hidden, absent, len(channels))
+        if bundle.section(section).source.is_list and (hidden or any(absent.values())):
+            replaced[section] = bundle.section(section).hiding(hidden, absent, len(channels))
+
+    if not replaced:
+        return bundle
+    return bundle.replaced(sections=ReplacedSections(bundle.sections, replaced))

@@ -7,18 +7,18 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.methods.base import Method
+from medfl.problem.problem import Problem
 from medfl.training.site import snapshot
 
 _NAMED = 3  # tensors that an error names
 
 
-def initial_state_dict(bundle: Bundle, method: Method, task: Task, run: Run) -> dict[str, Tensor]:
+def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) -> dict[str, Tensor]:
     """Return the state dict that a run's network begins with.
 
     The given weights are those of the bundle's network, or of what the method makes of it; in the first case what the

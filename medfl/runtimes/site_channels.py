@@ -6,19 +6,19 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from medfl.bundle.bundle import Bundle
-from medfl.bundle.files import tensor_described
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.setting_values import by_site
 from medfl.data.channels import Channels
 from medfl.data.prepared import Prepared
+from medfl.problem.described import tensor_described
+from medfl.problem.problem import Problem
 from medfl.runtimes.site_settings import positions, require_sites
 
 _FLAG = "--site-channels"
 
 
-def names(bundle: Bundle) -> tuple[str, ...]:
+def names(bundle: Problem) -> tuple[str, ...]:
     """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
     image = tensor_described(bundle.metadata, "inputs", "image")
     definition = image.get("channel_def") or {}
@@ -41,12 +41,12 @@ def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[s
     }
 
 
-def check(text: str, drop: float, bundle: Bundle, sites: Collection[str]) -> None:
+def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> None:
     """Raise an InputError where what a run says of channels does not fit its bundle or sites."""
     if not text and not drop:
         return
     flag = _FLAG if text else "--channel-drop"
-    if bundle.own_trainer:
+    if bundle.custom_trainer:
         raise InputError(
             f"{flag} with a bundle whose trainer takes its steps by itself", "images in batches", "leave it out"
         )
@@ -55,7 +55,7 @@ def check(text: str, drop: float, bundle: Bundle, sites: Collection[str]) -> Non
         raise InputError(f"{flag} with images of {len(channels) or 'no'} channel", "two or more", "leave it out")
 
 
-def filled(sections: Mapping[str, Prepared], bundle: Bundle, run: Run) -> dict[str, Prepared]:
+def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[str, Prepared]:
     """Return the sections with zeros in the channels that an item's site lacks, and channels dropped in training.
 
     Raises:
@@ -79,7 +79,7 @@ def filled(sections: Mapping[str, Prepared], bundle: Bundle, run: Run) -> dict[s
     return filled_sections
 
 
-def notes(bundle: Bundle, run: Run) -> tuple[str, ...]:
+def notes(bundle: Problem, run: Run) -> tuple[str, ...]:
     """Return a note on each site that lacks channels, for the user and the report."""
     if not run.site_channels:
         return ()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.setting_values import FROM_MASKS, by_site
@@ -18,6 +17,7 @@ from medfl.data.known_labels import AnnotatedClasses, PartialLoss
 from medfl.data.prepared import Shard
 from medfl.evaluation.mask_metrics import slug
 from medfl.methods.base import Method
+from medfl.problem.problem import Problem
 from medfl.runtimes.site_settings import positions, require_sites
 
 _FLAG = "--site-labels"
@@ -46,12 +46,12 @@ def foreground_classes(structures: Sequence[str]) -> set[int]:
     return {index for index, name in enumerate(structures) if slug(name) != "background"}
 
 
-def check(text: str, bundle: Bundle, method: Method, sites: Collection[str]) -> None:
+def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) -> None:
     """Raise an InputError where what a run says of the sites' labels does not fit its bundle, method or sites."""
     if not text:
         return
-    if bundle.task != "segmentation" or bundle.own_trainer:
-        kind = "a bundle whose trainer takes its steps by itself" if bundle.own_trainer else f"a {bundle.task} task"
+    if bundle.task != "segmentation" or bundle.custom_trainer:
+        kind = "a bundle whose trainer takes its steps by itself" if bundle.custom_trainer else f"a {bundle.task} task"
         raise InputError(f"{_FLAG} with {kind}", "it is for segmentation by a loss of MONAI's kind", "leave it out")
     if method.pools_data:
         raise InputError(
@@ -61,7 +61,7 @@ def check(text: str, bundle: Bundle, method: Method, sites: Collection[str]) -> 
     read(text, bundle.structures, sites)
 
 
-def known_labels(bundle: Bundle, method: Method, run: Run, shards: Mapping[str, Shard]) -> dict[str, AnnotatedClasses]:
+def known_labels(bundle: Problem, method: Method, run: Run, shards: Mapping[str, Shard]) -> dict[str, AnnotatedClasses]:
     """Return what the masks of each site show; sites that annotate everything, or whose masks are elsewhere, lack.
 
     Raises:
@@ -97,13 +97,13 @@ def annotate(shards: Mapping[str, Shard], known: Mapping[str, AnnotatedClasses])
     }
 
 
-def for_summary(known: Mapping[str, AnnotatedClasses], bundle: Bundle) -> dict[str, dict[str, list[str]]]:
+def for_summary(known: Mapping[str, AnnotatedClasses], bundle: Problem) -> dict[str, dict[str, list[str]]]:
     """Return {"labels": site -> names of what its masks show}, {} where all sites annotate everything."""
     names = bundle.structures if known else ()
     return {"labels": {site: [names[c] for c in one.classes] for site, one in known.items()}} if known else {}
 
 
-def with_recorded_classes(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Bundle) -> Shard:
+def with_recorded_classes(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Problem) -> Shard:
     """Return a finished run's items, which say what their masks show."""
     labels = summary.get("labels") or {}
     known = {site: _known([bundle.structures.index(name) for name in names], bundle) for site, names in labels.items()}
@@ -111,16 +111,16 @@ def with_recorded_classes(shard: Shard, owner: Mapping[str, str], summary: Mappi
     return replace(shard, shown={index: known[site] for index, site in sites if site in known})
 
 
-def _known(classes: Sequence[int], bundle: Bundle) -> AnnotatedClasses:
+def _known(classes: Sequence[int], bundle: Problem) -> AnnotatedClasses:
     return AnnotatedClasses(tuple(classes), len(bundle.structures), exclusive(bundle))
 
 
-def exclusive(bundle: Bundle) -> bool:
+def exclusive(bundle: Problem) -> bool:
     """Return whether a segmentation's pixel has one class; else the network says yes or no in each channel."""
     return slug(bundle.structures[0]) == "background" and not _is_sigmoid(inspect.unwrap(bundle.loss))
 
 
-def described(known: Mapping[str, AnnotatedClasses], bundle: Bundle) -> str:
+def described(known: Mapping[str, AnnotatedClasses], bundle: Problem) -> str:
     """Say it in a line's words, "" where all sites annotate everything."""
     each = [f"{site} {' and '.join(names)}" for site, names in for_summary(known, bundle).get("labels", {}).items()]
     return f"; masks show: {', '.join(each)}" if each else ""
@@ -142,7 +142,7 @@ def _is_sigmoid(loss: object) -> bool:
     return any(said or (isinstance(part, nn.BCEWithLogitsLoss) for part in parts))  # MONAI's DiceCELoss has both
 
 
-def _check_loss_supports(bundle: Bundle, site: str, known: AnnotatedClasses, shard: Shard, naive: bool) -> None:
+def _check_loss_supports(bundle: Problem, site: str, known: AnnotatedClasses, shard: Shard, naive: bool) -> None:
     """Raise an InputError if the bundle's loss cannot be had over a site's structures alone."""
     for _, y in shard.batches(1) if len(shard) else ():
         logits = torch.zeros(len(y), known.count, *y.shape[2:], device=bundle.device)
@@ -159,6 +159,6 @@ def _check_loss_supports(bundle: Bundle, site: str, known: AnnotatedClasses, sha
         return
 
 
-def loss_at(bundle: Bundle, run: Run, known: AnnotatedClasses | None) -> Callable[..., Tensor]:
+def loss_at(bundle: Problem, run: Run, known: AnnotatedClasses | None) -> Callable[..., Tensor]:
     """Return the loss of a site: the bundle's, or that over what its masks show."""
     return bundle.loss if known is None else PartialLoss(bundle.loss, known, run.partial_loss == "naive")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.core.run import Run
 from medfl.core.setting_values import site_names
@@ -13,6 +12,7 @@ from medfl.data.prepared import Item, Shard
 from medfl.data.source import NO_LABEL
 from medfl.data.unlabelled import unlabelled
 from medfl.methods.base import Method
+from medfl.problem.problem import Problem
 from medfl.runtimes import site_labels
 from medfl.runtimes.site_settings import allowed_sites, require_sites
 from medfl.training.site import Site
@@ -62,7 +62,7 @@ def unlabelled_notes(run: Run) -> tuple[str, ...]:
     return (f"without labels in training: {without}",) if without else ()
 
 
-def check_sites(method: Method, sites: Iterable[Site], bundle: Bundle) -> None:
+def check_sites(method: Method, sites: Iterable[Site], bundle: Problem) -> None:
     """Raise InputError for a site that a method cannot train; called before anything is written or trained."""
     for site in sites:
         if not site.train.labelled:

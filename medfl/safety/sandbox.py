@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medfl.core.errors import InputError
+from medfl.core.names import PRIVATE_CACHE
 from medfl.safety import syscall_filter
-from medfl.storage.places import PRIVATE
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 _BENEATH, _PORT = 1, 2
@@ -96,7 +96,7 @@ def private_folders(folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "tmp").mkdir(exist_ok=True)
     caches = {"MPLCONFIGDIR": "matplotlib", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
-    variables = {name: str(folder / below) for name, below in {**caches, "TMPDIR": "tmp", PRIVATE: ""}.items()}
+    variables = {name: str(folder / below) for name, below in {**caches, "TMPDIR": "tmp", PRIVATE_CACHE: ""}.items()}
     return {**variables, "LOKY_MAX_CPU_COUNT": "1"}  # else joblib asks a program for the cores
 
 

@@ -8,10 +8,8 @@ from pathlib import Path
 
 from medfl.core import portable
 from medfl.core.errors import InputError
-from medfl.core.names import check_name
+from medfl.core.names import PRIVATE_CACHE, check_name
 
-PRIVATE = "MEDFL_PRIVATE_CACHE"
-"""Variable of a process in a sandbox: its folder for what is pickled, as other processes would run what it writes."""
 LOCAL_REFERENCE = ("local",)
 """The Local reference may lie in a run folder before the run itself."""
 
@@ -39,8 +37,8 @@ def cache_folder(kind: str) -> Path:
 
     A portable process has its own, for others may have been filled with other bits.
     """
-    if kind == "prepared" and os.environ.get(PRIVATE):
-        return Path(os.environ[PRIVATE]) / kind
+    if kind == "prepared" and os.environ.get(PRIVATE_CACHE):
+        return Path(os.environ[PRIVATE_CACHE]) / kind
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if home.startswith("~"):
         raise InputError("a user without a home", "HOME or XDG_CACHE_HOME is set, for the cache", "set one of them")

@@ -81,7 +81,7 @@ def fit(
         InputError: the bundle's trainer takes its steps by itself, and this asks for more than another gradient.
         RunError: the loss became NaN or infinite; names the site and the step.
     """
-    trainer: Any = vars(model).get("own_iteration")
+    trainer: Any = vars(model).get("custom_trainer")
     if trainer is not None:  # the bundle's trainer takes the steps
         continues = optimizer_state is not None or site.optimizer_states is not None or site.settings.epoch_factor != 1
         changed = "the loss" if objective or feed or site.penalty else "the optimiser" if continues else ""

@@ -8,7 +8,7 @@ import pytest
 
 from medfl import datasets
 from medfl.bundle.case_metadata import _by_name, _columns, read
-from medfl.bundle.open import with_data
+from medfl.bundle.open import open_problem, with_data
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_file_names_that_stand_for_two_items_are_not_taken() -> None:
 
 def test_a_table_in_the_data_folder_is_joined_to_the_items(tmp_path: Path) -> None:
     folder = datasets.write_phantom("ham10000", tmp_path / "data", per_class=10, size=16)
-    bundle = with_data("ham10000", str(folder), {}, "cpu").bundle
+    bundle = with_data(open_problem("ham10000", {}), str(folder), {}).bundle
     items = bundle.items("test")
     lines = [f"{item['id']},{20 + i},female" for i, item in enumerate(items)]
     (folder / "people.csv").write_text("\n".join(["image_id,age,sex", *lines[1:]]) + "\n")

@@ -14,7 +14,7 @@ from PIL import Image
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import with_data
+from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.zoo import compatibility, conventions
 from medfl.core.errors import InputError, RunError
 from medfl.data.prepared import Shard, moved
@@ -62,7 +62,7 @@ def test_a_data_list_follows_the_data(expression: str, place: str, tmp_path: Pat
         bundle.items("train")
     (data / "configs").mkdir()
     (data / place).write_text(json.dumps(items))
-    bundle.override({"dataset_dir": str(data)})
+    bundle = bundle.variant({"dataset_dir": str(data)})
     if place == "d.json" or "configs" in expression:
         assert [item["id"] for item in bundle.items("train")] == ["i0", "i1", "i2"]
         assert bundle._config.lists == {"list_file": str(data / place)}
@@ -106,7 +106,7 @@ def test_test_data_that_lie_elsewhere_are_not_needed(tmp_path: Path) -> None:
         tmp_path, content(), evaluate={"validate#dataset#data": "$__import__('json').load(open('/no/such'))"}
     )
     with admission.trusting(True):
-        opened = with_data(str(path), None, {}, "cpu")
+        opened = with_data(open_problem(str(path), {}), None, {})
     assert not opened.bundle.has_test
     assert len(opened.bundle.items("test")) == 4
     assert any("/no/such" in note and "validation items serve" in note for note in opened.notes)
@@ -398,7 +398,7 @@ def test_networks_of_an_inference_fetch_no_weights_since_those_of_the_bundle_fol
 def test_images_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets.write_phantom("mednist", tmp_path / "images", per_class=10, size=16)
     monkeypatch.chdir(tmp_path)
-    found = with_data("mednist", "images", {}, "cpu")
+    found = with_data(open_problem("mednist", {}), "images", {})
     assert len(found.bundle.items("test")) > 0
     assert found.folder == str(tmp_path / "images")
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from medfl.bundle.files import channel_names, read_metadata
+from medfl.bundle.files import read_metadata
 from medfl.core.errors import InputError
+from medfl.problem.described import channel_names
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from medfl.bundle.prompts import Text, read_text
 from medfl.core.errors import InputError
+from medfl.problem.prompts import Text, read_text
 
 NODE = {
     "concepts": {"A": "apple", "b": "blue pear"},

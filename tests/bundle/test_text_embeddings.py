@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from medfl import datasets
 from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle, shipped
-from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import Embeddings, build, cached, load, obtain, unit
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.methods._parts.text_classifier import check
+from medfl.problem.prompts import Text
 
 TEXT = Text(("apple", "blue pear"), ("an image of {concept}.", "{concept} in image.", "{concept} in colour photo.",
             "the image shows {concept}.", "the colour photo shows {concept}."))  # fmt: skip

@@ -117,16 +117,16 @@ def test_families_are_found_by_the_names_of_their_bundles(tmp_path: Path, monkey
     """`natural` is no bundle, cifar10 in it is one; so it is where they are installed."""
     assert shipped() == tuple(NAMES)
     assert Bundle("cifar10").root == BUNDLES / "natural" / "cifar10"
-    assert Bundle(str(BUNDLES / "natural" / "cifar10")).is_shipped
+    assert Bundle(str(BUNDLES / "natural" / "cifar10")).dataset == "cifar10"
     with pytest.raises(InputError, match="bundle 'natural'; shipped bundles are brain_tissue, cifar10, cifar100"):
         Bundle("natural")
     installed = tmp_path / "medfl" / "shipped"
     shutil.copytree(BUNDLES / "natural" / "mnist", installed / "natural" / "mnist")
-    assert not Bundle(str(installed / "natural" / "mnist")).is_shipped
+    assert not Bundle(str(installed / "natural" / "mnist")).dataset
     monkeypatch.setattr(bundle_files, "shipped_root", lambda: installed)
     assert shipped() == ("mnist",)
     assert Bundle("mnist").root.is_relative_to(tmp_path)
-    assert Bundle("mnist").is_shipped
+    assert Bundle("mnist").dataset == "mnist"
 
 
 def test_every_file_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ import yaml
 from medfl import datasets, methods
 from medfl.bundle import bundle
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.prompts import read_text
 from medfl.bundle.text_embeddings import Embeddings
 from medfl.cli import verbs as cli
 from medfl.core.message import Message
 from medfl.methods.fedbm import FedBM
 from medfl.networks.generator import Generator
+from medfl.problem.prompts import read_text
 from medfl.storage.files import load_state, load_weights
 from tests.support.toy import bits
 from tests.zoo.build import ZOO

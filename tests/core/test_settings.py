@@ -104,8 +104,9 @@ def test_an_exported_job_has_every_setting(tmp_path: Path, without: tuple[str, .
     (record,) = (tmp_path / "masks").rglob("run.json")
     assert json.loads(record.read_text())["metrics"] == "dice"
     bundle = Bundle("mednist", {"network": "two_conv", "image_size": 28})
-    initial_weights.restore(bundle, run_record(init=document["init"]), carried.parent)
-    assert bundle.start is not None
+    restored = initial_weights.restored(bundle, run_record(init=document["init"]), carried.parent)
+    assert restored.start is not None
+    assert bundle.start is None
 
 
 def test_settings_that_came_later_leave_older_records_as_they_were() -> None:

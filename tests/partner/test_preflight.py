@@ -16,7 +16,7 @@ from PIL import Image
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import with_data
+from medfl.bundle.open import open_problem, with_data
 from medfl.cli import verbs as cli
 from medfl.partner import preflight
 from medfl.partner.case_findings import Findings
@@ -134,7 +134,7 @@ def test_unreadable_files_are_named_up_to_twenty_and_counted(moles: Path, tmp_pa
 
 def test_the_same_image_in_several_sections_is_found_by_its_content(moles: Path, tmp_path: Path) -> None:
     data = Path(shutil.copytree(moles, tmp_path / "data"))
-    bundle = with_data("ham10000", str(data), SMALL, "cpu").bundle
+    bundle = with_data(open_problem("ham10000", SMALL), str(data), SMALL).bundle
     first, again = bundle.data("train")[0]["image"], bundle.data("test")[0]["image"]
     shutil.copyfile(first, again)
     found = check(PreflightOptions("ham10000", str(data), config=SMALL))
@@ -177,7 +177,7 @@ def test_a_volume_that_cannot_be_read_is_named_for_any_bundle(tmp_path: Path) ->
 
 def test_labels_outside_the_declared_classes_fail(tmp_path: Path) -> None:
     bundle = ZOO["seg3d_decathlon_json"](tmp_path)
-    opened = with_data(str(bundle.path), None, bundle.overrides, "cpu").bundle
+    opened = with_data(open_problem(str(bundle.path), bundle.overrides), None, bundle.overrides).bundle
     findings = Findings(opened)
     for seen in scan(opened, "train"):
         if seen.image is not None:
@@ -263,7 +263,7 @@ def test_a_step_is_measured_on_a_gpu(moles: Path) -> None:
 
 
 def test_channels_with_nothing_in_any_image_are_named(moles: Path) -> None:
-    findings = Findings(with_data("ham10000", str(moles), SMALL, "cpu").bundle)
+    findings = Findings(with_data(open_problem("ham10000", SMALL), str(moles), SMALL).bundle)
     for number in range(3):
         image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(number))
         image[1] = number

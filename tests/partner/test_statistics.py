@@ -13,7 +13,7 @@ import pytest
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import with_data
+from medfl.bundle.open import open_problem, with_data
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.partner.scanning import scan
@@ -43,7 +43,7 @@ def moles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(moles: Path) -> Bundle:
-    return with_data("ham10000", str(moles), SMALL, "cpu").bundle
+    return with_data(open_problem("ham10000", SMALL), str(moles), SMALL).bundle
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_how_many_are_not_recorded_is_a_cell_as_any_other(bundle: Bundle, moles:
 
 def test_structures_are_counted_as_present_or_absent(tmp_path: Path) -> None:
     bundle = ZOO["seg3d_decathlon_json"](tmp_path)
-    opened = with_data(str(bundle.path), None, bundle.overrides, "cpu")
+    opened = with_data(open_problem(str(bundle.path), bundle.overrides), None, bundle.overrides)
     found = gather(opened.bundle, opened.folder, StatisticsOptions(Bins(4, 0, 1), min_count=0))["sections"]["train"]
     structures = {name: cells for name, cells in found["tables"].items() if name.startswith("structure ")}
     assert structures
@@ -190,7 +190,7 @@ def test_bins_come_from_the_metadata_or_are_asked_for(bundle: Bundle, tmp_path: 
 
 def test_an_unreadable_image_stops_it_by_name(moles: Path, tmp_path: Path) -> None:
     data = datasets.write_phantom("ham10000", tmp_path / "data", per_class=10, size=16)
-    opened = with_data("ham10000", str(data), SMALL, "cpu").bundle
+    opened = with_data(open_problem("ham10000", SMALL), str(data), SMALL).bundle
     victim = Path(opened.data("validate")[0]["image"])
     victim.write_bytes(b"")
     with pytest.raises(InputError, match=victim.stem):

@@ -27,7 +27,6 @@ from hypothesis import strategies as st
 
 from medfl import methods
 from medfl.bundle import text_embeddings
-from medfl.bundle.prompts import Text
 from medfl.cli.audit_log import text
 from medfl.compare.checks import check_folder
 from medfl.core.errors import MedflError
@@ -41,6 +40,7 @@ from medfl.partner import heterogeneity
 from medfl.partner.connection import _named
 from medfl.policy import audit, privacy
 from medfl.policy.policy import Policy
+from medfl.problem.prompts import Text
 from medfl.report import RunFiles
 from medfl.runs import text_record
 from medfl.runs.resume import _scored

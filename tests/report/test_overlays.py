@@ -266,12 +266,16 @@ def test_a_report_shows_the_worst_and_the_best_sites(tmp_path: Path) -> None:
 class Masks(ToyBundle):
     """Grey pictures whose bright pixels are the mask, ids with a slash; 12 items a section for three sites."""
 
-    task, classes, structures, key_metric = "segmentation", (), NAMES[:2], "dice"  # type: ignore[assignment]
-    loss = staticmethod(DiceCELoss(to_onehot_y=True, softmax=True))
-
     def __init__(self) -> None:
-        self.network = lambda: nn.Sequential(nn.Conv2d(1, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
-        self.evaluator = MaskEvaluator(self.loss, self.structures, SimpleInferer(), 1.0)  # type: ignore[assignment]
+        loss = DiceCELoss(to_onehot_y=True, softmax=True)
+        super().__init__(
+            task="segmentation",
+            classes=(),
+            structures=NAMES[:2],
+            loss=loss,
+            network=lambda: nn.Sequential(nn.Conv2d(1, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 2, 1)),
+            evaluator=MaskEvaluator(loss, NAMES[:2], SimpleInferer(), 1.0),
+        )
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
         draw = torch.Generator().manual_seed(SECTIONS.index(section))

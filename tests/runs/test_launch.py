@@ -60,9 +60,9 @@ def test_a_run_reads_its_bundle_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     draw_small(monkeypatch)
     opened, init = list[str](), Bundle.__init__
 
-    def counted(bundle: Bundle, name: str, *rest: Any) -> None:
+    def counted(bundle: Bundle, name: str, *rest: Any, **named: Any) -> None:
         opened.append(name)
-        init(bundle, name, *rest)
+        init(bundle, name, *rest, **named)
 
     monkeypatch.setattr(Bundle, "__init__", counted)
     config = {"network": "small_cnn", "image_size": 16}

@@ -14,12 +14,12 @@ from torch import Tensor
 from medfl import datasets
 from medfl.bundle import text_embeddings
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import Embeddings, unit
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import Run, TextRecord
 from medfl.methods import load
+from medfl.problem.prompts import Text
 from medfl.runs import text_record
 from tests.support.toy import run_record
 
@@ -91,8 +91,9 @@ class Texts:
     def plm_of(self, plm: str) -> str:
         return self.name
 
-    def give_embeddings(self, plm: str, values: Tensor, name: str) -> None:
-        self.values, self.name = values, name
+    def with_embeddings(self, plm: str, values: Tensor, name: str) -> Texts:
+        assert name == self.name
+        return Texts(values)
 
 
 def recorded(method: str = "fedcb", **options: Any) -> tuple[Any, Run]:
@@ -104,23 +105,23 @@ def test_embeddings_are_kept_to_the_last_bit(tmp_path: Path) -> None:
     method, made = recorded()
     text_record.save(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
     found = Texts(-E)
-    text_record.restore(found, made, method, tmp_path)  # type: ignore[arg-type]
+    found = text_record.restored(found, made, method, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(found.values, E)
     with pytest.raises(InputError, match=r"the text embeddings of plm=.*; the run used those of 'model'"):
-        text_record.restore(Texts(-E), made, method, None)  # type: ignore[arg-type]
-    text_record.restore(Texts(E.clone()), made, method, None)  # type: ignore[arg-type]
+        text_record.restored(Texts(-E), made, method, None)  # type: ignore[arg-type]
+    text_record.restored(Texts(E.clone()), made, method, None)  # type: ignore[arg-type]
 
 
 def test_a_job_carries_them_as_json(tmp_path: Path) -> None:
     method, made = recorded()
     (path,) = text_record.write_for_job(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
     found = Texts(-E)
-    text_record.restore(found, made, method, tmp_path)  # type: ignore[arg-type]
+    found = text_record.restored(found, made, method, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(found.values, E)
     for damaged in ("", "[]", "{}", '{"shape": [3, 4, 5], "float32": "?"}', '{"shape": [9], "float32": "AAAA"}'):
         path.write_text(damaged)
         with pytest.raises(InputError, match="text.json is damaged"):
-            text_record.restore(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
+            text_record.restored(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
     assert text_record.write_for_job(Texts(E), run_record(), method, tmp_path) == []  # type: ignore[arg-type]
 
 
@@ -170,4 +171,4 @@ def test_what_is_made_here_is_what_its_file_would_hold(tmp_path: Path, monkeypat
 
 
 def test_an_older_record_takes_what_is_found() -> None:
-    text_record.restore(Texts(E), run_record(), load("fedcb"), None)  # type: ignore[arg-type]
+    text_record.restored(Texts(E), run_record(), load("fedcb"), None)  # type: ignore[arg-type]

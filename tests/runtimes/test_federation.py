@@ -27,7 +27,7 @@ from medfl.runtimes.tasks import ScoreGlobal
 from medfl.storage.files import load_weights
 from medfl.storage.run_folder import RunFolder
 from medfl.training.site import snapshot
-from tests.support.toy import PARTS, SECTIONS, ToyBundle, bits, run_record
+from tests.support.toy import PARTS, SECTIONS, ToyBundle, ToySections, bits, run_record
 
 
 def federation(method: str = "fedavg", **changes) -> Federation:
@@ -72,11 +72,12 @@ def test_sections_are_prepared_once_and_shared() -> None:
 
 
 def test_without_test_items_the_validation_items_serve() -> None:
-    class Without(ToyBundle):
-        has_test = False
-
     ids = {name: {**found, "test": found["validate"]} for name, found in run_record().partition.sites.items()}
-    made = Federation(Without(), load("fedavg"), run_record(partition=PartitionRecord("iid", 0, (), ids)))
+    made = Federation(
+        ToyBundle(sections=ToySections(has_test=False)),
+        load("fedavg"),
+        run_record(partition=PartitionRecord("iid", 0, (), ids)),
+    )
     assert made.shard("x", "test").ids == made.shard("x", "validate").ids == ["validate0", "validate1", "validate2"]
 
 
@@ -247,29 +248,27 @@ def test_more_bodies_than_sites_are_refused() -> None:
 class Wide(ToyBundle):
     """A bundle with an id `width`."""
 
-    root = Path("/bundles/toy")
-    device = torch.device("cpu")
+    def __init__(self, width: int | None = None) -> None:
+        def network() -> nn.Module:
+            return nn.Sequential(nn.Linear(8, width), nn.Identity(), nn.ReLU(), nn.Identity(), nn.Linear(width, 3))
 
-    def __init__(self, path: str = "", config: dict | None = None, *_: object) -> None:
-        super().__init__()
-        self.path, self.config = path, config or {}
-        width = self.config.get("width", 6)
-        if "width" in self.config:
-            layers = nn.Identity(), nn.ReLU(), nn.Identity()
-            self.network = lambda: nn.Sequential(nn.Linear(8, width), *layers, nn.Linear(width, 3))
+        super().__init__(**({} if width is None else {"network": network}))
+        vars(self).update(width=width)
+
+    def variant(self, config: dict) -> Wide:  # type: ignore[override]
+        return Wide(**config)
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
-        assert isinstance(network[1], nn.Identity) == ("width" in self.config), "the optimiser of another bundle"
+        assert isinstance(network[1], nn.Identity) == (self.width is not None), "the optimiser of another bundle"
         return super().optimizer(network, lr)
 
 
-def mixed(method: str = "fedproto", monkeypatch: pytest.MonkeyPatch | None = None, **options: object) -> Federation:
-    monkeypatch.setattr("medfl.runtimes.federation.Bundle", Wide)
+def mixed(method: str, **options: object) -> Federation:
     return Federation(Wide(), load(method, options), run_record(config={"image_size": 8}))
 
 
-def test_sites_have_networks_and_optimisers_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = mixed("fedproto", monkeypatch, bodies="width=5,7")
+def test_sites_have_networks_and_optimisers_of_their_own() -> None:
+    made = mixed("fedproto", bodies="width=5,7")
     widths = {name: made.site(name, 1).network()[0].out_features for name in made.names}
     assert widths == {"x": 5, "y": 5, "z": 7}
     sites = {name: made.site(name, 1) for name in made.names}
@@ -279,16 +278,14 @@ def test_sites_have_networks_and_optimisers_of_their_own(monkeypatch: pytest.Mon
         assert site.common is made.networks is made.host(1).networks
         assert bits(snapshot(site.network())) == bits(dict(site.initial_weights))
         site.settings.optimizer(site.network())
-    varied = made._architectures["z"].bundle
-    assert varied.config == {"image_size": 8, "dataset_dir": "/data/toy", "width": 7}
-    assert varied.path == "/bundles/toy"
+    assert made._architectures["z"].bundle.width == 7
     assert made.networks.fresh()[0].out_features == 6
     same = Federation(Wide(), load("fedproto"), run_record())
     assert all(same.site(name, 1).networks is same.networks for name in same.names)
 
 
-def test_one_scope_takes_back_what_any_pool_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = mixed("local", monkeypatch, bodies="width=5,7")
+def test_one_scope_takes_back_what_any_pool_lent() -> None:
+    made = mixed("local", bodies="width=5,7")
     site, lent = made.site("z", 1), []
     for _ in range(2):
         with made.scope():
@@ -297,9 +294,9 @@ def test_one_scope_takes_back_what_any_pool_lent(monkeypatch: pytest.MonkeyPatch
     assert lent[0][1] is lent[1][1]
 
 
-def test_what_leaves_is_checked_for_each_site(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_leaves_is_checked_for_each_site() -> None:
     """The sites' networks have 4 tensors, the bundle's 9; what leaves is personal neither here nor there."""
-    assert mixed("local", monkeypatch, bodies="width=5,7").describe_exchange() == "0 tensors leave each site, 4 stay"
+    assert mixed("local", bodies="width=5,7").describe_exchange() == "0 tensors leave each site, 4 stay"
 
     @dataclasses.dataclass(frozen=True)
     class Shared(type(load("local"))):
@@ -319,12 +316,12 @@ def test_what_leaves_is_checked_for_each_site(monkeypatch: pytest.MonkeyPatch) -
         made.check_message("x", Message({"weights": {"4.bias": torch.zeros(5)}}))
 
 
-def test_features_of_other_lengths_are_refused_before_round_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = mixed("pfedpm", monkeypatch, bodies="width=5,7")
+def test_features_of_other_lengths_are_refused_before_round_1() -> None:
+    made = mixed("pfedpm", bodies="width=5,7")
     introductions = {name: introduce(made, name) for name in made.names}
     with pytest.raises(InputError, match="features of length 5 at x, y; length 7 at z"):
         made.method.init_server(made.host(0), made.networks.initial, introductions)
-    alike = mixed("pfedpm", monkeypatch, bodies="width=5,7", feature_size=4)
+    alike = mixed("pfedpm", bodies="width=5,7", feature_size=4)
     introductions = {name: introduce(alike, name) for name in alike.names}
     assert {m.scalars["features"] for m in introductions.values()} == {4}
     alike.method.init_server(alike.host(0), alike.networks.initial, introductions)
@@ -509,8 +506,8 @@ def test_a_shared_layer_is_corrected_under_all_its_names(
     """Under its second name, which a network loads last, it would be as it was."""
     final = []
     for two_names in (False, True):
-        bundle, record = ToyBundle(), run_record(method=method, rounds=2)
-        bundle.network = partial(Twice, two_names)
+        bundle = ToyBundle(network=partial(Twice, two_names))
+        record = run_record(method=method, rounds=2)
         folder = RunFolder.create(tmp_path / f"{two_names}")
         folder.write_run(record, {})
         Simulator(Execution(Federation(bundle, load(method, options), record), folder)).execute()

@@ -194,7 +194,7 @@ class Filed(ToyBundle):
 
     def __init__(self, folder: Path, **changed: Any) -> None:
         super().__init__(norm=False)
-        self.folder, self.changed = folder, changed
+        vars(self).update(folder=folder, changed=changed)
 
     def _entry(self, section: str, index: int) -> dict[str, Any]:
         entry = {"image": str(self.folder / f"{section}-{index}.png"), "group": f"{section}-{index}"}

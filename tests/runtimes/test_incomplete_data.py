@@ -17,7 +17,7 @@ from PIL import Image
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import with_data
+from medfl.bundle.open import open_problem, with_data
 from medfl.bundle.sections import _without_marks
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
@@ -188,8 +188,7 @@ def test_a_setting_of_the_bundle_is_tried_where_there_are_labels(pictures: Path,
 def test_a_list_cannot_say_itself_what_is_lacking(tmp_path: Path) -> None:
     """Else a bundle could hide its labels, or end a run in a traceback."""
     bundle = ZOO["cls2d_glob_yaml"](tmp_path)
-    opened = Bundle(bundle.path)
-    opened.override(bundle.overrides)
+    opened = Bundle(bundle.path, bundle.overrides)
     entry = opened.section("train").source.entries[0]
     for mark in ({NO_LABEL: True}, {LACKS: 5}):
         assert _without_marks({**entry, **mark}) == entry
@@ -198,8 +197,8 @@ def test_a_list_cannot_say_itself_what_is_lacking(tmp_path: Path) -> None:
 
 def test_without_being_named_they_are_left_out_as_before(pictures: Path, tmp_path: Path) -> None:
     bundle = str(pictures / "bundle")
-    assert len(with_data(bundle, str(pictures / "bare"), {}, "cpu").bundle.items("train")) == 8
-    assert len(with_data(bundle, str(pictures / "bare"), {}, "cpu", unlabelled=True).bundle.items("train")) == 16
+    assert len(with_data(open_problem(bundle), str(pictures / "bare"), {}).bundle.items("train")) == 8
+    assert len(with_data(open_problem(bundle), str(pictures / "bare"), {}, unlabelled=True).bundle.items("train")) == 16
 
 
 # Sites with images of their own
@@ -236,7 +235,7 @@ def test_a_site_of_monai_fl_has_images_alone(root: str, tmp_path: Path, request:
     found = check(PreflightOptions(str(place / "bundle"), str(alone), unlabelled=True))
     assert found.ok, found.text(200)
     assert any("have no label" in line.text and "--unlabelled" in line.advice for line in found.lines)
-    opened = with_data(str(place / "bundle"), str(alone), {}, "cpu", unlabelled=True)
+    opened = with_data(open_problem(str(place / "bundle"), {}), str(alone), {}, unlabelled=True)
     told = gather(opened.bundle, str(alone), StatisticsOptions(bins_of(opened.bundle, 4, "-3,3"), 0))
     assert list(told["sections"]) == ["train"]
     assert told["sections"]["train"]["images"] == len(opened.bundle.items("train"))
@@ -258,7 +257,7 @@ def test_a_flare_site_of_a_shipped_bundle_has_images_alone(tmp_path: Path) -> No
     made = offer(
         "pneumonia", SITES, options=OPTIONS, config=config, requested={**asked, "unlabelled": "west"}, rehearsal=True
     )
-    items = with_data("pneumonia", str(phantom), config, "cpu").bundle.data("train")
+    items = with_data(open_problem("pneumonia", config), str(phantom), config).bundle.data("train")
     alone = tmp_path / "alone"
     alone.mkdir()
     shutil.copyfile(phantom / "PHANTOM.json", alone / "PHANTOM.json")
@@ -289,7 +288,7 @@ def test_entries_of_a_zoo_bundle_lack_labels_or_files_of_channels(tmp_path: Path
     """Also where crops go by the mask, and where an image is a list of files."""
 
     def runs(bundle: ZooBundle, flags: dict[str, Any], change: Callable[[], None]) -> list[str]:
-        opened = with_data(str(bundle.path), None, bundle.overrides, "cpu").bundle
+        opened = with_data(open_problem(str(bundle.path), bundle.overrides), None, bundle.overrides).bundle
         sites = [(item["id"], "ab"[number > 1]) for number, item in enumerate(opened.items("train"))]
         table(tmp_path / "sites.csv", ("id", "site"), [*sites, *((i["id"], "a") for i in opened.items("validate"))])
         asked = {**ASKED, "partition": f"file:{tmp_path / 'sites.csv'}", "batch_size": 2, "unlabelled": "", **flags}
@@ -345,14 +344,14 @@ def test_images_without_labels_are_found_in_folders(kind: str, tmp_path: Path) -
     seen = starter.survey(data) if kind == "labelled" else starter.survey(data / "images", data / "masks")
     bundle = str(starter.write(tmp_path / "bundle", seen, size=16))
     before = {
-        section: [i["id"] for i in with_data(bundle, str(data), {}, "cpu").bundle.items(section)]
+        section: [i["id"] for i in with_data(open_problem(bundle), str(data), {}).bundle.items(section)]
         for section in SECTIONS
     }
     for name in ("x", "y"):
         picture(data / bare / f"{name}.png")
-    after = with_data(bundle, str(data), {}, "cpu").bundle
+    after = with_data(open_problem(bundle), str(data), {}).bundle
     assert {section: [item["id"] for item in after.items(section)] for section in SECTIONS} == before
-    opened = with_data(bundle, str(data), {}, "cpu", unlabelled=True).bundle
+    opened = with_data(open_problem(bundle), str(data), {}, unlabelled=True).bundle
     more = {"labelled": ["unlabelled/x.png", "unlabelled/y.png"], "pictures": ["x", "y"]}[kind]
     found = {section: [item["id"] for item in opened.items(section)] for section in SECTIONS}
     assert found == {**before, "train": sorted([*before["train"], *more])}
@@ -366,5 +365,5 @@ def test_images_without_labels_are_found_in_folders(kind: str, tmp_path: Path) -
         [p, patients[p], next((s for i, s in sections.items() if Path(i).stem == Path(p).stem), "train")] for p in paths
     ]
     table(data / "cases.csv", ("file", "patient", "section"), rows)
-    opened = with_data(bundle, str(data), {}, "cpu", unlabelled=True).bundle
+    opened = with_data(open_problem(bundle), str(data), {}, unlabelled=True).bundle
     assert [item["id"] for item in opened.items("train") if NO_LABEL in item] == more[1:]

@@ -20,10 +20,11 @@ class Volumes(ToyBundle):
     """Images of a million pixels; the network keeps 16 copies of a batch for its backward pass."""
 
     def __init__(self) -> None:
-        self.network = lambda: nn.Sequential(
-            *(layer for n in range(16) for layer in (nn.Conv2d(1, 1, 1), nn.Tanh())),
-            nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 3),
-        )  # fmt: skip
+        def network() -> nn.Module:
+            layers = (layer for _ in range(16) for layer in (nn.Conv2d(1, 1, 1), nn.Tanh()))
+            return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1, 3))
+
+        super().__init__(network=network)
 
     def prepared(self, section: str, **settings: object) -> Stacked:
         items = [{"id": f"{section}{i}", "label": i % 3} for i in range(12)]

@@ -25,6 +25,7 @@ from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message
 from medfl.core.run import PartitionRecord
 from medfl.core.seeding import stream
+from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import has_fedavg_server, load, names
 from medfl.runs import launch
 from medfl.runtimes import profiling
@@ -596,8 +597,7 @@ class Slow(ToyBundle):
     """Calls somebody in the second forward pass of each phase, of which a site with batches of one has several."""
 
     def __init__(self, call: Callable[[], None]) -> None:
-        super().__init__(norm=False)
-        inner, self.passes, outer = self.network, 0, self
+        inner, outer = ToyBundle(norm=False).network, self
 
         class Network(nn.Module):
             def __init__(self) -> None:
@@ -605,13 +605,13 @@ class Slow(ToyBundle):
                 self.inner = inner()
 
             def forward(self, x: Tensor) -> Tensor:
-                outer.passes += 1
+                vars(outer)["passes"] += 1
                 if outer.passes == 2:
                     call()
                 return self.inner(x)
 
-        self.network = Network
-        self.evaluator = dataclasses.replace(ToyBundle.evaluator, batch_size=1)
+        super().__init__(network=Network, evaluator=ClassEvaluator(batch_size=1))
+        vars(self).update(passes=0)
 
 
 @pytest.mark.parametrize("phase", ["train", "evaluate"])
@@ -626,9 +626,10 @@ def test_abort_ends_training_and_evaluation_before_the_next_batch(phase: str) ->
     bundle = Slow(wait)
     made = federation("ditto", bundle=bundle, batch_size=1)
     site = started(made)["y"]
-    bundle.passes = 10
+    vars(bundle)["passes"] = 10
     site.train(broadcast(made, "y", 1))
-    before, bundle.passes = bits(site.states.newest(9)), 0
+    before = bits(site.states.newest(9))
+    vars(bundle)["passes"] = 0
     found: list[BaseException] = []
 
     def work() -> None:
@@ -647,7 +648,7 @@ def test_abort_ends_training_and_evaluation_before_the_next_batch(phase: str) ->
     assert [str(error) for error in found] == [f"site 'y': {what} aborted; its State is that of the round before"]
     assert bundle.passes == 2
     assert (bits(site.states.newest(9)), site.states.last) == (before, 1)
-    bundle.passes = 10
+    vars(bundle)["passes"] = 10
     site.train(broadcast(made, "y", 2))
     fresh = started(federation("ditto", bundle=bundle, batch_size=1))["y"]
     for round_ in (1, 2):
@@ -660,7 +661,7 @@ def test_abort_is_heard_where_a_method_makes_its_own_batches() -> None:
     bundle = Slow(lambda: site.abort())
     made = federation("perfedavg", bundle=bundle)
     site = started(made)["y"]
-    bundle.passes = 0
+    vars(bundle)["passes"] = 0
     with pytest.raises(Aborted, match="site 'y': training aborted"):
         site.train(broadcast(made, "y"))
     assert site.states.last == 0
@@ -681,7 +682,7 @@ def test_finalize_stops_a_training_and_initialize_begins_anew() -> None:
     bundle = Slow(lambda: site.finalize())
     made = federation(bundle=bundle, batch_size=1)
     site = started(made)["x"]
-    bundle.passes = 0
+    vars(bundle)["passes"] = 0
     with pytest.raises(Aborted):
         site.train(broadcast(made, "x"))
     site.initialize()

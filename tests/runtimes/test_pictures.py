@@ -43,8 +43,8 @@ class Images(ToyBundle):
     """Grey squares of 16 x 16 whose brightness is their class; the test section has 48, of which sites own 12."""
 
     def __init__(self, build: Callable[[], nn.Module] = network, task: str = "classification") -> None:
-        self.network, self.task = build, task
-        self.classes = ("p", "q", "r") if task == "classification" else ()  # type: ignore[assignment]
+        classes = ("p", "q", "r") if task == "classification" else ()
+        super().__init__(network=build, task=task, classes=classes)
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
         y = torch.arange(48 if section == "test" else 12) % 3

@@ -115,7 +115,7 @@ class Wide(ToyBundle):
     """A network of 10,752 numbers, so that one State more is seen."""
 
     def __init__(self) -> None:
-        self.network = lambda: nn.Sequential(nn.Linear(8, 896), nn.ReLU(), nn.Linear(896, 3))
+        super().__init__(network=lambda: nn.Sequential(nn.Linear(8, 896), nn.ReLU(), nn.Linear(896, 3)))
 
 
 @pytest.mark.parametrize("method", ["scaffold", "ditto", "local"])

@@ -179,7 +179,7 @@ def test_the_same_weights_on_flare(phantom: Path, reference: Mapping[str, Any], 
 
 def test_a_loss_that_cannot_leave_a_channel_out_is_refused(phantom: Path) -> None:
     made = federation(phantom)
-    made.bundle.loss = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
+    vars(made.bundle)["loss"] = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
     with pytest.raises(InputError, match="over whose structures the bundle's loss fails"):
         Federation(made.bundle, methods.load("fedavg"), made.run, prepared=made.sections)
 

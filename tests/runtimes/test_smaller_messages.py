@@ -40,14 +40,16 @@ every_form = pytest.mark.parametrize("form", FORMS)
 class Wide(ToyBundle):
     """Layers large enough to be made smaller: of 9 tensors the two matrices, 64 x 8 and 3 x 64 numbers."""
 
-    root, device = Path("/bundles/wide"), torch.device("cpu")
+    def __init__(self, width: int = 64) -> None:
+        def network() -> nn.Module:
+            return nn.Sequential(
+                nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3)
+            )
 
-    def __init__(self, path: str = "", config: Mapping[str, object] | None = None, *_: object) -> None:
-        super().__init__()
-        width = (config or {}).get("width", 64)
-        self.network = lambda: nn.Sequential(
-            nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3)
-        )
+        super().__init__(network=network)
+
+    def variant(self, config: Mapping[str, object]) -> Wide:  # type: ignore[override]
+        return Wide(int(config["width"]))  # type: ignore[call-overload]
 
 
 def federation(messages: str, method: str | FedAvg = "fedavg", options: dict | None = None, **changes) -> Federation:
@@ -114,12 +116,8 @@ def test_biases_and_what_normalises_are_exact_in_every_network(monkeypatch: pyte
     norm = {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
     assert exact == {"0.bias", "4.bias", *norm}
 
-    class Other(Wide):
-        def __init__(self, *_: object) -> None:
-            super().__init__()
-            self.network = lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
-
-    monkeypatch.setattr("medfl.runtimes.federation.Bundle", Other)
+    other = ToyBundle(network=lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    monkeypatch.setattr(Wide, "variant", lambda *_: other)
     assert {"0.weight", "1.bias"} < federation("int8", "fedproto", {"bodies": "width=5,6,7"}).compression.exact
 
 
@@ -163,7 +161,6 @@ def test_methods_do_not_notice(
     form: str, method: str, options: dict, lossless: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two rounds: replies have the form of lossless ones, cost no more bytes, and everything stays finite and near."""
-    monkeypatch.setattr("medfl.runtimes.federation.Bundle", Wide)
     played = play(made := federation(form, method, options))
     if method not in lossless:
         lossless[method] = play(federation("lossless", method, options))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from medfl.data.public import Public
 from medfl.data.source import Source
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods import Method, method_class, names
+from medfl.problem.problem import Problem
+from medfl.problem.sections import Section
 from medfl.storage.files import State
 from medfl.training.network_pool import Networks
 from medfl.training.site import Host, LocalSettings, Site
@@ -304,24 +305,32 @@ SECTIONS = ("train", "validate", "test")
 PARTS = {"x": range(0, 3), "y": range(3, 8), "z": range(8, 12)}
 
 
-class ToyBundle:
-    """What a `Federation` asks of a bundle: three classes, twelve items a section."""
+class ToyBundle(Problem):
+    """A problem without a folder: three classes, twelve items a section; other `parts` in the place of its own."""
 
-    name, task, classes, key_metric, has_test = "toy", "classification", ("p", "q", "r"), "balanced_accuracy", True
-    evaluator = ClassEvaluator()
-    loss = staticmethod(cross_entropy)
-    policy, is_scheduled, structures = None, False, ()
-    embeddings = staticmethod(prompts)
+    def __init__(self, norm: bool = True, **parts: Any) -> None:
+        own = {
+            "network": classifier(norm=norm, dropout=0.2), "loss": cross_entropy, "embeddings": prompts,
+            "evaluator": ClassEvaluator(), "classes": ("p", "q", "r"), "sections": ToySections(),
+        }  # fmt: skip
+        super().__init__("toy", **{**own, **parts})
 
-    def __init__(self, norm: bool = True) -> None:
-        self.network = classifier(norm=norm, dropout=0.2)
+    is_scheduled = False
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         return sgd(0.05 if lr is None else lr, momentum=0.9)(network)
 
-    def section(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(source=Source([]))
-
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
         x, y = blobs({section: 12}, seed=SECTIONS.index(section))[section]
         return Stacked([{"id": f"{section}{i}", "label": int(label)} for i, label in enumerate(y)], x, y)
+
+
+@dataclass(frozen=True)
+class ToySections:
+    """Sections whose data lists are empty: what they hold is made by `prepared`."""
+
+    has_test: bool = True
+    test_error: str = ""
+
+    def __getitem__(self, section: str) -> Section:
+        return Section(Source([]), [], None, tuple)

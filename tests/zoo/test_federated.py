@@ -81,7 +81,7 @@ def test_reads_what_is_true(name: str, tmp_path: Path) -> None:
     assert [len(bundle.items(section)) for section in ("train", "validate")] == [record.train, record.validate]
     assert len(bundle.items("test")) == (record.test or record.validate)
     assert bundle.has_test == bool(record.test)
-    assert type(bundle._loss_function).__name__ == record.loss
+    assert type(bundle.loss_function).__name__ == record.loss
     assert type(bundle.optimizer(bundle.network())).__name__ == record.optimizer
     assert len(bundle.classes) == (record.outputs if record.task == "classification" else 0)
     assert higher_is_better(bundle.key_metric) == record.higher_is_better

@@ -25,7 +25,7 @@ from torch import Tensor
 from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.engines import find_trainer, own_trainer_class
 from medfl.bundle.files import config_file, find, read
-from medfl.bundle.sections import Section, Sections
+from medfl.bundle.sections import BundleSections
 from medfl.bundle.zoo.failures import deepest, missing_path
 from medfl.core.errors import InputError, as_text
 from medfl.core.seeding import stream
@@ -36,6 +36,7 @@ from medfl.policy import admission
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import TRAINING
 from medfl.policy.policy import Policy
+from medfl.problem.sections import Section
 from medfl.storage.files import writing
 from tools.synthetic_data import shapes
 from tools.synthetic_data.data_needs import DataNeeds
@@ -155,7 +156,7 @@ class _Drawing:
         self.evaluation: Callable[[], Configuration] = lambda: configuration("train", "evaluate")
         self.trainer = find_trainer(self.config)
         self.supervised = not own_trainer_class(self.config, self.trainer)
-        self.sections = Sections(self.root, self.trainer, self.config, self.evaluation)
+        self.sections = BundleSections(self.root, self.trainer, self.config, self.evaluation)
 
     @property
     def need(self) -> shapes.Need:
@@ -222,7 +223,7 @@ class _Drawing:
         self.section, self.needs.config = section, self.config
         if section == "test":  # what the same evaluator validates on, with evaluate.* merged in
             self.needs.config = config = self.evaluation()
-            self.sections = Sections(self.root, self.trainer, config, lambda: config)
+            self.sections = BundleSections(self.root, self.trainer, config, lambda: config)
         with noting_lookups() as lookups:
             try:
                 data, entries = self._read(section)

@@ -33,11 +33,11 @@ from medfl.training.loss_checks import check_finite
 from medfl.training.site import Site
 
 
-class OwnIteration:
+class CustomTrainer:
     """A trainer and the evaluator beside it, around the networks that they hold.
 
     Attributes:
-        model: the network, or several in a ModuleDict; it knows this object as `own_iteration`.
+        model: the network, or several in a ModuleDict; it knows this object as `custom_trainer`.
 
     Raises:
         InputError: an engine cannot be made, or its optimisers train what none of its arguments is.
@@ -63,7 +63,7 @@ class OwnIteration:
                 "keep them as attributes of the trainer",
             )
         self.model = next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
-        vars(self.model)["own_iteration"] = self
+        vars(self.model)["custom_trainer"] = self
         loss: Any = attributes.get("loss_function")
         if compatibility.needs_float_labels(loss, self._trainer.state.device):
             config.adapted.add(compatibility.FLOAT_LABELS)
@@ -165,9 +165,9 @@ def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
     return engine.state
 
 
-def of(network: nn.Module) -> OwnIteration:
+def of(network: nn.Module) -> CustomTrainer:
     """Return the one that holds a network."""
-    own: OwnIteration = vars(network)["own_iteration"]
+    own: CustomTrainer = vars(network)["custom_trainer"]
     return own
 
 

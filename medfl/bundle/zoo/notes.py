@@ -8,11 +8,10 @@ from pathlib import Path
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from medfl.bundle.configuration import Configuration, own_modules, target_name
-from medfl.bundle.engines import find_evaluator, own_trainer_class
-from medfl.bundle.optimizers import is_disabled
-from medfl.bundle.sections import Section
+from medfl.bundle.engines import find_evaluator, is_disabled, own_trainer_class
 from medfl.bundle.zoo import compatibility
 from medfl.policy.policy import Policy
+from medfl.problem.sections import Section
 
 
 def notes(

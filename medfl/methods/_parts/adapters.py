@@ -100,7 +100,7 @@ class Adapters(SiteNetworks, Method):
                 )
         if not weight_matrices and not any(p.requires_grad for name, p in network.named_parameters() if name in whole):
             raise InputError(f"layers={self.layers} with full={self.full}", "one trained layer or more", "name one")
-        if "own_iteration" in vars(network):
+        if "custom_trainer" in vars(network):
             raise InputError(
                 "adapters with a trainer that takes its steps by itself",
                 "a trainer whose optimiser takes other parameters in",

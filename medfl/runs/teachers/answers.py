@@ -24,12 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medfl.bundle.bundle import Bundle
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.seeding import stream
 from medfl.core.terminal import Print
 from medfl.core.untrusted import Refused, json_values
+from medfl.problem.problem import Problem
 from medfl.runs.teachers import medsam, open_clip, trained
 from medfl.runs.teachers.questions import Questions as Questions
 from medfl.runs.teachers.questions import Teacher as Teacher
@@ -40,7 +40,7 @@ from medfl.storage.places import cache_folder
 CLIP = 1e-4
 """Probabilities of masks are kept within CLIP .. 1 - CLIP, so that their logits are finite in half precision."""
 _SUM = 1e-3  # by which a distribution may miss 1
-_OPENERS: Mapping[str, Callable[[str, str, Bundle, torch.device], Teacher]] = {
+_OPENERS: Mapping[str, Callable[[str, str, Problem, torch.device], Teacher]] = {
     **dict.fromkeys(open_clip.MODELS, open_clip.open_clip_teacher),
     "medsam": medsam.open_medsam,
     "run": trained.open_run,
@@ -67,7 +67,7 @@ def split_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def open_teacher(name: str, bundle: Bundle, device: torch.device) -> Teacher:
+def open_teacher(name: str, bundle: Problem, device: torch.device) -> Teacher:
     """Return the teacher of a name, ready to be asked.
 
     Args:

@@ -21,11 +21,11 @@ from monai.transforms.transform import MapTransform
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from medfl.bundle.bundle import Bundle
 from medfl.bundle.text_embeddings import at_hand, from_files
 from medfl.core.errors import InputError
 from medfl.core.release import versions_of
 from medfl.datasets.readers.pairs import read_pair
+from medfl.problem.problem import Problem
 from medfl.runs.teachers.questions import Picture, Questions, as_picture, need_task, read_picture
 from medfl.storage.files import load_pickled, weights_sha256
 
@@ -238,7 +238,7 @@ def _with_mask(entry: Mapping[str, Any]) -> tuple[Picture, NDArray[Any]]:
     return as_picture(pixels), mask
 
 
-def open_medsam(name: str, where: str, bundle: Bundle, device: torch.device) -> MaskTeacher:
+def open_medsam(name: str, where: str, bundle: Problem, device: torch.device) -> MaskTeacher:
     """Open MedSAM from the hub's cache, the original checkpoint or a folder of transformers.
 
     Raises:

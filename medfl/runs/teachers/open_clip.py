@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from medfl.bundle.bundle import Bundle
-from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import at_hand, refuse_other_folders, unit
 from medfl.core.errors import InputError
 from medfl.core.release import versions_of
+from medfl.problem.problem import Problem
+from medfl.problem.prompts import Text
 from medfl.runs.teachers.questions import Questions, need_task, read_picture
 from medfl.storage.files import weights_sha256
 
@@ -74,7 +74,7 @@ class ZeroShot:
         return (self.scale * features @ self.head.T).softmax(1)
 
 
-def open_clip_teacher(name: str, where: str, bundle: Bundle, device: torch.device) -> ZeroShot:
+def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.device) -> ZeroShot:
     """Open a model of `MODELS` from the hub's cache, or from local weights: a file, or a folder that open_clip saved.
 
     Raises:
@@ -115,7 +115,7 @@ def open_clip_teacher(name: str, where: str, bundle: Bundle, device: torch.devic
     return ZeroShot(name, weights_sha256(model.state_dict()), facts, model, preprocess, head, scale, device)
 
 
-def prompts_for(bundle: Bundle) -> Text:
+def prompts_for(bundle: Problem) -> Text:
     """Return the classes in words and the prompts that make a zero-shot head."""
     if "text" not in bundle.protocol:
         return Text(tuple(name.replace("_", " ") for name in bundle.classes), PHOTO_PROMPTS)

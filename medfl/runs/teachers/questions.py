@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
 from medfl.data.public import Public
 from medfl.datasets.readers.reading import read_pixels
+from medfl.problem.problem import Problem
 
 Picture = NDArray[np.uint8]
 """(H, W, 3), RGB."""
@@ -34,7 +34,7 @@ class Questions:
         public: the same items as sites take them: their targets, and the grid of the images.
     """
 
-    bundle: Bundle
+    bundle: Problem
     section: str
     indices: tuple[int, ...]
     ids: tuple[str, ...]
@@ -92,12 +92,12 @@ class Teacher(Protocol):
         """
 
 
-def public_classes(bundle: Bundle) -> tuple[str, ...]:
+def public_classes(bundle: Problem) -> tuple[str, ...]:
     """Return the names of a bundle's classes; in segmentation of the mask's values."""
     return bundle.classes or bundle.structures
 
 
-def need_task(name: str, bundle: Bundle, task: str) -> None:
+def need_task(name: str, bundle: Problem, task: str) -> None:
     """Raise an InputError if a teacher of one task is to answer about a bundle of another."""
     if bundle.task != task:
         raise InputError(

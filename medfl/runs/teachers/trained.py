@@ -17,7 +17,7 @@ from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
 from medfl import methods
-from medfl.bundle.bundle import Bundle, shipped
+from medfl.bundle.bundle import shipped
 from medfl.bundle.configuration import own_modules
 from medfl.bundle.inference import open_inference
 from medfl.bundle.open import bundle_of, reopened
@@ -35,6 +35,7 @@ from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.methods.base import Method
 from medfl.policy.evaluate import values_inside
 from medfl.policy.policy import Policy
+from medfl.problem.problem import Problem
 from medfl.runs import text_record
 from medfl.runs.teachers.questions import Questions, public_classes
 from medfl.storage.files import file_sha256, load_weights, weights_sha256
@@ -141,7 +142,7 @@ def foreground(logits: Tensor) -> Tensor:
 # A run
 
 
-def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Trained:
+def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Trained:
     """Open the global model of a run's folder, of its best round where that was kept.
 
     Raises:
@@ -183,12 +184,11 @@ def open_run(name: str, where: str, bundle: Bundle, device: torch.device) -> Tra
 
 def bundle_of_run(
     run: Run, folder: Path, device: torch.device, policy: Policy | None = None, allow_changed: bool = False
-) -> Bundle:
+) -> Problem:
     """Return a recorded run's bundle without its data; InputError if it has changed since, as `reopened` has it."""
     data = {} if bundle_of(run) in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
     bundle = reopened(run, {**run.config, **data}, device, policy, folder=folder, allow_changed=allow_changed)
-    text_record.restore(bundle, run, methods.load(run.method, run.options), folder)
-    return bundle
+    return text_record.restored(bundle, run, methods.load(run.method, run.options), folder)
 
 
 def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
@@ -205,7 +205,7 @@ def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
         raise InputError(str(error), "weights that medfl wrote", "restore the file, or name another run") from error
 
 
-def _global_model(bundle: Bundle, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
+def _global_model(bundle: Problem, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
     """Return a run's network with its global weights."""
     if any(key.partition("/")[0] in run.partition.sites and "/" in key for key in weights):
         raise InputError(
@@ -224,7 +224,7 @@ def _global_model(bundle: Bundle, task: Task, weights: Mapping[str, Tensor], fol
         ) from error
 
 
-def network_with(weights: Weights, bundle: Bundle, method: Method, task: Task, seed: int) -> nn.Module:
+def network_with(weights: Weights, bundle: Problem, method: Method, task: Task, seed: int) -> nn.Module:
     """Return a run's network with these weights; what is not among them (a fixed classifier) is drawn as in the run.
 
     Raises:
@@ -233,9 +233,9 @@ def network_with(weights: Weights, bundle: Bundle, method: Method, task: Task, s
     return Networks(lambda: method.adapt(bundle.network(), task), seed, bundle.device).lease(weights)
 
 
-def _ids(run: Run, own: Bundle, bundle: Bundle, section: str) -> frozenset[str]:
+def _ids(run: Run, own: Problem, bundle: Problem, section: str) -> frozenset[str]:
     """Return the ids of a run's items in a section; none where its data set is another than the public one."""
-    if own.root != bundle.root:
+    if own.source != bundle.source:
         return frozenset()
     return frozenset(ident for site in run.partition.sites.values() for ident in site.get(section, ()))
 
@@ -243,7 +243,7 @@ def _ids(run: Run, own: Bundle, bundle: Bundle, section: str) -> frozenset[str]:
 # Any bundle
 
 
-def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> Trained:
+def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) -> Trained:
     """Open a MONAI bundle with weights: models/model.pt for its `network_def`, or else TorchScript in models/model.ts.
 
     Its inference configuration says how images are read (`preprocessing`) and inferred (`inferer`), its metadata what
@@ -278,7 +278,7 @@ def open_bundle(name: str, where: str, bundle: Bundle, device: torch.device) -> 
 # Both
 
 
-def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Bundle) -> None:
+def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Problem) -> None:
     """Raise an InputError if a teacher's task or classes are not those of the public data, in their order."""
     if task != bundle.task:
         raise InputError(

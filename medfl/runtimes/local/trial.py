@@ -49,7 +49,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
             "network, loss and images of the bundle go together",
             "change these values, or leave them out",
         ) from error
-    classes = bundle.structures if bundle.is_shipped and bundle.task == "segmentation" else bundle.classes
+    classes = bundle.structures if bundle.dataset and bundle.task == "segmentation" else bundle.classes
     wrong = [count for count in outputs if count != len(classes) and not (count == 1 and len(classes) == 2)]
     if classes and wrong:
         raise InputError(

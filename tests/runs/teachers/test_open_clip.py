@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.prompts import Text
 from medfl.bundle.text_embeddings import at_hand
 from medfl.core.errors import InputError
 from medfl.datasets import read_pixels
+from medfl.problem.prompts import Text
 from medfl.runs.teachers import open_clip as foundation
 from medfl.runs.teachers.answers import obtain, open_teacher
 from medfl.runs.teachers.open_clip import MODELS, PHOTO_PROMPTS, prompts_for, zero_shot_head

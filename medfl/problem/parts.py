@@ -1,6 +1,6 @@
 """A federation's parts given in Python, without a bundle: `medfl.run(medfl.Parts(network=..., data=...), "fedprox")`.
 
-What a run asks of a bundle (`medfl.bundle.bundle.Bundle`) is answered from objects. They are the caller's own and run
+The objects are the caller's own and run
 with the caller's rights: nothing is inspected. A run's record has a hash of what can be told of them, by which the same
 parts are found again in a process that makes them again; to other processes they do not go.
 """
@@ -21,21 +21,17 @@ from monai.engines.utils import default_prepare_batch
 from monai.inferers import SimpleInferer
 from torch import Tensor, nn
 
-from medfl.bundle.bundle import Bundle
-from medfl.bundle.optimizers import OptimizerFactory
-from medfl.bundle.parts_data import PartSections
-from medfl.bundle.parts_scores import OwnCases, OwnClasses, OwnMasks
-from medfl.bundle.prompts import Text
-from medfl.bundle.sections import check_labels
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.names import check_name
 from medfl.core.seeding import stream
-from medfl.data.disk_cache import DiskCache
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import KEY_METRICS, METRICS
-from medfl.policy.policy import Policy
+from medfl.problem.optimizers import OptimizerFactory
+from medfl.problem.parts_data import PartSections
+from medfl.problem.parts_scores import OwnCases, OwnClasses, OwnMasks
+from medfl.problem.problem import LossFunction, Problem
+from medfl.problem.sections import check_labels
 from medfl.storage.files import weights_sha256
-from medfl.training.loss_checks import mean_loss
 
 PREFIX = "parts:"
 """What a record's `bundle_path` begins with where a run was made of parts."""
@@ -184,13 +180,6 @@ def given(bundle: str | Path | Parts) -> str:
     return bundle.bundle_name if isinstance(bundle, Parts) else str(bundle)
 
 
-def open_bundle(
-    name: str, config: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", policy: Policy | None = None
-) -> Bundle:
-    """Return the bundle of a name or folder, or the parts of this name; InputError as of `Bundle` and `known`."""
-    return PartsBundle(known(name), config or {}, device) if is_parts(name) else Bundle(name, config, device, policy)
-
-
 def is_parts(name: str) -> bool:
     """Tell whether a name stands for parts."""
     return name.startswith(PREFIX)
@@ -207,54 +196,38 @@ def known(name: str) -> Parts:
     return _GIVEN[name]
 
 
-class PartsBundle(Bundle):
-    """What a federation asks of a bundle, answered from `Parts`."""
+class PartsProblem(Problem):
+    """The problem that `Parts` are."""
 
-    is_shipped, own_trainer, amp = False, "", False  # `amp` is a setting of the run
-    metadata: Mapping[str, Any] = {}
-    adapted: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    sections: PartSections
 
-    def __init__(self, parts: Parts, config: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+    def __init__(self, parts: Parts, device: torch.device | str = "cpu") -> None:
         """Take the parts; nothing is made yet."""
-        self.parts, self.root, self.name = parts, Path(parts.bundle_name), parts.name
-        self.device, self.start, self.policy = torch.device(device), None, Policy()
-        self.sha256, self.protocol = parts.sha256, protocol_of_parts(parts.bundle_name)
-        self.sections, self._embeddings = parts.sections, {}  # type: ignore[assignment]
-        self.override(config)
+        super().__init__(
+            parts.name,
+            source=parts.bundle_name,
+            device=torch.device(device),
+            protocol=protocol_of_parts(parts.bundle_name),
+            sections=parts.sections,
+            sha256=parts.sha256,
+        )
+        vars(self).update(parts=parts)
 
-    def override(self, config: Mapping[str, Any]) -> None:
-        """Refuse overrides: there is no configuration."""
-        if config:
-            problem = f"{next(iter(config))!r} of parts in Python"
-            raise InputError(problem, "they have no configuration", "give other parts")
-
-    def open_places(self, paths: Iterable[Path | str]) -> None:
-        """Do nothing: its transforms are the user's own."""
-
-    def get(self, key: str) -> Any:
-        """Refuse: there is no configuration."""
-        raise InputError(f"configuration id {key!r} of parts in Python", "they have none", "give a bundle instead")
+    parts: Parts
 
     def network(self) -> nn.Module:
         """Build the network anew; two calls share nothing."""
         return self.parts.new_network().to(self.device)
 
     @cached_property
-    def _loss_function(self) -> Callable[..., Tensor]:
+    def loss_function(self) -> LossFunction:  # type: ignore[override]
+        """The given loss."""
         loss = self.parts.loss
         return loss.to(self.device) if isinstance(loss, nn.Module) else loss
 
     @cached_property
-    def loss(self) -> Callable[..., Tensor]:
-        """The loss of (output, target), reduced to its mean."""
-        return mean_loss(self._loss_function)
-
-    def _try_loss(self, prediction: Any, target: Any) -> None:
-        self.loss(prediction, target)
-
-    @cached_property
-    def _optimizers(self) -> OptimizerFactory:
+    def optimizers(self) -> OptimizerFactory:
+        """The given optimiser and schedule, made once on a network of their own."""
         with stream(0, "optimizer"):
             network = self.network()
             optimizer = self.parts.optimizer(network.parameters())
@@ -266,19 +239,27 @@ class PartsBundle(Bundle):
                 )
             schedule = self.parts.scheduler
             scheduler = None if schedule is None else schedule(self.parts.optimizer(network.parameters()))
+
         return OptimizerFactory(optimizer, network, scheduler)
 
-    def _disk_cache(self, section: str) -> DiskCache | None:
-        return None  # what own transforms make of an entry is known to nobody else
+    def data_checksum(self) -> str:
+        """Hash what can be told of the data."""
+        return self.sections.checksum
+
+    def is_drawn(self, folder: str) -> bool:
+        """Tell whether the images are drawn by a program: as it is said, or as their folder says."""
+        return self.parts.drawn or super().is_drawn(folder)
 
     @cached_property
-    def task(self) -> str:
+    def task(self) -> str:  # type: ignore[override]
         """The given task, after network, loss, data and classes were tried together; InputError if they do not fit."""
         first, second = (dict.fromkeys(self.network().parameters()) for _ in range(2))
         if any(parameter in second for parameter in first):
             problem = "network returns the same layers at each call"
             raise InputError(problem, "a function that makes new ones", "make them inside it")
-        output, classes = self._trial[0], self.parts.classes
+
+        output = self.trial.prediction
+        classes = self.parts.classes
         outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
         if self.parts.task != "other" and outputs != len(classes) and (outputs, len(classes)) != (1, 2):
             given = f"a network with {outputs} outputs"
@@ -294,27 +275,21 @@ class PartsBundle(Bundle):
         return self.parts.classes
 
     @property
-    def structures(self) -> tuple[str, ...]:
+    def structures(self) -> tuple[str, ...]:  # type: ignore[override]
         """The given names of a mask's values, () for other tasks."""
         return self.parts.classes if self.parts.task == "segmentation" else ()
 
-    @property
+    @cached_property
     def key_metric(self) -> str:
         """Name of the metric that selects the best round."""
         return self.parts.key_metric or KEY_METRICS.get(self.parts.task) or next(iter(self.parts.metrics), "loss")
-
-    @cached_property
-    def text(self) -> Text:
-        """Refuse: no class is described."""
-        given = "language-built classifiers on parts in Python"
-        raise InputError(given, "a bundle with the classes in words (federated.yaml)", "take another method")
 
     @cached_property
     def evaluator(self) -> Evaluator:
         """How the networks are scored: by medfl's metrics of the task, and the given ones."""
         parts = self.parts
         if parts.task == "classification":
-            sigmoid = isinstance(self._loss_function, nn.BCELoss)
+            sigmoid = isinstance(self.loss_function, nn.BCELoss)
             return OwnClasses(ends_in_sigmoid=sigmoid, metrics=parts.metrics)
         if parts.task == "segmentation":
             return OwnMasks(self.loss, parts.classes, parts.inferer, metrics=parts.metrics)

@@ -1,36 +1,18 @@
-"""The optimiser of a bundle's trainer for any network, and its learning rates from epoch to epoch."""
+"""The optimiser of a problem for any network, and its learning rates from epoch to epoch."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from medfl.bundle.configuration import Configuration
-
-
-def is_disabled(config: Configuration, key: str, node: Mapping[str, Any]) -> bool:
-    """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
-    value = config.evaluated(f"{key}#_disabled_") if "_disabled_" in node else False
-    return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
-
-
-def find_schedule(config: Configuration) -> str:
-    """Return the id of the schedule that a handler of the bundle steps once an epoch, "" where there is none."""
-    for key, node in config.nodes("LrScheduleHandler"):
-        by_epoch = node.get("epoch_level", True) is True and "step_transform" not in node
-        if by_epoch and "lr_scheduler" in node and not is_disabled(config, key, node):
-            return config.raw(f"{key}#lr_scheduler")[0]
-    return ""
-
 
 class OptimizerFactory:
-    """Makes the optimiser of a bundle for a network.
+    """Makes the optimiser of a problem for a network.
 
     Whatever expression chooses and groups the parameters was evaluated once, on a network of its own; copies then take
     other networks' parameters in.
@@ -70,7 +52,7 @@ class OptimizerFactory:
     def build(self, network: nn.Module, rates: tuple[float, ...]) -> torch.optim.Optimizer:
         """Build the optimiser of a network with a learning rate for each of its parameter groups.
 
-        Parameters that a method added to the bundle's network are trained as the first group is.
+        Parameters that a method added to the problem's network are trained as the first group is.
         """
         parameters = dict(network.named_parameters())
         # a method may have left one out, or put some in

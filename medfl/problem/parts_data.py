@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Subset
 
-from medfl.bundle.sections import Section
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.seeding import derive, stream
 from medfl.core.task import SECTIONS
 from medfl.data.prepared import Item
 from medfl.data.source import Source, class_index, records, take_apart
+from medfl.problem.sections import Section
 
 _SHARES = (0.2, 0.1)
 """Of a data set that is split: test, validate; the rest trains."""
@@ -28,7 +28,7 @@ _BATCH = 16
 
 
 class PartSections:
-    """Sections by name, as `medfl.bundle.sections.Sections`, of data as `Parts` takes them.
+    """Sections by name, of data as `Parts` takes them.
 
     Where items are `labelled`, their class is looked for in the samples if no data list says it.
 

@@ -1,0 +1,34 @@
+"""What metadata.json says of a network's inputs and outputs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from medfl.core.type_checks import type_errors
+
+MOST_CHANNELS = 1000
+CHANNEL_INDEX = re.compile("[0-9]{1,6}")
+
+
+def tensor_described(metadata: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
+    """Return what metadata.json says of one of the network's `inputs` or `outputs`, {} where it says nothing."""
+    described: Mapping[str, Any] = (metadata.get("network_data_format") or {}).get(part) or {}
+    return described.get(name) or {}
+
+
+def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what metadata.json calls the network's output channels, or some call the labels, in their order."""
+    prediction = tensor_described(metadata, "outputs", "pred")
+    channels = prediction.get("channel_def") or prediction.get("label_def")
+    if channels is None or [*type_errors({"of": channels}, {"of": dict[str, str]})]:
+        return ()
+    order = sorted(channels, key=int) if all(map(CHANNEL_INDEX.fullmatch, channels)) else []
+    return tuple(channels[key] for key in order)
+
+
+def mask_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of `channel_names`, a single one with the background before it."""
+    named = channel_names(metadata)
+    return ("background", *named) if len(named) == 1 else named

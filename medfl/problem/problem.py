@@ -1,0 +1,313 @@
+"""Problem: what a federation trains, whoever says it: a MONAI bundle, parts in Python, or a test."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from medfl.core.errors import InputError, MedflError, as_text, root_cause
+from medfl.core.seeding import stream
+from medfl.core.task import SECTIONS
+from medfl.data.disk_cache import DiskCache
+from medfl.data.prepare import prepare
+from medfl.data.prepared import Item, Prepared, moved
+from medfl.datasets import own
+from medfl.datasets.readers.reading import JOINED
+from medfl.evaluation.evaluators import Evaluator
+from medfl.evaluation.metrics import KEY_METRICS
+from medfl.policy.policy import Policy
+from medfl.problem.optimizers import OptimizerFactory
+from medfl.problem.prompts import Text
+from medfl.problem.sections import Section, Sections, check_labels
+from medfl.training.loss_checks import mean_loss
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+LossFunction = Callable[..., Tensor]
+
+
+class Trial(NamedTuple):
+    """What a step on the first training item, twice in a batch, gave; None where none is made."""
+
+    prediction: Any = None
+    target: Any = None
+    inputs: Any = None
+
+
+class Problem:
+    """A learning problem as a value: its parts are given, or derived from others when they are first asked for.
+
+    It is not changed: `replaced` returns another one. A class of its own, as a bundle or `medfl.Parts`, derives parts
+    in its own way; whoever makes one directly gives what is needed:
+
+        Problem("toy", network=make_network, loss=cross_entropy, sections=sections, classes=("no", "yes"))
+
+    Attributes:
+        name: in messages and of folders.
+        source: by which it is opened again: a folder, or the name of parts.
+        device: of its networks.
+        dataset: the data set of medfl whose layouts its data have, "" where they are its own.
+        metadata: of its inputs and outputs, as in a bundle's metadata.json.
+        protocol: defaults of a run.
+        start: weights that its networks begin with, None for those that they are made with.
+        custom_trainer: class of a trainer that takes its steps by itself, "" where they are the loss's.
+        amp: whether it asks for mixed precision, on GPUs alone.
+        adapted: names of what was put right for older MONAI or NumPy.
+        notes: what the user should know of it.
+        sha256: of what it does.
+        policy: under which bundles and teachers beside it are opened.
+    """
+
+    name: str
+    source: str = ""
+    device: torch.device = torch.device("cpu")
+    dataset: str = ""
+    metadata: Mapping[str, Any] = {}
+    protocol: Mapping[str, Any] = {}
+    start: Mapping[str, Tensor] | None = None
+    custom_trainer: str = ""
+    amp: bool = False
+    adapted: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    sha256: str = ""
+    policy: Policy = Policy()
+    sections: Sections
+    task: str = "classification"
+    structures: tuple[str, ...] = ()
+    loss_function: LossFunction
+
+    _PARTS: ClassVar[Sequence[str]] = (
+        *("source", "device", "dataset", "metadata", "protocol", "sha256", "policy", "notes", "adapted"),
+        *("network", "start", "loss_function", "loss", "optimizers", "custom_trainer", "amp", "sections"),
+        *("task", "classes", "structures", "channels", "key_metric", "evaluator", "embeddings", "text"),
+    )
+
+    def __init__(self, name: str, **parts: Any) -> None:
+        """Take the parts that are given, by their names; TypeError for what is none."""
+        if unknown := parts.keys() - set(self._PARTS):
+            raise TypeError(f"{min(unknown)!r} is no part of a problem")
+        vars(self).update(parts, name=name)  # a part that is given is not derived
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"a problem is a value: replaced({name}=...) returns another one")
+
+    def replaced(self, **parts: Any) -> Self:
+        """Return this problem with other parts; what was derived before stays."""
+        other = copy.copy(self)
+        vars(other).update(parts)
+        return other
+
+    def variant(self, config: Mapping[str, Any]) -> Problem:
+        """Return this problem with other ids of its configuration, of which only a bundle has one."""
+        if not config:
+            return self
+        problem = f"{next(iter(config))!r} of {self.name}"
+        raise InputError(problem, "it has no configuration", "give other parts, or a bundle")
+
+    def get(self, key: str) -> Any:
+        """Return the object that an id of its configuration stands for; InputError where there is none."""
+        raise InputError(f"configuration id {key!r} of {self.name}", "it has no configuration", "give a bundle instead")
+
+    def __contains__(self, key: str) -> bool:
+        """Tell whether its configuration has an id."""
+        return False
+
+    def open_places(self, paths: Iterable[Path | str]) -> None:
+        """Let the validation transforms read files and folders that a user named; its own may read any."""
+
+    # Network, loss, optimiser
+
+    def network(self) -> nn.Module:
+        """Build the network anew; two calls share nothing."""
+        raise NotImplementedError
+
+    @cached_property
+    def loss(self) -> LossFunction:
+        """The loss of (prediction, target), reduced to its mean."""
+        return mean_loss(self.loss_function)
+
+    @cached_property
+    def optimizers(self) -> OptimizerFactory:
+        """What makes optimisers, and the schedule of their learning rates."""
+        raise NotImplementedError
+
+    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
+        """Build the optimiser of a network, with another learning rate if one is given."""
+        return self.optimizers.build(network, self.rates(epoch, lr))
+
+    def rates(self, epoch: int, lr: float | None = None) -> tuple[float, ...]:
+        """Return the learning rates of an epoch, from 0, one for each parameter group."""
+        return self.optimizers.rates(epoch, lr)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Tell whether the learning rates change from epoch to epoch."""
+        return self.optimizers.scheduler is not None
+
+    # Data
+
+    @property
+    def batch_size(self) -> int:
+        """Images of a training step, where a run does not say."""
+        return self.sections["train"].batch_size
+
+    @property
+    def has_test(self) -> bool:
+        """Tell whether there are test data; else the validation items serve as test items."""
+        return self.sections.has_test
+
+    @property
+    def test_error(self) -> str:
+        """Why the test data cannot be read, "" where they can or there are none."""
+        return self.sections.test_error
+
+    def section(self, name: str) -> Section:
+        """Return a section: items, transforms and what reads them."""
+        return self.sections[name]
+
+    def data(self, section: str) -> Sequence[Any]:
+        """Return a section's data list as it is given, or its data set where only that can read it."""
+        entries: Sequence[Any] = self.sections[section].source.entries
+        return entries
+
+    def items(self, section: str) -> list[Item]:
+        """Return one record per item: id, and label (a class index), centre and group where the data list has them."""
+        return self.sections[section].items
+
+    def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Prepared:
+        """Run the section's deterministic transforms once and return its items ready to be batched."""
+        data = self.sections[section]
+        return prepare(
+            data.items, data.source, data.collate, data.prepare_batch, label=f"preparing {section} images",
+            jobs=jobs, progress=progress, cache=self.disk_cache(section),
+        )  # fmt: skip
+
+    def data_checksum(self) -> str:
+        """Hash the items of the data lists and the sizes of the files that they name."""
+        digest = hashlib.sha256()
+        for section in SECTIONS:
+            data = self.data(section)
+            for index, record in enumerate(self.items(section)):
+                digest.update(json.dumps([section, record], sort_keys=True).encode())
+                for path in _paths(data[index] if isinstance(data, list | tuple) else None):
+                    if path.is_file():
+                        digest.update(str(path.stat().st_size).encode())
+
+        return digest.hexdigest()
+
+    def is_drawn(self, folder: str) -> bool:
+        """Tell whether the images are drawn ones, as a file beside them says; `folder` is theirs, "" if unknown."""
+        lists = [data for section in SECTIONS if isinstance(data := self.data(section), list | tuple)]
+        paths = [path for data in lists for entry in data for path in _paths(entry)]
+        return own.cohort_of([*([folder] if folder else []), *paths]) is not None
+
+    def disk_cache(self, section: str) -> DiskCache | None:
+        """Return where samples go that are too large for memory; None where their transforms cannot be named."""
+        return None
+
+    # Task and evaluation
+
+    @cached_property
+    def trial(self) -> Trial:
+        """A training step on the first item, twice in a batch: misfits of the parts show here.
+
+        Raises:
+            InputError: network, loss and transforms do not fit together; names the item.
+        """
+        data = self.sections["train"]
+        item, source, is_labelled = data.first
+        with stream(0, "trial") as generator, torch.no_grad():
+            samples = prepare([item], source, data.collate, data.prepare_batch)
+            try:
+                x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
+                network = self.network()
+                self.optimizer(network)
+                prediction = network.train()(moved(x, self.device))
+                if is_labelled:
+                    self._try_loss(prediction, moved(y, self.device))
+            except MedflError:
+                raise
+            except Exception as error:
+                raise InputError(
+                    f"bundle {self.name!r}: network and loss fail on item {item['id']!r}: {as_text(root_cause(error))}",
+                    "network, loss and transforms fit together",
+                    "see that the bundle trains by itself",
+                ) from error
+
+        return Trial(prediction, y, x)
+
+    def _try_loss(self, prediction: Any, target: Any) -> None:
+        self.loss(prediction, target)
+
+    @cached_property
+    def channels(self) -> int:
+        """Channels of its images, 0 where its inputs are no images."""
+        x = self.trial.inputs
+        return int(x.shape[1]) if isinstance(x, Tensor) and x.ndim > 3 else 0
+
+    @cached_property
+    def classes(self) -> tuple[str, ...]:
+        """Class names in label order, () for other tasks than classification."""
+        return ()
+
+    def check_classes(self, count: int) -> None:
+        """Raise InputError, which names the item, if a label in a section is none of so many classes."""
+        check_labels(self.items, count, f"bundle {self.name!r}")
+
+    @cached_property
+    def key_metric(self) -> str:
+        """Name of the validation metric that selects the best round."""
+        return KEY_METRICS.get(self.task, "loss")
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """How its networks are scored."""
+        raise NotImplementedError
+
+    # Classes in words
+
+    @cached_property
+    def text(self) -> Text:
+        """The classes in words, with prompts; InputError where none are described."""
+        given = f"language-built classifiers on {self.name}, which describes no class"
+        raise InputError(given, "a bundle with the classes in words (federated.yaml)", "take another method")
+
+    def plm_of(self, plm: str) -> str:
+        """Return the name of the language model that made what `embeddings` returns."""
+        self.embeddings(plm)
+        return plm
+
+    def with_embeddings(self, plm: str, values: Tensor, name: str) -> Problem:
+        """Return this problem with other `embeddings` (K, M, D), made by a language model of this name."""
+        return self.replaced(embeddings=lambda _: values, plm_of=lambda _: name)
+
+    def embeddings(self, plm: str) -> Tensor:
+        """Return unit-norm prompt embeddings (K, M, D) of the classes by a language model; InputError without text."""
+        raise NotImplementedError(f"embeddings of {self.text} by {plm}")  # without text, asking for it raises
+
+
+def _paths(entry: object) -> Iterator[Path]:
+    """Yield all texts and paths in an entry of a data list."""
+    for value in entry.values() if isinstance(entry, Mapping) else ():
+        for part in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(part, str | os.PathLike):
+                yield from map(Path, str(part).split(JOINED))
+
+
+def prepared_sections(problem: Problem, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
+    """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
+    sections = {
+        section: problem.prepared(section, jobs=jobs, progress=progress)
+        for section in ("train", "validate", *(["test"] if problem.has_test else []))
+    }
+    return {**sections, "test": sections.get("test", sections["validate"])}
