@@ -19,7 +19,6 @@ from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.bundle.parts import PartsBundle, open_bundle
 from medfl.core.errors import InputError
-from medfl.core.release import VERSION
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
@@ -27,6 +26,7 @@ from medfl.core.terminal import Print
 from medfl.data.prepared import Prepared
 from medfl.data.source import NO_LABEL
 from medfl.datasets import own
+from medfl.datasets.phantoms.phantom import PHANTOM_VERSION
 from medfl.datasets.readers.reading import JOINED
 from medfl.policy.policy import Policy
 from medfl.storage.places import PHANTOM, cache_folder
@@ -43,7 +43,7 @@ _INSTEAD = {
 
 def phantom_folder(name: str) -> Path:
     """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
-    folder = cache_folder("phantom") / f"{name}-{VERSION}"
+    folder = cache_folder("phantom") / f"{name}-{PHANTOM_VERSION}"
     if not datasets.is_phantom(folder):
         datasets.write_phantom(name, folder)
     return folder

@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from medfl.core.errors import InputError
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.phantom import Generator
-from medfl.datasets.phantoms.scenes_text import character, hand
+from medfl.datasets.phantoms.layouts import Stack, draw_stacks
 from medfl.datasets.readers.splitting import Record, WholeCentres, by_group
 from medfl.datasets.readers.tables import Layout, Table
 
@@ -115,23 +112,16 @@ def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: A
             table.records.append(Record(f"{path}!{span.start}:{span.stop}", label, key, writer, key))
 
 
-def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-    """Write a phantom: WRITERS hands, among whom the characters of each class are dealt."""
-    hands = [hand(rng) for _ in range(WRITERS)]
-    data: dict[str, dict[str, list[Any]]] = {f"f{number:04d}_90": {"x": [], "y": []} for number in range(WRITERS)}
-    for label, text in enumerate(CLASSES):
-        # Whole decks first: with 26 images of a class, any 35 of the 60 writers have one.
-        dealt = np.concatenate([rng.permutation(WRITERS) for _ in range(per_class // WRITERS + 1)])[:per_class]
-        for number in dealt.tolist():
-            pixels = 255 - np.rint(character(rng, text, size, hands[number]) * 255)
-            writer = data[f"f{number:04d}_90"]
-            writer["x"].append((pixels.ravel() / 255).tolist())
-            writer["y"].append(label)
+def _write(folder: Path, stacks: dict[str, Stack]) -> None:
+    """Write a phantom's images, dark on white, writer by writer."""
+    data = {}
+    for writer, (images, labels) in stacks.items():
+        pixels = 1 - images.reshape(len(images), -1) / 255
+        data[writer] = {"x": pixels.tolist(), "y": labels.tolist()}
+    content = {"users": list(data), "num_samples": [len(entry["y"]) for entry in data.values()], "user_data": data}
     target = folder / "data" / "all_data"
     target.mkdir(parents=True)
-    content = {"users": [*data], "num_samples": [len(writer["y"]) for writer in data.values()], "user_data": data}
     (target / "all_data_0.json").write_text(json.dumps(content), encoding="utf-8")
-    return per_class * len(CLASSES)
 
 
 DATASET = DataSet(
@@ -159,7 +149,7 @@ DATASET = DataSet(
     source="https://doi.org/10.18434/T4H01C (NIST Special Database 19); https://leaf.cmu.edu (LEAF)",
     citation="Caldas et al.: LEAF: A benchmark for federated settings. arXiv:1812.01097 (2018); Grother: NIST Special "
     "Database 19, Handprinted Forms and Characters Database (1995)",
-    draw=draw,
+    draw=draw_stacks(len(CLASSES), 1, _write, part=lambda case: f"f{case.centre:04d}_90", centres=WRITERS),
     per_class=26,
     size=28,
     notes=(

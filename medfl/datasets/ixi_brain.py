@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms import scenes_volumes
-from medfl.datasets.phantoms.phantom import Generator, write_csv
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
+from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import Record, by_group, hash_order, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
@@ -107,25 +106,25 @@ def split_few(records: Sequence[Record]) -> list[str]:
     return sections
 
 
-def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:
-    """Write a phantom in FLamby's tree with its table: 1 x 1.25 x 1 sides, 4 mm, each hospital with its own scanner.
+# Muscle and fat are about as bright as the brain.
+_SCENE = Scene(
+    (
+        Part((0.1,), texture=(0.02, 6)),
+        Part((0.55,), (0.5, 0.5, 0.6), (0.0, 0.1, -0.6), texture=(0.1, 8)),
+        Part((0.55,), (0.88, 0.92, 0.86), bumps=(0.03, 4), texture=(0.1, 8)),
+        Part((0.1,), (0.75, 0.79, 0.73), bumps=(0.03, 4)),
+        Part((0.3,), (0.7, 0.74, 0.68), bumps=(0.03, 4)),
+        Part((0.55,), (0.66, 0.7, 0.64), value=1, bumps=(0.05, 9), texture=(0.12, 8)),
+    ),
+    shift=0.06,
+    spread=0.08,
+    stray=0.01,
+)
 
-    Hospitals share the cases about as the square roots of 311, 181 and 74, but none has fewer than seven.
-    """
-    number, rows = 900, []
-    for index, centre in enumerate(CENTRES):
-        count = max(7, round(cases * (0.46, 0.35, 0.19)[index]))
-        tests = set(rng.permutation(count)[: round(0.2 * count)].tolist())
-        for position in range(count):
-            number += 1
-            subject = f"IXI{number}-{centre}-{rng.integers(10000):04d}"
-            image, labels = scenes_volumes.head(rng, (side, round(1.25 * side), side), index)
-            root = folder / "IXI_sample" / subject
-            scenes_volumes.save(root / "T1" / f"{subject}_image.nii.gz", np.rint(image * 400).astype(np.int16), 4.0)
-            scenes_volumes.save(root / "label" / f"{subject}_label.nii.gz", labels, 4.0)
-            rows.append((number, index, "test" if position in tests else "train"))
-    write_csv(folder / TABLES[0], [("Patient ID", "Manufacturer", "Split"), *rows])
-    return len(rows)
+
+def _phantom_path(case: Case, kind: str) -> str:
+    subject = f"IXI{901 + case.number}-{CENTRES[case.centre]}-9{case.group:03d}"
+    return f"IXI_sample/{subject}/{kind}/{subject}_{'image' if kind == 'T1' else kind}.nii.gz"
 
 
 DATASET = DataSet(
@@ -165,7 +164,21 @@ DATASET = DataSet(
     "https://doi.org/10.17632/7kd5wj7v7p.3; split by FLamby (MIT), https://github.com/owkin/FLamby",
     citation="IXI, EPSRC GR/S21533/02; Pérez-García et al.: TorchIO. Computer Methods and Programs in Biomedicine 208, "
     "106236 (2021); Ogier du Terrail et al.: FLamby. NeurIPS 2022",
-    draw=draw,
+    draw=draw_files(
+        (_SCENE,),
+        mixed([[311], [181], [74]], LEAST),
+        lambda case: _phantom_path(case, "T1"),
+        mask=lambda case: _phantom_path(case, "label"),
+        tables={
+            TABLES[0]: {
+                "Patient ID": lambda case: 901 + case.number,
+                "Manufacturer": lambda case: case.centre,
+                "Split": lambda case: case.fold,
+            }
+        },
+        sides=((1, 1), (1.25, 1.25), (1, 1)),
+        spacing=4.0,
+    ),
     per_class=42,
     size=48,
     open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import Generator, save, write_csv
-from medfl.datasets.phantoms.scenes_masks import centre_cases, lungs, photograph
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
+from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import mask_index, pair_folders, paired, read_pair, read_pair_folders
 from medfl.datasets.readers.reading import JOINED, archive
 from medfl.datasets.readers.splitting import Record, by_group
@@ -76,18 +78,21 @@ def _read_sets(folder: Path) -> Table:
     return table
 
 
-def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
-    """Write a phantom in the layout of the four sources: labels.csv + images/ + masks/, pictures of several heights."""
-    rows: list[tuple[str | int, ...]] = []
-    for case in centre_cases(rng, tuple(SITES.values()), cases):
-        scene = lungs(case.drawing(), size)
-        picture, mask = photograph(*scene, case, float(rng.uniform(0.8, 1)))
-        name = f"cxr_{len(rows):03d}.png"
-        save(folder / "images" / name, picture)
-        save(folder / "masks" / name, mask)
-        rows.append((name, tuple(SITES)[case.centre], case.group, picture.shape[1], picture.shape[0]))
-    write_csv(folder / "labels.csv", [("file", "site", "patient", "width", "height"), *rows])
-    return len(rows)
+_LUNG = Part((0.24,), (0.6, 0.27), value=1, texture=(0.12, 9))
+_SCENE = Scene(
+    (
+        Part((0.1,)),
+        Part((0.65,), (1.2, 0.9)),
+        replace(_LUNG, place=(-0.05, -0.42)),
+        replace(_LUNG, place=(-0.05, 0.42)),
+        Part((0.72,), (0.3, 0.26), (0.3, 0.16)),
+    ),
+    tone=0.04,
+)
+
+
+def _phantom_name(case: Case) -> str:
+    return f"cxr_{case.number:03d}.png"
 
 
 _NLM = "https://openi.nlm.nih.gov/imgs/collections"
@@ -137,7 +142,23 @@ DATASET = DataSet(
     citation="Cohen et al.: COVID-19 Image Data Collection. arXiv:2006.11988 (2020); "
     "Jaeger et al.: Two public chest X-ray datasets. Quant. Imaging Med. Surg. 4 (2014); "
     "Stirenko et al.: Chest X-Ray Analysis of Tuberculosis by Deep Learning. ELNANO 2018",
-    draw=draw,
+    draw=draw_files(
+        (_SCENE,),
+        mixed([[count] for count in SITES.values()], LEAST),
+        lambda case: f"images/{_phantom_name(case)}",
+        mask=lambda case: f"masks/{_phantom_name(case)}",
+        tables={
+            "labels.csv": {
+                "file": _phantom_name,
+                "site": lambda case: tuple(SITES)[case.centre],
+                "patient": lambda case: case.group,
+                "width": lambda case: case.shape[1],
+                "height": lambda case: case.shape[0],
+            }
+        },
+        sides=((0.8, 1), (1, 1)),
+        repeats=True,
+    ),
     per_class=100,
     notes=(
         "split patient: 70/10/20 within each centre, by a hash; all images of a patient are in one section",

@@ -8,9 +8,18 @@ from pathlib import Path
 
 from medfl.datasets import ham10000
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
-from medfl.datasets.phantoms.phantom import Generator, save, write_csv
-from medfl.datasets.phantoms.scenes_masks import centre_cases, photograph, some_lesion
+from medfl.datasets.ham10000 import (
+    CENTRES,
+    METADATA,
+    centre_roots,
+    part_roots,
+    phantom_centre,
+    phantom_key,
+    phantom_lesion,
+)
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import LEAST, mixed
+from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair, read_pair_folders
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_test, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
@@ -67,19 +76,16 @@ def _read_isic(folder: Path) -> Table:
     return table
 
 
-def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
-    """Write a phantom in the layout images_<centre>/ + masks_<centre>/ + labels.csv, pictures of 4 to 3."""
-    rows: list[tuple[str, str, str]] = []
-    for case in centre_cases(rng, [sum(row) for row in ham10000.MIX], cases):
-        scene = some_lesion(case.drawing(), size)
-        picture, mask = photograph(*scene, case, 0.75)
-        key, centre = f"ISIC_9{len(rows):06d}", CENTRES[case.centre]
-        save(folder / f"images_{centre}" / f"{key}.jpg", picture)
-        save(folder / f"masks_{centre}" / f"{key}.png", mask)
-        rows.append((f"HAM_9{case.group:06d}", key, centre))
-    write_csv(folder / "labels.csv", [("lesion_id", "image_id", "centre"), *rows])
-    return len(rows)
-
+_SCENE = Scene(
+    (
+        Part((0.86, 0.72, 0.64), texture=(0.08, 5)),
+        Part((0.52, 0.38, 0.34), (0.5, 0.5), value=1, bumps=(0.25, 5), texture=(0.15, 10)),
+        Part((0.30, 0.22, 0.22), (0.15, 0.15), value=1),
+    ),
+    shift=0.15,
+    spread=0.3,
+    tone=0.08,
+)
 
 _CHALLENGE = "https://isic-challenge-data.s3.amazonaws.com/2016"
 _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as its own lesion, no partition by centre"
@@ -146,7 +152,15 @@ DATASET = DataSet(
     source="https://doi.org/10.7910/DVN/DBW86T (Harvard Dataverse); https://challenge.isic-archive.com/data/#2016",
     citation="Tschandl, Rosendahl, Kittler: The HAM10000 dataset. Scientific Data 5, 180161 (2018); "
     "Gutman et al.: Skin Lesion Analysis toward Melanoma Detection. arXiv:1605.01397 (2016)",
-    draw=draw,
+    draw=draw_files(
+        (_SCENE,),
+        mixed([[sum(row)] for row in ham10000.MIX], LEAST),
+        lambda case: f"images_{phantom_centre(case)}/{phantom_key(case)}.jpg",
+        mask=lambda case: f"masks_{phantom_centre(case)}/{phantom_key(case)}.png",
+        tables={"labels.csv": {"lesion_id": phantom_lesion, "image_id": phantom_key, "centre": phantom_centre}},
+        sides=((0.75, 0.75), (1, 1)),
+        repeats=True,
+    ),
     per_class=100,
     notes=(
         "split lesion: 70/10/20 within each centre; all images of a lesion are in one section",

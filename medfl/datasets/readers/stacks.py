@@ -160,12 +160,13 @@ def write_svhn(path: Path, images: Array, labels: Array) -> None:
     path.write_bytes(title.ljust(116) + target.getvalue()[116:])
 
 
-def write_cifar(kind: str, folder: Path, part: str, images: Array, labels: Array) -> None:
-    """Write the batches of one part ("train", "test") of CIFAR10 or CIFAR100, as equal as can be."""
-    files = _FILES[kind][part]
+def write_cifar(kind: str, folder: Path, stacks: Mapping[str, tuple[Array, Array]]) -> None:
+    """Write the batches of CIFAR10 or CIFAR100, as equal as can be, from images and labels of "train" and "test"."""
     (folder / kind).mkdir(parents=True, exist_ok=True)
-    rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
-    parts = (np.array_split(values, len(files)) for values in (rows, labels))
-    for file, data, classes in zip(files, *parts, strict=True):
-        batch = {"batch_label": file, "data": np.ascontiguousarray(data), _LABELS[kind]: classes.tolist()}
-        (folder / kind / file).write_bytes(pickle.dumps(batch, protocol=2))
+    for part, (images, labels) in stacks.items():
+        files = _FILES[kind][part]
+        rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+        batches = zip(np.array_split(rows, len(files)), np.array_split(labels, len(files)), strict=True)
+        for file, (data, classes) in zip(files, batches, strict=True):
+            batch = {"batch_label": file, "data": np.ascontiguousarray(data), _LABELS[kind]: classes.tolist()}
+            (folder / kind / file).write_bytes(pickle.dumps(batch, protocol=2))
