@@ -29,7 +29,8 @@ def _files(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _read(folder: Path) -> Table:
-    table, path = Table(), folder / SUBJECTS
+    table = Table()
+    path = folder / SUBJECTS
     rows = {row["id"]: row for row in read_csv(path, ("id", "subject", "age"))}
     for key, files in _files(folder).items():
         row = rows.get(key)
@@ -42,9 +43,11 @@ def _read(folder: Path) -> Table:
             table.problems.append(f"{path}: scan {key} has age {row['age']!r}, an age is a number of years")
         else:
             sections = {"age": "test" if float(row["age"]) >= OLD else "train"}
-            image, ident = files["t1ss"], f"oasis_{key}"
+            image = files["t1ss"]
+            ident = f"oasis_{key}"
             size = count_voxels(image)
             table.records.append(Record(image, 0, ident, "unknown", row["subject"], sections, files["tissue"], size))
+
     return table
 
 
@@ -68,7 +71,10 @@ def _phantom_stem(case: Case) -> str:
 
 def _phantom_age(case: Case) -> int:
     """Return an age from the subject's number; the old, every fourth, are those of another scanner."""
-    return 50 + case.group % 40 if case.centre else 18 + case.group % 16
+    if case.centre:
+        return 50 + case.group % 40
+
+    return 18 + case.group % 16
 
 
 DATASET = DataSet(

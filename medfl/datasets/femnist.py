@@ -27,9 +27,11 @@ def _files(folder: Path) -> list[Path]:
     for root in (folder, folder / "all_data", folder / "data" / "all_data"):
         if files := _numbered(root):
             return files
+
     for root in (folder, folder / "data"):
         if files := [*_numbered(root / "train"), *_numbered(root / "test")]:
             return files
+
     return []
 
 
@@ -54,13 +56,17 @@ def skim(text: bytes) -> Any:
             return dict(pairs())
         if token[0] == b"[":
             return [value(inner) for inner in until(b"]")]
-        return slice(*token.span()) if token[0][:1] == b"[" else json.loads(token[0])
+        if token[0][:1] == b"[":
+            return slice(*token.span())
+
+        return json.loads(token[0])
 
     def until(end: bytes) -> Iterator[re.Match[bytes]]:
         for token in tokens:
             if token[0] == end:
                 return
             yield token
+
         raise ValueError("it is cut off")
 
     def pairs() -> Iterator[tuple[str, Any]]:
@@ -75,39 +81,50 @@ def skim(text: bytes) -> Any:
 
 
 def _read(folder: Path) -> Table:
-    table, rows = Table(), dict[str, int]()
+    table = Table()
+    rows = dict[str, int]()
     for path in _files(folder):
         try:
             text = path.read_bytes()
             _add(table, rows, path, text, skim(text))
         except (OSError, ValueError, KeyError, TypeError, StopIteration, AttributeError) as error:
-            reason = f"no key {error}" if isinstance(error, KeyError) else str(error) or "it is cut off"
+            if isinstance(error, KeyError):
+                reason = f"no key {error}"
+            else:
+                reason = str(error) or "it is cut off"
+
             raise InputError(
                 f"{path} cannot be read ({reason})",
                 "LEAF's JSON: users, num_samples, user_data -> {writer: {x: lists of pixels, y: labels}}",
                 "make it anew with LEAF's preprocess.sh, or copy it again",
             ) from error
+
     return table
 
 
 def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: Any) -> None:
     """Enter the images of one file; a writer who has some already goes on from there."""
-    users, data = content["users"], content["user_data"]
+    users = content["users"]
+    data = content["user_data"]
     sizes = json.loads(text[content["num_samples"]])
     if not len(users) == len(sizes) == len(data):
         counts = f"{len(users)} users, {len(sizes)} num_samples and {len(data)} entries in user_data"
         table.problems.append(f"{path} has {counts}")
+
     for writer, size in zip(users, sizes, strict=False):
-        images, labels = data[writer]["x"], json.loads(text[data[writer]["y"]])
+        images = data[writer]["x"]
+        labels = json.loads(text[data[writer]["y"]])
         images = [] if isinstance(images, slice) else images  # an empty list is an innermost one
         if not len(images) == len(labels) == size:
             counts = f"{len(images)} images, {len(labels)} labels, num_samples {size}"
             table.problems.append(f"{path}: {writer} has {counts}")
+
         for span, label in zip(images, labels, strict=False):
             row = rows[writer] = rows.get(writer, -1) + 1
             if type(label) is not int or not 0 <= label < len(CLASSES):
                 table.problems.append(f"{path}: {writer} has label {label!r}, the labels are 0 to {len(CLASSES) - 1}")
                 continue
+
             key = f"{writer}/{row:04d}"
             table.records.append(Record(f"{path}!{span.start}:{span.stop}", label, key, writer, key))
 
@@ -118,6 +135,7 @@ def _write(folder: Path, stacks: dict[str, Stack]) -> None:
     for writer, (images, labels) in stacks.items():
         pixels = 1 - images.reshape(len(images), -1) / 255
         data[writer] = {"x": pixels.tolist(), "y": labels.tolist()}
+
     content = {"users": list(data), "num_samples": [len(entry["y"]) for entry in data.values()], "user_data": data}
     target = folder / "data" / "all_data"
     target.mkdir(parents=True)

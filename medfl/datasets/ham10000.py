@@ -46,10 +46,14 @@ def _sections(folder: Path) -> Mapping[str, str]:
 def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list[Path]) -> Table:
     assert table_path is not None  # by it the layout was found
     rows = read_csv(table_path, ("image_id", "lesion_id", "dx", centre_column))
-    images, derma = image_index(roots), _sections(folder)
-    table, labels = Table(), {name: number for number, name in enumerate(CLASSES)}
+    images = image_index(roots)
+    derma = _sections(folder)
+    table = Table()
+    labels = {name: number for number, name in enumerate(CLASSES)}
+
     for row in rows:
-        key, where = row["image_id"], f"{row['image_id']} in {table_path}"
+        key = row["image_id"]
+        where = f"{row['image_id']} in {table_path}"
         label = label_of(row["dx"], labels, where, table)
         if row[centre_column] not in CENTRES:
             table.problems.append(f"{where} has centre {row[centre_column]!r}, the centres are {', '.join(CENTRES)}")
@@ -60,6 +64,7 @@ def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list
             if row.get("flamby_fold") in ("train", "test"):
                 sections["flamby"] = row["flamby_fold"]
             table.records.append(Record(images[key], label, key, row[centre_column], row["lesion_id"], sections))
+
     return table
 
 

@@ -36,15 +36,22 @@ def _image_roots(folder: Path) -> list[Path]:
 
 
 def _lesions(path: Path | None) -> Mapping[str, str]:
-    return {row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))} if path else {}
+    if path:
+        return {row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))}
+
+    return {}
 
 
 def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], absent: tuple[str, ...] = ()) -> Table:
-    table, labels = Table(), {str(number): number for number in range(len(CLASSES))}
+    table = Table()
+    labels = {str(number): number for number in range(len(CLASSES))}
     centres = {str(number): name for number, name in enumerate(CENTRES)}
     for row in read_csv(path, ("image", "target", "center", "fold")):
-        key, centre, where = row["image"], centres.get(row["center"]), f"{row['image']} in {path}"
+        key = row["image"]
+        centre = centres.get(row["center"])
+        where = f"{row['image']} in {path}"
         label = label_of(row["target"], labels, where, table)
+
         if centre is None:
             table.problems.append(f"{where} has center {row['center']!r}, the centers are {', '.join(centres)}")
         elif row["fold"] not in ("train", "test"):
@@ -57,6 +64,7 @@ def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], abs
             # Tables of HAM10000 know its images without the suffix that ISIC gave to scaled ones.
             group = lesions.get(key.removesuffix("_downsampled"), key)
             table.records.append(Record(images[key], label, key, centre, group, {"flamby": row["fold"]}))
+
     return table
 
 
@@ -74,7 +82,10 @@ def _read_subset(folder: Path) -> Table:
 
 
 def _known_lesion(case: Case) -> str | None:
-    return None if CENTRES[case.centre] in ("BCN", "MSK") else phantom_lesion(case)
+    if CENTRES[case.centre] in ("BCN", "MSK"):
+        return None
+
+    return phantom_lesion(case)
 
 
 _FLAMBY = "https://raw.githubusercontent.com/owkin/FLamby/main/flamby/datasets/fed_isic2019/dataset_creation_scripts"

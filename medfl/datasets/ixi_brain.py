@@ -29,7 +29,8 @@ TEST = frozenset(
     )
 )  # fmt: skip
 _FILE = re.compile(r"(?:^|/)(IXI(\d{3})-([A-Za-z]+)-\d+)/(T1|label)/[^/]+$")
-_T1, _MASK = "_t1", "_brainmask"
+_T1 = "_t1"
+_MASK = "_brainmask"
 
 
 def _root(folder: Path) -> Path | None:
@@ -46,28 +47,37 @@ def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
     """Return subject -> (hospital, fold) as a table of FLamby has them."""
     folds = {}
     for row in read_csv(path, ("Patient ID", "Manufacturer", "Split")):
-        key, centre, fold = row["Patient ID"], row["Manufacturer"], row["Split"]
+        key = row["Patient ID"]
+        centre = row["Manufacturer"]
+        fold = row["Split"]
         if not key.isdecimal() or centre not in ("0", "1", "2") or fold not in ("train", "test"):
             row_text = f"Patient ID {key!r}, Manufacturer {centre!r}, Split {fold!r}"
             table.problems.append(f"{path} has {row_text}; they are a number, 0 to 2, train or test")
         else:
             folds[int(key)] = (CENTRES[int(centre)], fold)
+
     return folds
 
 
 def _read_flamby(folder: Path) -> Table:
-    table, files, numbers = Table(), dict[str, dict[str, str]](), dict[str, tuple[int, str]]()
+    table = Table()
+    files = dict[str, dict[str, str]]()
+    numbers = dict[str, tuple[int, str]]()
     root = _root(folder)
     assert root is not None
+
     for name, uri in volume_files(root):
         match = _FILE.search(name)
         if match is None:
             continue
+
         subject, number, centre, kind = match.groups()
         numbers[subject] = (int(number), centre)
         if kind in files.setdefault(subject, {}):
             table.problems.append(f"subject {subject} has two volumes in {kind}: {files[subject][kind]} and {uri}")
+
         files[subject][kind] = uri
+
     path = first(folder, *TABLES)
     folds = _folds(path, table) if path else {}
     for subject, volumes in sorted(files.items()):
@@ -78,12 +88,18 @@ def _read_flamby(folder: Path) -> Table:
         elif len(volumes) < 2:
             table.problems.append(f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}")
         elif listed != centre:
-            problem = f"is of hospital {listed} in {path}" if listed else f"is not in {path}"
+            if listed:
+                problem = f"is of hospital {listed} in {path}"
+            else:
+                problem = f"is not in {path}"
+
             table.problems.append(f"subject {subject} {problem}")
         else:
-            image, mask = volumes["T1"], volumes["label"]
+            image = volumes["T1"]
+            mask = volumes["label"]
             size = count_voxels(image)
             table.records.append(Record(image, 0, subject, centre, subject, {"flamby": fold}, mask=mask, size=size))
+
     return table
 
 
@@ -99,10 +115,13 @@ def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
 def split_few(records: Sequence[Record]) -> list[str]:
     """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
     order = sorted(range(len(records)), key=lambda i: hash_order("ixi_brain", records[i].id))
-    test, validate = max(1, round(0.2 * len(order))), max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
+    test = max(1, round(0.2 * len(order)))
+    validate = max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
     sections = ["train"] * len(order)
+
     for position, index in enumerate(order[: test + validate]):
         sections[index] = "test" if position < test else "validate"
+
     return sections
 
 

@@ -35,18 +35,28 @@ def _centre(name: str) -> str:
 
 
 def _read_sources(folder: Path) -> Table:
-    path, (images, masks) = folder / "labels.csv", pair_folders(folder)
-    picture, mask, table = image_index([images]), mask_index([masks]), Table()
+    path = folder / "labels.csv"
+    images, masks = pair_folders(folder)
+    picture = image_index([images])
+    mask = mask_index([masks])
+    table = Table()
+
     for row in read_csv(path, ("file", "site", "patient")):
-        key, where = Path(row["file"]).stem, f"{row['file']} in {path}"
+        key = Path(row["file"]).stem
+        where = f"{row['file']} in {path}"
         if row["site"] not in SITES:
             table.problems.append(f"{where} has site {row['site']!r}, the sites are {', '.join(SITES)}")
         elif key not in picture or key not in mask:
             table.problems.append(f"{where}: its {'image' if key not in picture else 'mask'} is missing")
         else:
             sides = [row.get(side) or "" for side in ("width", "height")]
-            size = int(sides[0]) * int(sides[1]) if all(side.isdecimal() for side in sides) else None
+            if all(side.isdecimal() for side in sides):
+                size = int(sides[0]) * int(sides[1])
+            else:
+                size = None
+
             table.records.append(Record(picture[key], 0, key, row["site"], row["patient"], mask=mask[key], size=size))
+
     return table
 
 
@@ -58,7 +68,10 @@ def _roots(folder: Path) -> list[Path]:
 
 def _has_sets(folder: Path) -> bool:
     def has_images(root: Path) -> bool:
-        return root.name == "CXR_png" if root.is_dir() else any("CXR_png/" in name for name in archive(root).namelist())
+        if root.is_dir():
+            return root.name == "CXR_png"
+
+        return any("CXR_png/" in name for name in archive(root).namelist())
 
     return any(has_images(root) for root in _roots(folder))
 
@@ -70,9 +83,13 @@ def _read_sets(folder: Path) -> Table:
             if match := _FILE.search(f"{root.name}/{name}"):
                 # A tree that a published archive holds twice counts once.
                 uris["mask" if match[1] == "masks" else match[1]].setdefault(match[2], uri)
-    left, right, masks = uris["leftMask"], uris["rightMask"], uris["mask"]
+
+    left = uris["leftMask"]
+    right = uris["rightMask"]
+    masks = uris["mask"]
     for key in left.keys() & right.keys():
         masks.setdefault(key, JOINED.join((left[key], right[key])))
+
     table = paired(uris["CXR_png"], masks, _centre)
     table.problems += [f"{(left | right)[key]} has no mask of the other lung" for key in sorted(left.keys() ^ right)]
     return table

@@ -27,6 +27,7 @@ def idx_layout(root: str, classes: int) -> Layout:
             }
             if all(map(all, pairs.values())):
                 return {part: (f"{images}!idx", f"{labels}!idx") for part, (images, labels) in pairs.items()}
+
         return {}
 
     return stacked(f"torchvision's {root}/raw/{FILES}, or these files in the folder itself", find, classes, "official")

@@ -14,7 +14,9 @@ from medfl.datasets.readers.splitting import LEFT_OUT, Record, by_group, validat
 from medfl.datasets.readers.tables import Layout, Table, class_folders
 
 CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
-PLAIN, RAW, OTHERS = "NCT-CRC-HE-100K", "NCT-CRC-HE-100K-NONORM", "CRC-VAL-HE-7K"
+PLAIN = "NCT-CRC-HE-100K"
+RAW = "NCT-CRC-HE-100K-NONORM"
+OTHERS = "CRC-VAL-HE-7K"
 _CUT = by_group((0.7, 0.1, 0.2), "nct_crc")
 
 
@@ -24,11 +26,13 @@ def _tree(root: str, *, packed: bool = True) -> Layout:
 
 def _others(folder: Path) -> Table | None:
     """Return the images of CRC-VAL-HE-7K, which lie in a folder or a zip of that name."""
-    inside, packed = folder / OTHERS, folder / f"{OTHERS}.zip"
+    inside = folder / OTHERS
+    packed = folder / f"{OTHERS}.zip"
     if inside.is_dir() and (tree := _tree(OTHERS, packed=False)).find(inside):
         return tree.read(inside)
     if not packed.is_file():
         return None
+
     tree = class_folders(OTHERS, ("seeded",), (), (packed.name,), CLASSES)
     return tree.read(folder) if tree.find(folder) else None
 

@@ -31,15 +31,20 @@ _PARTS = {"train": "Training", "test": "Test"}
 
 
 def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[Path]) -> Table:
-    picture, mask, table = image_index(images), mask_index(masks), Table()
+    picture = image_index(images)
+    mask = mask_index(masks)
+    table = Table()
     for row in read_csv(path, ("image_id", "lesion_id", column)):
-        key, centre, where = row["image_id"], row[column], f"{row['image_id']} in {path}"
+        key = row["image_id"]
+        centre = row[column]
+        where = f"{row['image_id']} in {path}"
         if centre not in CENTRES:
             table.problems.append(f"{where} has centre {centre!r}, the centres are {', '.join(CENTRES)}")
         elif key not in picture or key not in mask:
             table.problems.append(f"{where}: its {'image' if key not in picture else 'mask'} is missing")
         else:
             table.records.append(Record(picture[key], 0, key, centre, row["lesion_id"], mask=mask[key]))
+
     return table
 
 
@@ -48,7 +53,8 @@ def _ham_masks(folder: Path) -> Path | None:
 
 
 def _read_published(folder: Path) -> Table:
-    path, masks = first(folder, *METADATA), _ham_masks(folder)
+    path = first(folder, *METADATA)
+    masks = _ham_masks(folder)
     assert path is not None
     assert masks is not None
     return _read_ham(path, "dataset", part_roots(folder), [masks])
@@ -63,6 +69,7 @@ def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
         )
         if images and masks:
             sections[section] = images, masks
+
     return sections
 
 
@@ -73,6 +80,7 @@ def _read_isic(folder: Path) -> Table:
         table.records += part.records
         table.problems += part.problems
         table.notes += part.notes
+
     return table
 
 

@@ -68,10 +68,14 @@ def check(
     Raises:
         InputError: no known layout in the folder, or no such split in it.
     """
-    dataset, (root, layout) = get(name), layout_of(name, folder)
+    dataset = get(name)
+    root, layout = layout_of(name, folder)
     split, rule = choose(name, root, split)
     columns = dataset.classes if dataset.task == "classification" else ("cases",)
-    problems, records, assigned = list[str](), list[Record](), list[str]()
+    problems = list[str]()
+    records = list[Record]()
+    assigned = list[str]()
+
     try:
         table = read_table(name, root)
         records = table.records
@@ -79,6 +83,7 @@ def check(
         assigned = rule(records)
     except InputError as error:
         problems.append(str(error))
+
     counts = counted(columns, records, assigned, dataset.centres)
     problems += _unreadable(dataset, records, progress)
     return CheckReport(
@@ -106,6 +111,7 @@ def counted(
     )
     present = {centre for _, centre, _ in counts}
     centres = [*(c for c in named if c in present), *sorted(present.difference(named))]
+
     return {
         section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in centres}
         for section in SECTIONS
@@ -119,12 +125,15 @@ def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> 
             if dataset.open_pair is not None:
                 dataset.open_pair(record.image, record.mask)
                 continue
+
             pixels = read_pixels(record.image)
         except InputError as error:
             problems.append(str(error))
             continue
+
         if pixels.shape[-1] != dataset.channels and not dataset.mixed_channels:
             problems.append(f"{record.image} has {pixels.shape[-1]} channels, {dataset.name} has {dataset.channels}")
+
     return problems
 
 
@@ -141,13 +150,16 @@ def warnings_of(
         empty = [name for name, total in zip(columns, totals, strict=False) if not total]
         if assigned and empty:
             warnings.append(f"section {section} has no image of {', '.join(empty)}")
+
     seen: dict[str, set[str]] = defaultdict(set)
     for record, section in zip(records, assigned, strict=False):
         seen[record.group].add(section)
+
     if leaking := {group for group, sections in seen.items() if len(sections) > 1}:
         pairs = zip(records, assigned, strict=False)
         test = sum(section == "test" and record.group in leaking for record, section in pairs)
         warnings.append(
             f"{len(leaking)} patients or lesions have images in several sections of this split ({test} test images)"
         )
+
     return warnings

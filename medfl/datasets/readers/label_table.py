@@ -53,12 +53,14 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     heads = {str(name).strip().lower(): name for row in rows[:1] for name in row if name}
     named = {column: _matched(path, rows, heads[column], images) for column in FILES if column in heads}
     column = next((column for column, index in named.items() if index), None)
+
     if column is None:
         raise InputError(
             f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, named)) or 'of files'}",
             f"a column {', '.join(FILES)} of file names, with or without their endings",
             "name the column so, or check the folder",
         )
+
     index = named[column]
     label, class_of = _classes(path, rows, heads, heads[column])
     classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
@@ -77,14 +79,17 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     notes = [f"{len(e)} {what}: left out, {tables.several(e, 'such')}" for what, e in left_out.items() if e]
     names = sorted(set(classes.values()))
     alike = [[one for one in names if one.casefold() == form] for form in sorted({name.casefold() for name in names})]
+
     if twice := "; ".join(" and ".join(map(repr, spellings)) for spellings in alike if len(spellings) > 1):
         notes.append(f"classes that differ in upper and lower case only: {twice}; they count as different")
+
     cases_of = {
         image: {name: str(rows[number][head] or "").strip() for name, head in case_heads.items()}
         for image, number in index.items()
     }
     by = [f"images by column {heads[column]!r}", f"classes by {label}"]
     by += [f"{name}s by {head!r}" for name, head in case_heads.items()]
+
     return Labels(classes, cases_of, ", ".join(by), tuple(notes))
 
 
@@ -94,10 +99,12 @@ def _matched(path: Path, rows: Sequence[Mapping[str, str]], column: str, images:
     times = Counter(form for form, _ in forms)
     image_of = {form: image for form, image in forms if times[form] == 1}
     row_numbers: dict[str, int] = {}
+
     for number, row in enumerate(rows):
         image = next((image_of[form] for form in _forms(str(row[column] or "")) if form in image_of), None)
         if image is not None and row_numbers.setdefault(image, number) != number and rows[row_numbers[image]] != row:
             raise InputError(f"{path} has two rows for {image}", "a row for each image", "remove one of them")
+
     return row_numbers
 
 
@@ -115,6 +122,7 @@ def _classes(
     label = next((heads[name] for name in LABELS if name in heads and heads[name] != column), None)
     if label is not None:
         return f"column {label!r}", [_plain(row[label]) for row in rows]
+
     others = {*FILES, *(head for names in _CASES.values() for head in names)}
     free = [name for head, name in heads.items() if name != column and head not in others]
     marks = [name for name in free if all((row[name] or "").strip() in _MARKS for row in rows)]
@@ -124,6 +132,7 @@ def _classes(
             f"one called {', '.join(LABELS)}, or one for each class with 0 and 1",
             "name the column so",
         )
+
     class_of = [[name for name in marks if float(row[name])] for row in rows]
     double = next((number for number, names in enumerate(class_of) if len(names) > 1), None)
     if double is not None:
@@ -132,6 +141,7 @@ def _classes(
             "one class an image",
             "keep one of them, or name the classes in a column 'label'",
         )
+
     return f"the columns {', '.join(marks)}", [names[0] if names else "" for names in class_of]
 
 
