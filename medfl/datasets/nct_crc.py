@@ -42,8 +42,8 @@ def _layout(root: str, *, tested: bool) -> Layout:
     tree = _tree(root)
 
     def read(folder: Path) -> Table:
-        others = _others(folder) if tested else None
-        parts = {"train": tree.read(folder), "test": others or Table()}
+        test_table = _others(folder) if tested else None
+        parts = {"train": tree.read(folder), "test": test_table or Table()}
         return Table(
             [replace(record, sections={"official": part}) for part, table in parts.items() for record in table.records]
         )

@@ -111,9 +111,9 @@ def paired(
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the folders of classes."""
     images = {name: files for name in _folders(root) if (files := tables.image_files(root / name))}
-    rest: tuple[Record, ...] = ()
+    bare: tuple[Record, ...] = ()
     if UNLABELLED not in classes:
-        rest = unlabelled(images.pop(UNLABELLED, ()), f"{UNLABELLED}/")
+        bare = unlabelled(images.pop(UNLABELLED, ()), f"{UNLABELLED}/")
 
     unknown = [name for name in images if name not in classes]
     if unknown or not images:
@@ -133,10 +133,10 @@ def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     records = [_record(uri, classes.index(name), f"{name}/{path}") for name, path, uri in entries]
     empty = [name for name in classes if name not in images]
     notes: tuple[str, ...] = (f"no image of class {', '.join(map(repr, empty))}",) if empty else ()
-    notes += (f"{len(rest)} images in folder {UNLABELLED!r} have no class and are left out",) if rest else ()
-    rows = cases.read(root, records, rest)
+    notes += (f"{len(bare)} images in folder {UNLABELLED!r} have no class and are left out",) if bare else ()
+    rows = cases.read(root, records, bare)
 
-    return OwnImages(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), rest)
+    return OwnImages(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), bare)
 
 
 def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None = None) -> OwnImages:
@@ -152,16 +152,16 @@ def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None
 
     labelling = label_table.read(table, [path for path, _ in files])
     names = sorted(set(labelling.classes.values())) if classes is None else classes
-    if other := sorted(set(labelling.classes.values()) - set(names)):
-        problem = f"{table} has the class {tables.several([repr(name) for name in other], 'classes')}"
+    if unknown := sorted(set(labelling.classes.values()) - set(names)):
+        problem = f"{table} has the class {tables.several([repr(name) for name in unknown], 'classes')}"
         raise InputError(problem, f"the classes {', '.join(names)}", "change these rows")
 
     used = [(path, uri) for path, uri in files if path in labelling.classes]
     records = [_record(uri, names.index(labelling.classes[path]), path) for path, uri in used]
-    rest = unlabelled((path, uri) for path, uri in files if path not in labelling.classes)
-    rows = cases.read(root, records, rest) or {path: row for path, row in labelling.rows.items() if row}
+    bare = unlabelled((path, uri) for path, uri in files if path not in labelling.classes)
+    rows = cases.read(root, records, bare) or {path: row for path, row in labelling.rows.items() if row}
 
-    return OwnImages(records, [path for path, _ in used], rows, labelling.notes, labelling.columns, tuple(names), rest)
+    return OwnImages(records, [path for path, _ in used], rows, labelling.notes, labelling.columns, tuple(names), bare)
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:
@@ -170,14 +170,14 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
     mask_folder = path_below(root, masks)
     table = _pairs(image_folder, mask_folder, lacking)
     records = table.records
-    rest = unlabelled(table.unlabelled.items())
+    bare = unlabelled(table.unlabelled.items())
 
     if (image_folder / conventions.BIDS_FILE).is_file():
         records = [replace(record, group=conventions.subject(record.image)) for record in records]
-        rest = tuple(replace(record, group=conventions.subject(record.image)) for record in rest)
+        bare = tuple(replace(record, group=conventions.subject(record.image)) for record in bare)
 
     names = [path_in(image_folder, record) for record in records]
-    return OwnImages(records, names, cases.read(root, records, rest), tuple(table.notes), unlabelled=rest)
+    return OwnImages(records, names, cases.read(root, records, bare), tuple(table.notes), unlabelled=bare)
 
 
 def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Record, ...]:
@@ -264,7 +264,7 @@ def cohort_of(uris: Iterable[str | Path]) -> Path | None:
     What is not there is passed over; a link counts for what it leads to.
     """
     files = {Path(split_uri(part)[0]) for uri in uris for part in str(uri).split(JOINED)}
-    existing = {whole for path in files if os.path.exists(path) for whole in (path.absolute(), path.resolve())}
+    existing = {place for path in files if os.path.exists(path) for place in (path.absolute(), path.resolve())}
     folders = {folder for path in existing for folder in (path, *path.parents)}
     return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
 
@@ -355,10 +355,10 @@ def sections_of(
         records = [replace(r, group=patient or r.group) for r, patient in zip(records, patients, strict=True)]
 
     records = cases.described(root, records, dataset.rows)
-    named = any("section" in row for row in dataset.rows.values())
+    has_sections = any("section" in row for row in dataset.rows.values())
     if split:
-        rule = _fold(split, named)
-    elif named:
+        rule = _fold(split, has_sections)
+    elif has_sections:
         rule = published(cases.SPLIT)
     else:
         rule = filled(_BY_GROUP)
@@ -367,12 +367,12 @@ def sections_of(
     if empty := next((section for section in SECTIONS if section not in sections), None):
         unknown = all(record.group == record.id for record in records)
         if unknown:
-            of = ""
+            of_patients = ""
         else:
-            of = f" of {len({record.group for record in records})} patients"
+            of_patients = f" of {len({record.group for record in records})} patients"
 
         raise InputError(
-            f"{len(records)} images{of} in {root}, none of them in section {empty!r}",
+            f"{len(records)} images{of_patients} in {root}, none of them in section {empty!r}",
             f"sections are {', '.join(SECTIONS)}: at least 3 images of one class, of as many patients",
             f"add images, or name their sections in column 'section' of {cases.TABLE}",
         )
@@ -383,14 +383,14 @@ def sections_of(
 _BY_GROUP = by_group((0.7, 0.1, 0.2), "own", at_centres=False)
 
 
-def _fold(split: str, named: bool) -> Rule:
+def _fold(split: str, has_sections: bool) -> Rule:
     rule = fold_of(split, "own-fold")
-    if rule is None or named:
+    if rule is None or has_sections:
         advice = "take the column 'section' out of the table, or leave --folds out"
         raise InputError(
-            f"split {split!r}{' of images whose table names their sections' * named}",
+            f"split {split!r}{' of images whose table names their sections' * has_sections}",
             "fold:NUMBER/COUNT, as fold:2/5, of images without sections of their own",
-            advice if named else "write it like that, or leave it out",
+            advice if has_sections else "write it like that, or leave it out",
         )
 
     return rule

@@ -54,8 +54,8 @@ def find(images: str | Path, masks: str | Path | None = None, labels: str | Path
 
     names = conventions.NNUNET_FOLDERS
     if all((root / name).is_dir() for name in names):
-        rest = "; imagesTs is left out" * (root / "imagesTs").is_dir()
-        return _with_names(UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{rest}"))
+        left_out = "; imagesTs is left out" * (root / "imagesTs").is_dir()
+        return _with_names(UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{left_out}"))
 
     if (root / conventions.BIDS_FILE).is_file():
         where = conventions.bids_masks(root)
@@ -67,11 +67,11 @@ def find(images: str | Path, masks: str | Path | None = None, labels: str | Path
     return UserLayout(root)
 
 
-def _beside(root: Path, other: Path, flag: str, what: str) -> UserLayout:
+def _beside(root: Path, place: Path, flag: str, kind: str) -> UserLayout:
     """Return the layout of images and a folder or table in the same folder, or in that of the images."""
-    path = other.expanduser().resolve()
+    path = place.expanduser().resolve()
     if not (path.is_file() if flag == "--labels" else path.is_dir()):
-        raise InputError(f"{flag} {other} is not there", f"the {what}", "check the path")
+        raise InputError(f"{flag} {place} is not there", f"the {kind}", "check the path")
 
     if path != root and path.is_relative_to(root):
         folder = root
@@ -80,8 +80,8 @@ def _beside(root: Path, other: Path, flag: str, what: str) -> UserLayout:
         folder = root.parent
         images = root.name
     else:
-        problem = f"--images {root} and {flag} {other}"
-        allowed = f"the {what} and the images beside each other, or it among them"
+        problem = f"--images {root} and {flag} {place}"
+        allowed = f"the {kind} and the images beside each other, or it among them"
         raise InputError(problem, allowed, "put both into one folder")
 
     where = path.relative_to(folder).as_posix()

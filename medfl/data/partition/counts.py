@@ -151,20 +151,20 @@ def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: 
     return homes, notes + _count_notes(homes, sites, fitted)
 
 
-def _feasible(asked: Sequence[int], available: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
+def _feasible(requested: Sequence[int], available: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
     """Return counts that the images suffice for, and what was done to make them so."""
-    short = sum(asked) - available
+    short = sum(requested) - available
     if short <= 0:
-        return list(asked), []
+        return list(requested), []
 
-    if 10 * short <= asked[0] or len(asked) == 1:
-        counts = [asked[0] - short, *asked[1:]]
-        change = f"{sites[0]} has {asked[0] - short} instead of {asked[0]}"
+    if 10 * short <= requested[0] or len(requested) == 1:
+        counts = [requested[0] - short, *requested[1:]]
+        change = f"{sites[0]} has {requested[0] - short} instead of {requested[0]}"
     else:
-        counts = apportion(asked, available, least=kind == "train")
-        change = f"all sites have {available / sum(asked):.3g} of what was asked"
+        counts = apportion(requested, available, least=kind == "train")
+        change = f"all sites have {available / sum(requested):.3g} of what was asked"
 
-    return counts, [f"{sum(asked)} {_KINDS[kind]} images were asked for and there are {available}: {change}"]
+    return counts, [f"{sum(requested)} {_KINDS[kind]} images were asked for and there are {available}: {change}"]
 
 
 def _count_notes(homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]) -> list[str]:
@@ -187,9 +187,9 @@ def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int
 
     A part of a weight above 0 is raised to `least`, at the cost of the largest.
     """
-    whole = max(1, sum(weights))
-    parts = [weight * total // whole for weight in weights]
-    order = sorted(range(len(weights)), key=lambda i: (-(weights[i] * total % whole), i))
+    weight_sum = max(1, sum(weights))
+    parts = [weight * total // weight_sum for weight in weights]
+    order = sorted(range(len(weights)), key=lambda i: (-(weights[i] * total % weight_sum), i))
     for i in order[: total - sum(parts)]:
         parts[i] += 1
 

@@ -258,23 +258,20 @@ def divide(
     free = [group for group in groups if group.key not in owner_of]
     sizes = share.sizes(images_in(groups))
     if len(free) < len(groups) and free:
+        # Owners that have images already are given so many fewer.
         missing = np.maximum(sizes - [images_in(part) for part in result], 0)
         sizes = Share(share.owners, missing / missing.sum()).sizes(images_in(free))
+
+    if not free:
+        return result
 
     free = [free[i] for i in rng.permutation(len(free))]
     ends = np.cumsum([0, *(len(group.members) for group in free)])
     bounds = np.cumsum(sizes)[:-1]
-    if free:
-        above = np.searchsorted(ends, bounds).clip(1, len(ends) - 1)
-    else:
-        above = np.ones(0, int)
-
+    # A group is not divided: the part ends at the group boundary nearest to the one asked for.
+    above = np.searchsorted(ends, bounds).clip(1, len(ends) - 1)
     below = above - 1
-    if free:
-        cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist()
-    else:
-        cuts = [0] * len(bounds)
-
+    cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist()
     for part, owner, start, stop in zip(result, share.owners, [0, *cuts], [*cuts, len(free)], strict=True):
         part.extend(free[start:stop])
         owner_of.update((group.key, owner) for group in free[start:stop])

@@ -68,9 +68,9 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[list[int]]:
 
 def _block(rows: Sequence[Sequence[str]]) -> str:
     """Align one block: names left, numbers right, a rule under the head and above the last row."""
-    first, *others = _widths(rows)
-    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], others)) for row in rows]
-    rule = "-" * (first + sum(others))
+    first, *widths = _widths(rows)
+    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in rows]
+    rule = "-" * (first + sum(widths))
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

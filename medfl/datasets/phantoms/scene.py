@@ -103,7 +103,7 @@ def noise(rng: np.random.Generator, shape: Shape, cells: int) -> Array:
     for axis, side in enumerate(shape):
         place = (np.arange(side) + 0.5) * cells / side
         knot = place.astype(int)
-        weight = (place - knot).reshape([-1 if other == axis else 1 for other in range(len(shape))])
+        weight = (place - knot).reshape([-1 if index == axis else 1 for index in range(len(shape))])
         values = values.take(knot, axis) * (1 - weight) + values.take(knot + 1, axis) * weight
     return values
 

@@ -44,8 +44,8 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
     return described_records
 
 
-def read(root: Path, records: Sequence[Record], others: Sequence[Record] = ()) -> Rows:
-    """Return the rows of a folder's table, empty where it has none; `others` are images that may be without one.
+def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = ()) -> Rows:
+    """Return the rows of a folder's table, empty where it has none; `unlabelled` are images that may be without one.
 
     Raises:
         InputError: two rows of an image or two images of a row, an image without one, or no column `file`.
@@ -64,7 +64,7 @@ def read(root: Path, records: Sequence[Record], others: Sequence[Record] = ()) -
     row_of = {}
     used = dict[str, str]()
     missing = []
-    for number, record in enumerate([*records, *others]):
+    for number, record in enumerate([*records, *unlabelled]):
         name = next((name for name in _names(root, record) if name in rows), None)
         if name is None:
             missing += [record.id] if number < len(records) else []

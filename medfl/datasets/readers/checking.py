@@ -101,19 +101,19 @@ def check(
 
 
 def counted(
-    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], named: Sequence[str] = ()
+    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], centres_named: Sequence[str] = ()
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return section -> centre -> number of images of each column; a single `named` one stands for unnamed ones."""
-    has_centres = len(named) != 1 or any(record.centre in named for record in records)
+    """Return section -> centre -> number of images of each column; one centre named alone stands for all."""
+    has_centres = len(centres_named) != 1 or any(record.centre in centres_named for record in records)
     counts = Counter(
-        (section, record.centre if has_centres else named[0], record.label)
+        (section, record.centre if has_centres else centres_named[0], record.label)
         for record, section in zip(records, assigned, strict=False)
     )
     present = {centre for _, centre, _ in counts}
-    centres = [*(c for c in named if c in present), *sorted(present.difference(named))]
+    order = [*(c for c in centres_named if c in present), *sorted(present.difference(centres_named))]
 
     return {
-        section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in centres}
+        section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in order}
         for section in SECTIONS
     }
 
@@ -151,11 +151,11 @@ def warnings_of(
         if assigned and empty:
             warnings.append(f"section {section} has no image of {', '.join(empty)}")
 
-    seen: dict[str, set[str]] = defaultdict(set)
+    sections_of: dict[str, set[str]] = defaultdict(set)
     for record, section in zip(records, assigned, strict=False):
-        seen[record.group].add(section)
+        sections_of[record.group].add(section)
 
-    if leaking := {group for group, sections in seen.items() if len(sections) > 1}:
+    if leaking := {group for group, sections in sections_of.items() if len(sections) > 1}:
         pairs = zip(records, assigned, strict=False)
         test = sum(section == "test" and record.group in leaking for record, section in pairs)
         warnings.append(

@@ -60,18 +60,18 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
         if match and (match[1] in of_mask or (lacking and match[1] not in image_paths)):
             parts[match[1]][match[2]] = uri
 
-    every = sorted({number for numbers in parts.values() for number in numbers})
+    channel_numbers = sorted({number for numbers in parts.values() for number in numbers})
     for path, numbers in parts.items():
-        if (missing := [number for number in every if number not in numbers]) and not lacking:
+        if (missing := [number for number in channel_numbers if number not in numbers]) and not lacking:
             raise InputError(
                 f"image {path} has no channel {missing[0]}, which others have",
-                f"of each image the channels {', '.join(every)}, as files {path}_{every[0]} ...",
+                f"of each image the channels {', '.join(channel_numbers)}, as files {path}_{channel_numbers[0]} ...",
                 "add the file, remove the case, or have the run say by --site-channels which channels its site has",
             )
 
     single = [(path, uri) for path, uri in images if not ((match := _CHANNEL.fullmatch(path)) and match[1] in parts)]
-    whole = [(path, JOINED.join(numbers[number] for number in sorted(numbers))) for path, numbers in parts.items()]
-    return sorted([*single, *whole])
+    joined = [(path, JOINED.join(numbers[number] for number in sorted(numbers))) for path, numbers in parts.items()]
+    return sorted([*single, *joined])
 
 
 def bids(images: Named, masks: Named) -> tuple[Named, Named]:

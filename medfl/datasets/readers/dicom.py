@@ -179,12 +179,12 @@ def _execute(file: str) -> Any:
     return image
 
 
-def _executed(reader: Any, what: str, allowed: str, advice: str) -> Any:
+def _executed(reader: Any, source: str, allowed: str, advice: str) -> Any:
     try:
         return reader.Execute()
     except RuntimeError as error:
         reason = str(error).strip().rpartition("\n")[2]
-        raise InputError(f"DICOM {what} cannot be read ({reason})", allowed, advice) from error
+        raise InputError(f"DICOM {source} cannot be read ({reason})", allowed, advice) from error
 
 
 def _affine(image: Any) -> NDArray[np.float64]:
@@ -222,8 +222,8 @@ def _files(folder: str) -> tuple[str, ...]:
     series = {uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in reader.GetGDCMSeriesIDs(folder)}
     if len(series) == 1:
         files: tuple[str, ...] = next(iter(series.values()))
-        others = set(os.listdir(folder)) - {os.path.basename(file) for file in files} - {"DICOMDIR"}
-        damaged = sorted(name for name in others if is_dicom(os.path.join(folder, name)))
+        other_names = set(os.listdir(folder)) - {os.path.basename(file) for file in files} - {"DICOMDIR"}
+        damaged = sorted(name for name in other_names if is_dicom(os.path.join(folder, name)))
         if not damaged:
             return files
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,23 +51,23 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     """
     rows = tables.read_csv(path, ())
     heads = {str(name).strip().lower(): name for row in rows[:1] for name in row if name}
-    named = {column: _matched(path, rows, heads[column], images) for column in FILES if column in heads}
-    column = next((column for column, index in named.items() if index), None)
+    matches = {column: _matched(path, rows, heads[column], images) for column in FILES if column in heads}
+    column = next((column for column, index in matches.items() if index), None)
 
     if column is None:
         raise InputError(
-            f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, named)) or 'of files'}",
+            f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
             f"a column {', '.join(FILES)} of file names, with or without their endings",
             "name the column so, or check the folder",
         )
 
-    index = named[column]
+    index = matches[column]
     label, class_of = _classes(path, rows, heads, heads[column])
     classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
     case_heads = {
         name: heads[first]
-        for name, others in _CASES.items()
-        if (first := next((other for other in others if other in heads), None))
+        for name, spellings in _CASES.items()
+        if (first := next((spelling for spelling in spellings if spelling in heads), None))
     }
     matched_rows = set(index.values())
     without_image = [str(row[heads[column]]) for number, row in enumerate(rows) if number not in matched_rows]
@@ -76,11 +76,19 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         "images have no class in the table": [image for image in index if image not in classes],
         "rows of the table have no image": without_image,
     }
-    notes = [f"{len(e)} {what}: left out, {tables.several(e, 'such')}" for what, e in left_out.items() if e]
-    names = sorted(set(classes.values()))
-    alike = [[one for one in names if one.casefold() == form] for form in sorted({name.casefold() for name in names})]
+    notes = []
+    for reason, entries in left_out.items():
+        if entries:
+            notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
 
-    if twice := "; ".join(" and ".join(map(repr, spellings)) for spellings in alike if len(spellings) > 1):
+    names = sorted(set(classes.values()))
+    alike = defaultdict[str, list[str]](list)
+    for name in names:
+        alike[name.casefold()].append(name)
+
+    if twice := "; ".join(
+        " and ".join(map(repr, spellings)) for _, spellings in sorted(alike.items()) if len(spellings) > 1
+    ):
         notes.append(f"classes that differ in upper and lower case only: {twice}; they count as different")
 
     cases_of = {
@@ -123,8 +131,8 @@ def _classes(
     if label is not None:
         return f"column {label!r}", [_plain(row[label]) for row in rows]
 
-    others = {*FILES, *(head for names in _CASES.values() for head in names)}
-    free = [name for head, name in heads.items() if name != column and head not in others]
+    known_heads = {*FILES, *(head for names in _CASES.values() for head in names)}
+    free = [name for head, name in heads.items() if name != column and head not in known_heads]
     marks = [name for name in free if all((row[name] or "").strip() in _MARKS for row in rows)]
     if len(marks) < 2:
         raise InputError(

@@ -65,7 +65,7 @@ def left_out(folder: Path, used: Iterable[str], endings: Collection[str], what: 
     """
     used_paths = set(used)
     images = list[str]()
-    others = list[str]()
+    other_files = list[str]()
     for base, folders, files in folders_below(folder):
         shown = (n for n in folders if is_text(n) and not is_hidden(n))
         folders[:] = sorted(n for n in shown if os.path.join(base, n) not in used_paths)
@@ -73,11 +73,11 @@ def left_out(folder: Path, used: Iterable[str], endings: Collection[str], what: 
             path = Path(base, name)
             if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != folder or name not in _TABLES):
                 image = name.lower().endswith(tuple(endings))
-                (images if image else others).append(path.relative_to(folder).as_posix())
+                (images if image else other_files).append(path.relative_to(folder).as_posix())
 
     return tuple(
         f"{len(files)} {kind}: left out, first {files[0]}"
-        for files, kind in ((images, f"images {what}"), (others, f"files that do not end in {', '.join(endings)}"))
+        for files, kind in ((images, f"images {what}"), (other_files, f"files that do not end in {', '.join(endings)}"))
         if files
     )
 

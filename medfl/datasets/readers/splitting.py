@@ -151,9 +151,11 @@ def fold(number: int, count: int, salt: str) -> Rule:
             )
 
         tested = set(order[number - 1 :: count])
-        others = [record for record in records if record.group not in tested]
-        divided = filled(by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",))(others)
-        section_of = {record.group: section for record, section in zip(others, divided, strict=True)}
+        training = [record for record in records if record.group not in tested]
+        divided = filled(by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",))(
+            training
+        )
+        section_of = {record.group: section for record, section in zip(training, divided, strict=True)}
 
         return [section_of.get(record.group, "test") for record in records]
 

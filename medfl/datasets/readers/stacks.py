@@ -170,10 +170,10 @@ def write_idx(path: Path, values: Array) -> None:
 def write_svhn(path: Path, images: Array, labels: Array) -> None:
     """Write a MATLAB file with the variables of SVHN."""
     target = io.BytesIO()
-    named = {"X": images.transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels).astype(np.uint8)[:, None]}
+    variables = {"X": images.transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels).astype(np.uint8)[:, None]}
     from scipy.io import savemat
 
-    savemat(target, named, do_compression=True)
+    savemat(target, variables, do_compression=True)
     title = b"MATLAB 5.0 MAT-file, phantom of SVHN"  # in the place of one with the time of day
     path.write_bytes(title.ljust(116) + target.getvalue()[116:])
 

@@ -295,7 +295,7 @@ class WriteClassesd(MapTransform):
     ) -> None:
         super().__init__(keys)
         self.file = Path(output_dir) / "predictions.csv"
-        self.classes = [str(one) for one in classes]
+        self.classes = [str(name) for name in classes]
         self._begun = False
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:

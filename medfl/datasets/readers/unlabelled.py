@@ -69,13 +69,13 @@ def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
         if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
             parts[match[1] + match[2]].append(ident)
 
-    whole = {idents[0]: name for name, idents in parts.items() if len(idents) == channels and name not in files}
-    others = {ident for idents in parts.values() if idents[0] in whole for ident in idents[1:]}
+    name_of = {idents[0]: name for name, idents in parts.items() if len(idents) == channels and name not in files}
+    later_channels = {ident for idents in parts.values() if idents[0] in name_of for ident in idents[1:]}
     images = {}
     for ident, uri in files.items():
-        if ident in whole:
-            images[whole[ident]] = JOINED.join(files[channel] for channel in sorted(parts[whole[ident]]))
-        elif ident not in others:
+        if ident in name_of:
+            images[name_of[ident]] = JOINED.join(files[channel] for channel in sorted(parts[name_of[ident]]))
+        elif ident not in later_channels:
             images[ident] = uri
 
     return images

@@ -47,16 +47,16 @@ def read_volume(uri: str) -> MetaTensor:
             values; one value everywhere; an affine that cannot be inverted; a folder with no or several DICOM series;
             channels that differ in shape or affine.
     """
-    first, *others = uri.split(JOINED)
-    return _with_channels(_read(first), first, others)
+    first, *more_uris = uri.split(JOINED)
+    return _with_channels(_read(first), first, more_uris)
 
 
-def _with_channels(raw: _Raw, uri: str, others: Sequence[str]) -> MetaTensor:
+def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
     channels = [_values(uri, raw)]
-    for other in others:
-        more = _read(other)
-        _require_one_place(f"channel {uri}", raw, f"channel {other}", more)
-        channels.append(_values(other, more))
+    for channel_uri in more_uris:
+        channel = _read(channel_uri)
+        _require_one_place(f"channel {uri}", raw, f"channel {channel_uri}", channel)
+        channels.append(_values(channel_uri, channel))
     return _tensor(uri, np.stack(channels), raw.affine)
 
 
@@ -66,22 +66,24 @@ def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTens
     Raises:
         InputError: as `read_volume`, or the two differ in shape or affine, or the mask has other values.
     """
-    first, *others = image.split(JOINED)
+    first, *more_uris = image.split(JOINED)
     raw = _read(first)
     labels = _read(mask)
     _require_one_place(f"image {first}", raw, f"its mask {mask}", labels)
-    return _with_channels(raw, first, others), _tensor(mask, _classes(mask, labels.voxels, classes)[None], raw.affine)
+    return _with_channels(raw, first, more_uris), _tensor(
+        mask, _classes(mask, labels.voxels, classes)[None], raw.affine
+    )
 
 
-def _require_one_place(first: str, one: _Raw, second: str, other: _Raw) -> None:
+def _require_one_place(name: str, raw: _Raw, other_name: str, other_raw: _Raw) -> None:
     allowed = "an image, its channels and its mask have one shape"
     advice = "resample the mask to the image, or remove the case"
-    if one.voxels.shape != other.voxels.shape:
-        problem = f"{first} is {times(one.voxels.shape)} voxels, {second} {times(other.voxels.shape)}"
+    if raw.voxels.shape != other_raw.voxels.shape:
+        problem = f"{name} is {times(raw.voxels.shape)} voxels, {other_name} {times(other_raw.voxels.shape)}"
         raise InputError(problem, allowed, advice)
 
-    if not np.allclose(one.affine, other.affine, rtol=0, atol=TOLERANCE):
-        problem = f"{first} has the affine {_rows(one.affine)}, {second} {_rows(other.affine)}"
+    if not np.allclose(raw.affine, other_raw.affine, rtol=0, atol=TOLERANCE):
+        problem = f"{name} has the affine {_rows(raw.affine)}, {other_name} {_rows(other_raw.affine)}"
         raise InputError(problem, f"they lie in one place, to {TOLERANCE} mm", advice)
 
 
@@ -140,8 +142,8 @@ def bare(name: str, endings: Sequence[str] = SUFFIXES) -> str:
 
 def _is_series(folder: Path) -> bool:
     names = [file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
-    others = [name for name in names if not is_nifti(name)]
-    return bool(others) and (len(others) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in others))
+    foreign = [name for name in names if not is_nifti(name)]
+    return bool(foreign) and (len(foreign) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in foreign))
 
 
 # Files
@@ -284,11 +286,11 @@ def _classes(mask: str, values: Array, classes: int) -> Array:
 
     wrong = (labels != values) | (labels >= classes)
     if wrong.any():
-        others = np.unique(values[wrong])
-        more = ", ..." if len(others) > 5 else ""
+        values_outside = np.unique(values[wrong])
+        numbers = ", ".join(f"{value:g}" for value in values_outside[:5])
+        more = ", ..." if len(values_outside) > 5 else ""
         raise InputError(
-            f"mask {mask} has the value{'s' * (len(others) > 1)} {', '.join(f'{v:g}' for v in others[:5])}{more} "
-            f"at {int(wrong.sum())} voxels",
+            f"mask {mask} has the value{'s' * (len(values_outside) > 1)} {numbers}{more} at {int(wrong.sum())} voxels",
             f"its labels are the whole numbers 0 to {classes - 1}",
             "relabel the mask, or remove the case",
         )
