@@ -3,7 +3,8 @@
     python tools/same_bits.py REVISION [--methods a,b] [--out DIR]
 
 The runs of REVISION are made from a checkout of it in a folder of its own, those of this tree from here, both with this
-Python, and are compared run by run. DIR keeps both tables as JSON, and REVISION's is not made again where it is there.
+Python and on the same images, and are compared run by run. DIR keeps both tables as JSON, and REVISION's is not made
+again where it is there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = {"public": "mnist:phantom"}
+PHANTOMS = ROOT / "build" / "same_bits" / "phantoms"
+"""Drawn once, by this tree: the images are the same for both, also where how they are drawn has changed."""
+PUBLIC = {"public": f"mnist:{PHANTOMS / 'mnist'}"}
 SCANS = {"network": "small_cnn", "image_size": 32}
 OPTIONS: dict[str, dict[str, Any]] = {
     "ccvr": {"calibration_epochs": 1, "virtual": 10},
@@ -55,9 +58,16 @@ for name, (bundle, method, options, config, requested) in asked["runs"].items():
 
 def runs(names: list[str]) -> dict[str, list[Any]]:
     """Return name -> what `federate` is asked for."""
-    small = {"data": "phantom", "sites": 3, "partition": "dirichlet:1", "cohort": 0.67, "rounds": 2, "local_epochs": 1}
+    small = {
+        "data": str(PHANTOMS / "mednist"),
+        "sites": 3,
+        "partition": "dirichlet:1",
+        "cohort": 0.67,
+        "rounds": 2,
+        "local_epochs": 1,
+    }
     small |= {"batch_size": 16, "seed": 3}
-    volumes = {**small, "partition": "iid", "rounds": 1, "batch_size": 4}
+    volumes = {**small, "data": str(PHANTOMS / "hippocampus"), "partition": "iid", "rounds": 1, "batch_size": 4}
     made = {name: ["mednist", name, OPTIONS.get(name, {}), SCANS, small] for name in names if name != "condistfl"}
     if "condistfl" in names:
         partial = {"sites": 2, "cohort": 1.0, "site_labels": "site-1=anterior;site-2=posterior"}
@@ -91,8 +101,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "same_bits", metavar="DIR")
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from medfl import methods
+    from medfl import datasets, methods
 
+    for name in ("mednist", "mnist", "hippocampus"):
+        if not datasets.is_phantom(PHANTOMS / name):
+            datasets.write_phantom(name, PHANTOMS / name)
     asked = runs(options.methods.split(",") if options.methods else list(methods.names()))
     options.out.mkdir(parents=True, exist_ok=True)
     known = options.out / f"{options.revision}.json"

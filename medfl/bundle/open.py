@@ -17,12 +17,12 @@ from medfl.bundle import unlabelled_images
 from medfl.bundle.bundle import Bundle, read_protocol, shipped
 from medfl.bundle.files import find, sha256_of, shipped_folders, shipped_root
 from medfl.core.errors import InputError
-from medfl.core.release import VERSION
 from medfl.core.run import DataRecord, Run
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.data.source import NO_LABEL
+from medfl.datasets.phantoms.phantom import PHANTOM_VERSION
 from medfl.policy.policy import Policy
 from medfl.problem import parts
 from medfl.problem.parts import PartsProblem
@@ -41,7 +41,7 @@ _INSTEAD = {
 
 def phantom_folder(name: str) -> Path:
     """Return the phantom cohort of a data set, drawn once per user into the cache folder ($XDG_CACHE_HOME/medfl)."""
-    folder = cache_folder("phantom") / f"{name}-{VERSION}"
+    folder = cache_folder("phantom") / f"{name}-{PHANTOM_VERSION}"
     if not datasets.is_phantom(folder):
         datasets.write_phantom(name, folder)
     return folder

@@ -18,7 +18,7 @@ from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import printable
 
 PRIVATE_CACHE = "MEDFL_PRIVATE_CACHE"
-"""The environment variable by which a sandboxed process has a cache of its own."""
+"""Variable of a process in a sandbox: its folder for what is pickled, as other processes would run what it writes."""
 
 _UNFIT = re.compile(r'[%/\\:*?"<>|\x00-\x1f\x7f]|^\.|[. ]$')
 """What cannot stand in a file name on some system, a name's first or last dot, and what marks that it was replaced."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -101,7 +102,10 @@ class DataSet:
     @property
     def task(self) -> str:
         """Classification or segmentation."""
-        return "segmentation" if self.open_pair else "classification"
+        if self.open_pair:
+            return "segmentation"
+
+        return "classification"
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -115,7 +119,10 @@ class DataSet:
 
     def layout(self, folder: Path) -> Layout | None:
         """Return the layout of which `folder` is one, or None."""
-        return next((layout for layout in self.layouts if layout.find(folder)), None) if folder.is_dir() else None
+        if folder.is_dir():
+            return next((layout for layout in self.layouts if layout.find(folder)), None)
+
+        return None
 
 
 @functools.cache
@@ -142,6 +149,7 @@ def get(name: str) -> DataSet:
             f"data sets: {', '.join(names())}",
             did_you_mean(name, names(), "give one of these names"),
         )
+
     return _registry()[name]
 
 
@@ -157,13 +165,16 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
         raise InputError(
             f"no folder is given for {name} and MEDFL_DATA is not set", layouts, "give --data, or set MEDFL_DATA"
         )
+
     root = Path(os.environ["MEDFL_DATA"] if folder is None else folder)
     if not root.is_dir():
         raise InputError(f"{root} is not a folder", layouts, f"give the folder that holds {name} with --data")
+
     candidates = [root, *(root / folder_name for folder_name in dataset.folders)]
     for candidate in candidates:
         if dataset.layout(candidate) is not None:
             return candidate
+
     looked = ", ".join(candidate.name for candidate in candidates[1:])
     raise InputError(
         f"{root} holds no {name} data, nor does a folder {looked} in it", layouts, "give its folder with --data"
@@ -185,7 +196,10 @@ def splits(name: str, folder: str | Path) -> tuple[str, ...]:
 
 def trial(name: str, split: str, number: int) -> str:
     """Return the split with `number` as its trial, if it is drawn anew in each trial and names none; else as it is."""
-    return f"{split}:{number}" if isinstance(get(name).rules.get(split), WholeCentres) else split
+    if isinstance(get(name).rules.get(split), WholeCentres):
+        return f"{split}:{number}"
+
+    return split
 
 
 def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str, Rule]:
@@ -198,6 +212,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
     split = split or layout.splits[0]
     if rule := fold_of(split, name):
         return split, rule
+
     kind, colon, number = split.partition(":")
     rules = {offered: get(name).rules[offered] for offered in layout.splits}
     rule = rules.get(kind)
@@ -205,6 +220,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
         return split, rule
     if isinstance(rule, WholeCentres) and number.isdecimal():
         return split, dataclasses.replace(rule, trial=int(number))
+
     forms = [f"{offered}[:TRIAL]" if isinstance(rule, WholeCentres) else offered for offered, rule in rules.items()]
     raise InputError(
         f"split {split!r} is not offered by {name} in {root}",
@@ -216,12 +232,14 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
 def notes(name: str, folder: str | Path) -> tuple[str, ...]:
     """Return what a user of the data in `folder` must know: of the data set, of this layout, of a phantom."""
     root, layout = layout_of(name, folder)
-    phantom = (f"{root} is a phantom: drawn images, not real ones",) if is_phantom(root) else ()
-    try:
-        of_table = tuple(read_table(name, root).notes)
-    except InputError:  # raised where the data are asked for
-        of_table = ()
-    return phantom + of_table + layout.notes + get(name).notes
+    remarks = []
+    if is_phantom(root):
+        remarks.append(f"{root} is a phantom: drawn images, not real ones")
+
+    with contextlib.suppress(InputError):  # raised where the data are asked for
+        remarks += read_table(name, root).notes
+
+    return (*remarks, *layout.notes, *get(name).notes)
 
 
 MARKER = "PHANTOM.json"
@@ -249,6 +267,7 @@ def datalist(name: str, folder: str | Path, section: str, split: str | None = No
         raise InputError(
             f"section {section!r} is not known", f"sections: {', '.join(SECTIONS)}", "give one of these sections"
         )
+
     from medfl.datasets.readers import label_images  # noqa: F401 - MONAI's own reader learns to open such items
 
     return [item.copy() for item in sections(name, folder, split)[section]]
@@ -275,8 +294,10 @@ def _read(name: str, root: Path, version: tuple[tuple[str, int, int], ...]) -> T
     table.records.sort(key=lambda record: record.id)
     times = Counter(record.id for record in table.records)
     table.problems += [f"image {ident} is listed {count} times" for ident, count in times.items() if count > 1]
+
     if not table.records and not table.problems:
         table.problems.append(f"{root} holds no image")
+
     return table
 
 
@@ -284,16 +305,19 @@ def _read(name: str, root: Path, version: tuple[tuple[str, int, int], ...]) -> T
 def _sections(
     name: str, root: Path, version: tuple[tuple[str, int, int], ...], split: str | None
 ) -> Mapping[str, tuple[Item, ...]]:
-    dataset, table = get(name), _read(name, root, version)
+    dataset = get(name)
+    table = _read(name, root, version)
     if table.problems:
         raise InputError(
             f"{name} in {root}: {several(table.problems, 'problems')}",
             f"the classes are {', '.join(dataset.classes)}; each image lies in the folder once",
             f"see `medfl data check {name} --data {root}`",
         )
+
     items: dict[str, list[Item]] = {section: [] for section in (*SECTIONS, LEFT_OUT)}
     for record, section in zip(table.records, choose(name, root, split)[1](table.records), strict=True):
         items[section].append(item_of(record))
+
     return MappingProxyType({section: tuple(items[section]) for section in SECTIONS})
 
 
@@ -316,11 +340,18 @@ def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
     files = [file for _, item in rows for file in (item["image"], item["label"]) if isinstance(file, str)]
     keys = {file: container_uri(file) for file in files}
     uris = sorted(set(keys.values()))
+
     with ThreadPoolExecutor(4) as pool:
         content = dict(zip(uris, pool.map(content_key, uris), strict=True))
+
     digest = hashlib.sha256()
     for section, item in rows:
-        label = content[keys[item["label"]]] if isinstance(item["label"], str) else str(item["label"])
+        if isinstance(item["label"], str):
+            label = content[keys[item["label"]]]
+        else:
+            label = str(item["label"])
+
         fields = (section, item["id"], label, item["centre"], item["group"], content[keys[item["image"]]])
         digest.update(("\t".join(fields) + "\n").encode())
+
     return digest.hexdigest()

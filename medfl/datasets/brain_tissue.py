@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
-
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms import scenes_volumes
-from medfl.datasets.phantoms.phantom import Generator, write_csv
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import Case, mixed
+from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, read_csv
 from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_index
@@ -30,7 +29,8 @@ def _files(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def _read(folder: Path) -> Table:
-    table, path = Table(), folder / SUBJECTS
+    table = Table()
+    path = folder / SUBJECTS
     rows = {row["id"]: row for row in read_csv(path, ("id", "subject", "age"))}
     for key, files in _files(folder).items():
         row = rows.get(key)
@@ -43,28 +43,38 @@ def _read(folder: Path) -> Table:
             table.problems.append(f"{path}: scan {key} has age {row['age']!r}, an age is a number of years")
         else:
             sections = {"age": "test" if float(row["age"]) >= OLD else "train"}
-            image, ident = files["t1ss"], f"oasis_{key}"
+            image = files["t1ss"]
+            ident = f"oasis_{key}"
             size = count_voxels(image)
             table.records.append(Record(image, 0, ident, "unknown", row["subject"], sections, files["tissue"], size))
+
     return table
 
 
-def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:
-    """Write a phantom of about 1 x 1.2 x 1 sides at 2 mm; every fifth subject has two scans, every fourth is old."""
-    rows: list[tuple[object, ...]] = []
-    subject = 0
-    while len(rows) < cases:
-        subject += 1
-        age = int(rng.integers(45, 91) if subject % 4 == 0 else rng.integers(18, 35))
-        for _ in range(min(2 if subject % 5 == 0 else 1, cases - len(rows))):
-            number = 9000 + len(rows)
-            sides = np.rint(np.array((1.0, 1.2, 1.0)) * side * rng.uniform(1.0, 1.1, 3)).astype(int)
-            image, labels = scenes_volumes.brain(rng, (int(sides[0]), int(sides[1]), int(sides[2])), age)
-            scenes_volumes.save(folder / f"oasis_{number}_t1ss.nii.gz", np.rint(image * 1700).astype(np.int16), 2.0)
-            scenes_volumes.save(folder / f"oasis_{number}_tissue.nii.gz", labels, 2.0)
-            rows.append((number, f"OAS9_{subject:04d}", age))
-    write_csv(folder / SUBJECTS, [("id", "subject", "age"), *rows])
-    return cases
+_SCENE = Scene(
+    (
+        Part((0.0,), texture=(0.0, 1)),
+        Part((0.22,), (0.86, 0.93, 0.86), bumps=(0.05, 5)),
+        Part((0.55,), (0.78, 0.84, 0.78), value=2, bumps=(0.05, 5)),
+        Part((0.82,), (0.56, 0.62, 0.56), value=3, bumps=(0.2, 7)),
+        Part((0.28,), (0.13, 0.4, 0.2), (-0.18, 0.0, 0.1), 1),
+        Part((0.28,), (0.13, 0.4, 0.2), (0.18, 0.0, 0.1), 1),
+    ),
+    shift=0.02,
+    spread=0.05,
+)
+
+
+def _phantom_stem(case: Case) -> str:
+    return f"oasis_{9000 + case.number}"
+
+
+def _phantom_age(case: Case) -> int:
+    """Return an age from the subject's number; the old, every fourth, are those of another scanner."""
+    if case.centre:
+        return 50 + case.group % 40
+
+    return 18 + case.group % 16
 
 
 DATASET = DataSet(
@@ -86,7 +96,22 @@ DATASET = DataSet(
     source="https://github.com/muschellij2/malf.templates",
     citation="Marcus et al.: Open Access Series of Imaging Studies. Journal of Cognitive Neuroscience 19, 1498 (2007); "
     "labels by Neuromorphometrics, Inc., grouped into tissues",
-    draw=draw,
+    draw=draw_files(
+        (_SCENE,),
+        mixed([[9], [1]]),
+        lambda case: f"{_phantom_stem(case)}_t1ss.nii.gz",
+        mask=lambda case: f"{_phantom_stem(case)}_tissue.nii.gz",
+        tables={
+            SUBJECTS: {
+                "id": lambda case: 9000 + case.number,
+                "subject": lambda case: f"OAS9_{case.group:04d}",
+                "age": _phantom_age,
+            }
+        },
+        sides=((1, 1.1), (1.2, 1.3), (1, 1.1)),
+        spacing=2.0,
+        repeats=True,
+    ),
     per_class=30,
     size=48,
     open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),

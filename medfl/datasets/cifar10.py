@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import draw_stacked
-from medfl.datasets.phantoms.scenes_natural import things
+from medfl.datasets.phantoms.layouts import draw_stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
 from medfl.datasets.readers.tables import Layout, first, stacked
@@ -40,7 +39,7 @@ DATASET = DataSet(
     source="https://www.cs.toronto.edu/~kriz/cifar.html",
     citation="Krizhevsky: Learning multiple layers of features from tiny images. Technical report, University of "
     "Toronto (2009)",
-    draw=draw_stacked(len(CLASSES), things(len(CLASSES)), partial(write_cifar, CIFAR10)),
+    draw=draw_stacks(len(CLASSES), 3, partial(write_cifar, CIFAR10)),
     per_class=60,
     size=32,
     notes=("50,000 training images, of which 10 % become validation, and 10,000 test images",),

@@ -7,8 +7,7 @@ from functools import partial
 
 from medfl.datasets import cifar10
 from medfl.datasets.base import Download
-from medfl.datasets.phantoms.phantom import draw_stacked
-from medfl.datasets.phantoms.scenes_natural import things
+from medfl.datasets.phantoms.layouts import draw_stacks
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR100, write_cifar
 
 # The fine labels, which are in alphabetical order.
@@ -33,7 +32,7 @@ DATASET = replace(
     concepts=tuple(name.replace("_", " ") for name in CLASSES),
     folders=("cifar100", "CIFAR100", "cifar-100"),
     layouts=(cifar10.batches_layout(CIFAR100, len(CLASSES)),),
-    draw=draw_stacked(len(CLASSES), things(len(CLASSES)), partial(write_cifar, CIFAR100)),
+    draw=draw_stacks(len(CLASSES), 3, partial(write_cifar, CIFAR100)),
     per_class=12,
     notes=(
         "50,000 training images, of which 10 % become validation, and 10,000 test images; the 100 fine labels are used",

@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from medfl.core.errors import InputError
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.phantom import Generator
-from medfl.datasets.phantoms.scenes_text import character, hand
+from medfl.datasets.phantoms.layouts import Stack, draw_stacks
 from medfl.datasets.readers.splitting import Record, WholeCentres, by_group
 from medfl.datasets.readers.tables import Layout, Table
 
@@ -30,9 +27,11 @@ def _files(folder: Path) -> list[Path]:
     for root in (folder, folder / "all_data", folder / "data" / "all_data"):
         if files := _numbered(root):
             return files
+
     for root in (folder, folder / "data"):
         if files := [*_numbered(root / "train"), *_numbered(root / "test")]:
             return files
+
     return []
 
 
@@ -57,13 +56,17 @@ def skim(text: bytes) -> Any:
             return dict(pairs())
         if token[0] == b"[":
             return [value(inner) for inner in until(b"]")]
-        return slice(*token.span()) if token[0][:1] == b"[" else json.loads(token[0])
+        if token[0][:1] == b"[":
+            return slice(*token.span())
+
+        return json.loads(token[0])
 
     def until(end: bytes) -> Iterator[re.Match[bytes]]:
         for token in tokens:
             if token[0] == end:
                 return
             yield token
+
         raise ValueError("it is cut off")
 
     def pairs() -> Iterator[tuple[str, Any]]:
@@ -78,60 +81,65 @@ def skim(text: bytes) -> Any:
 
 
 def _read(folder: Path) -> Table:
-    table, rows = Table(), dict[str, int]()
+    table = Table()
+    rows = dict[str, int]()
     for path in _files(folder):
         try:
             text = path.read_bytes()
             _add(table, rows, path, text, skim(text))
         except (OSError, ValueError, KeyError, TypeError, StopIteration, AttributeError) as error:
-            reason = f"no key {error}" if isinstance(error, KeyError) else str(error) or "it is cut off"
+            if isinstance(error, KeyError):
+                reason = f"no key {error}"
+            else:
+                reason = str(error) or "it is cut off"
+
             raise InputError(
                 f"{path} cannot be read ({reason})",
                 "LEAF's JSON: users, num_samples, user_data -> {writer: {x: lists of pixels, y: labels}}",
                 "make it anew with LEAF's preprocess.sh, or copy it again",
             ) from error
+
     return table
 
 
 def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: Any) -> None:
     """Enter the images of one file; a writer who has some already goes on from there."""
-    users, data = content["users"], content["user_data"]
+    users = content["users"]
+    data = content["user_data"]
     sizes = json.loads(text[content["num_samples"]])
     if not len(users) == len(sizes) == len(data):
         counts = f"{len(users)} users, {len(sizes)} num_samples and {len(data)} entries in user_data"
         table.problems.append(f"{path} has {counts}")
+
     for writer, size in zip(users, sizes, strict=False):
-        images, labels = data[writer]["x"], json.loads(text[data[writer]["y"]])
+        images = data[writer]["x"]
+        labels = json.loads(text[data[writer]["y"]])
         images = [] if isinstance(images, slice) else images  # an empty list is an innermost one
         if not len(images) == len(labels) == size:
             counts = f"{len(images)} images, {len(labels)} labels, num_samples {size}"
             table.problems.append(f"{path}: {writer} has {counts}")
+
         for span, label in zip(images, labels, strict=False):
             row = rows[writer] = rows.get(writer, -1) + 1
             if type(label) is not int or not 0 <= label < len(CLASSES):
                 table.problems.append(f"{path}: {writer} has label {label!r}, the labels are 0 to {len(CLASSES) - 1}")
                 continue
+
             key = f"{writer}/{row:04d}"
             table.records.append(Record(f"{path}!{span.start}:{span.stop}", label, key, writer, key))
 
 
-def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-    """Write a phantom: WRITERS hands, among whom the characters of each class are dealt."""
-    hands = [hand(rng) for _ in range(WRITERS)]
-    data: dict[str, dict[str, list[Any]]] = {f"f{number:04d}_90": {"x": [], "y": []} for number in range(WRITERS)}
-    for label, text in enumerate(CLASSES):
-        # Whole decks first: with 26 images of a class, any 35 of the 60 writers have one.
-        dealt = np.concatenate([rng.permutation(WRITERS) for _ in range(per_class // WRITERS + 1)])[:per_class]
-        for number in dealt.tolist():
-            pixels = 255 - np.rint(character(rng, text, size, hands[number]) * 255)
-            writer = data[f"f{number:04d}_90"]
-            writer["x"].append((pixels.ravel() / 255).tolist())
-            writer["y"].append(label)
+def _write(folder: Path, stacks: dict[str, Stack]) -> None:
+    """Write a phantom's images, dark on white, writer by writer."""
+    data = {}
+    for writer, (images, labels) in stacks.items():
+        pixels = 1 - images.reshape(len(images), -1) / 255
+        data[writer] = {"x": pixels.tolist(), "y": labels.tolist()}
+
+    content = {"users": list(data), "num_samples": [len(entry["y"]) for entry in data.values()], "user_data": data}
     target = folder / "data" / "all_data"
     target.mkdir(parents=True)
-    content = {"users": [*data], "num_samples": [len(writer["y"]) for writer in data.values()], "user_data": data}
     (target / "all_data_0.json").write_text(json.dumps(content), encoding="utf-8")
-    return per_class * len(CLASSES)
 
 
 DATASET = DataSet(
@@ -159,7 +167,7 @@ DATASET = DataSet(
     source="https://doi.org/10.18434/T4H01C (NIST Special Database 19); https://leaf.cmu.edu (LEAF)",
     citation="Caldas et al.: LEAF: A benchmark for federated settings. arXiv:1812.01097 (2018); Grother: NIST Special "
     "Database 19, Handprinted Forms and Characters Database (1995)",
-    draw=draw,
+    draw=draw_stacks(len(CLASSES), 1, _write, part=lambda case: f"f{case.centre:04d}_90", centres=WRITERS),
     per_class=26,
     size=28,
     notes=(

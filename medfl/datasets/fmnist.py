@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from medfl.datasets import mnist
-from medfl.datasets.phantoms.phantom import draw_stacked
-from medfl.datasets.phantoms.scenes_natural import garment
+from medfl.datasets.phantoms.layouts import draw_stacks
 
 DATASET = replace(
     mnist.DATASET,
@@ -23,7 +22,7 @@ DATASET = replace(
     source="https://github.com/zalandoresearch/fashion-mnist",
     citation="Xiao, Rasul, Vollgraf: Fashion-MNIST: a novel image dataset for benchmarking machine learning "
     "algorithms. arXiv:1708.07747 (2017)",
-    draw=draw_stacked(10, garment, mnist.idx_writer("FashionMNIST")),
+    draw=draw_stacks(10, 1, mnist.idx_writer("FashionMNIST")),
     downloads=mnist.idx_downloads(
         "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion",
         {

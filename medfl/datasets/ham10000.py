@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.phantom import SHARES, Generator, cut, mixed_cases, render, save, write_csv
-from medfl.datasets.phantoms.scenes_colour import skin
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import Case, mixed
+from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import Record, by_group, published, validation_from_train
 from medfl.datasets.readers.tables import SECTION_NAMES, Layout, Table, first, image_index, label_of, medmnist, read_csv
 
@@ -45,10 +46,14 @@ def _sections(folder: Path) -> Mapping[str, str]:
 def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list[Path]) -> Table:
     assert table_path is not None  # by it the layout was found
     rows = read_csv(table_path, ("image_id", "lesion_id", "dx", centre_column))
-    images, derma = image_index(roots), _sections(folder)
-    table, labels = Table(), {name: number for number, name in enumerate(CLASSES)}
+    images = image_index(roots)
+    derma = _sections(folder)
+    table = Table()
+    labels = {name: number for number, name in enumerate(CLASSES)}
+
     for row in rows:
-        key, where = row["image_id"], f"{row['image_id']} in {table_path}"
+        key = row["image_id"]
+        where = f"{row['image_id']} in {table_path}"
         label = label_of(row["dx"], labels, where, table)
         if row[centre_column] not in CENTRES:
             table.problems.append(f"{where} has centre {row[centre_column]!r}, the centres are {', '.join(CENTRES)}")
@@ -59,26 +64,23 @@ def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list
             if row.get("flamby_fold") in ("train", "test"):
                 sections["flamby"] = row["flamby_fold"]
             table.records.append(Record(images[key], label, key, row[centre_column], row["lesion_id"], sections))
+
     return table
 
 
-def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-    """Write a phantom in the layout images_<centre>/ + labels.csv + dermamnist_split.csv."""
-    scene, cases = skin(*CLASSES), mixed_cases(rng, MIX, per_class * len(CLASSES))
-    numbers = rng.permutation(len(cases))
-    folds = cut(rng, [case.label * len(CENTRES) + case.centre for case in cases], {"train": 0.8, "test": 0.2})
-    parts = cut(rng, [case.label for case in cases], SHARES)
-    rows = []
-    for case, number, fold, part in zip(cases, numbers, folds, parts, strict=True):
-        key, centre = f"ISIC_9{number:06d}", CENTRES[case.centre]
-        save(folder / f"images_{centre}" / f"{key}.jpg", render(scene, case, size))
-        rows.append((f"HAM_9{case.group:06d}", key, CLASSES[case.label], centre, fold, part))
-    rows.sort(key=lambda row: row[1])
-    write_csv(
-        folder / "labels.csv", [("lesion_id", "image_id", "dx", "centre", "flamby_fold"), *(row[:5] for row in rows)]
-    )
-    write_csv(folder / SPLIT_TABLE, [("image_id", "split"), *((row[1], row[5]) for row in rows)])
-    return len(rows)
+def phantom_key(case: Case) -> str:
+    """Return the image_id of a phantom's image."""
+    return f"ISIC_9{case.number:06d}"
+
+
+def phantom_lesion(case: Case) -> str:
+    """Return the lesion_id of a phantom's image."""
+    return f"HAM_9{case.group:06d}"
+
+
+def phantom_centre(case: Case) -> str:
+    """Return the centre of a phantom's image."""
+    return CENTRES[case.centre]
 
 
 DATASET = DataSet(
@@ -130,7 +132,22 @@ DATASET = DataSet(
     licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for these images; terms of use on the Harvard Dataverse page",
     source="https://doi.org/10.7910/DVN/DBW86T (Harvard Dataverse)",
     citation="Tschandl, Rosendahl, Kittler: The HAM10000 dataset. Scientific Data 5, 180161 (2018)",
-    draw=draw,
+    draw=draw_files(
+        class_scenes(len(CLASSES), 3),
+        mixed(MIX),
+        lambda case: f"images_{phantom_centre(case)}/{phantom_key(case)}.jpg",
+        tables={
+            "labels.csv": {
+                "lesion_id": phantom_lesion,
+                "image_id": phantom_key,
+                "dx": lambda case: CLASSES[case.label],
+                "centre": phantom_centre,
+                "flamby_fold": lambda case: case.fold,
+            },
+            SPLIT_TABLE: {"image_id": phantom_key, "split": lambda case: case.part},
+        },
+        repeats=True,
+    ),
     per_class=90,
     notes=(
         "split lesion: 70/10/20 within each class and centre; all images of a lesion are in one section",

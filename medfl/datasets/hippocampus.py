@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms import scenes_volumes
-from medfl.datasets.phantoms.phantom import Generator
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import Layout, Table
@@ -41,20 +40,21 @@ def _layout(text: str, names: tuple[str, str]) -> Layout:
     return Layout(text, ("seeded",), lambda folder: _root(folder, names), read)
 
 
-def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:
-    """Write a phantom as published: imagesTr and labelsTr, about 0.9 x 1.25 x 0.9 sides at 1 mm.
+# Both parts have one shade, so that a voxel's place tells them apart.
+_SCENE = Scene(
+    (
+        Part((0.38,), texture=(0.1, 5)),
+        Part((0.1,), (0.2, 0.7, 0.25), (0.5, 0.0, 0.35)),
+        Part((0.58,), (0.22, 0.6, 0.22), (0.0, -0.2, 0.0), 2, texture=(0.06, 6)),
+        Part((0.58,), (0.34, 0.34, 0.38), (0.05, 0.3, 0.0), 1, texture=(0.06, 6)),
+    ),
+    shift=0.12,
+    spread=0.12,
+)
 
-    Intensities differ by orders of magnitude from case to case, and their types, as in the real files.
-    """
-    for number in range(1, cases + 1):
-        sides = np.rint(np.array((0.9, 1.25, 0.9)) * side * rng.uniform(0.93, 1.12, 3)).astype(int)
-        image, labels = scenes_volumes.hippocampus(rng, (int(sides[0]), int(sides[1]), int(sides[2])))
-        small = rng.uniform() < 0.2
-        scaled = np.clip(image * 200, 0, 255) if small else np.rint(image * 10 ** rng.uniform(2.3, 6))
-        name = f"hippocampus_{number:03d}.nii.gz"
-        scenes_volumes.save(folder / PUBLISHED[0] / name, scaled.astype(np.uint8 if small else np.float32), 1.0)
-        scenes_volumes.save(folder / PUBLISHED[1] / name, labels, 1.0)
-    return cases
+
+def _phantom_name(case: Case) -> str:
+    return f"hippocampus_{case.number + 1:03d}.nii.gz"
 
 
 DATASET = DataSet(
@@ -72,7 +72,14 @@ DATASET = DataSet(
     source="https://medicaldecathlon.com",
     citation="Antonelli et al.: The Medical Segmentation Decathlon. Nature Communications 13, 4128 (2022); "
     "Simpson et al., arXiv:1902.09063",
-    draw=draw,
+    draw=draw_files(
+        (_SCENE,),
+        even(1),
+        lambda case: f"{PUBLISHED[0]}/{_phantom_name(case)}",
+        mask=lambda case: f"{PUBLISHED[1]}/{_phantom_name(case)}",
+        sides=((0.84, 1.0), (1.16, 1.4), (0.84, 1.0)),
+        digits=(2.3, 6),
+    ),
     per_class=40,
     size=40,
     open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.ham10000 import centre_roots
-from medfl.datasets.phantoms.phantom import Generator, cut, mixed_cases, render, save, write_csv
-from medfl.datasets.phantoms.scenes_colour import skin
+from medfl.datasets.ham10000 import centre_roots, phantom_key, phantom_lesion
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import Case, mixed
+from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, image_index, label_of, read_csv
 
@@ -35,15 +36,22 @@ def _image_roots(folder: Path) -> list[Path]:
 
 
 def _lesions(path: Path | None) -> Mapping[str, str]:
-    return {row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))} if path else {}
+    if path:
+        return {row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))}
+
+    return {}
 
 
 def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], absent: tuple[str, ...] = ()) -> Table:
-    table, labels = Table(), {str(number): number for number in range(len(CLASSES))}
+    table = Table()
+    labels = {str(number): number for number in range(len(CLASSES))}
     centres = {str(number): name for number, name in enumerate(CENTRES)}
     for row in read_csv(path, ("image", "target", "center", "fold")):
-        key, centre, where = row["image"], centres.get(row["center"]), f"{row['image']} in {path}"
+        key = row["image"]
+        centre = centres.get(row["center"])
+        where = f"{row['image']} in {path}"
         label = label_of(row["target"], labels, where, table)
+
         if centre is None:
             table.problems.append(f"{where} has center {row['center']!r}, the centers are {', '.join(centres)}")
         elif row["fold"] not in ("train", "test"):
@@ -56,6 +64,7 @@ def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], abs
             # Tables of HAM10000 know its images without the suffix that ISIC gave to scaled ones.
             group = lesions.get(key.removesuffix("_downsampled"), key)
             table.records.append(Record(images[key], label, key, centre, group, {"flamby": row["fold"]}))
+
     return table
 
 
@@ -72,22 +81,11 @@ def _read_subset(folder: Path) -> Table:
     return _read(path, images, _lesions(first(folder / "ham10000", "labels.csv")), absent=("BCN", "MSK"))
 
 
-def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-    """Write a phantom in FLamby's layout: preprocessed images, train_test_split.csv, HAM10000_metadata.csv."""
-    scene = skin("mel", "nv", "bcc", "akiec", "bkl", "df", "vasc", "scc")
-    cases = mixed_cases(rng, MIX, per_class * len(CLASSES))
-    numbers = rng.permutation(len(cases))
-    folds = cut(rng, [case.label * len(CENTRES) + case.centre for case in cases], {"train": 0.8, "test": 0.2})
-    split, lesions = [], []
-    for case, number, fold in zip(cases, numbers, folds, strict=True):
-        key = f"ISIC_9{number:06d}"
-        save(folder / f"{IMAGES}_preprocessed" / f"{key}.jpg", render(scene, case, size))
-        split.append((key, case.label, case.centre, fold, f"{fold}_{case.centre}"))
-        if CENTRES[case.centre] not in ("BCN", "MSK"):
-            lesions.append((f"HAM_9{case.group:06d}", key))
-    write_csv(folder / TABLES[0], [("image", "target", "center", "fold", "fold2"), *sorted(split)])
-    write_csv(folder / METADATA[0], [("lesion_id", "image_id"), *sorted(lesions)])
-    return len(cases)
+def _known_lesion(case: Case) -> str | None:
+    if CENTRES[case.centre] in ("BCN", "MSK"):
+        return None
+
+    return phantom_lesion(case)
 
 
 _FLAMBY = "https://raw.githubusercontent.com/owkin/FLamby/main/flamby/datasets/fed_isic2019/dataset_creation_scripts"
@@ -138,7 +136,22 @@ DATASET = DataSet(
     source="https://challenge.isic-archive.com/data/#2019; split by FLamby (MIT), https://github.com/owkin/FLamby",
     citation="Ogier du Terrail et al.: FLamby. NeurIPS 2022; Tschandl et al., Scientific Data 5, 180161 (2018); "
     "Codella et al., ISBI 2018; Combalia et al., arXiv:1908.02288",
-    draw=draw,
+    draw=draw_files(
+        class_scenes(len(CLASSES), 3),
+        mixed(MIX),
+        lambda case: f"{IMAGES}_preprocessed/{phantom_key(case)}.jpg",
+        tables={
+            TABLES[0]: {
+                "image": phantom_key,
+                "target": lambda case: case.label,
+                "center": lambda case: case.centre,
+                "fold": lambda case: case.fold,
+                "fold2": lambda case: f"{case.fold}_{case.centre}",
+            },
+            METADATA[0]: {"lesion_id": _known_lesion, "image_id": phantom_key},
+        },
+        repeats=True,
+    ),
     per_class=90,
     notes=(
         "FLamby's folds are by image: lesions of the HAM10000 centres have images in both; validation is 10 % of "

@@ -6,11 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms import scenes_volumes
-from medfl.datasets.phantoms.phantom import Generator, write_csv
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
+from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import Record, by_group, hash_order, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
@@ -30,7 +29,8 @@ TEST = frozenset(
     )
 )  # fmt: skip
 _FILE = re.compile(r"(?:^|/)(IXI(\d{3})-([A-Za-z]+)-\d+)/(T1|label)/[^/]+$")
-_T1, _MASK = "_t1", "_brainmask"
+_T1 = "_t1"
+_MASK = "_brainmask"
 
 
 def _root(folder: Path) -> Path | None:
@@ -47,28 +47,37 @@ def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
     """Return subject -> (hospital, fold) as a table of FLamby has them."""
     folds = {}
     for row in read_csv(path, ("Patient ID", "Manufacturer", "Split")):
-        key, centre, fold = row["Patient ID"], row["Manufacturer"], row["Split"]
+        key = row["Patient ID"]
+        centre = row["Manufacturer"]
+        fold = row["Split"]
         if not key.isdecimal() or centre not in ("0", "1", "2") or fold not in ("train", "test"):
             row_text = f"Patient ID {key!r}, Manufacturer {centre!r}, Split {fold!r}"
             table.problems.append(f"{path} has {row_text}; they are a number, 0 to 2, train or test")
         else:
             folds[int(key)] = (CENTRES[int(centre)], fold)
+
     return folds
 
 
 def _read_flamby(folder: Path) -> Table:
-    table, files, numbers = Table(), dict[str, dict[str, str]](), dict[str, tuple[int, str]]()
+    table = Table()
+    files = dict[str, dict[str, str]]()
+    numbers = dict[str, tuple[int, str]]()
     root = _root(folder)
     assert root is not None
+
     for name, uri in volume_files(root):
         match = _FILE.search(name)
         if match is None:
             continue
+
         subject, number, centre, kind = match.groups()
         numbers[subject] = (int(number), centre)
         if kind in files.setdefault(subject, {}):
             table.problems.append(f"subject {subject} has two volumes in {kind}: {files[subject][kind]} and {uri}")
+
         files[subject][kind] = uri
+
     path = first(folder, *TABLES)
     folds = _folds(path, table) if path else {}
     for subject, volumes in sorted(files.items()):
@@ -79,12 +88,18 @@ def _read_flamby(folder: Path) -> Table:
         elif len(volumes) < 2:
             table.problems.append(f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}")
         elif listed != centre:
-            problem = f"is of hospital {listed} in {path}" if listed else f"is not in {path}"
+            if listed:
+                problem = f"is of hospital {listed} in {path}"
+            else:
+                problem = f"is not in {path}"
+
             table.problems.append(f"subject {subject} {problem}")
         else:
-            image, mask = volumes["T1"], volumes["label"]
+            image = volumes["T1"]
+            mask = volumes["label"]
             size = count_voxels(image)
             table.records.append(Record(image, 0, subject, centre, subject, {"flamby": fold}, mask=mask, size=size))
+
     return table
 
 
@@ -100,32 +115,35 @@ def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
 def split_few(records: Sequence[Record]) -> list[str]:
     """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
     order = sorted(range(len(records)), key=lambda i: hash_order("ixi_brain", records[i].id))
-    test, validate = max(1, round(0.2 * len(order))), max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
+    test = max(1, round(0.2 * len(order)))
+    validate = max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
     sections = ["train"] * len(order)
+
     for position, index in enumerate(order[: test + validate]):
         sections[index] = "test" if position < test else "validate"
+
     return sections
 
 
-def draw(folder: Path, rng: Generator, cases: int, side: int) -> int:
-    """Write a phantom in FLamby's tree with its table: 1 x 1.25 x 1 sides, 4 mm, each hospital with its own scanner.
+# Muscle and fat are about as bright as the brain.
+_SCENE = Scene(
+    (
+        Part((0.1,), texture=(0.02, 6)),
+        Part((0.55,), (0.5, 0.5, 0.6), (0.0, 0.1, -0.6), texture=(0.1, 8)),
+        Part((0.55,), (0.88, 0.92, 0.86), bumps=(0.03, 4), texture=(0.1, 8)),
+        Part((0.1,), (0.75, 0.79, 0.73), bumps=(0.03, 4)),
+        Part((0.3,), (0.7, 0.74, 0.68), bumps=(0.03, 4)),
+        Part((0.55,), (0.66, 0.7, 0.64), value=1, bumps=(0.05, 9), texture=(0.12, 8)),
+    ),
+    shift=0.06,
+    spread=0.08,
+    stray=0.01,
+)
 
-    Hospitals share the cases about as the square roots of 311, 181 and 74, but none has fewer than seven.
-    """
-    number, rows = 900, []
-    for index, centre in enumerate(CENTRES):
-        count = max(7, round(cases * (0.46, 0.35, 0.19)[index]))
-        tests = set(rng.permutation(count)[: round(0.2 * count)].tolist())
-        for position in range(count):
-            number += 1
-            subject = f"IXI{number}-{centre}-{rng.integers(10000):04d}"
-            image, labels = scenes_volumes.head(rng, (side, round(1.25 * side), side), index)
-            root = folder / "IXI_sample" / subject
-            scenes_volumes.save(root / "T1" / f"{subject}_image.nii.gz", np.rint(image * 400).astype(np.int16), 4.0)
-            scenes_volumes.save(root / "label" / f"{subject}_label.nii.gz", labels, 4.0)
-            rows.append((number, index, "test" if position in tests else "train"))
-    write_csv(folder / TABLES[0], [("Patient ID", "Manufacturer", "Split"), *rows])
-    return len(rows)
+
+def _phantom_path(case: Case, kind: str) -> str:
+    subject = f"IXI{901 + case.number}-{CENTRES[case.centre]}-9{case.group:03d}"
+    return f"IXI_sample/{subject}/{kind}/{subject}_{'image' if kind == 'T1' else kind}.nii.gz"
 
 
 DATASET = DataSet(
@@ -165,7 +183,21 @@ DATASET = DataSet(
     "https://doi.org/10.17632/7kd5wj7v7p.3; split by FLamby (MIT), https://github.com/owkin/FLamby",
     citation="IXI, EPSRC GR/S21533/02; Pérez-García et al.: TorchIO. Computer Methods and Programs in Biomedicine 208, "
     "106236 (2021); Ogier du Terrail et al.: FLamby. NeurIPS 2022",
-    draw=draw,
+    draw=draw_files(
+        (_SCENE,),
+        mixed([[311], [181], [74]], LEAST),
+        lambda case: _phantom_path(case, "T1"),
+        mask=lambda case: _phantom_path(case, "label"),
+        tables={
+            TABLES[0]: {
+                "Patient ID": lambda case: 901 + case.number,
+                "Manufacturer": lambda case: case.centre,
+                "Split": lambda case: case.fold,
+            }
+        },
+        sides=((1, 1), (1.25, 1.25), (1, 1)),
+        spacing=4.0,
+    ),
     per_class=42,
     size=48,
     open_pair=lambda image, mask: read_pair(image, mask, len(CLASSES)),

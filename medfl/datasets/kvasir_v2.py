@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import draw_folders
-from medfl.datasets.phantoms.scenes_colour import endoscopy
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import even
+from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import class_folders
 
@@ -52,7 +53,11 @@ DATASET = DataSet(
     source="https://datasets.simula.no/kvasir/",
     citation="Pogorelov et al.: KVASIR: a multi-class image dataset for computer aided "
     "gastrointestinal disease detection. MMSys 2017",
-    draw=draw_folders(ROOT, CLASSES, endoscopy, lambda part, kind, number: f"{kind}-{number:04d}.jpg"),
+    draw=draw_files(
+        class_scenes(len(CLASSES), 3),
+        even(len(CLASSES)),
+        lambda case: f"{ROOT}/{CLASSES[case.label]}/{CLASSES[case.label]}-{case.number:04d}.jpg",
+    ),
     per_class=76,
     notes=("7:1:2 within each class by image in the order of a hash of the file name; patients are not named",),
     downloads=(Download("https://datasets.simula.no/downloads/kvasir/kvasir-dataset-v2.zip", "kvasir-dataset-v2.zip"),),

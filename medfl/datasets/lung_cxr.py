@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import Generator, save, write_csv
-from medfl.datasets.phantoms.scenes_masks import centre_cases, lungs, photograph
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
+from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import mask_index, pair_folders, paired, read_pair, read_pair_folders
 from medfl.datasets.readers.reading import JOINED, archive
 from medfl.datasets.readers.splitting import Record, by_group
@@ -33,18 +35,28 @@ def _centre(name: str) -> str:
 
 
 def _read_sources(folder: Path) -> Table:
-    path, (images, masks) = folder / "labels.csv", pair_folders(folder)
-    picture, mask, table = image_index([images]), mask_index([masks]), Table()
+    path = folder / "labels.csv"
+    images, masks = pair_folders(folder)
+    picture = image_index([images])
+    mask = mask_index([masks])
+    table = Table()
+
     for row in read_csv(path, ("file", "site", "patient")):
-        key, where = Path(row["file"]).stem, f"{row['file']} in {path}"
+        key = Path(row["file"]).stem
+        where = f"{row['file']} in {path}"
         if row["site"] not in SITES:
             table.problems.append(f"{where} has site {row['site']!r}, the sites are {', '.join(SITES)}")
         elif key not in picture or key not in mask:
             table.problems.append(f"{where}: its {'image' if key not in picture else 'mask'} is missing")
         else:
             sides = [row.get(side) or "" for side in ("width", "height")]
-            size = int(sides[0]) * int(sides[1]) if all(side.isdecimal() for side in sides) else None
+            if all(side.isdecimal() for side in sides):
+                size = int(sides[0]) * int(sides[1])
+            else:
+                size = None
+
             table.records.append(Record(picture[key], 0, key, row["site"], row["patient"], mask=mask[key], size=size))
+
     return table
 
 
@@ -56,7 +68,10 @@ def _roots(folder: Path) -> list[Path]:
 
 def _has_sets(folder: Path) -> bool:
     def has_images(root: Path) -> bool:
-        return root.name == "CXR_png" if root.is_dir() else any("CXR_png/" in name for name in archive(root).namelist())
+        if root.is_dir():
+            return root.name == "CXR_png"
+
+        return any("CXR_png/" in name for name in archive(root).namelist())
 
     return any(has_images(root) for root in _roots(folder))
 
@@ -68,26 +83,33 @@ def _read_sets(folder: Path) -> Table:
             if match := _FILE.search(f"{root.name}/{name}"):
                 # A tree that a published archive holds twice counts once.
                 uris["mask" if match[1] == "masks" else match[1]].setdefault(match[2], uri)
-    left, right, masks = uris["leftMask"], uris["rightMask"], uris["mask"]
+
+    left = uris["leftMask"]
+    right = uris["rightMask"]
+    masks = uris["mask"]
     for key in left.keys() & right.keys():
         masks.setdefault(key, JOINED.join((left[key], right[key])))
+
     table = paired(uris["CXR_png"], masks, _centre)
     table.problems += [f"{(left | right)[key]} has no mask of the other lung" for key in sorted(left.keys() ^ right)]
     return table
 
 
-def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
-    """Write a phantom in the layout of the four sources: labels.csv + images/ + masks/, pictures of several heights."""
-    rows: list[tuple[str | int, ...]] = []
-    for case in centre_cases(rng, tuple(SITES.values()), cases):
-        scene = lungs(case.drawing(), size)
-        picture, mask = photograph(*scene, case, float(rng.uniform(0.8, 1)))
-        name = f"cxr_{len(rows):03d}.png"
-        save(folder / "images" / name, picture)
-        save(folder / "masks" / name, mask)
-        rows.append((name, tuple(SITES)[case.centre], case.group, picture.shape[1], picture.shape[0]))
-    write_csv(folder / "labels.csv", [("file", "site", "patient", "width", "height"), *rows])
-    return len(rows)
+_LUNG = Part((0.24,), (0.6, 0.27), value=1, texture=(0.12, 9))
+_SCENE = Scene(
+    (
+        Part((0.1,)),
+        Part((0.65,), (1.2, 0.9)),
+        replace(_LUNG, place=(-0.05, -0.42)),
+        replace(_LUNG, place=(-0.05, 0.42)),
+        Part((0.72,), (0.3, 0.26), (0.3, 0.16)),
+    ),
+    tone=0.04,
+)
+
+
+def _phantom_name(case: Case) -> str:
+    return f"cxr_{case.number:03d}.png"
 
 
 _NLM = "https://openi.nlm.nih.gov/imgs/collections"
@@ -137,7 +159,23 @@ DATASET = DataSet(
     citation="Cohen et al.: COVID-19 Image Data Collection. arXiv:2006.11988 (2020); "
     "Jaeger et al.: Two public chest X-ray datasets. Quant. Imaging Med. Surg. 4 (2014); "
     "Stirenko et al.: Chest X-Ray Analysis of Tuberculosis by Deep Learning. ELNANO 2018",
-    draw=draw,
+    draw=draw_files(
+        (_SCENE,),
+        mixed([[count] for count in SITES.values()], LEAST),
+        lambda case: f"images/{_phantom_name(case)}",
+        mask=lambda case: f"masks/{_phantom_name(case)}",
+        tables={
+            "labels.csv": {
+                "file": _phantom_name,
+                "site": lambda case: tuple(SITES)[case.centre],
+                "patient": lambda case: case.group,
+                "width": lambda case: case.shape[1],
+                "height": lambda case: case.shape[0],
+            }
+        },
+        sides=((0.8, 1), (1, 1)),
+        repeats=True,
+    ),
     per_class=100,
     notes=(
         "split patient: 70/10/20 within each centre, by a hash; all images of a patient are in one section",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.phantom import draw_medmnist
-from medfl.datasets.phantoms.scenes_grey import modality
+from medfl.datasets.phantoms.layouts import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
@@ -34,7 +33,7 @@ DATASET = DataSet(
     source="https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/MedNIST.tar.gz",
     citation="MedNIST, assembled by B. J. Erickson (Mayo Clinic) from TCIA, the RSNA Bone Age Challenge "
     "and the NIH Chest X-ray data",
-    draw=draw_medmnist("mednist", len(CLASSES), modality, CLASSES),
+    draw=draw_medmnist("mednist", len(CLASSES), 1, CLASSES),
     per_class=100,
     notes=(
         "the split is by image at random; pictures of one patient may be in several sections, and the task is easy",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import Labels, draw_stacked
-from medfl.datasets.phantoms.scenes_natural import DIGITS, digit
+from medfl.datasets.phantoms.layouts import Stack, draw_stacks
 from medfl.datasets.readers import stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.tables import Layout, first, stacked
@@ -27,18 +27,19 @@ def idx_layout(root: str, classes: int) -> Layout:
             }
             if all(map(all, pairs.values())):
                 return {part: (f"{images}!idx", f"{labels}!idx") for part, (images, labels) in pairs.items()}
+
         return {}
 
     return stacked(f"torchvision's {root}/raw/{FILES}, or these files in the folder itself", find, classes, "official")
 
 
-def idx_writer(root: str) -> Callable[[Path, str, stacks.Array, Labels], None]:
-    """Return what writes one part of a phantom."""
+def idx_writer(root: str) -> Callable[[Path, dict[str, Stack]], None]:
+    """Return the writer of a phantom's arrays into `<root>/raw/`."""
 
-    def write(folder: Path, part: str, images: stacks.Array, labels: Labels) -> None:
-        stem = folder / root / "raw" / STEMS[part]
-        for kind, values in zip(KINDS, (images, labels), strict=True):
-            stacks.write_idx(Path(f"{stem}-{kind}.gz"), values)
+    def write(folder: Path, parts: dict[str, Stack]) -> None:
+        for part, (images, labels) in parts.items():
+            for kind, values in ((KINDS[0], images), (KINDS[1], labels)):
+                stacks.write_idx(folder / root / "raw" / f"{STEMS[part]}-{kind}.gz", values)
 
     return write
 
@@ -51,8 +52,8 @@ def idx_downloads(address: str, digests: dict[str, str]) -> tuple[Download, ...]
 DATASET = DataSet(
     name="mnist",
     title="MNIST: handwritten digits",
-    classes=tuple(DIGITS),
-    concepts=tuple(f"digit {text}" for text in DIGITS),
+    classes=tuple(string.digits),
+    concepts=tuple(f"digit {text}" for text in string.digits),
     channels=1,
     folders=("mnist", "MNIST"),
     layouts=(idx_layout("MNIST", 10),),
@@ -61,7 +62,7 @@ DATASET = DataSet(
     source="https://yann.lecun.com/exdb/mnist",
     citation="LeCun, Bottou, Bengio, Haffner: Gradient-based learning applied to document recognition. Proceedings of "
     "the IEEE 86 (11), 2278-2324 (1998)",
-    draw=draw_stacked(10, digit, idx_writer("MNIST")),
+    draw=draw_stacks(10, 1, idx_writer("MNIST")),
     per_class=60,
     size=28,
     notes=("60,000 training images, of which 10 % become validation, and 10,000 test images",),

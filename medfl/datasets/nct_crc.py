@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from PIL import Image
-
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import Case, Generator, render
-from medfl.datasets.phantoms.scenes_tissue import tissue
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import Case, even
+from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import LEFT_OUT, Record, by_group, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, class_folders
 
 CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
-PLAIN, RAW, OTHERS = "NCT-CRC-HE-100K", "NCT-CRC-HE-100K-NONORM", "CRC-VAL-HE-7K"
+PLAIN = "NCT-CRC-HE-100K"
+RAW = "NCT-CRC-HE-100K-NONORM"
+OTHERS = "CRC-VAL-HE-7K"
 _CUT = by_group((0.7, 0.1, 0.2), "nct_crc")
 
 
@@ -25,11 +26,13 @@ def _tree(root: str, *, packed: bool = True) -> Layout:
 
 def _others(folder: Path) -> Table | None:
     """Return the images of CRC-VAL-HE-7K, which lie in a folder or a zip of that name."""
-    inside, packed = folder / OTHERS, folder / f"{OTHERS}.zip"
+    inside = folder / OTHERS
+    packed = folder / f"{OTHERS}.zip"
     if inside.is_dir() and (tree := _tree(OTHERS, packed=False)).find(inside):
         return tree.read(inside)
     if not packed.is_file():
         return None
+
     tree = class_folders(OTHERS, ("seeded",), (), (packed.name,), CLASSES)
     return tree.read(folder) if tree.find(folder) else None
 
@@ -39,8 +42,8 @@ def _layout(root: str, *, tested: bool) -> Layout:
     tree = _tree(root)
 
     def read(folder: Path) -> Table:
-        others = _others(folder) if tested else None
-        parts = {"train": tree.read(folder), "test": others or Table()}
+        test_table = _others(folder) if tested else None
+        parts = {"train": tree.read(folder), "test": test_table or Table()}
         return Table(
             [replace(record, sections={"official": part}) for part, table in parts.items() for record in table.records]
         )
@@ -63,18 +66,12 @@ def seeded(records: Sequence[Record]) -> list[str]:
     return sections
 
 
-def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-    """Write a phantom as TIFF files in class folders: `per_class` of NCT-CRC-HE-100K, a sixth as many of the others."""
-    count = per_class + per_class // 6
-    shapes = rng.integers(2**62, size=(count, len(CLASSES)))
-    for number, row in enumerate(shapes.tolist()):
-        root, stem = (PLAIN, f"{number:06d}") if number < per_class else (OTHERS, f"TCGA-{number:06d}")
-        for label, kind in enumerate(CLASSES):
-            class_folder = folder / root / kind
-            class_folder.mkdir(parents=True, exist_ok=True)
-            patch = render(tissue, Case(label, 0, number, row[label], 0), size)
-            Image.fromarray(patch).save(class_folder / f"{kind}-{stem}.tif", compression="tiff_adobe_deflate")
-    return count * len(CLASSES)
+def _phantom_path(case: Case) -> str:
+    """Return a phantom image's path: a fifth of them are of the other patients."""
+    kind = CLASSES[case.label]
+    if case.fold == "test":
+        return f"{OTHERS}/{kind}/{kind}-TCGA-{case.number:06d}.tif"
+    return f"{PLAIN}/{kind}/{kind}-{case.number:06d}.tif"
 
 
 _RECORD = "https://zenodo.org/records/1214456"
@@ -103,8 +100,8 @@ DATASET = DataSet(
     citation="Kather, Halama, Marx: 100,000 histological images of human colorectal cancer and healthy tissue (v0.1). "
     "Zenodo, doi:10.5281/zenodo.1214456 (2018); Kather et al.: Predicting survival from colorectal cancer histology "
     "slides using deep learning. PLOS Medicine 16, e1002730 (2019)",
-    draw=draw,
-    per_class=60,
+    draw=draw_files(class_scenes(len(CLASSES), 3), even(len(CLASSES)), _phantom_path),
+    per_class=75,
     notes=(
         f"split seeded: 70/10/20 of {PLAIN} within each class by image, in the order of a hash of the file name; "
         f"{OTHERS} is left out",

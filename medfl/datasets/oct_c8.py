@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.phantom import draw_folders
-from medfl.datasets.phantoms.scenes_grey import oct_scan
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import even
+from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import published
 from medfl.datasets.readers.tables import class_folders
 
@@ -43,8 +44,10 @@ DATASET = DataSet(
     licence="stated on its Kaggle page; collected from open sources with terms of their own",
     source="https://www.kaggle.com/datasets/obulisainaren/retinal-oct-c8",
     citation="Subramanian et al.: Classification of retinal OCT images using deep learning. ICCCI 2022",
-    draw=draw_folders(
-        ROOT, CLASSES, oct_scan, lambda part, kind, number: f"{kind.lower()}_{part}_{1001 + number}.jpg", sections=True
+    draw=draw_files(
+        class_scenes(len(CLASSES), 1),
+        even(len(CLASSES)),
+        lambda case: f"{ROOT}/{case.part}/{CLASSES[case.label]}/{CLASSES[case.label].lower()}_{1001 + case.number}.jpg",
     ),
     per_class=76,
     notes=("18,400 / 2,800 / 2,800 images; patients and centres are not named",),

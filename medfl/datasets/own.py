@@ -111,22 +111,32 @@ def paired(
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the folders of classes."""
     images = {name: files for name in _folders(root) if (files := tables.image_files(root / name))}
-    rest = () if UNLABELLED in classes else unlabelled(images.pop(UNLABELLED, ()), f"{UNLABELLED}/")
+    bare: tuple[Record, ...] = ()
+    if UNLABELLED not in classes:
+        bare = unlabelled(images.pop(UNLABELLED, ()), f"{UNLABELLED}/")
+
     unknown = [name for name in images if name not in classes]
     if unknown or not images:
         foreign = tables.several([repr(name) for name in unknown], "folders")
-        problem = f"folder {foreign} in {root} is of no class" if unknown else f"{root} has no folder with images"
+        if unknown:
+            problem = f"folder {foreign} in {root} is of no class"
+        else:
+            problem = f"{root} has no folder with images"
+
         advice = f"give the folder that holds these folders with --data{_ALONE}"
         if any(name in classes for name in images):
             advice = "rename it, or move it away"
+
         raise InputError(problem, f"a folder for each class: {', '.join(classes)}", advice)
+
     entries = [(name, path, uri) for name, files in images.items() for path, uri in files]
     records = [_record(uri, classes.index(name), f"{name}/{path}") for name, path, uri in entries]
     empty = [name for name in classes if name not in images]
     notes: tuple[str, ...] = (f"no image of class {', '.join(map(repr, empty))}",) if empty else ()
-    notes += (f"{len(rest)} images in folder {UNLABELLED!r} have no class and are left out",) if rest else ()
-    rows = cases.read(root, records, rest)
-    return OwnImages(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), rest)
+    notes += (f"{len(bare)} images in folder {UNLABELLED!r} have no class and are left out",) if bare else ()
+    rows = cases.read(root, records, bare)
+
+    return OwnImages(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), bare)
 
 
 def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None = None) -> OwnImages:
@@ -135,31 +145,39 @@ def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None
     Raises:
         InputError: the table has other classes, or as `medfl.datasets.readers.label_table.read`.
     """
-    table, files = path_below(root, labels), tables.image_files(path_below(root, images))
+    table = path_below(root, labels)
+    files = tables.image_files(path_below(root, images))
     if not table.is_file():
         raise InputError(f"{table} is not there", "the table of the images' classes", f"restore it{_ALONE}")
+
     labelling = label_table.read(table, [path for path, _ in files])
     names = sorted(set(labelling.classes.values())) if classes is None else classes
-    if other := sorted(set(labelling.classes.values()) - set(names)):
-        problem = f"{table} has the class {tables.several([repr(name) for name in other], 'classes')}"
+    if unknown := sorted(set(labelling.classes.values()) - set(names)):
+        problem = f"{table} has the class {tables.several([repr(name) for name in unknown], 'classes')}"
         raise InputError(problem, f"the classes {', '.join(names)}", "change these rows")
+
     used = [(path, uri) for path, uri in files if path in labelling.classes]
     records = [_record(uri, names.index(labelling.classes[path]), path) for path, uri in used]
-    rest = unlabelled((path, uri) for path, uri in files if path not in labelling.classes)
-    rows = cases.read(root, records, rest) or {path: row for path, row in labelling.rows.items() if row}
-    return OwnImages(records, [path for path, _ in used], rows, labelling.notes, labelling.columns, tuple(names), rest)
+    bare = unlabelled((path, uri) for path, uri in files if path not in labelling.classes)
+    rows = cases.read(root, records, bare) or {path: row for path, row in labelling.rows.items() if row}
+
+    return OwnImages(records, [path for path, _ in used], rows, labelling.notes, labelling.columns, tuple(names), bare)
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:
     """Return the images of a folder that have masks in another, or in the same; some of them may lack channels."""
-    image_folder, mask_folder = path_below(root, images), path_below(root, masks)
+    image_folder = path_below(root, images)
+    mask_folder = path_below(root, masks)
     table = _pairs(image_folder, mask_folder, lacking)
-    records, rest = table.records, unlabelled(table.unlabelled.items())
+    records = table.records
+    bare = unlabelled(table.unlabelled.items())
+
     if (image_folder / conventions.BIDS_FILE).is_file():
         records = [replace(record, group=conventions.subject(record.image)) for record in records]
-        rest = tuple(replace(record, group=conventions.subject(record.image)) for record in rest)
+        bare = tuple(replace(record, group=conventions.subject(record.image)) for record in bare)
+
     names = [path_in(image_folder, record) for record in records]
-    return OwnImages(records, names, cases.read(root, records, rest), tuple(table.notes), unlabelled=rest)
+    return OwnImages(records, names, cases.read(root, records, bare), tuple(table.notes), unlabelled=bare)
 
 
 def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Record, ...]:
@@ -181,14 +199,17 @@ def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[s
 
     Items of another kind of data list have no notes. `ids` are `images`, `masks`, `labels`, `classes` of the bundle.
     """
-    root, used_images = Path(folder), {str(item.get("image")) for item in items}
+    root = Path(folder)
+    used_images = {str(item.get("image")) for item in items}
     try:
         dataset = found_by(root, ids)
     except InputError:
         return ()
+
     images = {record.image for record in dataset.records}
     if not {str(item.get("image")) for item in items if "label" in item} <= images <= used_images:
         return ()
+
     left_out = dataset.notes if used_images == images else ()
     are_unknown = all(item.get("group") == item["id"] for item in items)
     return (*left_out, *own_folder.odd(root), *((UNKNOWN_PATIENTS,) if are_unknown else ()))
@@ -243,7 +264,7 @@ def cohort_of(uris: Iterable[str | Path]) -> Path | None:
     What is not there is passed over; a link counts for what it leads to.
     """
     files = {Path(split_uri(part)[0]) for uri in uris for part in str(uri).split(JOINED)}
-    existing = {whole for path in files if os.path.exists(path) for whole in (path.absolute(), path.resolve())}
+    existing = {place for path in files if os.path.exists(path) for place in (path.absolute(), path.resolve())}
     folders = {folder for path in existing for folder in (path, *path.parents)}
     return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
 
@@ -254,6 +275,7 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
         if not folder.is_dir():
             advice = f"give the paths of both folders{_ALONE}"
             raise InputError(f"{folder} is no folder", "a folder of images and one of their masks", advice)
+
     image_paths, mask_paths = paths(images, masks, lacking)
     table = pairs.paired(*matching.match(image_paths, mask_paths))
     if table.problems or not table.records:
@@ -262,7 +284,9 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
         endings = [[bool(matching.MASK_END.search(name)) for name, _ in paths] for paths in (image_paths, mask_paths)]
         if image_paths and all(endings[0]) and not any(endings[1]):
             advice = f"the masks seem to be in {images}: swap the two folders"
+
         raise InputError(problem, "an image and its mask have the same name", advice)
+
     return table
 
 
@@ -271,9 +295,11 @@ def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, mat
     if (images / conventions.BIDS_FILE).is_file():
         raw = [(name, uri) for name, uri in volume_files(images) if name.partition("/")[0] not in conventions.DERIVED]
         return conventions.bids(*([(bare(name), uri) for name, uri in files] for files in (raw, volume_files(masks))))
+
     index = volume_paths if is_volumes(images) else pairs.picture_paths
     if images == masks:
         return conventions.apart(index(images))
+
     mask_paths = index(masks) if masks.is_dir() else []
     image_paths = [(name, uri) for name, uri in index(images) if not PurePath(uri).is_relative_to(masks)]
     return conventions.channels(image_paths, mask_paths, lacking), mask_paths
@@ -294,6 +320,7 @@ def _root(folder: str | Path) -> Path:
             "a folder of images as docs/README.md of the bundle has it",
             "give it with --data DIR",
         )
+
     return root
 
 
@@ -326,31 +353,44 @@ def sections_of(
     if group_by:
         patients = grouping.by_names(group_by, dataset.names)
         records = [replace(r, group=patient or r.group) for r, patient in zip(records, patients, strict=True)]
+
     records = cases.described(root, records, dataset.rows)
-    named = any("section" in row for row in dataset.rows.values())
-    rule = _fold(split, named) if split else published(cases.SPLIT) if named else filled(_BY_GROUP)
+    has_sections = any("section" in row for row in dataset.rows.values())
+    if split:
+        rule = _fold(split, has_sections)
+    elif has_sections:
+        rule = published(cases.SPLIT)
+    else:
+        rule = filled(_BY_GROUP)
+
     sections = rule(records)
     if empty := next((section for section in SECTIONS if section not in sections), None):
         unknown = all(record.group == record.id for record in records)
-        of = "" if unknown else f" of {len({record.group for record in records})} patients"
+        if unknown:
+            of_patients = ""
+        else:
+            of_patients = f" of {len({record.group for record in records})} patients"
+
         raise InputError(
-            f"{len(records)} images{of} in {root}, none of them in section {empty!r}",
+            f"{len(records)} images{of_patients} in {root}, none of them in section {empty!r}",
             f"sections are {', '.join(SECTIONS)}: at least 3 images of one class, of as many patients",
             f"add images, or name their sections in column 'section' of {cases.TABLE}",
         )
+
     return list(zip(records, sections, strict=True))
 
 
 _BY_GROUP = by_group((0.7, 0.1, 0.2), "own", at_centres=False)
 
 
-def _fold(split: str, named: bool) -> Rule:
+def _fold(split: str, has_sections: bool) -> Rule:
     rule = fold_of(split, "own-fold")
-    if rule is None or named:
+    if rule is None or has_sections:
         advice = "take the column 'section' out of the table, or leave --folds out"
         raise InputError(
-            f"split {split!r}{' of images whose table names their sections' * named}",
+            f"split {split!r}{' of images whose table names their sections' * has_sections}",
             "fold:NUMBER/COUNT, as fold:2/5, of images without sections of their own",
-            advice if named else "write it like that, or leave it out",
+            advice if has_sections else "write it like that, or leave it out",
         )
+
     return rule

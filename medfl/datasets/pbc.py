@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import draw_medmnist
-from medfl.datasets.phantoms.scenes_colour import blood
+from medfl.datasets.phantoms.layouts import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
@@ -43,7 +42,7 @@ DATASET = DataSet(
     source="https://doi.org/10.5281/zenodo.10519652 (MedMNIST); https://doi.org/10.17632/snkd93bnjr.1 (images)",
     citation="Acevedo et al.: A dataset of microscopic peripheral blood cell images. Data in Brief 30, 105474 (2020); "
     "Yang et al.: MedMNIST v2. Scientific Data 10, 41 (2023)",
-    draw=draw_medmnist("bloodmnist", len(CLASSES), blood),
+    draw=draw_medmnist("bloodmnist", len(CLASSES), 3),
     per_class=76,
     notes=("11,959 / 1,712 / 3,421 images in MedMNIST's split; the folders have 17,092 and no published split",),
     downloads=(

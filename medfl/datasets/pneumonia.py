@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.phantoms.phantom import draw_medmnist
-from medfl.datasets.phantoms.scenes_grey import chest
+from medfl.datasets.phantoms.layouts import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
@@ -59,7 +58,7 @@ DATASET = DataSet(
     citation="Kermany et al.: Identifying medical diagnoses and treatable diseases by image-based deep learning. "
     "Cell 172 (2018); "
     "Yang et al.: MedMNIST v2. Scientific Data 10, 41 (2023)",
-    draw=draw_medmnist("pneumoniamnist", 2, chest),
+    draw=draw_medmnist("pneumoniamnist", 2, 1),
     per_class=300,
     notes=(
         "split fedhelp: all images cut anew within each class, 620 of 5856 to test, a tenth of the others to validate",

@@ -8,9 +8,18 @@ from pathlib import Path
 
 from medfl.datasets import ham10000
 from medfl.datasets.base import DataSet, Download
-from medfl.datasets.ham10000 import CENTRES, METADATA, centre_roots, part_roots
-from medfl.datasets.phantoms.phantom import Generator, save, write_csv
-from medfl.datasets.phantoms.scenes_masks import centre_cases, photograph, some_lesion
+from medfl.datasets.ham10000 import (
+    CENTRES,
+    METADATA,
+    centre_roots,
+    part_roots,
+    phantom_centre,
+    phantom_key,
+    phantom_lesion,
+)
+from medfl.datasets.phantoms.layouts import draw_files
+from medfl.datasets.phantoms.phantom import LEAST, mixed
+from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair, read_pair_folders
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_test, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
@@ -22,15 +31,20 @@ _PARTS = {"train": "Training", "test": "Test"}
 
 
 def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[Path]) -> Table:
-    picture, mask, table = image_index(images), mask_index(masks), Table()
+    picture = image_index(images)
+    mask = mask_index(masks)
+    table = Table()
     for row in read_csv(path, ("image_id", "lesion_id", column)):
-        key, centre, where = row["image_id"], row[column], f"{row['image_id']} in {path}"
+        key = row["image_id"]
+        centre = row[column]
+        where = f"{row['image_id']} in {path}"
         if centre not in CENTRES:
             table.problems.append(f"{where} has centre {centre!r}, the centres are {', '.join(CENTRES)}")
         elif key not in picture or key not in mask:
             table.problems.append(f"{where}: its {'image' if key not in picture else 'mask'} is missing")
         else:
             table.records.append(Record(picture[key], 0, key, centre, row["lesion_id"], mask=mask[key]))
+
     return table
 
 
@@ -39,7 +53,8 @@ def _ham_masks(folder: Path) -> Path | None:
 
 
 def _read_published(folder: Path) -> Table:
-    path, masks = first(folder, *METADATA), _ham_masks(folder)
+    path = first(folder, *METADATA)
+    masks = _ham_masks(folder)
     assert path is not None
     assert masks is not None
     return _read_ham(path, "dataset", part_roots(folder), [masks])
@@ -54,6 +69,7 @@ def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
         )
         if images and masks:
             sections[section] = images, masks
+
     return sections
 
 
@@ -64,22 +80,20 @@ def _read_isic(folder: Path) -> Table:
         table.records += part.records
         table.problems += part.problems
         table.notes += part.notes
+
     return table
 
 
-def draw(folder: Path, rng: Generator, cases: int, size: int) -> int:
-    """Write a phantom in the layout images_<centre>/ + masks_<centre>/ + labels.csv, pictures of 4 to 3."""
-    rows: list[tuple[str, str, str]] = []
-    for case in centre_cases(rng, [sum(row) for row in ham10000.MIX], cases):
-        scene = some_lesion(case.drawing(), size)
-        picture, mask = photograph(*scene, case, 0.75)
-        key, centre = f"ISIC_9{len(rows):06d}", CENTRES[case.centre]
-        save(folder / f"images_{centre}" / f"{key}.jpg", picture)
-        save(folder / f"masks_{centre}" / f"{key}.png", mask)
-        rows.append((f"HAM_9{case.group:06d}", key, centre))
-    write_csv(folder / "labels.csv", [("lesion_id", "image_id", "centre"), *rows])
-    return len(rows)
-
+_SCENE = Scene(
+    (
+        Part((0.86, 0.72, 0.64), texture=(0.08, 5)),
+        Part((0.52, 0.38, 0.34), (0.5, 0.5), value=1, bumps=(0.25, 5), texture=(0.15, 10)),
+        Part((0.30, 0.22, 0.22), (0.15, 0.15), value=1),
+    ),
+    shift=0.15,
+    spread=0.3,
+    tone=0.08,
+)
 
 _CHALLENGE = "https://isic-challenge-data.s3.amazonaws.com/2016"
 _LESIONS_UNKNOWN = "neither lesions nor centres are known: an image counts as its own lesion, no partition by centre"
@@ -146,7 +160,15 @@ DATASET = DataSet(
     source="https://doi.org/10.7910/DVN/DBW86T (Harvard Dataverse); https://challenge.isic-archive.com/data/#2016",
     citation="Tschandl, Rosendahl, Kittler: The HAM10000 dataset. Scientific Data 5, 180161 (2018); "
     "Gutman et al.: Skin Lesion Analysis toward Melanoma Detection. arXiv:1605.01397 (2016)",
-    draw=draw,
+    draw=draw_files(
+        (_SCENE,),
+        mixed([[sum(row)] for row in ham10000.MIX], LEAST),
+        lambda case: f"images_{phantom_centre(case)}/{phantom_key(case)}.jpg",
+        mask=lambda case: f"masks_{phantom_centre(case)}/{phantom_key(case)}.png",
+        tables={"labels.csv": {"lesion_id": phantom_lesion, "image_id": phantom_key, "centre": phantom_centre}},
+        sides=((0.75, 0.75), (1, 1)),
+        repeats=True,
+    ),
     per_class=100,
     notes=(
         "split lesion: 70/10/20 within each centre; all images of a lesion are in one section",

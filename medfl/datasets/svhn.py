@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 
 from medfl.datasets.base import DataSet
-from medfl.datasets.phantoms.phantom import draw_stacked
-from medfl.datasets.phantoms.scenes_natural import DIGITS, house_number
+from medfl.datasets.phantoms.layouts import Stack, draw_stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import write_svhn
 from medfl.datasets.readers.tables import stacked
@@ -20,11 +20,16 @@ def _find(folder: Path) -> dict[str, tuple[str, str]]:
     return {part: (f"{folder / file}!X", f"{folder / file}!y") for part, file in FILES.items()}
 
 
+def _write(folder: Path, stacks: dict[str, Stack]) -> None:
+    for part, (images, labels) in stacks.items():
+        write_svhn(folder / FILES[part], images, labels)
+
+
 DATASET = DataSet(
     name="svhn",
     title="SVHN: house numbers in street views",
-    classes=tuple(DIGITS),
-    concepts=tuple(f"digit {text}" for text in DIGITS),
+    classes=tuple(string.digits),
+    concepts=tuple(f"digit {text}" for text in string.digits),
     channels=3,
     folders=("svhn", "SVHN"),
     layouts=(stacked("train_32x32.mat and test_32x32.mat (format 2: cropped digits)", _find, 10, "official"),),
@@ -33,7 +38,7 @@ DATASET = DataSet(
     source="https://ufldl.stanford.edu/housenumbers",
     citation="Netzer, Wang, Coates, Bissacco, Wu, Ng: Reading digits in natural images with unsupervised feature "
     "learning. NIPS Workshop on Deep Learning and Unsupervised Feature Learning (2011)",
-    draw=draw_stacked(10, house_number, lambda folder, part, *arrays: write_svhn(folder / FILES[part], *arrays)),
+    draw=draw_stacks(10, 3, _write),
     per_class=60,
     size=32,
     notes=(

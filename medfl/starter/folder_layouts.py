@@ -43,39 +43,52 @@ def find(images: str | Path, masks: str | Path | None = None, labels: str | Path
     root = Path(images).expanduser().resolve()
     if not root.is_dir():
         raise InputError(f"--images {images} is no folder", "a folder of images", "check the path")
+
     if labels is not None:
         if masks is not None:
             raise InputError("--labels with --masks", "labelled pictures, or images with masks", "leave one out")
         return _beside(root, Path(labels), "--labels", "table of the classes")
+
     if masks is not None:
         return _with_names(_beside(root, Path(masks), "--masks", "folder of the masks"))
+
     names = conventions.NNUNET_FOLDERS
     if all((root / name).is_dir() for name in names):
-        rest = "; imagesTs is left out" * (root / "imagesTs").is_dir()
-        return _with_names(UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{rest}"))
+        left_out = "; imagesTs is left out" * (root / "imagesTs").is_dir()
+        return _with_names(UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{left_out}"))
+
     if (root / conventions.BIDS_FILE).is_file():
         where = conventions.bids_masks(root)
         return UserLayout(root, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects")
+
     if said := _together(root):
         return UserLayout(root, ".", ".", said=said)
+
     return UserLayout(root)
 
 
-def _beside(root: Path, other: Path, flag: str, what: str) -> UserLayout:
+def _beside(root: Path, place: Path, flag: str, kind: str) -> UserLayout:
     """Return the layout of images and a folder or table in the same folder, or in that of the images."""
-    path = other.expanduser().resolve()
+    path = place.expanduser().resolve()
     if not (path.is_file() if flag == "--labels" else path.is_dir()):
-        raise InputError(f"{flag} {other} is not there", f"the {what}", "check the path")
+        raise InputError(f"{flag} {place} is not there", f"the {kind}", "check the path")
+
     if path != root and path.is_relative_to(root):
-        folder, images = root, "."
+        folder = root
+        images = "."
     elif path.parent == root.parent and path != root:
-        folder, images = root.parent, root.name
+        folder = root.parent
+        images = root.name
     else:
-        problem = f"--images {root} and {flag} {other}"
-        allowed = f"the {what} and the images beside each other, or it among them"
+        problem = f"--images {root} and {flag} {place}"
+        allowed = f"the {kind} and the images beside each other, or it among them"
         raise InputError(problem, allowed, "put both into one folder")
+
     where = path.relative_to(folder).as_posix()
-    return UserLayout(folder, images, labels=where) if flag == "--labels" else UserLayout(folder, images, where)
+    if flag == "--labels":
+        return UserLayout(folder, images, labels=where)
+
+    return UserLayout(folder, images, where)
 
 
 def _with_names(layout: UserLayout) -> UserLayout:

@@ -42,63 +42,72 @@ DEPTHS = (255, 1023, 4095, 16383, 65535)
 """Largest values of 8, 10, 12, 14 and 16 bits."""
 
 
-def common_facts(seen: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
+def common_facts(facts: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
-    channels = 3 if any(one.shape[-1] > 1 for one in seen) else 1
-    brightest = 1 if own_depth(seen) else max(one.brightest for one in seen)
-    return channels, brightest, sides([one.shape[:2] for one in seen])
+    channels = 3 if any(picture.shape[-1] > 1 for picture in facts) else 1
+    brightest = 1 if own_depth(facts) else max(picture.brightest for picture in facts)
+    return channels, brightest, sides([picture.shape[:2] for picture in facts])
 
 
-def own_depth(seen: Sequence[PictureFacts]) -> int:
+def own_depth(facts: Sequence[PictureFacts]) -> int:
     """Return the largest value that pictures stored with 16 bits can have, 255 without any; 0 where others are among.
 
     Raises:
         InputError: some have neither 8 nor 16 bits, and pictures have different depths.
     """
-    if {one.dtype.name for one in seen} <= {"uint8", "uint16"}:
-        return max((one.brightest for one in seen if one.dtype == np.uint16), default=255)
-    if len({one.brightest for one in seen}) > 1:
+    if {picture.dtype.name for picture in facts} <= {"uint8", "uint16"}:
+        return max((picture.brightest for picture in facts if picture.dtype == np.uint16), default=255)
+    if len({picture.brightest for picture in facts}) > 1:
         raise InputError(
-            f"pictures of several depths: {_depths(seen)}",
+            f"pictures of several depths: {_depths(facts)}",
             "one depth, or 8 and 16 bits beside each other",
             "save them as pictures of 8 or 16 bits",
         )
+
     return 0
 
 
-def depth_notes(seen: Sequence[PictureFacts]) -> tuple[str, ...]:
+def depth_notes(facts: Sequence[PictureFacts]) -> tuple[str, ...]:
     """Return notes where pictures have different depths, or use a part of their 16 bits."""
-    depth, several = own_depth(seen), len({one.dtype for one in seen}) > 1
-    notes = [f"pictures of several depths, each divided by its own: {_depths(seen)}"] if depth and several else []
-    if depth in DEPTHS[1:-1] or (depth == DEPTHS[0] and any(one.dtype == np.uint16 for one in seen)):
-        most = max(one.largest for one in seen if one.dtype == np.uint16)
+    depth = own_depth(facts)
+    several = len({picture.dtype for picture in facts}) > 1
+    notes = []
+    if depth and several:
+        notes.append(f"pictures of several depths, each divided by its own: {_depths(facts)}")
+
+    if depth in DEPTHS[1:-1] or (depth == DEPTHS[0] and any(picture.dtype == np.uint16 for picture in facts)):
+        most = max(picture.largest for picture in facts if picture.dtype == np.uint16)
         notes.append(f"pictures of 16 bits with values up to {most:g}: read as 0 to {depth}; brighter ones are refused")
+
     return tuple(notes)
 
 
-def _depths(seen: Sequence[PictureFacts]) -> str:
-    most = max((one.brightest for one in seen if one.dtype == np.uint16), default=0)
-    counts = Counter(most if one.dtype == np.uint16 else one.brightest for one in seen)
+def _depths(facts: Sequence[PictureFacts]) -> str:
+    most = max((picture.brightest for picture in facts if picture.dtype == np.uint16), default=0)
+    counts = Counter(most if picture.dtype == np.uint16 else picture.brightest for picture in facts)
     return ", ".join(f"{count} of at most {value}" for value, count in sorted(counts.items()))
 
 
 def sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     """Return the least and the largest side."""
-    every = [side for shape in shapes for side in shape]
-    return min(every), max(every)
+    least = min(min(shape) for shape in shapes)
+    most = max(max(shape) for shape in shapes)
+    return least, most
 
 
-def duplicate_notes(seen: Sequence[PictureFacts], records: Sequence[Record]) -> tuple[str, ...]:
+def duplicate_notes(facts: Sequence[PictureFacts], records: Sequence[Record]) -> tuple[str, ...]:
     """Return a note where images of several files are the same pixel by pixel: they may be in several sections."""
     first: dict[tuple[bytes, tuple[int, ...]], Record] = {}
-    pairs = [
-        (first[key], record)
-        for one, record in zip(seen, records, strict=True)
-        if first.setdefault(key := (one.digest, one.shape), record) is not record
-    ]
-    if not pairs:
+    copies = []
+    for picture, record in zip(facts, records, strict=True):
+        original = first.setdefault((picture.digest, picture.shape), record)
+        if original is not record:
+            copies.append((original, record))
+
+    if not copies:
         return ()
-    other = sum(one.label != same.label for one, same in pairs)
-    classes = f", {other} of another class" if other else ""
-    shown = f"{pairs[0][0].id} and {pairs[0][1].id}"
-    return (f"{len(pairs)} images are the same as another{classes}, first {shown}: keep one, or name one patient",)
+
+    contradictions = sum(original.label != copy.label for original, copy in copies)
+    classes = f", {contradictions} of another class" if contradictions else ""
+    example = f"{copies[0][0].id} and {copies[0][1].id}"
+    return (f"{len(copies)} images are the same as another{classes}, first {example}: keep one, or name one patient",)

@@ -37,7 +37,8 @@ from medfl.storage.files import write_atomic
 from medfl.storage.places import require_new_bundle
 
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
-_LEAST, _MOST_CLASSES = 2, 100
+_LEAST = 2
+_MOST_CLASSES = 100
 _FEW, _FOLDS = 10, 5  # test images, below which so many folds are offered
 _PATCH, _STEP = 64, 8  # voxels a side of a patch at most, and what it is a multiple of
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
@@ -73,15 +74,19 @@ def survey(
     if names and not layout.masks:
         allowed = "folders of pictures, or their table, name their classes"
         raise InputError("--classes without --masks", allowed, "rename these")
-    return _segmented(layout, names, group_by, progress) if layout.masks else _labelled(layout, group_by, progress)
+
+    if layout.masks:
+        return _segmented(layout, names, group_by, progress)
+
+    return _labelled(layout, group_by, progress)
 
 
-def write(target: str | Path, seen: Survey, *, network: str | None = None, size: int | None = None) -> Path:
+def write(target: str | Path, content: Survey, *, network: str | None = None, size: int | None = None) -> Path:
     """Write a bundle for what was seen and return its folder, whole or not at all.
 
     Args:
         target: new folder; its name becomes the bundle's.
-        seen: the images.
+        content: what the folder of images holds.
         network: name of a network (`medfl.networks.names()`); default: a small one.
         size: side to which pictures are resized; default: 64 for labelled ones, else 128; at least 16.
 
@@ -90,18 +95,24 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     """
     root = Path(target).expanduser()
     require_new_bundle(root, size)
-    chosen = network or _NETWORKS[seen.kind]
-    allowed = [name for name in networks.names() if (name in networks.SEGMENTERS) == (seen.kind != "labelled")]
+    chosen = network or _NETWORKS[content.kind]
+    allowed = [name for name in networks.names() if (name in networks.SEGMENTERS) == (content.kind != "labelled")]
+
     if chosen not in allowed:
-        raise InputError(f"--network {chosen}", f"for {_KINDS[seen.kind]}: {', '.join(allowed)}", "choose one of them")
-    side = size or (64 if seen.kind == "labelled" else 128)
-    if seen.kind == "volumes" and size is not None:
+        raise InputError(
+            f"--network {chosen}", f"for {_KINDS[content.kind]}: {', '.join(allowed)}", "choose one of them"
+        )
+
+    side = size or (64 if content.kind == "labelled" else 128)
+    if content.kind == "volumes" and size is not None:
         raise InputError(f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out")
-    for text in (*seen.classes, seen.images, seen.masks, seen.labels, seen.group_by or ""):
+
+    for text in (*content.classes, content.images, content.masks, content.labels, content.group_by or ""):
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
             raise InputError(f"{text!r}", names, "rename it")
-    words = {**asdict(seen), "items_call": seen.items_call, "kind_text": _KINDS[seen.kind]}
+
+    words = {**asdict(content), "items_call": content.items_call, "kind_text": _KINDS[content.kind]}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.starter"), undefined=jinja2.StrictUndefined, trim_blocks=True,
@@ -110,7 +121,9 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     environment.filters["yaml"] = json.dumps  # a JSON value is a YAML value, whatever a class is called
     files = {f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words) for name in _FILES}
     files["docs/README.md"] = environment.get_template("new_readme.md.j2").render(words)
-    files["configs/metadata.json"] = json.dumps(metadata_of(root.name, seen, side, _KINDS[seen.kind]), indent=2) + "\n"
+    metadata = metadata_of(root.name, content, side, _KINDS[content.kind])
+    files["configs/metadata.json"] = json.dumps(metadata, indent=2) + "\n"
+
     try:
         for name, text in files.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -118,32 +131,41 @@ def write(target: str | Path, seen: Survey, *, network: str | None = None, size:
     except (OSError, RunError) as error:
         shutil.rmtree(root, ignore_errors=True)
         raise InputError(f"{root} cannot be written: {error}", "a new folder", "check its rights and disk") from error
+
     return root
 
 
 def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Survey:
     root = layout.folder
-    index = own.in_table(root, layout.images, layout.labels) if layout.labels else _class_folders(root)
+    if layout.labels:
+        index = own.in_table(root, layout.images, layout.labels)
+    else:
+        index = _class_folders(root)
+
     if len(index.classes) < _LEAST:
         problem = f"{root / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}"
         raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
+
     reserved = next((name for name in index.classes if re.search(r"[#@$%]|::", name) or not is_plain_text(name)), None)
     if reserved is not None:
         allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
         raise InputError(f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it")
-    seen = _each(index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress)
+
+    facts = _read_all(index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress)
     counts = tuple(sum(record.label == label for record in index.records) for label in range(len(index.classes)))
     divided = own.sections_of(root, index, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
-    notes = [*index.notes, *own_folder.odd(root), *depth_notes(seen), *duplicate_notes(seen, index.records)]
+    notes = [*index.notes, *own_folder.odd(root), *depth_notes(facts), *duplicate_notes(facts, index.records)]
+
     if not layout.labels:
         notes[:0] = own.beside_classes(root, index.records)
+
     notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
     return Survey(
-        "labelled", str(root), index.classes, counts, *common_facts(seen), images=layout.images, labels=layout.labels,
+        "labelled", str(root), index.classes, counts, *common_facts(facts), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
-        own_depth=own_depth(seen), said=(index.columns,) if index.columns else (),
+        own_depth=own_depth(facts), said=(index.columns,) if index.columns else (),
         **_patients(index, divided, group_by),
     )  # fmt: skip
 
@@ -152,10 +174,12 @@ def _class_folders(root: Path) -> own.OwnImages:
     classes = own.class_folders(root)
     if classes:
         own_folder.refuse_other_folders(root, classes)
+
     if not classes and any(volumes.is_nifti(path.name) for path in root.rglob("*")):
         allowed = "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz"
         advice = "name them so, and the channels of one image NAME_0000, NAME_0001, ..."
         raise InputError(f"{root} has volumes whose masks are not found by their names", allowed, advice)
+
     if len(classes) < _LEAST:
         raise InputError(
             f"{root} has {len(classes)} folders with pictures",
@@ -163,34 +187,42 @@ def _class_folders(root: Path) -> own.OwnImages:
             "sort the pictures into folders, or name their classes in a table with --labels FILE; with masks add "
             "--masks DIR",
         )
+
     own_folder.refuse_masks_among(root, classes)
     return own.in_folders(root, classes)
 
 
 def _patients(dataset: own.OwnImages, divided: Sequence[tuple[Record, str]], group_by: str | None) -> dict[str, Any]:
-    """Return what a survey says of patients, and of folds."""
-    about: dict[str, Any] = {"group_by": group_by, "tested": sum(section == "test" for _, section in divided)}
+    """Return the fields of a survey about patients and folds."""
+    fields: dict[str, Any] = {"group_by": group_by, "tested": sum(section == "test" for _, section in divided)}
     groups = {record.group for record, _ in divided}
-    about["sites"] = min(3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1))  # trained on, in folds too
+    fields["sites"] = min(3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1))  # trained on, in folds too
     fewest = min(Counter(label for _, label in {(r.group, r.label) for r, _ in divided}).values())
-    if about["tested"] < _FEW and fewest > 1 and not any("section" in row for row in dataset.rows.values()):
-        about["folds"] = min(_FOLDS, len(groups))
+
+    if fields["tested"] < _FEW and fewest > 1 and not any("section" in row for row in dataset.rows.values()):
+        fields["folds"] = min(_FOLDS, len(groups))
+
     if any(record.group != record.id for record, _ in divided):
-        return {**about, "patients": len(groups)}
+        return {**fields, "patients": len(groups)}
+
     names = defaultdict[str, list[str]](list)
     for (record, _), name in zip(divided, dataset.names, strict=True):
         names[str(record.label)].append(name)
-    return {**about, "offer": grouping.offered(names)}
+
+    return {**fields, "offer": grouping.offered(names)}
 
 
-def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, progress: bool) -> Survey:
+def _segmented(layout: UserLayout, structures: Sequence[str], group_by: str | None, progress: bool) -> Survey:
     images, masks = (own.path_below(layout.folder, name) for name in (layout.images, layout.masks))
-    check_structures(named := named or layout.classes[1:])
+    structures = structures or layout.classes[1:]
+    check_structures(structures)
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
-    records, solid = dataset.records, own.is_volumes(images)
+    records = dataset.records
+    solid = own.is_volumes(images)
+
     try:
-        seen = _each(records, _volume if solid else partial(_picture, several=len(named) > 1), progress)
-        present = [values for values, _ in seen]
+        pairs_read = _read_all(records, _volume if solid else partial(_picture, several=len(structures) > 1), progress)
+        present = [values for values, _ in pairs_read]
         values = set[int]().union(*present)
         _check_values(masks, values, solid)
     except InputError as error:
@@ -200,77 +232,94 @@ def _segmented(layout: UserLayout, named: Sequence[str], group_by: str | None, p
                 "--images is the folder of the images, --masks that of the masks",
                 "swap the two",
             ) from error
+
         raise
+
     divided = own.sections_of(layout.folder, dataset, group_by)
-    names = _structures(layout, named, max(values))
-    counts = tuple(sum(k in one for one in present) for k in range(len(names)))
+    names = _structures(layout, structures, max(values))
+    counts = tuple(sum(k in values for values in present) for k in range(len(names)))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
-    shown = [one for _, one in seen]
+    facts = [picture for _, picture in pairs_read]
     notes = (*own_folder.of_pairs(images, masks, records, endings), *own_folder.odd(layout.folder))
     notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
-    notes += duplicate_notes(shown, records)
-    about: dict[str, Any] = {
+    notes += duplicate_notes(facts, records)
+    fields: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
         "phantom": str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or ""),
         **_patients(dataset, divided, group_by),
     }  # fmt: skip
     where = str(layout.folder)
+
     if solid:
-        shapes, channels = [one.shape[1:] for one in shown], {one.shape[0] for one in shown}
+        shapes = [picture.shape[1:] for picture in facts]
+        channels = {picture.shape[0] for picture in facts}
         if len(channels) > 1:
             problem = f"images of {' and '.join(map(str, sorted(channels)))} channels in {images}"
             raise InputError(problem, "as many of each image", "move the others away")
-        about |= {"patch": _patch(shapes), "notes": notes}
-        return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **about)
-    notes += depth_notes(shown)
+
+        fields |= {"patch": _patch(shapes), "notes": notes}
+        return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **fields)
+
+    notes += depth_notes(facts)
     return Survey(
-        "pictures", where, names, counts, *common_facts(shown), notes=notes, own_depth=own_depth(shown), **about
+        "pictures", where, names, counts, *common_facts(facts), notes=notes, own_depth=own_depth(facts), **fields
     )
 
 
-def _structures(layout: UserLayout, named: Sequence[str], most: int) -> tuple[str, ...]:
+def _structures(layout: UserLayout, structures: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the names of the values of masks, of which one is the largest."""
     background = layout.classes[0] if layout.classes else "background"
-    if named and most > len(named):
+    if structures and most > len(structures):
         source = conventions.NNUNET_FILE if layout.classes else "--classes"
         raise InputError(
-            f"{source} names {', '.join(named)}, and masks have values up to {most}",
+            f"{source} names {', '.join(structures)}, and masks have values up to {most}",
             "a name for each value of the masks but 0, in their order",
             f"give {most} names",
         )
-    unnamed = ["structure"] if most == 1 else [f"structure_{k}" for k in range(1, most + 1)]
-    return (background, *(named or unnamed))
+
+    if most == 1:
+        unnamed = ["structure"]
+    else:
+        unnamed = [f"structure_{k}" for k in range(1, most + 1)]
+
+    return (background, *(structures or unnamed))
 
 
-def _each(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) -> list[Any]:
-    """Read each of them; those that cannot be read are told together."""
-    results, errors = [], []
+def _read_all(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) -> list[Any]:
+    """Read all entries; those that cannot be read are reported together."""
+    results = []
+    errors = []
     for entry in bar(entries, desc="reading images", unit="image", shown=progress):
         try:
             results.append(read(entry))
         except InputError as error:
             errors.append(error)
+
     if len(errors) > 1:
         details = tables.several([error._parts[0] for error in errors], "files")
         allowed = errors[0]._parts[1]
         advice = {error._parts[2] for error in errors}
         advice = advice if len(advice) == 1 else {"restore or remove these"}
         raise InputError(f"{len(errors)} of {len(entries)} images: {details}", allowed, *advice)
+
     if errors:
         raise errors[0]
+
     return results
 
 
 def _check_values(masks: Path, values: set[int], solid: bool) -> None:
     if values == {0}:
-        problem, advice = f"the masks in {masks} have no value but 0", "check that these are the masks"
+        problem = f"the masks in {masks} have no value but 0"
+        advice = "check that these are the masks"
     elif len(values) < _LEAST or max(values) >= _MOST_CLASSES:
         some = ", ".join(map(str, sorted(values)[:5])) + (", ..." if len(values) > 5 else "")
         problem = f"the masks in {masks} have the values {some}, the largest {max(values)}"
         advice = "save class indices"
     else:
         return
+
     allowed = f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure"
     raise InputError(problem, allowed + " (or 0 and 255)" * (not solid), advice)
 
@@ -290,7 +339,9 @@ def _swapped(record: Record, solid: bool) -> bool:
 def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
     """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
     values = {int(value) for value in np.unique(read_pixels(record.mask))}
-    values = {min(value, 1) for value in values} if values <= {0, 255} and not several else values
+    if values <= {0, 255} and not several:
+        values = {min(value, 1) for value in values}
+
     pixels, _, _ = pairs.read_pair(record.image, record.mask, classes=max(2, max(values) + 1))
     return values, PictureFacts.of(pixels)
 

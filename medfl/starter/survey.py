@@ -64,29 +64,37 @@ class Survey:
         """The call of `medfl.datasets.own` that lists the items, up to the section."""
         if self.kind != "labelled":
             return "paired(@dataset_dir, @images, @masks"
-        return "listed(@dataset_dir, @images, @labels, @classes" if self.labels else "labelled(@dataset_dir, @classes"
+        if self.labels:
+            return "listed(@dataset_dir, @images, @labels, @classes"
+
+        return "labelled(@dataset_dir, @classes"
 
 
-def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]:
+def metadata_of(name: str, survey: Survey, side: int, kind: str) -> dict[str, Any]:
     """Return the content of metadata.json."""
-    segments = seen.kind != "labelled"
-    shape = list(seen.patch) if seen.kind == "volumes" else [side, side]
-    rgb = seen.channels == 3 and seen.kind != "volumes"
-    colours = ["red", "green", "blue"] if rgb else [f"channel {index}" for index in range(seen.channels)]
-    colours = ["grey value"] if seen.channels == 1 else colours
+    segments = survey.kind != "labelled"
+    shape = list(survey.patch) if survey.kind == "volumes" else [side, side]
+    if survey.channels == 1:
+        colours = ["grey value"]
+    elif survey.channels == 3 and survey.kind != "volumes":
+        colours = ["red", "green", "blue"]
+    else:
+        colours = [f"channel {index}" for index in range(survey.channels)]
+
     numbered = {str(index): text for index, text in enumerate(colours)}
     image = {
-        "type": "image", "format": "magnitude", "modality": "n/a", "num_channels": seen.channels,
-        "spatial_shape": shape, "dtype": "float32", "value_range": [-10, 10], "is_patch_data": seen.kind == "volumes",
+        "type": "image", "format": "magnitude", "modality": "n/a", "num_channels": survey.channels,
+        "spatial_shape": shape, "dtype": "float32", "value_range": [-10, 10], "is_patch_data": survey.kind == "volumes",
         "channel_def": numbered,
     }  # fmt: skip
     pred = {
         "type": "image" if segments else "probabilities", "format": "segmentation" if segments else "classes",
-        "modality": "n/a", "num_channels": len(seen.classes), "spatial_shape": shape if segments else [],
-        "dtype": "float32", "value_range": [0, 1], "is_patch_data": seen.kind == "volumes",
-        "channel_def": {str(index): text for index, text in enumerate(seen.classes)},
+        "modality": "n/a", "num_channels": len(survey.classes), "spatial_shape": shape if segments else [],
+        "dtype": "float32", "value_range": [0, 1], "is_patch_data": survey.kind == "volumes",
+        "channel_def": {str(index): text for index, text in enumerate(survey.classes)},
     }  # fmt: skip
     versions = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
+
     return {
         "schema": SCHEMA,
         "version": "0.1.0",
@@ -97,12 +105,12 @@ def metadata_of(name: str, seen: Survey, side: int, kind: str) -> dict[str, Any]
         "required_packages_version": {DISTRIBUTION: versions["medfl"]},
         "supported_apps": {},
         "name": name,
-        "task": f"{'Segmentation' if segments else 'Classification'}: {', '.join(seen.classes)}",
+        "task": f"{'Segmentation' if segments else 'Classification'}: {', '.join(survey.classes)}",
         "description": f"{kind.capitalize()} of one's own, at each site a folder of the same form.",
         "authors": "to be filled in",
         "copyright": "to be filled in",
         "data_source": "to be filled in",
-        "data_type": "NIfTI" if seen.kind == "volumes" else "pictures",
+        "data_type": "NIfTI" if survey.kind == "volumes" else "pictures",
         "intended_use": RESEARCH_ONLY,
         "references": [],
         "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": pred}},

@@ -14,8 +14,7 @@ import pytest
 
 import medfl.datasets as datasets
 from medfl.core.errors import InputError
-from medfl.datasets.phantoms.phantom import draw_medmnist, save
-from medfl.datasets.phantoms.scenes_colour import skin
+from medfl.datasets.phantoms.layouts import draw_medmnist, save
 from tests.support.sweeps import mostly_slow
 
 SECTIONS = ("train", "validate", "test")
@@ -266,8 +265,7 @@ def test_ham10000_as_published(ham, zipped, table):
 
 
 def test_dermamnist_file(tmp_path):
-    kinds = datasets.get("ham10000").classes
-    draw_medmnist("dermamnist", 7, skin(*kinds))(tmp_path, np.random.default_rng(0), 10, 28)
+    draw_medmnist("dermamnist", 7, 3)(tmp_path, np.random.default_rng(0), 10, 28)
     assert {section: len(items) for section, items in lists("ham10000", tmp_path).items()} == {
         "train": 49,
         "validate": 7,

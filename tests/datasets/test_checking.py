@@ -95,9 +95,8 @@ def test_a_class_without_images_and_a_damaged_archive(phantoms, tmp_path):
     report = datasets.check("kvasir_v2", tmp_path)
     assert report.warnings == tuple(f"section {s} has no image of polyps" for s in ("train", "validate", "test"))
     assert len(report.problems) == 1
-    assert (
-        "kvasir-dataset-v2.zip!kvasir-dataset-v2/dyed-lifted-polyps/dyed-lifted-polyps-0000.jpg" in report.problems[0]
-    )
+    first = min(source.rglob("*.jpg"))
+    assert f"kvasir-dataset-v2.zip!kvasir-dataset-v2/{first.parent.name}/{first.name}" in report.problems[0]
 
 
 def test_no_layout_and_no_split(tmp_path, phantoms):

@@ -11,7 +11,7 @@ from sklearn.ensemble import RandomForestClassifier
 from sklearn.metrics import balanced_accuracy_score
 
 import medfl.datasets as datasets
-import medfl.datasets.phantoms.phantom as phantom
+import medfl.datasets.phantoms.layouts as layouts
 from medfl.core.errors import InputError, RunError
 from tests.support.sweeps import mostly_slow
 
@@ -143,7 +143,7 @@ def test_nothing_is_left_of_a_phantom_that_failed(tmp_path, monkeypatch, error):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"x")
 
-    monkeypatch.setattr(phantom, "save", fail)
+    monkeypatch.setattr(layouts, "save", fail)
     with pytest.raises(RunError if isinstance(error, OSError) else KeyboardInterrupt):
         datasets.write_phantom("kvasir_v2", tmp_path / "p", per_class=10, size=16)
     assert len(written) == 20

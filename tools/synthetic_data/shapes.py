@@ -13,7 +13,7 @@ from PIL import Image
 
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
-from medfl.datasets.phantoms.scenes_volumes import save
+from medfl.datasets.phantoms.layouts import save_volume
 
 VOLUMES, PICTURES = (".nii.gz", ".nii"), (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 ENDINGS = (*VOLUMES, *PICTURES, ".npy", ".npz")
@@ -111,7 +111,7 @@ def write(path: Path, need: Need, name: object, seed: int, case: int, label: int
     if end in VOLUMES:
         coarse = need.limits[1] - need.limits[0] > _WHOLE
         kind = np.uint8 if is_mask(name) else np.int16 if coarse else np.float32
-        save(path, drawn.astype(kind), (*need.pixdim, 1.0, 1.0)[:3])
+        save_volume(path, drawn.astype(kind), (*need.pixdim, 1.0, 1.0)[:3])
     elif end in PICTURES:
         low, high = (0.0, 255.0) if is_mask(name) else need.limits
         Image.fromarray(((drawn - low) * (255 / (high - low))).astype(np.uint8)).save(path, quality=100)

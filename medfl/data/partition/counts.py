@@ -62,9 +62,11 @@ def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
     for text in texts:
         centre, _, count = text.rpartition("=")
         limits.append(Limit(centre.strip(), read_count(count)))
+
     centres = {limit.centre for limit in limits}
     if "" in centres or len(centres) < len(limits):
         raise ValueError(texts)
+
     return tuple(limits)
 
 
@@ -89,7 +91,8 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
     Raises:
         InputError: a centre has no training images.
     """
-    result, notes = {name: list(section) for name, section in homes.items()}, []
+    result = {name: list(section) for name, section in homes.items()}
+    notes = []
     for limit in limits:
         positions = {name: [i for i, home in enumerate(all_) if home == limit.centre] for name, all_ in homes.items()}
         if not positions["train"]:
@@ -99,15 +102,19 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
                 f"the centres are {listed(centres, len(centres))}",
                 "name one of these",
             )
+
         stream = _fixed(limit)
         images = {name: [data[name][i] for i in indices] for name, indices in positions.items()}
         limited, more_notes = _divide(images, [limit.centre], [limit.count], stream)
         notes += more_notes
+
         for name, indices in positions.items():
             for i, home in zip(indices, limited[name], strict=True):
                 result[name][i] = home
+
         left_out = [f"{part.count(None)} of {len(part)} {name}" for name, part in limited.items() if None in part]
         notes += [f"images of {limit.centre} that are left out: {listed(left_out)}"] if left_out else []
+
     return result, notes
 
 
@@ -118,10 +125,12 @@ def _fixed(limit: Limit) -> _Stream:
 def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream) -> tuple[_Homes, list[str]]:
     """Divide every section by the counts; a group placed in one section keeps its site in the next."""
     available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
-    fitted, notes = {}, []
+    fitted = {}
+    notes = []
     for kind, number in available.items():
         fitted[kind], more_notes = _feasible([getattr(count, kind) for count in counts], number, sites, kind)
         notes += more_notes
+
     validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
     validate = np.minimum(apportion(fitted["train"], validated), np.array(fitted["train"]) - 1).tolist()
     train = np.subtract(fitted["train"], validate).tolist()
@@ -130,6 +139,7 @@ def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: 
     labelled = all(item.get("label") is not None for items in data.values() for item in items)
     homes: _Homes = {}
     site_of_group: dict[str, int] = {}
+
     for name in SECTIONS:
         groups = gathered(data[name], by_label=labelled)
         deal(groups, sizes[name], partial(stream, name), site_of_group)
@@ -137,20 +147,24 @@ def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: 
         for group in groups:
             for i in group.members if site_of_group[group.key] < len(sites) else ():
                 homes[name][i] = sites[site_of_group[group.key]]
+
     return homes, notes + _count_notes(homes, sites, fitted)
 
 
-def _feasible(asked: Sequence[int], available: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
+def _feasible(requested: Sequence[int], available: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
     """Return counts that the images suffice for, and what was done to make them so."""
-    short = sum(asked) - available
+    short = sum(requested) - available
     if short <= 0:
-        return list(asked), []
-    if 10 * short <= asked[0] or len(asked) == 1:
-        counts, change = [asked[0] - short, *asked[1:]], f"{sites[0]} has {asked[0] - short} instead of {asked[0]}"
+        return list(requested), []
+
+    if 10 * short <= requested[0] or len(requested) == 1:
+        counts = [requested[0] - short, *requested[1:]]
+        change = f"{sites[0]} has {requested[0] - short} instead of {requested[0]}"
     else:
-        counts = apportion(asked, available, least=kind == "train")
-        change = f"all sites have {available / sum(asked):.3g} of what was asked"
-    return counts, [f"{sum(asked)} {_KINDS[kind]} images were asked for and there are {available}: {change}"]
+        counts = apportion(requested, available, least=kind == "train")
+        change = f"all sites have {available / sum(requested):.3g} of what was asked"
+
+    return counts, [f"{sum(requested)} {_KINDS[kind]} images were asked for and there are {available}: {change}"]
 
 
 def _count_notes(homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]) -> list[str]:
@@ -161,7 +175,11 @@ def _count_notes(homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Seque
         actual = Count(sizes["train"][site] + sizes["validate"][site], sizes["test"][site])
         if actual != Count(train, test):
             lines.append(f"{site} has {actual} instead of {Count(train, test)}")
-    return [f"patients or lesions stay together, so {listed(lines, len(lines))}"] if lines else []
+
+    if lines:
+        return [f"patients or lesions stay together, so {listed(lines, len(lines))}"]
+
+    return []
 
 
 def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int]:
@@ -169,15 +187,17 @@ def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int
 
     A part of a weight above 0 is raised to `least`, at the cost of the largest.
     """
-    whole = max(1, sum(weights))
-    parts = [weight * total // whole for weight in weights]
-    order = sorted(range(len(weights)), key=lambda i: (-(weights[i] * total % whole), i))
+    weight_sum = max(1, sum(weights))
+    parts = [weight * total // weight_sum for weight in weights]
+    order = sorted(range(len(weights)), key=lambda i: (-(weights[i] * total % weight_sum), i))
     for i in order[: total - sum(parts)]:
         parts[i] += 1
+
     for i, weight in enumerate(weights):
         while parts[i] < min(least, weight) and max(parts) > least:
             parts[parts.index(max(parts))] -= 1
             parts[i] += 1
+
     return parts
 
 
@@ -194,9 +214,13 @@ def deal(
     for group in groups:
         if group.key in owners:
             shares[owners[group.key]] -= len(group.members)
+
     free = [group for group in groups if group.key not in owners]
-    size, done, dealt = images_in(free), 0, [0] * len(shares)
+    size = images_in(free)
+    done = 0
+    dealt = [0] * len(shares)
     shares = apportion([max(0, share) for share in shares], size)
+
     for label in sorted({group.label for group in free}):
         same_class = [group for group in free if group.label == label]
         order = stream(label).permutation(len(same_class))

@@ -83,6 +83,7 @@ def draw(rule: Rule, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list
             if attempt:
                 notes.insert(0, f"re-drawn {attempt} time{'s' * (attempt > 1)}: a site was empty")
             return {name: [None if i is None else f"site-{i + 1}" for i in h] for name, h in homes.items()}, notes
+
     raise InputError(
         f"partition {canonical(rule.kind, rule.values)!r} over {rule.sites} sites left "
         f"{listed([f'site-{i + 1}' for i in empty])} without training images, like all of {MAX_DRAWS} draws",
@@ -105,12 +106,14 @@ def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[st
     placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}
     sizes = [_pixels(data["train"], group) for group in order]
     homes: dict[str, list[str | None]] = {name: [None] * len(section) for name, section in data.items()}
+
     for name in SECTIONS:
         for group in gathered(data[name], by_label=False):
             near = min(bisect.bisect_left(sizes, _pixels(data[name], group)), len(sizes) - 1)
             home = placed.setdefault(group.key, int(parts[near]))
             for i in group.members:
                 homes[name][i] = f"site-{home + 1}"
+
     return homes
 
 
@@ -126,11 +129,13 @@ def _draw_once(
     shares, shots = _shares(rule, attempt)
     placed: dict[str, int] = {}
     notes: list[str] = []
+
     for name in SECTIONS:
         tied = sum(len(group.members) for group in groups[name] if group.key in placed)
         by_class: dict[int, list[Group]] = {}
         for group in groups[name]:
             by_class.setdefault(group.label, []).append(group)
+
         for c in sorted(by_class.keys() & shares.keys()):
             rng = rule.stream(attempt, name, c)
             if not shots:
@@ -142,22 +147,27 @@ def _draw_once(
                 for owner, part in zip(shares[c].owners, divide(by_class[c], shares[c], rng, placed), strict=True):
                     for i in [i for group in part for i in group.members][:limit]:
                         homes[name][i] = owner
+
         if not shots:
             for group in groups[name]:
                 for i in group.members:
                     homes[name][i] = placed[group.key]
+
             if tied:
                 notes.append(f"{tied} {name} images follow their patient or lesion to the site of its other images")
         elif left := homes[name].count(None):
             notes.append(f"{left} of {len(homes[name])} {name} images belong to no site")
+
     return homes, notes + _class_notes(rule, shares, data["train"], homes["train"])
 
 
 def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]]:
     """Draw who owns which part of each class and, for `shots`, the images a class of each site (otherwise ())."""
-    everybody, num_classes = tuple(range(rule.sites)), len(rule.names)
+    everybody = tuple(range(rule.sites))
+    num_classes = len(rule.names)
     if rule.kind == "iid":
         return {0: Share(everybody)}, ()
+
     if rule.kind == "dirichlet":
         parts = [rule.stream(attempt, "parts", c).dirichlet([rule.values[0]] * rule.sites) for c in range(num_classes)]
         if not np.allclose(np.sum(parts, axis=1), 1):
@@ -166,7 +176,9 @@ def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]
                 "a BETA that a Dirichlet distribution can be drawn with",
                 "take BETA between 1e-3 and 1e6",
             )
+
         return {c: Share(everybody, part) for c, part in enumerate(parts)}, ()
+
     chosen, shots = _classes_of_sites(rule, attempt) if rule.kind == "classes" else _ways_of_sites(rule, attempt)
     owners = {c: tuple(i for i in everybody if c in chosen[i]) for c in range(num_classes)}
     return {c: Share(sites) for c, sites in owners.items() if sites}, shots
@@ -174,7 +186,8 @@ def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]
 
 def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int, ...]]:
     """FedMR: walk over sites and slots, deal each class once in order, then draw from those the site lacks."""
-    size, num_classes = rule.values[0], len(rule.names)
+    size = rule.values[0]
+    num_classes = len(rule.names)
     if size > num_classes:
         raise InputError(f"partition 'classes:{size}' of {num_classes} classes", f"C at most {num_classes}", "lower C")
     if rule.sites * size < num_classes:
@@ -183,7 +196,10 @@ def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[i
             f"sites x C must reach all {num_classes} classes",
             f"take C of at least {math.ceil(num_classes / rule.sites)} or {math.ceil(num_classes / size)} sites",
         )
-    rng, chosen, dealt = rule.stream(attempt, "owners"), [set[int]() for _ in range(rule.sites)], 0
+
+    rng = rule.stream(attempt, "owners")
+    chosen = [set[int]() for _ in range(rule.sites)]
+    dealt = 0
     for classes in chosen:
         for _ in range(size):
             if dealt < num_classes:
@@ -191,25 +207,30 @@ def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[i
                 dealt += 1
             else:
                 classes.add(int(rng.choice([c for c in range(num_classes) if c not in classes])))
+
     return chosen, ()
 
 
 def _ways_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int, ...]]:
     """pFedPM: n_i from max(2, N-STD) to min(classes-1, N+STD) classes, k_i from K-STD+1 to K+STD images of each."""
     (ways, shots, spread), num_classes = rule.values, len(rule.names)
-    low, high = max(2, ways - spread), min(num_classes - 1, ways + spread)
+    low = max(2, ways - spread)
+    high = min(num_classes - 1, ways + spread)
     if low > high:
         raise InputError(
             f"partition 'shots:{ways},{shots},{spread}' of {num_classes} classes",
             "a site holds at least 2 classes and lacks at least 1",
             "take N from 2 to the number of classes - 1, or another rule",
         )
-    chosen, quota = [], []
+
+    chosen = []
+    quota = []
     for i in range(rule.sites):
         rng = rule.stream(attempt, "site", i)
         size = int(rng.integers(low, high, endpoint=True))
         quota.append(int(rng.integers(max(1, shots - spread + 1), shots + spread, endpoint=True)) if spread else shots)
         chosen.append({int(c) for c in rng.choice(num_classes, size, replace=False)})
+
     return chosen, tuple(quota)
 
 
@@ -232,21 +253,29 @@ def divide(
     for group in groups:
         if owner_of.get(group.key) in before:
             before[owner_of[group.key]].append(group)
+
     result = [before[owner] for owner in share.owners]
     free = [group for group in groups if group.key not in owner_of]
     sizes = share.sizes(images_in(groups))
     if len(free) < len(groups) and free:
+        # Owners that have images already are given so many fewer.
         missing = np.maximum(sizes - [images_in(part) for part in result], 0)
         sizes = Share(share.owners, missing / missing.sum()).sizes(images_in(free))
+
+    if not free:
+        return result
+
     free = [free[i] for i in rng.permutation(len(free))]
     ends = np.cumsum([0, *(len(group.members) for group in free)])
     bounds = np.cumsum(sizes)[:-1]
-    above = np.searchsorted(ends, bounds).clip(1, len(ends) - 1) if free else np.ones(0, int)
+    # A group is not divided: the part ends at the group boundary nearest to the one asked for.
+    above = np.searchsorted(ends, bounds).clip(1, len(ends) - 1)
     below = above - 1
-    cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist() if free else [0] * len(bounds)
+    cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist()
     for part, owner, start, stop in zip(result, share.owners, [0, *cuts], [*cuts, len(free)], strict=True):
         part.extend(free[start:stop])
         owner_of.update((group.key, owner) for group in free[start:stop])
+
     return result
 
 
@@ -268,7 +297,9 @@ def _take_shots(
             owner_of[group.key] = owner
             for i in group.members[:open_places]:
                 homes[i] = owner
+
             open_places -= min(open_places, len(group.members))
+
         if open_places:
             raise InputError(
                 f"the sites that drew class {name!r} need {sum(shots[i] for i in share.owners)} training images of it",
@@ -283,13 +314,16 @@ def _class_notes(
     """Note classes that nobody drew, and sites that own a class but got none of its images because it is too small."""
     if rule.kind not in ("classes", "shots"):
         return []
+
     notes = []
     trained = {(home, int(item["label"])) for home, item in zip(homes, train, strict=True) if home is not None}
     if unused := [rule.names[c] for c in range(len(rule.names)) if c not in shares]:
         notes.append(f"drawn by no site: {listed(unused)}")
+
     for c, share in shares.items():
         if sites := [f"site-{i + 1}" for i in share.owners if (i, c) not in trained]:
             notes.append(f"too few images of {rule.names[c]!r} for {listed(sites)}")
+
     return notes
 
 

@@ -60,8 +60,13 @@ class Partition:
         """Return site -> number of items of each class in one section; items without a label do not count."""
         result = {}
         for site, held in self.sites.items():
-            labels = Counter(sections[section][i].get("label") for i in held[section]) if held[section] else Counter()
+            if held[section]:
+                labels = Counter(sections[section][i].get("label") for i in held[section])
+            else:
+                labels = Counter()
+
             result[site] = [labels[c] for c in range(num_classes)]
+
         return result
 
     def to_ids(self, sections: Sections) -> dict[str, dict[str, list[str]]]:
@@ -96,7 +101,9 @@ class Partition:
                     "every stored id must be in the same section of the data",
                     "give the data folder and split of the stored run, or start a new run",
                 )
+
             sites[site] = {n: tuple(sorted(where[n][str(i)] for i in ids[site].get(n, ()))) for n in SECTIONS}
+
         return cls(spec, seed, sites, tuple(notes))
 
 
@@ -117,6 +124,7 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
     data = {name: list(sections.get(name, ())) for name in SECTIONS}
     _check_ids(data)
     names = _check_labels(data, classes, spec, required=kind in ("dirichlet", "classes", "shots"))
+
     if kind in ("centre", "file"):
         homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
         order = sorted({home for section in homes.values() for home in section if home}, key=_place(spec))
@@ -128,22 +136,26 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
         order = [f"site-{i + 1}" for i in range(count)]
         if kind == "size":
             _check_sizes(data)
-            homes, notes = by_size(count, data), []
+            homes = by_size(count, data)
+            notes = []
         else:
             by_rule = by_counts if kind == "counts" else draw
             homes, notes = by_rule(Rule(kind, values, count, names, seed), data)
+
     if kind in OWN_SITES and sites is not None and sites != len(order):
         raise InputError(
             f"{sites} sites with partition {spec!r}",
             f"it has {len(order)}: {listed(order)}",
             "leave the number of sites out or make it agree",
         )
+
     _check_trained(spec, order, homes["train"])
     held: dict[str, dict[str, list[int]]] = {site: {name: [] for name in SECTIONS} for site in order}
     for name, section in homes.items():
         for i, home in enumerate(section):
             if home:
                 held[home][name].append(i)
+
     frozen = {site: {name: tuple(positions) for name, positions in parts.items()} for site, parts in held.items()}
     return Partition(canonical(kind, values), seed, frozen, tuple(notes))
 
@@ -169,12 +181,14 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
             return kind, (beta,)
         if kind == "classes" and len(fields) == 1 and (size := int(text)) >= 1:
             return kind, (size,)
+
         if kind == "shots" and len(fields) == 3:
             ways, shots, spread = (int(field) for field in fields)
             if ways >= 1 and shots >= 1 and spread >= 0:
                 return kind, (ways, shots, spread)
     except ValueError:
         pass  # a field is no number, or a centre is there twice: an error as for a number out of range
+
     advice = "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0"
     raise InputError(
         f"partition {spec!r}", f"allowed: {FORMS}", advice if kind in _KINDS else did_you_mean(kind, _KINDS, advice)
@@ -219,18 +233,23 @@ def _check_labels(
             "this rule divides by class",
             "use iid, centre or file:PATH.csv, or label the images",
         )
+
     for item in labelled:
-        label, limit = item["label"], math.inf if classes is None else len(classes)
+        label = item["label"]
+        limit = math.inf if classes is None else len(classes)
         if not isinstance(label, int | np.integer) or isinstance(label, bool) or not 0 <= label < limit:
             raise InputError(
                 f"image {item['id']!r} has label {label!r}",
                 "labels are whole numbers from 0" + ("" if classes is None else f" to {limit - 1}"),
                 "change the label in the data list, or add the class to the bundle",
             )
+
     if not labelled:
         return ()
+
     if classes is None:
         classes = [f"class {c}" for c in range(max(int(item["label"]) for item in labelled) + 1)]
+
     trained = {int(item["label"]) for item in data["train"] if item.get("label") is not None}
     if absent := [f"{name!r} (label {c})" for c, name in enumerate(classes) if c not in trained]:
         raise InputError(
@@ -238,6 +257,7 @@ def _check_labels(
             "every class needs at least one training image",
             "check the data folder and the split, or remove the class from the bundle",
         )
+
     return tuple(classes)
 
 
@@ -246,13 +266,19 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
     if sites is None or sites < 1:
         number = "without a number of sites" if sites is None else f"over {sites} sites"
         raise InputError(f"partition {spec!r} {number}", "at least 1 site", "give the number of sites with --sites")
+
     if sites > groups:
-        in_groups = "" if groups == len(train) else f" in {groups} groups (patients or lesions) that stay together"
+        if groups == len(train):
+            in_groups = ""
+        else:
+            in_groups = f" in {groups} groups (patients or lesions) that stay together"
+
         raise InputError(
             f"{sites} sites for {len(train)} training images{in_groups}",
             f"at most {groups} sites",
             "lower --sites or give more data",
         )
+
     return sites
 
 
@@ -289,12 +315,14 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
             "every image must carry the centre it was taken at",
             "use iid, dirichlet:BETA, classes:C, shots:N,K,STD, counts:TRAIN/TEST,... or file:PATH.csv",
         )
+
     if {str(item["centre"]) for item in items} == {"unknown"}:  # as data sets say it
         raise InputError(
             f"partition 'centre', but the centres of all {len(items)} images are unknown",
             "images of centres that are known, one or several",
             "use --partition iid with --sites N or file:PATH.csv, or say them in column 'centre' of the data's table",
         )
+
     training = {str(item["centre"]) for item in data["train"]}
     homes = {
         name: [home if (home := str(item["centre"])) in training else None for item in section]
@@ -302,6 +330,7 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
     }
     idle = sorted({str(item["centre"]) for item in items} - training, key=natural_key)
     note = f"no sites, as they have no training images: {listed(idle)} ({homeless(homes)})"
+
     return homes, [note] if idle else []
 
 
@@ -312,9 +341,11 @@ def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, l
         key, site, section = ((row.get(column) or "").strip() for column in ("id", "site", "section"))
         if not site or not site.isprintable() or set(site) & set("/\\"):
             raise InputError(f"{path}, line {line}: site {site!r}", "a name without slashes", "name this image's site")
+
         if section and section not in SECTIONS:
             allowed = f"allowed: {', '.join(SECTIONS)} or nothing"
             raise InputError(f"{path}, line {line}: section {section!r}", allowed, "write one of these into the line")
+
         holding = [name for name in ([section] if section else SECTIONS) if key in where[name]]
         if not holding:
             raise InputError(
@@ -322,11 +353,14 @@ def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, l
                 "ids of the data set's images",
                 "write such an id into the line, or remove it",
             )
+
         for name in holding:
             if homes[name][where[name][key]] not in (None, site):
                 problem = f"{path}, line {line}: id {key!r} has a second site"
                 raise InputError(problem, "one site an image", "remove one of the lines")
+
             homes[name][where[name][key]] = site
+
     left_out = homeless(homes)
     return homes, [f"not in the file and left out: {left_out}"] if left_out else []
 
@@ -338,10 +372,12 @@ def _rows(path: str) -> list[tuple[int, dict[str, str]]]:
         names, rows = read_table(Path(path).expanduser())
     except (Refused, RuntimeError) as error:  # RuntimeError: ~nobody
         raise InputError(f"partition file {path!r}: {error}", "a readable CSV file", advice) from error
+
     if missing := [column for column in ("id", "site") if column not in names]:
         raise InputError(
             f"partition file {path!r} has no column {' or '.join(missing)}",
             f"it has {', '.join(names) or 'none'}",
             advice,
         )
+
     return rows

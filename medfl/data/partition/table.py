@@ -13,19 +13,24 @@ TITLES = {"train": "training", "validate": "validation", "test": "test"}
 
 def table(partition: Partition, sections: Sections, classes: Sequence[str] | None) -> str:
     """Return a text table of at most 100 columns: training images per site and class, size of each section."""
-    names, shown = list(classes or ()), shown_sections(partition)
+    names = list(classes or ())
+    shown = shown_sections(partition)
     counts = partition.counts(sections, len(names))
     numbers = [[*(len(held[n]) for n in shown), *counts[site]] for site, held in partition.sites.items()]
     rows = [[shorten(site, 24), *map(_cell, row)] for site, row in zip(partition.sites, numbers, strict=True)]
     rows.append(["all sites", *(_cell(sum(column)) for column in zip(*numbers, strict=True))])
-    head, legend = ["site", *(TITLES[name] for name in shown), *names], ""
+    head = ["site", *(TITLES[name] for name in shown), *names]
+    legend = ""
+
     if sum(_widths([head, *rows])) > WIDTH:
         head[1 + len(shown) :] = [str(c) for c in range(len(names))]
         legend = _wrap(f"{c} = {shorten(name, WIDTH - 8)}" for c, name in enumerate(names))
+
     blocks = [_block([[row[i] for i in columns] for row in [head, *rows]]) for columns in _columns([head, *rows])]
     content = "images of each section" + (" and training images of each class" if names else "")
     title = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {content}"
     notes = "\n".join(textwrap.fill(f"note: {note}", WIDTH, subsequent_indent="  ") for note in partition.notes)
+
     return "\n\n".join(part for part in [title, *blocks, legend, notes] if part)
 
 
@@ -48,21 +53,24 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[list[int]]:
     """Divide the columns into blocks that fit; each block begins with the site's name."""
-    blocks, used = [[0]], _widths(rows)[0]
+    blocks = [[0]]
+    used = _widths(rows)[0]
     for i, width in enumerate(_widths(rows)[1:], start=1):
         if used + width > WIDTH:
             blocks.append([0])
             used = _widths(rows)[0]
+
         blocks[-1].append(i)
         used += width
+
     return blocks
 
 
 def _block(rows: Sequence[Sequence[str]]) -> str:
     """Align one block: names left, numbers right, a rule under the head and above the last row."""
-    first, *others = _widths(rows)
-    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], others)) for row in rows]
-    rule = "-" * (first + sum(others))
+    first, *widths = _widths(rows)
+    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in rows]
+    rule = "-" * (first + sum(widths))
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.seeding import derive
 from medfl.datasets.base import MARKER, get
-from medfl.datasets.phantoms.drawing import Scene, centre_look, to_bytes
+from medfl.datasets.phantoms.scene import Array, Mask, Scene, Shape, photograph
+
+PHANTOM_VERSION = 2
+"""To be raised whenever the images of a seed change: cohorts in the cache are then drawn anew."""
 
 Generator = np.random.Generator
-Draw = Callable[[Path, Generator, int, int], int]
-Labels = NDArray[np.int64]
-SHARES = {"train": 0.7, "val": 0.1, "test": 0.2}
-MINIMUM_PER_CLASS, MINIMUM_SIZE = 10, 16
+Counts = Callable[[Generator, int], NDArray[np.int64]]
+"""(generator, images per class) -> number of images of each centre and class, (centres, classes)."""
+Sides = Sequence[tuple[float, float]]
+"""Least and greatest length of each side of an image, as shares of the size asked for."""
+
+SQUARE: Sides = ((1, 1), (1, 1))
+LEAST = 5
+"""Cases a centre from which every section of a segmentation gets one."""
+MINIMUM_PER_CLASS = 10
+MINIMUM_SIZE = 16
+_FOLDS = {"train": 0.8, "test": 0.2}
+_PARTS = {"train": 0.7, "val": 0.1, "test": 0.2}
+_REPEAT = 5  # every fifth image of a class at a centre shows the patient or lesion of the one before
+_FEW = 10  # but where fewer are, none does: sections that keep patients together would be empty
 
 
 def write_phantom(
@@ -44,8 +54,10 @@ def write_phantom(
         InputError: the folder is not empty, or a number is out of range.
         RunError: the files cannot be written.
     """
-    dataset, target = get(name), Path(folder)
-    count, side = dataset.per_class if per_class is None else per_class, dataset.size if size is None else size
+    dataset = get(name)
+    target = Path(folder)
+    count = dataset.per_class if per_class is None else per_class
+    side = dataset.size if size is None else size
     if count < MINIMUM_PER_CLASS:
         raise InputError(
             f"{count} images per class",
@@ -54,6 +66,7 @@ def write_phantom(
         )
     if side < MINIMUM_SIZE:
         raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "raise --size")
+
     empty_folder(target)
     partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
@@ -88,132 +101,110 @@ def write_marker(folder: Path, name: str, images: int, seed: int, **more: int) -
 
 @dataclass(frozen=True)
 class Case:
-    """One phantom image.
+    """One image of a cohort.
 
     Attributes:
-        group: its patient or lesion.
-        shape: seeds what the images of a group share.
-        shot: its number among them.
+        number: its place in the cohort, which tells neither class nor centre.
+        label: number of its class.
+        centre: number of its centre.
+        group: number of its patient or lesion.
+        shot: its number among the images of the group.
+        seed: of what the images of the group share.
+        shape: sides in pixels or voxels.
+        fold: train or test, 80 to 20 within each class and centre.
+        part: train, val or test, 70 to 10 to 20 within each class.
     """
 
+    number: int
     label: int
     centre: int
     group: int
-    shape: int
     shot: int
+    seed: int
+    shape: Shape
+    fold: str
+    part: str
 
-    def drawing(self) -> Generator:
-        """Return the generator of what the images of a group share."""
-        return np.random.default_rng(self.shape)
-
-    def light(self) -> Generator:
-        """Return the generator of what differs between the images of a group."""
-        return np.random.default_rng(derive(self.shape, "shot", self.shot))
+    def render(self, scenes: Sequence[Scene]) -> tuple[Array, Mask]:
+        """Return the image and the reference mask of the case; `scenes` are those of the classes."""
+        image, mask = scenes[self.label].draw(np.random.default_rng(self.seed), self.shape)
+        light = np.random.default_rng(derive(self.seed, "shot", self.shot))
+        return photograph(image, self.centre, light), mask
 
 
-def mixed_cases(rng: Generator, mix: Sequence[Sequence[int]], total: int) -> list[Case]:
-    """Return about `total` cases, one group after the other; `mix` holds the real counts (centre, class).
+def even(classes: int, centres: int = 1) -> Counts:
+    """Return counts of as many images of each class, dealt to the centres: each gets one before any gets two."""
 
-    Counts follow the square root of the real ones, so that rare classes stay rare but can be learned; a real zero stays
-    zero. A quarter of the groups that could have two images has them.
+    def counts(rng: Generator, per_class: int) -> NDArray[np.int64]:
+        table = np.zeros((centres, classes), np.int64)
+        for label in range(classes):
+            rounds = [rng.permutation(centres) for _ in range(per_class // centres + 1)]
+            table[:, label] = np.bincount(np.concatenate(rounds)[:per_class], minlength=centres)
+        return table
+
+    return counts
+
+
+def mixed(real: Sequence[Sequence[int]], least: int = 1) -> Counts:
+    """Return counts that follow the square roots of the real ones (centre, class): rare classes can be learned.
+
+    A real zero stays zero; anything else is at least `least`.
     """
-    weight = np.sqrt(np.asarray(mix, dtype=np.float64))
-    shares = weight / weight.sum() * total
-    counts = np.ceil(shares - 0.5).astype(int) + ((weight > 0) & (shares < 0.5))
+    weights = np.sqrt(np.array(real, dtype=np.float64))
+
+    def counts(rng: Generator, per_class: int) -> NDArray[np.int64]:
+        shares = weights / weights.sum() * per_class * weights.shape[1]
+        return np.where(weights > 0, np.maximum(np.rint(shares), least), 0).astype(np.int64)
+
+    return counts
+
+
+def cohort(
+    rng: Generator, counts: NDArray[np.int64], size: int, sides: Sides = SQUARE, *, repeats: bool = False
+) -> list[Case]:
+    """Return the cases of a cohort by their numbers.
+
+    Args:
+        rng: draws all that is random.
+        counts: of each centre and class.
+        size: of a side, in pixels or voxels.
+        sides: of the images.
+        repeats: some patients or lesions have two images.
+    """
+    total = int(counts.sum())
+    numbers = rng.permutation(total)
+    labels = np.concatenate([np.repeat(np.arange(len(row)), row) for row in counts])
+    centres = np.repeat(np.arange(len(counts)), counts.sum(1))
+    folds = _cut(rng, labels + centres * counts.shape[1], _FOLDS)
+    parts = _cut(rng, labels, _PARTS)
+
     cases: list[Case] = []
-    for centre, row in enumerate(counts):
-        for label, left in enumerate(row.tolist()):
-            while left:
-                shots = 2 if left > 1 and rng.uniform() < 0.25 else 1
-                group, shape = len(cases), int(rng.integers(2**62))
-                cases += [Case(label, centre, group, shape, shot) for shot in range(shots)]
-                left -= shots
-    return cases
+    before = (-1, -1)
+    group = place = shot = seed = 0
+    shape: Shape = ()
+    for index in range(total):
+        cell = (int(centres[index]), int(labels[index]))
+        place = place + 1 if cell == before else 0
+        before = cell
+        if repeats and counts[cell] >= _FEW and place % _REPEAT == _REPEAT - 1:
+            shot += 1
+        else:
+            shot = 0
+            group += 1
+            seed = int(rng.integers(2**62))
+            shape = tuple(round(size * rng.uniform(least, most)) for least, most in sides)
+        centre, label = cell
+        cases.append(Case(int(numbers[index]), label, centre, group, shot, seed, shape, folds[index], parts[index]))
+    return sorted(cases, key=lambda case: case.number)
 
 
-def render(scene: Scene, case: Case, size: int) -> NDArray[np.uint8]:
-    """Draw a case: shots of one group show the same shape, turned, under another light, with the look of the centre."""
-    picture, light = scene(case.drawing(), case.label, size), case.light()
-    picture = np.rot90(picture, case.shot) + (light.normal(0, 0.03) if case.shot else 0)
-    return to_bytes(centre_look(picture, case.centre), light)
-
-
-def cut(rng: Generator, labels: Sequence[int], shares: Mapping[str, float]) -> list[str]:
-    """Draw a section for each image at random within its class, ignoring groups, as published splits by image do."""
-    sections, values = np.empty(len(labels), dtype=object), np.asarray(labels)
+def _cut(rng: Generator, kinds: NDArray[np.int64], shares: Mapping[str, float]) -> list[str]:
+    """Draw a section for each image at random within its kind, ignoring groups, as published splits do."""
+    sections = np.empty(len(kinds), dtype=object)
     edges = np.cumsum(list(shares.values()))[:-1]
-    for label in np.unique(values):
-        positions = rng.permutation(np.flatnonzero(values == label))
-        for part, chosen in zip(shares, np.split(positions, np.rint(edges * len(positions)).astype(int)), strict=True):
-            sections[chosen] = part
-    return [str(section) for section in sections]
-
-
-def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
-    """Write a table, its first row the header."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
-
-
-def save(path: Path, pixels: NDArray[np.uint8]) -> None:
-    """Write an image file, making its folder; JPEG at quality 92."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).save(path, quality=92)
-
-
-def _plain(rng: Generator, classes: int, per_class: int) -> list[Case]:
-    shapes = rng.integers(2**62, size=(per_class, classes)).tolist()
-    return [Case(label, 0, index, shape, 0) for index, row in enumerate(shapes) for label, shape in enumerate(row)]
-
-
-def draw_folders(
-    root: str, classes: Sequence[str], scene: Scene, name: Callable[[str, str, int], str], *, sections: bool = False
-) -> Draw:
-    """Return the writer of `<root>/[train|val|test/]<class>/<name(section, class, number)>`, as many of each class."""
-
-    def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-        cases = _plain(rng, len(classes), per_class)
-        parts = cut(rng, [case.label for case in cases], SHARES) if sections else [""] * len(cases)
-        for case, part in zip(cases, parts, strict=True):
-            kind = classes[case.label]
-            save(folder / root / part / kind / name(part, kind, case.group), render(scene, case, size))
-        return len(cases)
-
-    return draw
-
-
-def draw_stacked(classes: int, scene: Scene, write: Callable[[Path, str, NDArray[np.uint8], Labels], object]) -> Draw:
-    """Return the writer of the parts "train" and "test" as stacks: write(folder, part, images, labels) keeps one."""
-
-    def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-        for part, stacks in _stacks(rng, classes, per_class, size, scene, {"train": 0.8, "test": 0.2}).items():
-            write(folder, part, *stacks)
-        return per_class * classes
-
-    return draw
-
-
-def _stacks(
-    rng: Generator, classes: int, per_class: int, size: int, scene: Scene, shares: Mapping[str, float]
-) -> dict[str, tuple[NDArray[np.uint8], Labels]]:
-    """Draw as many images of each class; return images and labels of each part."""
-    cases = _plain(rng, classes, per_class)
-    labels = np.asarray([case.label for case in cases])
-    parts = np.asarray(cut(rng, labels.tolist(), shares))
-    images = np.stack([render(scene, case, size) for case in cases])
-    return {part: (images[parts == part], labels[parts == part]) for part in shares}
-
-
-def draw_medmnist(stem: str, classes: int, scene: Scene, class_names: Sequence[str] = ()) -> Draw:
-    """Return the writer of `<stem>[_<size>].npz` with the arrays of MedMNIST, the classes equally often."""
-
-    def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
-        arrays: dict[str, Any] = {}
-        for part, (images, labels) in _stacks(rng, classes, per_class, size, scene, SHARES).items():
-            arrays[f"{part}_images"], arrays[f"{part}_labels"] = images, labels.astype(np.uint8)[:, None]
-        if class_names:
-            arrays["class_names"] = np.asarray(class_names)
-        np.savez_compressed(folder / (f"{stem}.npz" if size == 28 else f"{stem}_{size}.npz"), **arrays)
-        return per_class * classes
-
-    return draw
+    for kind in np.unique(kinds):
+        positions = rng.permutation(np.flatnonzero(kinds == kind))
+        pieces = np.split(positions, np.rint(edges * len(positions)).astype(int))
+        for section, piece in zip(shares, pieces, strict=True):
+            sections[piece] = section
+    return list(map(str, sections))

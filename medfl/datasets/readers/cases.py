@@ -14,7 +14,8 @@ from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.volumes import bare
 
-TABLE, SPLIT = "cases.csv", "table"
+TABLE = "cases.csv"
+SPLIT = "table"
 Rows = Mapping[str, Mapping[str, str]]
 """id of an image -> its row."""
 
@@ -30,17 +31,21 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
         if (row := rows.get(record.id)) is None:
             described_records.append(record)
             continue
+
         sections = {SPLIT: row["section"] or ""} if "section" in row else {}
         if sections and sections[SPLIT] not in SECTIONS:
             allowed = f"one of {', '.join(SECTIONS)}"
             raise InputError(f"{root}: section {sections[SPLIT]!r} of {record.id}", allowed, "write one of these")
-        centre, patient = row.get("centre") or record.centre, row.get("patient") or record.group
+
+        centre = row.get("centre") or record.centre
+        patient = row.get("patient") or record.group
         described_records.append(replace(record, centre=centre, group=patient, sections=sections))
+
     return described_records
 
 
-def read(root: Path, records: Sequence[Record], others: Sequence[Record] = ()) -> Rows:
-    """Return the rows of a folder's table, empty where it has none; `others` are images that may be without one.
+def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = ()) -> Rows:
+    """Return the rows of a folder's table, empty where it has none; `unlabelled` are images that may be without one.
 
     Raises:
         InputError: two rows of an image or two images of a row, an image without one, or no column `file`.
@@ -48,18 +53,23 @@ def read(root: Path, records: Sequence[Record], others: Sequence[Record] = ()) -
     path = root / TABLE
     if not path.is_file():
         return {}
+
     rows = dict[str, dict[str, str]]()
     for row in tables.read_csv(path, ("file",)):
         if rows.setdefault(key(row["file"]), row) != row:
             raise InputError(
                 f"{path} has two rows for {row['file']}", "a row for each image", "give paths, or remove one row"
             )
-    row_of, used, missing = {}, dict[str, str](), []
-    for number, record in enumerate([*records, *others]):
+
+    row_of = {}
+    used = dict[str, str]()
+    missing = []
+    for number, record in enumerate([*records, *unlabelled]):
         name = next((name for name in _names(root, record) if name in rows), None)
         if name is None:
             missing += [record.id] if number < len(records) else []
             continue
+
         if name in used and number >= len(records):
             continue
         if name in used:
@@ -68,11 +78,14 @@ def read(root: Path, records: Sequence[Record], others: Sequence[Record] = ()) -
                 "a row for each image",
                 "give their paths in the column 'file'",
             )
+
         used[name], row_of[record.id] = record.id, rows[name]
+
     if missing:
         raise InputError(
             f"{path} has no row for image {tables.several(missing, 'images')}", "a row for each image", "add one for it"
         )
+
     return row_of
 
 

@@ -68,10 +68,14 @@ def check(
     Raises:
         InputError: no known layout in the folder, or no such split in it.
     """
-    dataset, (root, layout) = get(name), layout_of(name, folder)
+    dataset = get(name)
+    root, layout = layout_of(name, folder)
     split, rule = choose(name, root, split)
     columns = dataset.classes if dataset.task == "classification" else ("cases",)
-    problems, records, assigned = list[str](), list[Record](), list[str]()
+    problems = list[str]()
+    records = list[Record]()
+    assigned = list[str]()
+
     try:
         table = read_table(name, root)
         records = table.records
@@ -79,6 +83,7 @@ def check(
         assigned = rule(records)
     except InputError as error:
         problems.append(str(error))
+
     counts = counted(columns, records, assigned, dataset.centres)
     problems += _unreadable(dataset, records, progress)
     return CheckReport(
@@ -96,18 +101,19 @@ def check(
 
 
 def counted(
-    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], named: Sequence[str] = ()
+    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], centres_named: Sequence[str] = ()
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return section -> centre -> number of images of each column; a single `named` one stands for unnamed ones."""
-    has_centres = len(named) != 1 or any(record.centre in named for record in records)
+    """Return section -> centre -> number of images of each column; one centre named alone stands for all."""
+    has_centres = len(centres_named) != 1 or any(record.centre in centres_named for record in records)
     counts = Counter(
-        (section, record.centre if has_centres else named[0], record.label)
+        (section, record.centre if has_centres else centres_named[0], record.label)
         for record, section in zip(records, assigned, strict=False)
     )
     present = {centre for _, centre, _ in counts}
-    centres = [*(c for c in named if c in present), *sorted(present.difference(named))]
+    order = [*(c for c in centres_named if c in present), *sorted(present.difference(centres_named))]
+
     return {
-        section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in centres}
+        section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in order}
         for section in SECTIONS
     }
 
@@ -119,12 +125,15 @@ def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> 
             if dataset.open_pair is not None:
                 dataset.open_pair(record.image, record.mask)
                 continue
+
             pixels = read_pixels(record.image)
         except InputError as error:
             problems.append(str(error))
             continue
+
         if pixels.shape[-1] != dataset.channels and not dataset.mixed_channels:
             problems.append(f"{record.image} has {pixels.shape[-1]} channels, {dataset.name} has {dataset.channels}")
+
     return problems
 
 
@@ -141,13 +150,16 @@ def warnings_of(
         empty = [name for name, total in zip(columns, totals, strict=False) if not total]
         if assigned and empty:
             warnings.append(f"section {section} has no image of {', '.join(empty)}")
-    seen: dict[str, set[str]] = defaultdict(set)
+
+    sections_of: dict[str, set[str]] = defaultdict(set)
     for record, section in zip(records, assigned, strict=False):
-        seen[record.group].add(section)
-    if leaking := {group for group, sections in seen.items() if len(sections) > 1}:
+        sections_of[record.group].add(section)
+
+    if leaking := {group for group, sections in sections_of.items() if len(sections) > 1}:
         pairs = zip(records, assigned, strict=False)
         test = sum(section == "test" and record.group in leaking for record, section in pairs)
         warnings.append(
             f"{len(leaking)} patients or lesions have images in several sections of this split ({test} test images)"
         )
+
     return warnings

@@ -16,7 +16,8 @@ from medfl.datasets.readers import matching, volumes
 from medfl.datasets.readers.matching import Named
 from medfl.datasets.readers.reading import JOINED
 
-NNUNET_FILE, BIDS_FILE = "dataset.json", "dataset_description.json"
+NNUNET_FILE = "dataset.json"
+BIDS_FILE = "dataset_description.json"
 NNUNET_FOLDERS = ("imagesTr", "labelsTr")
 DERIVED = ("derivatives", "sourcedata", "code")
 _CHANNEL = re.compile(r"(.+)_(\d{4})")
@@ -53,21 +54,24 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
     matches = [(_CHANNEL.fullmatch(path), uri) for path, uri in images]
     if not any(match and match[1] in of_mask for match, _ in matches) and (masks or not lacking):
         return images
+
     parts: dict[str, dict[str, str]] = defaultdict(dict)
     for match, uri in matches:
         if match and (match[1] in of_mask or (lacking and match[1] not in image_paths)):
             parts[match[1]][match[2]] = uri
-    every = sorted({number for numbers in parts.values() for number in numbers})
+
+    channel_numbers = sorted({number for numbers in parts.values() for number in numbers})
     for path, numbers in parts.items():
-        if (missing := [number for number in every if number not in numbers]) and not lacking:
+        if (missing := [number for number in channel_numbers if number not in numbers]) and not lacking:
             raise InputError(
                 f"image {path} has no channel {missing[0]}, which others have",
-                f"of each image the channels {', '.join(every)}, as files {path}_{every[0]} ...",
+                f"of each image the channels {', '.join(channel_numbers)}, as files {path}_{channel_numbers[0]} ...",
                 "add the file, remove the case, or have the run say by --site-channels which channels its site has",
             )
+
     single = [(path, uri) for path, uri in images if not ((match := _CHANNEL.fullmatch(path)) and match[1] in parts)]
-    whole = [(path, JOINED.join(numbers[number] for number in sorted(numbers))) for path, numbers in parts.items()]
-    return sorted([*single, *whole])
+    joined = [(path, JOINED.join(numbers[number] for number in sorted(numbers))) for path, numbers in parts.items()]
+    return sorted([*single, *joined])
 
 
 def bids(images: Named, masks: Named) -> tuple[Named, Named]:
@@ -84,24 +88,29 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
         match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
         if match and match[3] not in _MASKS:
             images_of[match[1] + match[2]].append(path)
+
     renamed = []
     for path, uri in masks:
         match = _BIDS_RE.fullmatch(path.rpartition("/")[2])
         if not match or match[3] not in _MASKS:
             continue
+
         entities = [part for part in match[2].split("_") if part.partition("-")[0] not in _OF_MASKS]
         fits = images_of.get("_".join([match[1], *filter(None, entities)]), [])
         if not fits and (space := next((part[6:] for part in entities if part.startswith("space-")), "")):
             native = [part for part in entities if part and not part.startswith("space-")]
             fits = images_of.get("_".join([match[1], *native]), [])
             fits = [path for path in fits if space in _NATIVE or path.endswith(f"_{space}")]
+
         if len(fits) > 1:
             raise InputError(
                 f"mask {uri} fits the images {' and '.join(fits)}",
                 "one image with the entities (sub, ses, run, ...) of a mask",
                 "move the images of other kinds into another folder",
             )
+
         renamed.append((fits[0] if fits else path, uri))
+
     used = {path for path, _ in renamed}
     return [(path, uri) for path, uri in images if path in used or _BIDS_RE.fullmatch(path.rpartition("/")[2])], renamed
 
@@ -121,6 +130,7 @@ def bids_masks(root: Path) -> str:
     having = [folder for folder in folders if any(_is_mask(name) for name, _ in volumes.volume_files(folder))]
     if len(having) == 1:
         return f"derivatives/{having[0].name}"
+
     problem = f"the derivatives {', '.join(folder.name for folder in having)} of {root} all have masks"
     raise InputError(
         problem if having else f"no folder in {root / 'derivatives'} has files ..._dseg.nii.gz or ..._mask.nii.gz",
@@ -140,22 +150,30 @@ def class_names(path: Path) -> tuple[str, ...]:
     Raises:
         InputError: they are not one name for each of 0, 1, 2, ...
     """
-    allowed, advice = 'labels as {"background": 0, "tumour": 1}', "change its labels, or move the file away"
+    allowed = 'labels as {"background": 0, "tumour": 1}'
+    advice = "change its labels, or move the file away"
     document = read_json(path, allowed, advice, 2**20)
     labels = document.get("labels") if isinstance(document, dict) else None
+
     if labels is None:
         return ()
+
     pairs = list(labels.items()) if isinstance(labels, dict) else []
     swapped = [(number, name) if _index(name) is None else (name, number) for number, name in pairs]
     names = {_index(number): name for number, name in swapped}
     texts = [str(names.get(index, "")) for index in range(len(pairs))]
     plain = all(isinstance(names.get(k), str) and is_plain_text(t) and len(t) <= _LONGEST for k, t in enumerate(texts))
+
     if not pairs or not plain or len(set(texts) - {""}) != len(pairs):
         raise InputError(f"{path}: labels {printable(labels, 120)}", allowed, advice)
+
     return tuple(texts)
 
 
 def _index(value: object) -> int | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    return int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 5 else None
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 5:
+        return int(value)
+
+    return None

@@ -18,9 +18,15 @@ from medfl.datasets.readers.stacks import check_unpacked
 
 SUFFIX = ".dcm"
 _FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, read what their header names elsewhere
-_DESCRIPTION, _POSITION = "0008|103e", "0020|0032"
-_PHOTOMETRIC, _BITS, _SIGNED = "0028|0004", "0028|0101", "0028|0103"
-_CENTRE, _WIDTH, _INTERCEPT, _SLOPE = "0028|1050", "0028|1051", "0028|1052", "0028|1053"
+_DESCRIPTION = "0008|103e"
+_POSITION = "0020|0032"
+_PHOTOMETRIC = "0028|0004"
+_BITS = "0028|0101"
+_SIGNED = "0028|0103"
+_CENTRE = "0028|1050"
+_WIDTH = "0028|1051"
+_INTERCEPT = "0028|1052"
+_SLOPE = "0028|1053"
 
 
 @contextmanager
@@ -49,11 +55,14 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     reader.MetaDataDictionaryArrayUpdateOn()
     image = _executed(reader, f"series {folder}", "all its files are complete", "copy the series again")
     voxels: NDArray[Any] = _sitk().GetArrayFromImage(image)
+
     if image.GetDimension() != 3:  # frames may lie anywhere or be points in time, which no affine can say
         raise InputError(
             f"DICOM file {files[0]} has {image.GetSize()[2]} frames", "a file for each slice", "convert it to NIfTI"
         )
-    direction, spacing = np.reshape(image.GetDirection(), (3, 3)), image.GetSpacing()
+
+    direction = np.reshape(image.GetDirection(), (3, 3))
+    spacing = image.GetSpacing()
     _check_positions(folder, reader, len(files), direction[:, 2], min(spacing[:2]))
     return np.moveaxis(voxels, (0, 2), (2, 0)), _affine(image)
 
@@ -65,10 +74,12 @@ def _check_positions(folder: str, reader: Any, slices: int, normal: NDArray[Any]
     """
     if slices < 2 or not all(reader.HasMetaDataKey(index, _POSITION) for index in range(slices)):
         return
+
     texts = (reader.GetMetaData(index, _POSITION) for index in range(slices))
     positions = np.array([[float(number) for number in text.split("\\")] for text in texts])
     if positions.shape != (slices, 3):
         raise ValueError("the position of a slice is not three numbers")
+
     steps = np.linalg.norm(np.diff(positions, axis=0), axis=1)
     if not np.ptp(steps) <= 0.01 * np.median(steps) or not steps.any():  # or NaN
         raise InputError(
@@ -76,6 +87,7 @@ def _check_positions(folder: str, reader: Any, slices: int, normal: NDArray[Any]
             "slices lie at equal distances",
             "add the missing slices, or resample the series",
         )
+
     moved = positions - positions[0]
     above = moved @ normal
     shifts = np.linalg.norm(moved - np.outer(above, normal), axis=1)
@@ -102,21 +114,31 @@ def read_picture(file: str) -> NDArray[np.uint8]:
     pixels: NDArray[Any] = _sitk().GetArrayFromImage(image)[0]
     if pixels.ndim == 3:
         return pixels.astype(np.uint8)
-    low, high = float(pixels.min()), float(pixels.max())
-    centre, width = _number(image, _CENTRE), _number(image, _WIDTH)
+
+    low = float(pixels.min())
+    high = float(pixels.max())
+    centre = _number(image, _CENTRE)
+    width = _number(image, _WIDTH)
+
     if width > 1:
-        low, high = centre - 0.5 - (width - 1) / 2, centre - 0.5 + (width - 1) / 2
+        low = centre - 0.5 - (width - 1) / 2
+        high = centre - 0.5 + (width - 1) / 2
         if _text(image, _PHOTOMETRIC) == "MONOCHROME1":  # the pixels were turned round, the window not
             ends = -1 if _number(image, _SIGNED) else 2 ** _number(image, _BITS) - 1  # least and largest value together
             turned = _number(image, _SLOPE, 1) * ends + 2 * _number(image, _INTERCEPT)
             low, high = turned - high, turned - low
     elif pixels.dtype == np.uint8:
-        low, high = 0.0, 255.0
+        low = 0.0
+        high = 255.0
+
     return np.rint(np.clip((pixels - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
 
 
 def _text(image: Any, tag: str) -> str:
-    return str(image.GetMetaData(tag)).strip() if image.HasMetaDataKey(tag) else ""
+    if image.HasMetaDataKey(tag):
+        return str(image.GetMetaData(tag)).strip()
+
+    return ""
 
 
 def _number(image: Any, tag: str, default: float = 0) -> float:
@@ -157,12 +179,12 @@ def _execute(file: str) -> Any:
     return image
 
 
-def _executed(reader: Any, what: str, allowed: str, advice: str) -> Any:
+def _executed(reader: Any, source: str, allowed: str, advice: str) -> Any:
     try:
         return reader.Execute()
     except RuntimeError as error:
         reason = str(error).strip().rpartition("\n")[2]
-        raise InputError(f"DICOM {what} cannot be read ({reason})", allowed, advice) from error
+        raise InputError(f"DICOM {source} cannot be read ({reason})", allowed, advice) from error
 
 
 def _affine(image: Any) -> NDArray[np.float64]:
@@ -200,20 +222,23 @@ def _files(folder: str) -> tuple[str, ...]:
     series = {uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in reader.GetGDCMSeriesIDs(folder)}
     if len(series) == 1:
         files: tuple[str, ...] = next(iter(series.values()))
-        others = set(os.listdir(folder)) - {os.path.basename(file) for file in files} - {"DICOMDIR"}
-        damaged = sorted(name for name in others if is_dicom(os.path.join(folder, name)))
+        other_names = set(os.listdir(folder)) - {os.path.basename(file) for file in files} - {"DICOMDIR"}
+        damaged = sorted(name for name in other_names if is_dicom(os.path.join(folder, name)))
         if not damaged:
             return files
+
         raise InputError(
             f"DICOM file {os.path.join(folder, damaged[0])} cannot be read, nor can {len(damaged) - 1} more there",
             "all files of a series are complete images",
             "copy them again, or remove them",
         )
+
     if series:
         names = " and ".join(f"{uid} ({_description(files[0])}{len(files)} files)" for uid, files in series.items())
         problem = f"folder {folder} holds {len(series)} DICOM series: {names}"
     else:
         problem = f"folder {folder} holds no DICOM series in its {len(os.listdir(folder))} files"
+
     raise InputError(problem, "a folder holds the files of one series", "keep one series in each folder")
 
 

@@ -64,18 +64,22 @@ def fetch(
             data.download_note or f"it is at {data.source}",
             f"put it into {folder}",
         )
+
     about = (f"licence: {data.licence}", f"source: {data.source}", f"cite: {data.citation}")
     for line in filter(None, (data.title, *about, data.download_note)):
         show(line)
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
             f"folder {folder} cannot be made ({error.strerror})", "a folder you may write to", "give a writable folder"
         ) from error
+
     paths = tuple(_Transfer(item, folder, progress, show, pause).run() for item in data.downloads)
     for archive in (path for path in paths if path.suffix == ".tar"):
         unpack(archive, folder)
+
     return paths
 
 
@@ -135,6 +139,7 @@ class _Transfer:
         if self.target.exists():
             self.accept_existing()
             return self.target
+
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 self.receive()
@@ -145,11 +150,13 @@ class _Transfer:
                         f"{self.item.url}: the transfer broke {ATTEMPTS} times ({str(error) or type(error).__name__}); "
                         f"{self.received} bytes are kept in {self.part}; run the same command again to go on from there"
                     ) from error
+
                 time.sleep(self.pause * attempt)
             except OSError as error:
                 raise RunError(
                     f"{self.part} cannot be written ({error.strerror}); free some space, or give another --out"
                 ) from error
+
         self.verify()
         self.part.replace(self.target)
         self.tag.unlink(missing_ok=True)
@@ -172,10 +179,12 @@ class _Transfer:
         size = path.stat().st_size
         if self.item.bytes is not None and size != self.item.bytes:
             return f"with {size} bytes instead of {self.item.bytes}"
+
         if self.item.digest is not None:
             algorithm, _, expected = self.item.digest.partition(":")
             if (actual := digest(path, algorithm)) != expected.lower():
                 return f"with {algorithm} {actual} instead of {expected}"
+
         return ""
 
     def verify(self) -> None:
@@ -187,6 +196,7 @@ class _Transfer:
                 f"{self.item.url} arrived damaged or is another file: {self.item.file} came {wrong}; it was put aside "
                 f"as {bad} and is not used; fetch again, or compare with the publisher's page"
             )
+
         if self.item.digest is None:
             self.show(
                 f"no published checksum for {self.item.file}: sha256 of what arrived is {digest(self.part, 'sha256')}"
@@ -205,6 +215,7 @@ class _Transfer:
             total = start + int(length) if length is not None else self.item.bytes
             self.check_space((total or 0) - start)
             self.remember_version(response)
+
             with (
                 self.part.open("ab" if start else "wb") as file,
                 terminal.bar(
@@ -214,12 +225,16 @@ class _Transfer:
                 while chunk := response.read(_CHUNK):
                     file.write(chunk)
                     bar.update(len(chunk))
+
         if total is not None and self.received < total:
             raise _Broken(f"{self.received} of {total} bytes arrived")
 
     def resumable(self) -> int:
         """Return from which byte to go on; 0 if nothing tells whether the server's file is still the same."""
-        return self.received if self.tag.exists() or self.item.digest is not None else 0
+        if self.tag.exists() or self.item.digest is not None:
+            return self.received
+
+        return 0
 
     def open(self, start: int) -> HTTPResponse:
         """Ask for the file from byte `start` on."""
@@ -228,6 +243,7 @@ class _Transfer:
             request.add_header("Range", f"bytes={start}-")
             if self.tag.exists():
                 request.add_header("If-Range", self.tag.read_text())
+
         by_hand = f"download it elsewhere and put it into {self.folder} as {self.item.file}"
         try:
             response: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT)
@@ -236,24 +252,33 @@ class _Transfer:
             if error.code == 416 and start:  # what is there is not the beginning of the server's file
                 self.part.unlink(missing_ok=True)
                 return self.open(0)
+
             if error.code in _NOT_WORTH_RETRYING:
-                word = "there is no such file" if error.code in (404, 410) else error.reason
+                if error.code in (404, 410):
+                    word = "there is no such file"
+                else:
+                    word = error.reason
+
                 raise RunError(f"{self.item.url}: {word} (HTTP {error.code}); {by_hand}") from error
+
             raise _Broken(f"HTTP {error.code} {error.reason}") from error
         except urllib.error.URLError as error:
             host = urlsplit(self.item.url).hostname
             raise RunError(f"no connection to host {host} ({error.reason}); {by_hand}") from error
+
         return response
 
     def start_of(self, response: HTTPResponse) -> int:
         """Return the first byte that the server sends: what was asked for, or 0 where it sends the whole file."""
         if response.status != 206:
             return 0
+
         unit, _, span = response.headers.get("Content-Range", "").partition(" ")
         first = span.partition("-")[0]
         if unit != "bytes" or not first.isdigit() or int(first) != self.received:
             self.part.unlink(missing_ok=True)
             raise _Broken(f"the server sent bytes {span or '?'}")
+
         return int(first)
 
     def remember_version(self, response: HTTPResponse) -> None:

@@ -32,6 +32,7 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
     texts = [name if "/" in pattern else name.rpartition("/")[2] for name in names]
     if long := next((text for text in texts if len(text) > _LONGEST), None):
         raise InputError(f"path {long}", f"at most {_LONGEST} characters for group-by", "shorten its folders' names")
+
     matches = [expression.search(text) for text in texts]
     patients = [match[1] or None if match else None for match in matches]
     if not any(patients):
@@ -40,6 +41,7 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
         problem = f"{pattern!r} makes one patient, {patients[0]}, of all {len(names)} images"
     else:
         return patients
+
     raise InputError(f"group-by {problem}", _EXAMPLE, "write another, or name patients in cases.csv")
 
 
@@ -57,9 +59,11 @@ def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
             groupings = {label: by_names(pattern, names) for label, names in names_of.items() if len(names) > 1}
         except InputError:
             continue
+
         patients = {patient for of_class in groupings.values() for patient in of_class}
         if None not in patients and 3 <= len(patients) <= 0.8 * count:
             return pattern, len(patients)
+
     return None
 
 
@@ -70,10 +74,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         raise InputError(
             f"group-by {pattern!r} is no regular expression ({error})", _EXAMPLE, "write another"
         ) from None
+
     if not expression.groups:
         raise InputError(
             f"group-by {pattern!r} has no group in parentheses", _EXAMPLE, "put the patient in parentheses"
         )
+
     plain = _ATOMS.sub("x", pattern)
     special = re.search(r"\(\?(?!:|P<)", plain) or re.search(r"\\[1-9]|\(\?P=", pattern)
     repeats = re.findall(r"(?:[*+]|(?<!\()\?|\{[^}]*\})\??", plain)
@@ -83,4 +89,5 @@ def _compiled(pattern: str) -> re.Pattern[str]:
             f"at most {_REPEATS} of * + ? {{n}}, none after a parenthesis, no references and no (?=...)",
             "write a simpler one",
         )
+
     return expression

@@ -44,7 +44,9 @@ class UriReader(ImageReader):  # type: ignore[misc]
                 pixels = np.full((*picture.size, 1), int(index), np.float32)
         else:
             pixels = read_pixels(uri).swapaxes(0, 1)
-            pixels = np.full((*pixels.shape[:2], 1), int(index), np.float32) if index else pixels
+            if index:
+                pixels = np.full((*pixels.shape[:2], 1), int(index), np.float32)
+
         return pixels, {"original_channel_dim": -1, "spatial_shape": np.array(pixels.shape[:2])}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,21 +51,23 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     """
     rows = tables.read_csv(path, ())
     heads = {str(name).strip().lower(): name for row in rows[:1] for name in row if name}
-    named = {column: _matched(path, rows, heads[column], images) for column in FILES if column in heads}
-    column = next((column for column, index in named.items() if index), None)
+    matches = {column: _matched(path, rows, heads[column], images) for column in FILES if column in heads}
+    column = next((column for column, index in matches.items() if index), None)
+
     if column is None:
         raise InputError(
-            f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, named)) or 'of files'}",
+            f"{path} names none of the {len(images)} images in a column {', '.join(map(repr, matches)) or 'of files'}",
             f"a column {', '.join(FILES)} of file names, with or without their endings",
             "name the column so, or check the folder",
         )
-    index = named[column]
+
+    index = matches[column]
     label, class_of = _classes(path, rows, heads, heads[column])
     classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
     case_heads = {
         name: heads[first]
-        for name, others in _CASES.items()
-        if (first := next((other for other in others if other in heads), None))
+        for name, spellings in _CASES.items()
+        if (first := next((spelling for spelling in spellings if spelling in heads), None))
     }
     matched_rows = set(index.values())
     without_image = [str(row[heads[column]]) for number, row in enumerate(rows) if number not in matched_rows]
@@ -74,17 +76,28 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         "images have no class in the table": [image for image in index if image not in classes],
         "rows of the table have no image": without_image,
     }
-    notes = [f"{len(e)} {what}: left out, {tables.several(e, 'such')}" for what, e in left_out.items() if e]
+    notes = []
+    for reason, entries in left_out.items():
+        if entries:
+            notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
+
     names = sorted(set(classes.values()))
-    alike = [[one for one in names if one.casefold() == form] for form in sorted({name.casefold() for name in names})]
-    if twice := "; ".join(" and ".join(map(repr, spellings)) for spellings in alike if len(spellings) > 1):
+    alike = defaultdict[str, list[str]](list)
+    for name in names:
+        alike[name.casefold()].append(name)
+
+    if twice := "; ".join(
+        " and ".join(map(repr, spellings)) for _, spellings in sorted(alike.items()) if len(spellings) > 1
+    ):
         notes.append(f"classes that differ in upper and lower case only: {twice}; they count as different")
+
     cases_of = {
         image: {name: str(rows[number][head] or "").strip() for name, head in case_heads.items()}
         for image, number in index.items()
     }
     by = [f"images by column {heads[column]!r}", f"classes by {label}"]
     by += [f"{name}s by {head!r}" for name, head in case_heads.items()]
+
     return Labels(classes, cases_of, ", ".join(by), tuple(notes))
 
 
@@ -94,10 +107,12 @@ def _matched(path: Path, rows: Sequence[Mapping[str, str]], column: str, images:
     times = Counter(form for form, _ in forms)
     image_of = {form: image for form, image in forms if times[form] == 1}
     row_numbers: dict[str, int] = {}
+
     for number, row in enumerate(rows):
         image = next((image_of[form] for form in _forms(str(row[column] or "")) if form in image_of), None)
         if image is not None and row_numbers.setdefault(image, number) != number and rows[row_numbers[image]] != row:
             raise InputError(f"{path} has two rows for {image}", "a row for each image", "remove one of them")
+
     return row_numbers
 
 
@@ -115,8 +130,9 @@ def _classes(
     label = next((heads[name] for name in LABELS if name in heads and heads[name] != column), None)
     if label is not None:
         return f"column {label!r}", [_plain(row[label]) for row in rows]
-    others = {*FILES, *(head for names in _CASES.values() for head in names)}
-    free = [name for head, name in heads.items() if name != column and head not in others]
+
+    known_heads = {*FILES, *(head for names in _CASES.values() for head in names)}
+    free = [name for head, name in heads.items() if name != column and head not in known_heads]
     marks = [name for name in free if all((row[name] or "").strip() in _MARKS for row in rows)]
     if len(marks) < 2:
         raise InputError(
@@ -124,6 +140,7 @@ def _classes(
             f"one called {', '.join(LABELS)}, or one for each class with 0 and 1",
             "name the column so",
         )
+
     class_of = [[name for name in marks if float(row[name])] for row in rows]
     double = next((number for number, names in enumerate(class_of) if len(names) > 1), None)
     if double is not None:
@@ -132,6 +149,7 @@ def _classes(
             "one class an image",
             "keep one of them, or name the classes in a column 'label'",
         )
+
     return f"the columns {', '.join(marks)}", [names[0] if names else "" for names in class_of]
 
 

@@ -40,11 +40,16 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
     def fitting(path: str) -> list[str]:
         if path in by_path:
             return [by_path[path]]
+
         folder, _, name = path.rpartition("/")
         for form in _forms(name):
             if fits := sorted(p for p in by_name.get(form, ()) if not (in_folders and folder and "/" in p)):
                 return fits
-        return sorted(by_folder.get(folder, ())) if folder and _ONLY.fullmatch(name) else []
+
+        if folder and _ONLY.fullmatch(name):
+            return sorted(by_folder.get(folder, ()))
+
+        return []
 
     matched: dict[str, str] = {}
     for path, uri in masks:
@@ -57,13 +62,16 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
                 "a mask has the path of its image below their folders, or a name that one image has",
                 "give the mask its image's name, or move it beside that image",
             )
+
         name = _name(fits[0], by_name) if fits else path
         if name in matched:
             of = f" of image {uris[0]}" if uris else ""
             raise InputError(
                 f"masks {matched[name]} and {uri} are both the mask{of}", "one for each image", "remove one of them"
             )
+
         matched[name] = uri
+
     return {_name(path, by_name): uris[0] for path, uris in uris_at.items()}, matched
 
 

@@ -31,6 +31,7 @@ def refuse_other_folders(folder: Path, names: Sequence[str]) -> None:
             "a folder for each class, with its images of all sections",
             "put each class's into one folder and say their sections in column 'section' of cases.csv",
         )
+
     images, masks = ([lower[name] for name in lower if name in words] for words in (_IMAGES, _MASKS))
     if images and masks and 2 * len(images + masks) > len(lower):
         raise InputError(
@@ -62,7 +63,9 @@ def left_out(folder: Path, used: Iterable[str], endings: Collection[str], what: 
         endings: of images, in lower case.
         what: describes images that are not used, as in "3 images {what}: left out".
     """
-    used_paths, images, others = set(used), list[str](), list[str]()
+    used_paths = set(used)
+    images = list[str]()
+    other_files = list[str]()
     for base, folders, files in folders_below(folder):
         shown = (n for n in folders if is_text(n) and not is_hidden(n))
         folders[:] = sorted(n for n in shown if os.path.join(base, n) not in used_paths)
@@ -70,10 +73,11 @@ def left_out(folder: Path, used: Iterable[str], endings: Collection[str], what: 
             path = Path(base, name)
             if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != folder or name not in _TABLES):
                 image = name.lower().endswith(tuple(endings))
-                (images if image else others).append(path.relative_to(folder).as_posix())
+                (images if image else other_files).append(path.relative_to(folder).as_posix())
+
     return tuple(
         f"{len(files)} {kind}: left out, first {files[0]}"
-        for files, kind in ((images, f"images {what}"), (others, f"files that do not end in {', '.join(endings)}"))
+        for files, kind in ((images, f"images {what}"), (other_files, f"files that do not end in {', '.join(endings)}"))
         if files
     )
 
@@ -85,8 +89,12 @@ def odd(folder: Path) -> tuple[str, ...]:
         paths += [os.path.join(base, name) for name in folders if not is_text(name)]
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
         paths += [path for path in (os.path.join(base, name) for name in files if not is_hidden(name)) if is_odd(path)]
+
     note = f"{len(paths)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
-    return (note + printable(os.path.relpath(min(paths), folder)),) if paths else ()
+    if paths:
+        return (note + printable(os.path.relpath(min(paths), folder)),)
+
+    return ()
 
 
 def of_pairs(images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]) -> tuple[str, ...]:

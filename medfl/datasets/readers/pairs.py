@@ -38,7 +38,9 @@ def mask_index(roots: Iterable[Path]) -> dict[str, str]:
             raise InputError(
                 f"masks {index[name]} and {uri} are both of image {name}", "one for each image", "remove one of them"
             )
+
         index[name] = uri
+
     return index
 
 
@@ -48,7 +50,10 @@ def picture_paths(root: Path) -> list[tuple[str, str]]:
     The folder that an archive has around all of it, by its own name, is no part of the paths.
     """
     files = image_files(root)
-    around = f"{root.stem}/" if root.is_file() and all(name.startswith(f"{root.stem}/") for name, _ in files) else ""
+    if root.is_file() and all(name.startswith(f"{root.stem}/") for name, _ in files):
+        around = f"{root.stem}/"
+    else:
+        around = ""
     return [(name.removeprefix(around).rpartition(".")[0], uri) for name, uri in files]
 
 
@@ -86,10 +91,12 @@ def paired(
     table = Table()
     for key in sorted(images.keys() & masks.keys()):
         table.records.append(Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key]))
+
     table.problems += [f"mask {masks[key]} has no image" for key in sorted(masks.keys() - images.keys())]
     if lone := sorted(images.keys() - masks.keys()):
         table.unlabelled = {key: images[key] for key in lone}
         table.notes.append(f"{len(lone)} of {len(images)} images have no mask and are left out, first {lone[0]}")
+
     return table
 
 
@@ -143,9 +150,11 @@ def read_image(uri: str, channels: int | None, size: Shape | None, convert: bool
     advice = "copy the file again, or remove the case"
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
         raise InputError(f"image {uri} has values that are no numbers (NaN or infinite)", "pixels are finite", advice)
+
     if (pixels == pixels[0, 0]).all():
         value = ", ".join(f"{number:g}" for number in pixels[0, 0].tolist())
         raise InputError(f"image {uri} has the value {value} in all its pixels", "an image shows something", advice)
+
     shape = (pixels.shape[0], pixels.shape[1])
     return (pixels if size in (None, shape) else resize(pixels, size or shape)), shape
 
@@ -160,6 +169,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
             "an image and its mask have the same shape",
             "copy the file again that was changed",
         )
+
     plane = pixels[..., 0]
     if pixels.shape[-1] not in (1, 3) or any((pixels[..., c] != plane).any() for c in range(1, pixels.shape[-1])):
         raise InputError(
@@ -167,7 +177,12 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
             "one channel, or three equal ones",
             "save it as a grey picture of class indices (of a picture with a palette: its indices)",
         )
-    values = np.flatnonzero(np.bincount(plane.ravel())) if plane.dtype == np.uint8 else np.unique(plane)
+
+    if plane.dtype == np.uint8:
+        values = np.flatnonzero(np.bincount(plane.ravel()))
+    else:
+        values = np.unique(plane)
+
     if classes == 2 and set(values.tolist()) <= {0, 255}:
         return (plane > 0).astype(np.uint8)
     if wrong := [value for value in values.tolist() if value not in range(classes)]:
@@ -176,4 +191,5 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
             "0 and 1, or 0 and 255" if classes == 2 else f"whole numbers from 0 to {classes - 1}",
             "copy the file again, or save class indices",
         )
+
     return plane.astype(np.uint8)

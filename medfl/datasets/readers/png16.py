@@ -32,6 +32,7 @@ def read(source: str | bytes) -> NDArray[np.uint16]:
         raise ValueError("it is grey with transparency in 16 bits: save it without transparency")
     if isinstance(source, str):
         return _read(source)
+
     with tempfile.TemporaryDirectory() as folder:  # SimpleITK reads files only
         path = Path(folder, "picture.png")
         path.write_bytes(source)

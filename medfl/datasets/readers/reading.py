@@ -163,10 +163,15 @@ def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
     try:
         with _member(path, f"{name}.npy") as file:
             version = np.lib.format.read_magic(file)
-            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            if version == (1, 0):
+                header = np.lib.format.read_array_header_1_0
+            else:
+                header = np.lib.format.read_array_header_2_0
+
             shape, _, kind = header(file)
             if not kind.hasobject and math.prod(shape) * kind.itemsize > archive(path).getinfo(f"{name}.npy").file_size:
                 raise ValueError(f"its shape {shape} is more than it holds")
+
             return tuple(shape)
     except Exception as error:  # numpy's reader of headers raises whatever it stumbles over
         raise InputError(
@@ -214,25 +219,33 @@ def content_key(uri: str) -> str:
     """
     if JOINED in uri:
         return ",".join(content_key(file) for file in uri.split(JOINED))
+
     path, part = split_uri(uri)
     require_file(path)
     try:
         if path.endswith(".json") and part:
             text = _text(path, part)
             return f"{len(text)}:{zlib.crc32(text):08x}"
+
         if part and not path.endswith((".zip", ".npz")):
             values = array(path, part.rpartition("#")[0])
             return f"{values.nbytes}:{zlib.crc32(values.tobytes()):08x}"
+
         if os.path.isdir(path):  # a DICOM series
             inside = [os.path.join(path, name) for name in sorted(os.listdir(path))]
             return ",".join(content_key(name) for name in inside if os.path.isfile(name))
+
         if part:
             info = archive(path).getinfo(part if path.endswith(".zip") else part.rpartition("#")[0] + ".npy")
             return f"{info.file_size}:{info.CRC:08x}"
-        crc, size = 0, 0
+
+        crc = 0
+        size = 0
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
-                crc, size = zlib.crc32(block, crc), size + len(block)
+                crc = zlib.crc32(block, crc)
+                size = size + len(block)
+
         return f"{size}:{crc:08x}"
     except (OSError, KeyError) as error:
         raise InputError(
@@ -284,19 +297,26 @@ def read_pixels(
                     image.load()  # which refuses a file that is damaged
                     pixels = _upright(png16.read(content or path), orientation(image))
                 else:
-                    pixels = _decode(image, size, channels if convert else None) if pages == 1 else np.empty(0)
+                    if pages == 1:
+                        pixels = _decode(image, size, channels if convert else None)
+                    else:
+                        pixels = np.empty(0)
+
             if pages > 1:
                 raise InputError(
                     f"image {uri} has {pages} pages", "one picture in each file", "save each page as a file of its own"
                 )
+
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
             raise ValueError(f"it holds {pixels.dtype} values")
+
         pixels = pixels.astype(pixels.dtype.newbyteorder("="), copy=False)
     except UNREADABLE as error:
         reason = str(error) or type(error).__name__
         raise InputError(
             f"image {uri} cannot be read ({reason})", READABLE, "copy the file again, or remove it from the data"
         ) from error
+
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if channels and pixels.shape[-1] != channels:
         if not convert or {channels, pixels.shape[-1]} - {1, 2, 3, 4}:
@@ -305,8 +325,13 @@ def read_pixels(
                 f"the data set has {channels}",
                 "convert the file, or remove it from the data",
             )
+
         pixels = _convert(pixels, channels)
-    return pixels if size is None or pixels.shape[:2] == size else resize(pixels, size)
+
+    if size is None or pixels.shape[:2] == size:
+        return pixels
+
+    return resize(pixels, size)
 
 
 def _text(path: str, part: str) -> bytes:
@@ -334,6 +359,7 @@ def orientation(image: Image.Image) -> int:
         turn = image.getexif().get(ExifTags.Base.Orientation, 1)
     except UNREADABLE:  # damaged EXIF says nothing of the pixels
         return 1
+
     return turn if turn in _TURNS else 1
 
 
@@ -351,12 +377,14 @@ def _pages(image: Image.Image) -> int:
     """Return the number of pictures in a file; in a TIFF without smaller copies and masks. Other formats have one."""
     if not isinstance(image, TiffImageFile):
         return 1
+
     pages = 0
     with suppress(EOFError):  # after the last one
         for page in range(_MOST_PAGES):
             image.seek(page)
             kind = image.tag_v2.get(_SUBFILE_TYPE, 0)
             pages += not (isinstance(kind, int) and kind & _NO_PAGE)
+
     image.seek(0)
     return max(1, pages)
 
@@ -365,19 +393,28 @@ def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | No
     """Decode, scaling a JPEG down by 2, 4 or 8 inside the decoder (draft mode) and the rest with antialiasing."""
     turned = orientation(image)
     if size is not None and image.format == "JPEG":
-        mode = None if channels is None or image.mode == "CMYK" else {1: "L", 3: "RGB"}.get(channels)
+        if channels is None or image.mode == "CMYK":
+            mode = None
+        else:
+            mode = {1: "L", 3: "RGB"}.get(channels)
+
         image.draft(mode, size if turned >= 5 else (size[1], size[0]))
+
     if turned != 1:
         image = image.transpose(_TURNS[turned])
+
     if image.mode == "CMYK" or image.mode.startswith(("P", "YCbCr", "HSV", "LAB")):
         image = image.convert("RGB")
     elif image.mode == "1":
         image = image.convert("L")
+
     if size is not None and image.size != (size[1], size[0]) and image.mode in ("L", "RGB"):
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+
     decoded: Pixels = np.array(image)
     if decoded.dtype == np.int32 and decoded.min() >= 0 and decoded.max() < 65536:
         return decoded.astype(np.uint16)
+
     return decoded.astype(decoded.dtype.newbyteorder("="))
 
 
@@ -385,11 +422,16 @@ def _convert(pixels: Pixels, channels: int) -> Pixels:
     """Convert between grey and RGB, dropping an alpha channel (ITU-R 601 luma, as PIL)."""
     colour = pixels[..., :-1] if pixels.shape[-1] in (2, 4) else pixels
     if channels == 3:
-        return np.repeat(colour, 3, axis=-1) if colour.shape[-1] == 1 else colour
+        if colour.shape[-1] == 1:
+            return np.repeat(colour, 3, axis=-1)
+
+        return colour
+
     if channels != 1:
         raise ValueError(f"cannot convert to {channels} channels")
     if colour.shape[-1] == 1:
         return colour
+
     grey = colour.astype(np.float64) @ np.array([[0.299], [0.587], [0.114]])
     converted: Pixels = (grey if colour.dtype.kind == "f" else np.rint(grey)).astype(colour.dtype)
     return converted
@@ -401,9 +443,11 @@ def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
         image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels))
         resized: Pixels = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
         return resized[..., None] if resized.ndim == 2 else resized
+
     import torch
 
     batch = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
     scaled = torch.nn.functional.interpolate(batch, size=size, mode="bilinear", antialias=True, align_corners=False)
     values = scaled[0].permute(1, 2, 0).numpy()
+
     return (values if pixels.dtype.kind == "f" else np.rint(values)).astype(pixels.dtype)

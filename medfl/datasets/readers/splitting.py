@@ -51,13 +51,16 @@ def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> 
         strata: dict[tuple[int, str], list[str]] = defaultdict(list)
         for group, record in {record.group: record for record in reversed(records)}.items():
             strata[record.label, record.centre if at_centres else ""].append(group)
+
         section: dict[str, str] = {}
         for groups in strata.values():
-            total, done = sum(sizes[group] for group in groups), 0
+            total = sum(sizes[group] for group in groups)
+            done = 0
             for group in sorted(groups, key=lambda group: hash_order(salt, group)):
                 middle = (done + sizes[group] / 2) / total
                 section[group] = SECTIONS[sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))]
                 done += sizes[group]
+
         return [section[record.group] for record in records]
 
     return rule
@@ -81,6 +84,7 @@ def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
             if group is not None:
                 pairs = zip(records, sections, strict=True)
                 sections = [empty if record.group == group else section for record, section in pairs]
+
         return sections
 
     return with_each
@@ -92,9 +96,11 @@ def _spare(records: Sequence[Record], sections: Sequence[str]) -> str | None:
     for record, section in zip(records, sections, strict=True):
         if section == "train":
             groups[record.label].add(record.group)
+
     most = max(sorted(groups), key=lambda label: len(groups[label]), default=None)
     if most is None or len(groups[most]) < 2:
         return None
+
     return min(groups[most], key=lambda group: (sizes[group], hash_order("own", group)))
 
 
@@ -133,16 +139,24 @@ def fold(number: int, count: int, salt: str) -> Rule:
         order = sorted(first, key=lambda group: (first[group].label, first[group].centre, hash_order(salt, group)))
         per_class = Counter(label for _, label in {(record.group, record.label) for record in records})
         if len(order) < count or min(per_class.values(), default=0) < 2:
-            few = f", one class has {min(per_class.values())}" if per_class and len(order) >= count else ""
+            if per_class and len(order) >= count:
+                few = f", one class has {min(per_class.values())}"
+            else:
+                few = ""
+
             raise InputError(
                 f"{count} folds of {len(order)} patients or images of unknown ones{few}",
                 "as many of them as folds, and at least two of each class",
                 "lower --folds, or add images",
             )
+
         tested = set(order[number - 1 :: count])
-        others = [record for record in records if record.group not in tested]
-        divided = filled(by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",))(others)
-        section_of = {record.group: section for record, section in zip(others, divided, strict=True)}
+        training = [record for record in records if record.group not in tested]
+        divided = filled(by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",))(
+            training
+        )
+        section_of = {record.group: section for record, section in zip(training, divided, strict=True)}
+
         return [section_of.get(record.group, "test") for record in records]
 
     return rule
@@ -159,6 +173,7 @@ def published(split: str) -> Rule:
                 f"split {split!r} needs a table that names every image",
                 "add the table to the folder, or give another split with --config split=NAME",
             )
+
         return [record.sections[split] for record in records]
 
     return rule
@@ -183,6 +198,7 @@ def _cut(split: str, part: str, shares: tuple[float, float], salt: str, names: t
         cut = by_group(shares, salt)([records[index] for index in indices])
         for index, section in zip(indices, cut, strict=True):
             sections[index] = names[SECTIONS.index(section)]
+
         return sections
 
     return rule
@@ -220,6 +236,7 @@ class WholeCentres:
                 f"this split draws {sum(self.numbers)} of them",
                 "give the folder of the full data, or another split with --config split=NAME",
             )
+
         small.sort(key=lambda centre: hash_order(f"{self.salt}/{self.trial}", centre))
         sections = [section for section, number in zip(SECTIONS, self.numbers, strict=True) for _ in range(number)]
         drawn = dict(zip(small, sections, strict=False))

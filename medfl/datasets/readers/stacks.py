@@ -22,7 +22,8 @@ from medfl.storage.pickled_arrays import STAND_INS, latin1
 
 Array = NDArray[Any]
 
-CIFAR10, CIFAR100 = "cifar-10-batches-py", "cifar-100-python"
+CIFAR10 = "cifar-10-batches-py"
+CIFAR100 = "cifar-100-python"
 _FILES: Mapping[str, Mapping[str, Sequence[str]]] = {
     CIFAR10: {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)},
     CIFAR100: {"train": ("train",), "test": ("test",)},
@@ -64,7 +65,10 @@ def load(path: str | Path, name: str) -> Array:
     try:
         if path.suffix == ".mat":
             return _matlab(path, name)
-        return _idx(path) if "-ubyte" in path.name else _cifar(path, name)
+        if "-ubyte" in path.name:
+            return _idx(path)
+
+        return _cifar(path, name)
     except (OSError, ValueError):
         raise
     except Exception as error:  # the readers of damaged files raise whatever they stumble over
@@ -76,10 +80,15 @@ def _idx(path: Path) -> Array:
     content = path.read_bytes()
     content = unpacked(content) if path.suffix == ".gz" else content
     axes = content[3] if len(content) > 3 else 0
-    shape = np.frombuffer(content, ">u4", axes, offset=4) if len(content) >= 4 + 4 * axes else np.zeros(0)
+    if len(content) >= 4 + 4 * axes:
+        shape = np.frombuffer(content, ">u4", axes, offset=4)
+    else:
+        shape = np.zeros(0)
+
     values = np.frombuffer(content, np.uint8, offset=min(4 + 4 * axes, len(content)))
     if content[:3] != b"\0\0\x08" or not axes or values.size != math.prod(shape.tolist()):
         raise ValueError("it is not an idx file of bytes, or is cut off")
+
     return values.reshape([int(length) for length in shape])
 
 
@@ -89,11 +98,16 @@ def _matlab(path: Path, name: str) -> Array:
 
     for _, shape, _ in whosmat(path):
         check_unpacked(8 * math.prod(shape), path.stat().st_size)
+
     variables = loadmat(path, variable_names=[name])
     if name not in variables:
         raise ValueError(f"it has no variable {name!r}")
+
     values: Array = variables[name]
-    return np.ascontiguousarray(values.transpose(3, 0, 1, 2)) if values.ndim == 4 else values.reshape(-1) % 10
+    if values.ndim == 4:
+        return np.ascontiguousarray(values.transpose(3, 0, 1, 2))
+
+    return values.reshape(-1) % 10
 
 
 def _cifar(path: Path, name: str) -> Array:
@@ -102,6 +116,7 @@ def _cifar(path: Path, name: str) -> Array:
     batches = [_unpickled(text) for text in _texts(path, kind, _FILES[kind][part])]
     if content == "labels":
         return np.array([label for batch in batches for label in batch[_LABELS[kind]]])
+
     values = np.concatenate([np.asarray(batch["data"]) for batch in batches])
     side = math.isqrt(values.shape[1] // 3)
     return np.ascontiguousarray(values.reshape(-1, 3, side, side).transpose(0, 2, 3, 1))
@@ -111,7 +126,9 @@ def _texts(path: Path, kind: str, files: Sequence[str]) -> list[bytes]:
     """Read files of the folder, or members of the archive in one pass: to go back in it is to unpack it anew."""
     if path.is_dir():
         return [(path / file).read_bytes() for file in files]
-    texts, size = dict[str, bytes](), 0
+
+    texts = dict[str, bytes]()
+    size = 0
     with tarfile.open(path) as archive:
         for member in archive:
             file = member.name.removeprefix("./").removeprefix(f"{kind}/")
@@ -119,6 +136,7 @@ def _texts(path: Path, kind: str, files: Sequence[str]) -> list[bytes]:
             check_unpacked(size, path.stat().st_size)
             if file in files and (opened := archive.extractfile(member)):
                 texts[file] = opened.read()
+
     return [texts[file] for file in files]
 
 
@@ -152,20 +170,21 @@ def write_idx(path: Path, values: Array) -> None:
 def write_svhn(path: Path, images: Array, labels: Array) -> None:
     """Write a MATLAB file with the variables of SVHN."""
     target = io.BytesIO()
-    named = {"X": images.transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels).astype(np.uint8)[:, None]}
+    variables = {"X": images.transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels).astype(np.uint8)[:, None]}
     from scipy.io import savemat
 
-    savemat(target, named, do_compression=True)
+    savemat(target, variables, do_compression=True)
     title = b"MATLAB 5.0 MAT-file, phantom of SVHN"  # in the place of one with the time of day
     path.write_bytes(title.ljust(116) + target.getvalue()[116:])
 
 
-def write_cifar(kind: str, folder: Path, part: str, images: Array, labels: Array) -> None:
-    """Write the batches of one part ("train", "test") of CIFAR10 or CIFAR100, as equal as can be."""
-    files = _FILES[kind][part]
+def write_cifar(kind: str, folder: Path, stacks: Mapping[str, tuple[Array, Array]]) -> None:
+    """Write the batches of CIFAR10 or CIFAR100, as equal as can be, from images and labels of "train" and "test"."""
     (folder / kind).mkdir(parents=True, exist_ok=True)
-    rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
-    parts = (np.array_split(values, len(files)) for values in (rows, labels))
-    for file, data, classes in zip(files, *parts, strict=True):
-        batch = {"batch_label": file, "data": np.ascontiguousarray(data), _LABELS[kind]: classes.tolist()}
-        (folder / kind / file).write_bytes(pickle.dumps(batch, protocol=2))
+    for part, (images, labels) in stacks.items():
+        files = _FILES[kind][part]
+        rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+        batches = zip(np.array_split(rows, len(files)), np.array_split(labels, len(files)), strict=True)
+        for file, (data, classes) in zip(files, batches, strict=True):
+            batch = {"batch_label": file, "data": np.ascontiguousarray(data), _LABELS[kind]: classes.tolist()}
+            (folder / kind / file).write_bytes(pickle.dumps(batch, protocol=2))

@@ -61,15 +61,18 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         raise InputError(
             f"table {path} cannot be read ({error})", "a UTF-8 text table with a header", "save it as such a file"
         ) from error
+
     if missing := [column for column in columns if column not in names]:
         raise InputError(
             f"{path} has no column {missing[0]!r}",
             f"it needs {', '.join(columns)} and has {', '.join(names) or 'none'}",
             "download the table again, or name the columns so",
         )
+
     for number, row in rows:
         if any(row[column] is None for column in columns):
             raise InputError(f"{path} line {number} is cut off", f"{len(names)} values a line", "complete the line")
+
     return [row for _, row in rows]
 
 
@@ -127,6 +130,7 @@ def class_folders(
         plain = [path for path in nested if sum((path / above / name).is_dir() for name in classes) * 2 > len(classes)]
         if plain:
             return plain[:1]
+
         packed = sorted(path for glob in zips for path in folder.glob(glob) if path.is_file())
         return [path for path in packed if len({match[3] for match in _matches(path, pattern)}) * 2 > len(classes)][:1]
 
@@ -139,6 +143,7 @@ def class_folders(
                 section = {"official": SECTION_NAMES[match[2]]} if sections else {}
                 # Some published archives hold the same tree twice; the first copy counts.
                 records.setdefault(match[1], Record(uri, label[match[3]], match[1], centre, key, section))
+
         return Table(list(records.values()))
 
     return Layout(text, splits, roots_in, read, notes)
@@ -200,17 +205,21 @@ def stacked(
         table = Table()
         for part, (images, label_uri) in find(folder).items():
             path, name = split_uri(label_uri)
-            labels, rows = array(path, name).reshape(-1), array_shape(*split_uri(images))[0]
+            labels = array(path, name).reshape(-1)
+            rows = array_shape(*split_uri(images))[0]
             if len(labels) != rows:
                 raise InputError(
                     f"{path}: {rows} {part} images but {len(labels)} labels", "one label an image", "download it again"
                 )
+
             for row, label in enumerate(labels.tolist()):
                 if not (isinstance(label, int) and 0 <= label < classes):
                     table.problems.append(f"{path}: {name}[{row}] is {label}, the labels are 0 to {classes - 1}")
                     continue
+
                 key = f"{part}_{row:06d}"
                 table.records.append(Record(f"{images}#{row}", label, key, centre, key, {split: SECTION_NAMES[part]}))
+
         return table
 
     return Layout(text, (split, *more_splits), find, read, notes)

@@ -57,6 +57,7 @@ def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
             f"pictures of 16 bits with values up to {depth}, as those that the bundle was made for, or of 8 bits",
             f"save it with values from 0 to {depth}, or make a bundle of pictures like it",
         )
+
     return pixels.astype(np.float32) / np.float32(depth)
 
 
@@ -103,10 +104,20 @@ class ReadPixelsd(FileReader):
             raise InputError(
                 f"convert=True with channels={channels}", "channels 1 or 3", "give channels=1 or channels=3"
             )
-        sides = (size, size) if isinstance(size, int) else None if size is None else (int(size[0]), int(size[1]))
+
+        if isinstance(size, int):
+            sides = (size, size)
+        elif size is None:
+            sides = None
+        else:
+            sides = (int(size[0]), int(size[1]))
+
         if sides is not None and min(sides) < 1:
             raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "give such a size")
-        self.channels, self.convert, self.size = channels, convert, sides
+
+        self.channels = channels
+        self.convert = convert
+        self.size = sides
         self.own_depth = 65535 if own_depth is True else int(own_depth)
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
@@ -117,6 +128,7 @@ class ReadPixelsd(FileReader):
             pixels = read_pixels(uri, self.size, self.channels, self.convert)
             item.setdefault("id", uri)
             item[key] = as_tensor(of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels)
+
         return item
 
 
@@ -163,11 +175,13 @@ class ReadPaird(ReadPixelsd):
             )
         if len(self.keys) != 2:
             raise InputError(f"keys {', '.join(map(str, self.keys))}", "two: image and mask", "give both keys")
+
         self.classes = classes
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Return a copy of `data` with a tensor at each key."""
-        item, (image, mask) = dict(data), self.keys
+        item = dict(data)
+        image, mask = self.keys
         uri = self.uri(item, image)
         if mask in item:
             of_mask = self.uri(item, mask)
@@ -177,11 +191,13 @@ class ReadPaird(ReadPixelsd):
             item[mask] = torch.from_numpy(indices[None])
         else:
             pixels, shape = read_image(uri, self.channels, self.size, self.convert)
+
         pixels = of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels
         meta = {"original_affine": np.eye(4), "spatial_shape": np.array(shape), "filename_or_obj": uri}
         item[image] = MetaTensor(
             as_tensor(pixels), affine=torch.from_numpy(_affine(shape, pixels.shape[:2])), meta=meta
         )
+
         return item
 
 
@@ -210,7 +226,9 @@ class WriteMaskd(MapTransform):
         root: str | Path = "",
     ) -> None:
         super().__init__(keys)
-        self.image, self.output_dir, self.root = image, Path(output_dir), root and Path(root).absolute()
+        self.image = image
+        self.output_dir = Path(output_dir)
+        self.root = root and Path(root).absolute()
         self._resample = SpatialResample(mode="bilinear", padding_mode="border")
         self._written: dict[Path, str] = {}
 
@@ -224,18 +242,24 @@ class WriteMaskd(MapTransform):
                 "an image as ReadPaird reads it",
                 "keep its metadata through the transforms (track_meta: true)",
             )
-        file, shape = str(meta["filename_or_obj"]), [int(side) for side in np.asarray(meta["spatial_shape"]).ravel()]
+
+        file = str(meta["filename_or_obj"])
+        shape = [int(side) for side in np.asarray(meta["spatial_shape"]).ravel()]
         for key in self.key_iterator(data):
             scores = MetaTensor(torch.as_tensor(data[key]).detach().cpu(), affine=image.affine, meta={})
             on_file = self._resample(scores, torch.as_tensor(np.asarray(meta["original_affine"])), shape)
             indices = np.asarray(on_file).argmax(0).astype(np.uint8)
             Image.fromarray(indices * 255 if len(scores) == 2 else indices).save(self._path_for(file))
+
         return dict(data)
 
     def _path_for(self, file: str) -> Path:
         path, part = split_uri(file)
         parent = Path(path).absolute().parent
-        below = parent.relative_to(self.root) if self.root and not part and parent.is_relative_to(self.root) else ""
+        below = Path()
+        if self.root and not part and parent.is_relative_to(self.root):
+            below = parent.relative_to(self.root)
+
         target = self.output_dir / below / f"{Path(part or path).stem}.png"
         if self._written.setdefault(target, file) != file:
             raise InputError(
@@ -247,6 +271,7 @@ class WriteMaskd(MapTransform):
             raise InputError(
                 f"the prediction of {file} would replace it", "a folder of its own", "give output_dir another folder"
             )
+
         target.parent.mkdir(parents=True, exist_ok=True)
         return target
 
@@ -269,7 +294,8 @@ class WriteClassesd(MapTransform):
         self, keys: KeysCollection = "pred", output_dir: str | Path = "output", *, classes: Sequence[str]
     ) -> None:
         super().__init__(keys)
-        self.file, self.classes = Path(output_dir) / "predictions.csv", [str(one) for one in classes]
+        self.file = Path(output_dir) / "predictions.csv"
+        self.classes = [str(name) for name in classes]
         self._begun = False
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
@@ -282,8 +308,10 @@ class WriteClassesd(MapTransform):
                     f"the classes are {', '.join(self.classes)}",
                     "give as many names as the network has outputs",
                 )
+
             best = self.classes[numbers.index(max(numbers))]
             self._write([as_cell(str(data.get("id", ""))), best, *(f"{number:.9g}" for number in numbers)])
+
         return dict(data)
 
     def _write(self, row: list[str]) -> None:
@@ -315,6 +343,7 @@ class ReadVolumed(FileReader):
                 "keys are the image's and the mask's, classes is a number from 2 to 256",
                 "change its keys and classes in the configuration",
             )
+
         self.classes = classes
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
@@ -327,6 +356,7 @@ class ReadVolumed(FileReader):
             item[image], item[masks[0]] = volumes.read_pair(*uris, self.classes)
         else:
             item[image] = read_volume(self.uri(item, image))
+
         return item
 
 
@@ -351,19 +381,31 @@ class CheckPatchd(MapTransform):
         for key in self.key_iterator(item):
             shape = tuple(item[key].shape[1:])
             size = self.patch_size
-            patch = shape if size is None else (size,) * len(shape) if isinstance(size, int) else tuple(size)
+            if size is None:
+                patch = shape
+            elif isinstance(size, int):
+                patch = (size,) * len(shape)
+            else:
+                patch = tuple(size)
+
             if len(patch) != len(shape):
                 raise InputError(
                     f"patch_size {volumes.times(patch)} for volumes of {len(shape)} axes",
                     "one number an axis",
                     "give as many",
                 )
+
             if any(side < least for side, least in zip(shape, patch, strict=True)):
-                file = item[key].meta.get("filename_or_obj", key) if isinstance(item[key], MetaTensor) else key
+                if isinstance(item[key], MetaTensor):
+                    file = item[key].meta.get("filename_or_obj", key)
+                else:
+                    file = key
+
                 fits = ",".join(str(min(sides)) for sides in zip(shape, patch, strict=True))
                 raise InputError(
                     f"volume {file} is {volumes.times(shape)} voxels, smaller than the patch of {volumes.times(patch)}",
                     "every volume holds the patch",
                     f"lower it with --config patch_size=[{fits}]",
                 )
+
         return item

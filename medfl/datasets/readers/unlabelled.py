@@ -52,11 +52,13 @@ def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
             if uri not in volumes:  # of several files of one the first stands for it
                 forms.append((name, f"{above.absolute().name}/{name}", uri))
             volumes |= {uri} if os.path.isdir(uri) else set()
+
     times = [Counter(form[level] for form in forms) for level in range(3)]
     names: dict[str, str] = {}
     for form in forms:
         ident = next((text for level, text in enumerate(form) if times[level][text] == 1), form[2])
         names[f"{ident}#{len(names)}" if ident in names else ident] = form[2]
+
     return names
 
 
@@ -66,14 +68,16 @@ def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
     for ident in files:
         if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
             parts[match[1] + match[2]].append(ident)
-    whole = {idents[0]: name for name, idents in parts.items() if len(idents) == channels and name not in files}
-    others = {ident for idents in parts.values() if idents[0] in whole for ident in idents[1:]}
+
+    name_of = {idents[0]: name for name, idents in parts.items() if len(idents) == channels and name not in files}
+    later_channels = {ident for idents in parts.values() if idents[0] in name_of for ident in idents[1:]}
     images = {}
     for ident, uri in files.items():
-        if ident in whole:
-            images[whole[ident]] = JOINED.join(files[channel] for channel in sorted(parts[whole[ident]]))
-        elif ident not in others:
+        if ident in name_of:
+            images[name_of[ident]] = JOINED.join(files[channel] for channel in sorted(parts[name_of[ident]]))
+        elif ident not in later_channels:
             images[ident] = uri
+
     return images
 
 
@@ -97,8 +101,10 @@ def images_at(source: Path, series: bool) -> list[tuple[str, str]]:
         images = [(source.absolute().parent.name, str(source.parent))]
     else:
         images = [(source.name, str(source))]
+
     if not images:
         raise InputError(f"{source} holds no image", _READ, "check the path")
+
     return images
 
 
@@ -118,6 +124,7 @@ def other_kinds(folder: Path, used: Path | None = None) -> tuple[str, ...]:
         and not _is_dicom(path)
     )
     note = f"{len(names)} file{'s' if len(names) > 1 else ''} of another kind: left out, first "
+
     return (note + printable(names[0]),) if names else ()
 
 
@@ -133,6 +140,7 @@ def _below(root: Path, series: bool) -> list[tuple[str, str]]:
             images.append((name, str(path)))
         elif _is_dicom(path):
             images.append((name.rpartition("/")[0] or root.absolute().name, str(path.parent)))
+
     return sorted(set(images))
 
 
@@ -145,7 +153,10 @@ def _packed(name: str, file: Path) -> list[tuple[str, str]]:
 
 
 def _inside(file: Path) -> list[tuple[str, str]]:
-    return _rows(file) if file.suffix == ".npz" else files_below(file, ENDINGS)
+    if file.suffix == ".npz":
+        return _rows(file)
+
+    return files_below(file, ENDINGS)
 
 
 def _rows(file: Path) -> list[tuple[str, str]]:
@@ -154,6 +165,7 @@ def _rows(file: Path) -> list[tuple[str, str]]:
     shapes = {name: array_shape(file, name) for name in arrays}
     if sum(shape[0] for shape in shapes.values() if len(shape) in (3, 4)) > _MOST_ROWS:
         raise InputError(f"{file} with more than {_MOST_ROWS} images", "fewer in an archive", "divide it")
+
     return [
         (f"{name}_{row:06d}", f"{file}!{name}#{row}")
         for name, shape in shapes.items()

@@ -47,16 +47,16 @@ def read_volume(uri: str) -> MetaTensor:
             values; one value everywhere; an affine that cannot be inverted; a folder with no or several DICOM series;
             channels that differ in shape or affine.
     """
-    first, *others = uri.split(JOINED)
-    return _with_channels(_read(first), first, others)
+    first, *more_uris = uri.split(JOINED)
+    return _with_channels(_read(first), first, more_uris)
 
 
-def _with_channels(raw: _Raw, uri: str, others: Sequence[str]) -> MetaTensor:
+def _with_channels(raw: _Raw, uri: str, more_uris: Sequence[str]) -> MetaTensor:
     channels = [_values(uri, raw)]
-    for other in others:
-        more = _read(other)
-        _require_one_place(f"channel {uri}", raw, f"channel {other}", more)
-        channels.append(_values(other, more))
+    for channel_uri in more_uris:
+        channel = _read(channel_uri)
+        _require_one_place(f"channel {uri}", raw, f"channel {channel_uri}", channel)
+        channels.append(_values(channel_uri, channel))
     return _tensor(uri, np.stack(channels), raw.affine)
 
 
@@ -66,20 +66,24 @@ def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTens
     Raises:
         InputError: as `read_volume`, or the two differ in shape or affine, or the mask has other values.
     """
-    first, *others = image.split(JOINED)
-    raw, labels = _read(first), _read(mask)
+    first, *more_uris = image.split(JOINED)
+    raw = _read(first)
+    labels = _read(mask)
     _require_one_place(f"image {first}", raw, f"its mask {mask}", labels)
-    return _with_channels(raw, first, others), _tensor(mask, _classes(mask, labels.voxels, classes)[None], raw.affine)
+    return _with_channels(raw, first, more_uris), _tensor(
+        mask, _classes(mask, labels.voxels, classes)[None], raw.affine
+    )
 
 
-def _require_one_place(first: str, one: _Raw, second: str, other: _Raw) -> None:
+def _require_one_place(name: str, raw: _Raw, other_name: str, other_raw: _Raw) -> None:
     allowed = "an image, its channels and its mask have one shape"
     advice = "resample the mask to the image, or remove the case"
-    if one.voxels.shape != other.voxels.shape:
-        problem = f"{first} is {times(one.voxels.shape)} voxels, {second} {times(other.voxels.shape)}"
+    if raw.voxels.shape != other_raw.voxels.shape:
+        problem = f"{name} is {times(raw.voxels.shape)} voxels, {other_name} {times(other_raw.voxels.shape)}"
         raise InputError(problem, allowed, advice)
-    if not np.allclose(one.affine, other.affine, rtol=0, atol=TOLERANCE):
-        problem = f"{first} has the affine {_rows(one.affine)}, {second} {_rows(other.affine)}"
+
+    if not np.allclose(raw.affine, other_raw.affine, rtol=0, atol=TOLERANCE):
+        problem = f"{name} has the affine {_rows(raw.affine)}, {other_name} {_rows(other_raw.affine)}"
         raise InputError(problem, f"they lie in one place, to {TOLERANCE} mm", advice)
 
 
@@ -114,6 +118,7 @@ def volume_index(folder: Path) -> dict[str, str]:
                 index.setdefault(path.name, str(path))
         elif is_nifti(path.name):
             index[bare(path.name)] = str(path)
+
     return index
 
 
@@ -137,8 +142,8 @@ def bare(name: str, endings: Sequence[str] = SUFFIXES) -> str:
 
 def _is_series(folder: Path) -> bool:
     names = [file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
-    others = [name for name in names if not is_nifti(name)]
-    return bool(others) and (len(others) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in others))
+    foreign = [name for name in names if not is_nifti(name)]
+    return bool(foreign) and (len(foreign) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in foreign))
 
 
 # Files
@@ -160,6 +165,7 @@ def _read(uri: str) -> _Raw:
             "an affine can be inverted",
             "write an sform or qform that can be inverted into its header",
         )
+
     return raw
 
 
@@ -172,13 +178,19 @@ def _series(uri: str) -> tuple[Array, NDArray[np.float64]]:
 
 def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
     if not is_nifti(uri):
-        reason = "no such file or folder" if not os.path.exists(split_uri(uri)[0]) else "not a NIfTI file by its name"
+        if not os.path.exists(split_uri(uri)[0]):
+            reason = "no such file or folder"
+        else:
+            reason = "not a NIfTI file by its name"
+
         raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it")
+
     from nibabel.imageglobals import LoggingOutputSuppressor
 
     try:
         with LoggingOutputSuppressor():  # what it logs of a header is in its errors
             image = _open(uri)
+
         _sides(uri, image.shape)  # before all of a long series is read
         _check_size(uri, image)
         voxels = np.asanyarray(image.dataobj)
@@ -186,10 +198,12 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
     except _nifti_errors() as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "copy the file again") from error
+
     if voxels.dtype.kind not in "biuf":
         raise InputError(
             f"volume {uri} holds {voxels.dtype} values", "one real number a voxel", "convert the file to such numbers"
         )
+
     return voxels, affine
 
 
@@ -206,9 +220,11 @@ def _open(uri: str) -> Any:
     path, part = split_uri(uri)
     if not part:
         return nib.load(path)
+
     content = read_member(path, part)
     if part.endswith(".gz"):
         content = unpacked(content)
+
     return nib.Nifti1Image.from_bytes(content)
 
 
@@ -218,6 +234,7 @@ def _header(uri: str) -> Any:
     path, part = split_uri(uri)
     if not part:
         return nib.load(path).header
+
     with archive(path).open(part) as member:
         content: Any = gzip.GzipFile(fileobj=member) if part.endswith(".gz") else member
         return nib.Nifti1Header.from_fileobj(io.BytesIO(content.read(1024)))  # type: ignore[no-untyped-call]
@@ -225,13 +242,18 @@ def _header(uri: str) -> Any:
 
 def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the three sides of a volume, without trailing axes of length 1."""
-    sides = tuple(shape[:3]) if len(shape) > 3 and all(side == 1 for side in shape[3:]) else tuple(shape)
+    if len(shape) > 3 and all(side == 1 for side in shape[3:]):
+        sides = tuple(shape[:3])
+    else:
+        sides = tuple(shape)
+
     if len(sides) != 3 or min(sides) < 2:
         raise InputError(
             f"volume {uri} has the shape {times(shape)}",
             "a volume has three axes, each of at least 2 voxels",
             "take one volume of a series apart, or remove the case",
         )
+
     return sides
 
 
@@ -241,6 +263,7 @@ def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
 def _values(uri: str, raw: _Raw) -> Array:
     with np.errstate(over="ignore"):
         voxels: Array = raw.voxels.astype(np.float32)
+
     if wrong := voxels.size - int(np.isfinite(voxels).sum()):
         raise InputError(
             f"volume {uri} has NaN or infinite values at {wrong} of {voxels.size} voxels",
@@ -253,22 +276,25 @@ def _values(uri: str, raw: _Raw) -> Array:
             "an image shows something",
             "remove the case from the data",
         )
+
     return voxels
 
 
 def _classes(mask: str, values: Array, classes: int) -> Array:
     with np.errstate(invalid="ignore"):  # NaN to a whole number
         labels: Array = values.astype(np.uint8)
+
     wrong = (labels != values) | (labels >= classes)
     if wrong.any():
-        others = np.unique(values[wrong])
-        more = ", ..." if len(others) > 5 else ""
+        values_outside = np.unique(values[wrong])
+        numbers = ", ".join(f"{value:g}" for value in values_outside[:5])
+        more = ", ..." if len(values_outside) > 5 else ""
         raise InputError(
-            f"mask {mask} has the value{'s' * (len(others) > 1)} {', '.join(f'{v:g}' for v in others[:5])}{more} "
-            f"at {int(wrong.sum())} voxels",
+            f"mask {mask} has the value{'s' * (len(values_outside) > 1)} {numbers}{more} at {int(wrong.sum())} voxels",
             f"its labels are the whole numbers 0 to {classes - 1}",
             "relabel the mask, or remove the case",
         )
+
     return labels
 
 
@@ -284,6 +310,7 @@ def _tensor(uri: str, voxels: Array, affine: NDArray[np.float64]) -> MetaTensor:
         "filename_or_obj": uri,
     }
     data = torch.from_numpy(np.ascontiguousarray(voxels))
+
     return MetaTensor(data, affine=torch.as_tensor(affine), meta=meta)
 
 

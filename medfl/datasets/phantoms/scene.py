@@ -1,0 +1,190 @@
+"""The scene of all phantoms: rounded parts on a ground, in a picture or a volume, as the device of a centre shows it.
+
+Lengths are in half sides of the image, in the order of its axes: down and right in pictures; right, front and top in
+volumes. Shades are 0 to 1: one value in grey images, three in RGB.
+"""
+
+from __future__ import annotations
+
+import colorsys
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Mask = NDArray[np.uint8]
+Shape = tuple[int, ...]
+Lengths = tuple[float, ...]
+
+_SOFT_EDGE = 0.1  # share of the radius over which a part fades out
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rounded part of a scene.
+
+    Attributes:
+        shade: grey value or RGB colour.
+        radii: along the axes; infinite: the part is the ground of the whole image.
+        place: of its middle.
+        value: in the reference mask.
+        bumps: depth of the unevenness of its surface, as a share of the radius, and bumps along a side.
+        texture: depth of the variation of its shade, and grains along a side.
+    """
+
+    shade: Lengths
+    radii: Lengths = (math.inf, math.inf, math.inf)
+    place: Lengths = (0.0, 0.0, 0.0)
+    value: int = 0
+    bumps: tuple[float, int] = (0.08, 4)
+    texture: tuple[float, int] = (0.05, 6)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Parts, painted one over the other, and how much one image differs from the next.
+
+    Attributes:
+        parts: the ground first.
+        shift: how far the parts move together along an axis, at most.
+        spread: by what share they grow or shrink together, at most.
+        stray: how far each part moves on its own, at most.
+        tone: standard deviation of a part's shade.
+    """
+
+    parts: tuple[Part, ...]
+    shift: float = 0.08
+    spread: float = 0.1
+    stray: float = 0.02
+    tone: float = 0.02
+
+    def draw(self, rng: np.random.Generator, shape: Shape) -> tuple[Array, Mask]:
+        """Return an image, `shape` in grey and (*shape, 3) in RGB, and its reference mask (shape)."""
+        axes = np.meshgrid(*map(_axis, shape), indexing="ij", sparse=True)
+        channels = len(self.parts[0].shade)
+        image = np.zeros((channels, *shape))
+        mask = np.zeros(shape, np.uint8)
+        scale = rng.uniform(1 - self.spread, 1 + self.spread)
+        move = rng.uniform(-self.shift, self.shift, len(shape))
+
+        for part in self.parts:
+            middle = scale * np.array(part.place[: len(shape)]) + move
+            middle += rng.uniform(-self.stray, self.stray, len(shape))
+            squares = np.zeros(shape)
+            for axis, place, radius in zip(axes, middle, part.radii, strict=False):
+                squares = squares + ((axis - place) / (scale * radius)) ** 2
+
+            depth, bumps = part.bumps
+            distance = np.sqrt(squares) - 1 + depth * noise(rng, shape, bumps)
+            cover = np.clip(0.5 - distance / _SOFT_EDGE, 0, 1)
+
+            shade = np.array(part.shade) + (rng.normal(0, self.tone, channels) if any(part.shade) else 0)
+            depth, grains = part.texture
+            grain = depth * noise(rng, shape, grains)
+            image += cover * (shade.reshape(-1, *[1] * len(shape)) + grain - image)
+            mask[cover > 0.5] = part.value
+
+        image = np.clip(image, 0, 1)
+        return (image[0] if channels == 1 else np.moveaxis(image, 0, -1)), mask
+
+
+def _axis(side: int) -> Array:
+    """Return the places of the pixel centres along an axis, -1 to 1."""
+    return (np.arange(side) + 0.5) * 2 / side - 1
+
+
+def noise(rng: np.random.Generator, shape: Shape, cells: int) -> Array:
+    """Return smooth noise, about -1 to 1: random values at `cells` + 1 knots a side, linear in between."""
+    values = rng.uniform(-1, 1, [cells + 1] * len(shape))
+    for axis, side in enumerate(shape):
+        place = (np.arange(side) + 0.5) * cells / side
+        knot = place.astype(int)
+        weight = (place - knot).reshape([-1 if index == axis else 1 for index in range(len(shape))])
+        values = values.take(knot, axis) * (1 - weight) + values.take(knot + 1, axis) * weight
+    return values
+
+
+class Look(NamedTuple):
+    """What the device of a centre makes of a scene.
+
+    Attributes:
+        brightness: is added.
+        contrast: factor of the distance from middle grey.
+        cast: factors of red, green and blue.
+        shading: depth of the uneven illumination.
+        grain: standard deviation of the noise.
+    """
+
+    brightness: float
+    contrast: float
+    cast: tuple[float, float, float]
+    shading: float
+    grain: float
+
+
+LOOKS = (
+    Look(0.00, 1.00, (1.00, 1.00, 1.00), 0.05, 0.03),
+    Look(0.10, 0.80, (1.04, 0.98, 0.92), 0.15, 0.04),
+    Look(-0.10, 1.15, (0.94, 0.98, 1.06), 0.10, 0.06),
+    Look(0.05, 1.25, (1.08, 0.94, 0.94), 0.05, 0.03),
+    Look(-0.16, 0.85, (0.96, 1.04, 0.98), 0.20, 0.04),
+    Look(0.15, 1.00, (0.97, 0.97, 1.08), 0.10, 0.03),
+)
+
+
+def photograph(image: Array, centre: int, rng: np.random.Generator) -> Array:
+    """Return an image of a scene as the device of centre number `centre` shows it; air, exactly 0, stays so.
+
+    Centres after the first six have their looks with less and less contrast.
+    """
+    look = LOOKS[centre % len(LOOKS)]
+    contrast = look.contrast * 0.95 ** (centre // len(LOOKS))
+    is_colour = image.ndim == 3 and image.shape[-1] == 3
+    shape = image.shape[:-1] if is_colour else image.shape
+
+    light = 1 + look.shading * noise(rng, shape, 2)
+    shown = (image - 0.5) * contrast + 0.5 + look.brightness + rng.normal(0, 0.02)
+    shown = shown * light[..., None] * look.cast if is_colour else shown * light
+    shown = np.clip(shown + rng.normal(0, look.grain, image.shape), 0, 1)
+    return np.where(image == 0, 0, shown)
+
+
+@functools.cache
+def class_scenes(classes: int, channels: int, value: int = 0) -> tuple[Scene, ...]:
+    """Return a scene for each class: an object with a colour, size, outline and texture, and a mark beside it.
+
+    Features of single images overlap between classes, so that none tells the class for certain.
+
+    Args:
+        classes: number of them.
+        channels: 1 or 3.
+        value: of the object in the reference mask.
+    """
+    scenes = []
+    variety = min(1.0, 10 / classes)  # many classes lie close together
+    for label in range(classes):
+        share = label / classes
+        if channels == 3:
+            ground: Lengths = (0.86, 0.76, 0.70)
+            shade: Lengths = colorsys.hsv_to_rgb(share, 0.65, 0.65)
+            mark_shade: Lengths = colorsys.hsv_to_rgb(label * 7 % classes / classes, 0.4, 0.95)
+        else:
+            ground = (0.1,)
+            shade = (0.4 + 0.5 * (label * 3 % 7) / 7,)
+            mark_shade = (0.95,)
+        radius = 0.38 + 0.1 * (label % 3)
+        angle = 2 * math.pi * share
+        mark_place = (0.65 * math.sin(angle), 0.65 * math.cos(angle))
+        parts = (
+            Part(ground),
+            Part(shade, (radius, radius), (0.0, 0.0), value, (0.1 + 0.2 * (label % 2), 5), (0.15, 3 + label % 4 * 4)),
+            Part(mark_shade, (0.16, 0.16), mark_place),
+        )
+        scenes.append(
+            Scene(parts, shift=0.15 * variety, spread=0.2 * variety, stray=0.08 * variety, tone=0.04 + 0.4 / classes)
+        )
+    return tuple(scenes)
