@@ -148,6 +148,7 @@ class Bundle(Problem):
             config: as of `Bundle`.
             find_unlabelled: finds training images without labels, which are asked for.
         """
+        # not by its constructor: this bundle was inspected when it was opened, and nothing in its folder has changed
         other = Bundle.__new__(Bundle)
         kept = ("name", "source", "device", "dataset", "root", "policy", "start")
         vars(other).update({key: value for key, value in vars(self).items() if key in kept})
@@ -261,6 +262,7 @@ class Bundle(Problem):
         if not (source.is_list and source.repeatable):
             return None
 
+        # the same images in another folder are the same samples
         overrides = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
         versions = {name: version_of(name) for name in ("medfl", "monai", "torch")}
         parts = [self.sha256, overrides, "train" if section == "train" else "evaluate", versions]
@@ -363,6 +365,7 @@ class Bundle(Problem):
                 self.key_metric, lambda value, _: value, lambda x, network: custom_trainer.of(network).score(x)
             )
 
+        # other tasks and bundles are scored as their own evaluator does it
         inferer, postprocessing = scoring(self._config)
         tolerance = float(self.get("surface_tolerance")) if "surface_tolerance" in self._config else 1.0
         if self.task == "segmentation" and self._is_scored_by_medfl:

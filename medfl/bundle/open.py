@@ -261,6 +261,7 @@ def _of_own_data(problem: Problem, data: str | None, config: Mapping[str, Any], 
         folder = str(Path(data).expanduser().resolve())
         overrides = {"dataset_dir": folder}
 
+    # images without labels are found in the folder that the configuration names, given or its own
     problem = problem.variant(overrides)
     notes: tuple[str, ...] = ()
     if unlabelled and isinstance(problem, Bundle) and "dataset_dir" in problem:

@@ -62,7 +62,11 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
     split = {"split": run.data.split} if is_shipped and from_run else {}
     config = {**run.config, **model.config, **split}
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
-    bundle = with_data(bundle, folder or (PHANTOM if is_shipped else None), config).bundle
+    opened = with_data(bundle, folder or (PHANTOM if is_shipped else None), config)
+    bundle = opened.bundle
+    if from_run and folder is None and is_shipped and opened.record().checksum != run.data.checksum:
+        from_run = False
+        say("note: the run's PHANTOM images are drawn otherwise today: measured on today's (or give --data DIR)")
     if bundle.custom_trainer:
         raise InputError(
             f"the export of a run with a {bundle.custom_trainer}, which has an iteration of its own",

@@ -156,7 +156,7 @@ def _stable_text(value: Any) -> str:
     return repr(value) if isinstance(value, _SIMPLE) else f"{_source(type(value))}{_plain(value)}"
 
 
-def _plain(value: Any) -> dict[str, Any]:
+def _plain(value: object) -> dict[str, object]:
     """Return the attributes of an object that are numbers and texts."""
     held = getattr(value, "__dict__", {})
     return {key: one for key, one in held.items() if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"}
@@ -253,11 +253,13 @@ class PartsProblem(Problem):
     @cached_property
     def task(self) -> str:  # type: ignore[override]
         """The given task, after network, loss, data and classes were tried together; InputError if they do not fit."""
+        # sites whose networks share layers would train each other's
         first, second = (dict.fromkeys(self.network().parameters()) for _ in range(2))
         if any(parameter in second for parameter in first):
             problem = "network returns the same layers at each call"
             raise InputError(problem, "a function that makes new ones", "make them inside it")
 
+        # one output is the logit of the second of two classes
         output = self.trial.prediction
         classes = self.parts.classes
         outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0

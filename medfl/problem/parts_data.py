@@ -190,7 +190,7 @@ def _labels(source: Source) -> Iterator[int]:
         yield label
 
 
-def _hash(value: Any, digest: Any) -> None:
+def _hash(value: object, digest: hashlib._Hash) -> None:
     """Add what can be told of an entry or sample to a hash."""
     if isinstance(value, Mapping):
         value = [part for key in sorted(value, key=str) for part in (key, value[key])]

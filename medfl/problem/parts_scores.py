@@ -74,7 +74,7 @@ def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) ->
     return Cases(cases.ids, {**cases.values, **values})
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     """Return a metric's value as a number: the mean of what is known of it, NaN where nothing is."""
     mean = torch.as_tensor(value, dtype=torch.float64).nanmean()
     return float(mean) if mean.isfinite() else math.nan

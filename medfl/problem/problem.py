@@ -92,16 +92,16 @@ class Problem:
         *("task", "classes", "structures", "channels", "key_metric", "evaluator", "embeddings", "text"),
     )
 
-    def __init__(self, name: str, **parts: Any) -> None:
+    def __init__(self, name: str, **parts: object) -> None:
         """Take the parts that are given, by their names; TypeError for what is none."""
         if unknown := parts.keys() - set(self._PARTS):
             raise TypeError(f"{min(unknown)!r} is no part of a problem")
         vars(self).update(parts, name=name)  # a part that is given is not derived
 
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a problem is a value: replaced({name}=...) returns another one")
 
-    def replaced(self, **parts: Any) -> Self:
+    def replaced(self, **parts: object) -> Self:
         """Return this problem with other parts; what was derived before stays."""
         other = copy.copy(self)
         vars(other).update(parts)
@@ -226,12 +226,14 @@ class Problem:
         """
         data = self.sections["train"]
         item, source, is_labelled = data.first
+        # a generator of its own: what the trial draws changes no run
         with stream(0, "trial") as generator, torch.no_grad():
             samples = prepare([item], source, data.collate, data.prepare_batch)
             try:
                 x, y = next(samples.batches(torch.zeros(2, dtype=torch.int64), 2, generator))
                 network = self.network()
-                self.optimizer(network)
+                self.optimizer(network)  # an optimiser that cannot be made shows here too
+                # batch statistics of a single item would be refused in training mode, so it stands twice in the batch
                 prediction = network.train()(moved(x, self.device))
                 if is_labelled:
                     self._try_loss(prediction, moved(y, self.device))

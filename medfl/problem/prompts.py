@@ -111,10 +111,10 @@ def _prompts(groups: Any, where: str) -> list[str]:
     return prompts
 
 
-def _are_texts(values: Any) -> TypeGuard[list[str]]:
+def _are_texts(values: object) -> TypeGuard[list[str]]:
     return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:79] + "…"

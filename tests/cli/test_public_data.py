@@ -12,7 +12,7 @@ import torch
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
-from medfl.bundle.open import BundleWithData
+from medfl.bundle.open import WithData
 from medfl.cli import verbs as cli
 from medfl.core.errors import InputError
 from medfl.core.run import PublicRecord
@@ -252,7 +252,7 @@ def test_patches_of_public_images_are_no_questions_to_a_teacher_of_masks(
 ) -> None:
     record = ZOO["seg3d_multilabel_json"](tmp_path)
     bundle = Bundle(str(record.path), record.overrides)
-    opened = BundleWithData(bundle, "", "bundle", ())
+    opened = WithData(bundle, "", "bundle", ())
     plan = PublicPlan(opened, "train", (0,), (cast(Teacher, None),), 0, 0, cast(PublicRecord, None))
     with pytest.raises(
         InputError, match=r"section train: patches \(.*\) of images \(.*\); teachers segment whole images"

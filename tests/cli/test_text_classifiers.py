@@ -14,13 +14,13 @@ import torch
 import yaml
 
 from medfl import datasets, methods
-from medfl.bundle import bundle
 from medfl.bundle.bundle import Bundle
 from medfl.bundle.text_embeddings import Embeddings
 from medfl.cli import verbs as cli
 from medfl.core.message import Message
 from medfl.methods.fedbm import FedBM
 from medfl.networks.generator import Generator
+from medfl.problem import problem
 from medfl.problem.prompts import read_text
 from medfl.storage.files import load_state, load_weights
 from tests.support.toy import bits
@@ -92,7 +92,7 @@ def test_concepts_of_other_classes_or_in_another_order(
     refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, edit: Any, given: str, advice: str
 ) -> None:
     """Both lists are named, before an image is prepared."""
-    monkeypatch.setattr(bundle, "prepare", _only_the_trial(bundle.prepare))
+    monkeypatch.setattr(problem, "prepare", _only_the_trial(problem.prepare))
     mine = _edited(tmp_path, lambda text: text.update(concepts=edit(text["concepts"])))
     line = refused(mine, method)
     assert line.startswith(f"{mine}/configs/federated.yaml: text concepts are given for {given}; ")

@@ -18,11 +18,11 @@ import torch
 from PIL import Image
 
 from medfl import datasets
-from medfl.bundle import bundle
 from medfl.cli import catalogue, run
 from medfl.cli import verbs as cli
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
+from medfl.problem import problem
 from medfl.training.loop import fit
 from tests.support import forked
 
@@ -185,7 +185,7 @@ def test_bad_input_is_refused_before_the_images_are_read(
         raise AssertionError("images were read or hashed")
 
     monkeypatch.setattr(datasets, "checksum", read)
-    monkeypatch.setattr(bundle, "prepare", read)
+    monkeypatch.setattr(problem, "prepare", read)
     _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, *extra), *texts)
 
 

@@ -56,8 +56,7 @@ def test_fedmr_as_printed(bundle: str, preset: str) -> None:
     assert (load("fedmr").inter_scope, load("fedmr").std) == ("all", "unbiased")
     assert (found["local_epochs"], found["batch_size"], found["lr"], found["lr_decay"]) == (10, 128, 0.01, 1.0)
     assert (found["patience"], found["site_weights"], found["keep_optimizer"]) == (0, "samples", False)
-    configured = Bundle(bundle)
-    configured.override(found["config"])
+    configured = Bundle(bundle, found["config"])
     (group,) = configured.optimizer(configured.network(), 0.01).param_groups
     assert (group["momentum"], group["weight_decay"]) == (0.9, 1e-5)
 

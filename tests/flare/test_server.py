@@ -545,9 +545,8 @@ def test_a_site_stops_when_the_job_does() -> None:
                 time.sleep(1.2)
             return x
 
-    bundle = ToyBundle(norm=False)
-    inner = bundle.network
-    bundle.network = lambda: nn.Sequential(inner(), Slow())
+    inner = ToyBundle(norm=False).network
+    bundle = ToyBundle(network=lambda: nn.Sequential(inner(), Slow()))
     made = federation(bundle=bundle, batch_size=1)
     begun.clear()
     told = FlareSite(MedflClientAlgo(made, "x"), "x").answer(wire.TRAIN, down(made), begun.is_set)

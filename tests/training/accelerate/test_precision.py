@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,8 +134,11 @@ class Pictures(ToyBundle):
     """The toy's numbers as images (2, 2, 2) for a convolution."""
 
     def __init__(self) -> None:
-        layers = (nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 2, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
-        super().__init__(network=lambda: nn.Sequential(*copy.deepcopy(layers)))
+        def network() -> nn.Module:
+            convolution = nn.Conv2d(2, 4, 2, padding=1)
+            return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), convolution, nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+
+        super().__init__(network=network)
 
 
 def trained(out: Path, method: str, **settings: object) -> tuple[Federation, dict[str, torch.Tensor]]:
