@@ -39,7 +39,9 @@ from medfl.problem.described import channel_names, mask_names
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.problem import LossFunction, Problem, Trial
 from medfl.problem.prompts import Text, read_text
+from medfl.problem.sections import check_labels
 from medfl.storage.places import cache_folder
+from medfl.training.loss_checks import mean_loss
 
 FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 
@@ -151,7 +153,7 @@ class Bundle(Problem):
         # not by its constructor: this bundle was inspected when it was opened, and nothing in its folder has changed
         other = Bundle.__new__(Bundle)
         kept = ("name", "source", "device", "dataset", "root", "policy", "start")
-        vars(other).update({key: value for key, value in vars(self).items() if key in kept})
+        vars(other).update({key: getattr(self, key) for key in kept})
         overrides = {**self._overrides, **{key.replace("::", "#"): value for key, value in config.items()}}
         other._open(overrides, find_unlabelled or self._find_unlabelled, self._embeddings)
         return other
@@ -221,9 +223,13 @@ class Bundle(Problem):
             return partial(custom_trainer.refuse, "a method that computes the loss by itself", self.custom_trainer)
 
         function: LossFunction = self._config.evaluated(f"{self._trainer}#loss_function")
-        if compatibility.FLOAT_LABELS in self._config.adapted:
-            function = compatibility.with_float_labels(function)
         return function.to(self.device) if isinstance(function, nn.Module) else function
+
+    @cached_property
+    def loss(self) -> LossFunction:
+        """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
+        as_float = compatibility.FLOAT_LABELS in self._config.adapted
+        return mean_loss(compatibility.with_float_labels(self.loss_function) if as_float else self.loss_function)
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Build the trainer's optimiser for a network, with another learning rate if one is given."""
@@ -298,7 +304,6 @@ class Bundle(Problem):
                 raise
             self._config.adapted.add(compatibility.FLOAT_LABELS)
             del self.loss
-            del self.loss_function
             self.loss(prediction, target)
 
     @property
@@ -335,7 +340,7 @@ class Bundle(Problem):
 
         names = channel_names(self.metadata)
         count = len(names) if self._is_declared else max(2, self.trial.prediction.shape[1])
-        self.check_classes(count)
+        check_labels(self.items, count, f"bundle {self.name!r}")
         return names if len(names) == count else tuple(f"class {index}" for index in range(count))
 
     @property

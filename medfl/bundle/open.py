@@ -151,7 +151,7 @@ class WithData:
         """Describe the images; hashes them, so this comes after what is quick to refuse."""
         problem = self.bundle
         counts = {section: len(problem.data(section)) for section in SECTIONS}
-        if self._is_of_dataset:
+        if isinstance(problem, Bundle) and problem.dataset and not problem.sections.images_only:
             is_drawn = datasets.is_phantom(self.folder)
             notes = tuple(datasets.notes(problem.dataset, self.folder))
             checksum = datasets.checksum(problem.dataset, self.folder, self.split)
@@ -163,12 +163,6 @@ class WithData:
             checksum = problem.data_checksum()
 
         return DataRecord(PHANTOM if is_drawn else "real", self.folder, checksum, self.split, counts, notes)
-
-    @property
-    def _is_of_dataset(self) -> bool:
-        """Whether the images lie as one of medfl's data sets has them."""
-        problem = self.bundle
-        return isinstance(problem, Bundle) and problem.dataset != "" and not problem.sections.images_only
 
 
 def with_data(
@@ -271,7 +265,7 @@ def _of_own_data(problem: Problem, data: str | None, config: Mapping[str, Any], 
     if problem.is_drawn(folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
     if not problem.has_test:
-        error = problem.test_error
+        error = problem.sections.test_error
         why = f"its test data cannot be read ({error})" if error else "this bundle names no test data"
         notes += (f"{why}: the validation items serve as test items, so 'best' is optimistic",)
     return WithData(problem, folder, OWN_SPLIT, notes)

@@ -199,6 +199,7 @@ def known(name: str) -> Parts:
 class PartsProblem(Problem):
     """The problem that `Parts` are."""
 
+    parts: Parts
     sections: PartSections
 
     def __init__(self, parts: Parts, device: torch.device | str = "cpu") -> None:
@@ -212,8 +213,6 @@ class PartsProblem(Problem):
             sha256=parts.sha256,
         )
         vars(self).update(parts=parts)
-
-    parts: Parts
 
     def network(self) -> nn.Module:
         """Build the network anew; two calls share nothing."""

@@ -27,7 +27,7 @@ from medfl.evaluation.metrics import KEY_METRICS
 from medfl.policy.policy import Policy
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.prompts import Text
-from medfl.problem.sections import Section, Sections, check_labels
+from medfl.problem.sections import Section, Sections
 from medfl.training.loss_checks import mean_loss
 
 if TYPE_CHECKING:
@@ -37,7 +37,13 @@ LossFunction = Callable[..., Tensor]
 
 
 class Trial(NamedTuple):
-    """What a step on the first training item, twice in a batch, gave; None where none is made."""
+    """What a step on the first training item, twice in a batch, gave; None where none is made.
+
+    Attributes:
+        prediction: of the network, of a classification (2, K), of masks (2, K, H, W[, D]).
+        target: as the loss takes it.
+        inputs: of the network, of images (2, C, H, W[, D]).
+    """
 
     prediction: Any = None
     target: Any = None
@@ -101,6 +107,10 @@ class Problem:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a problem is a value: replaced({name}=...) returns another one")
 
+    def _lacks(self, part: str) -> InputError:
+        """Return the error of a part that was not given and that nothing here derives."""
+        return InputError(f"problem {self.name!r} has no {part}", f"what is used is given: {part}=...", "give it")
+
     def replaced(self, **parts: object) -> Self:
         """Return this problem with other parts; what was derived before stays."""
         other = copy.copy(self)
@@ -129,7 +139,7 @@ class Problem:
 
     def network(self) -> nn.Module:
         """Build the network anew; two calls share nothing."""
-        raise NotImplementedError
+        raise self._lacks("network")
 
     @cached_property
     def loss(self) -> LossFunction:
@@ -139,7 +149,7 @@ class Problem:
     @cached_property
     def optimizers(self) -> OptimizerFactory:
         """What makes optimisers, and the schedule of their learning rates."""
-        raise NotImplementedError
+        raise self._lacks("optimizers")
 
     def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
         """Build the optimiser of a network, with another learning rate if one is given."""
@@ -165,11 +175,6 @@ class Problem:
     def has_test(self) -> bool:
         """Tell whether there are test data; else the validation items serve as test items."""
         return self.sections.has_test
-
-    @property
-    def test_error(self) -> str:
-        """Why the test data cannot be read, "" where they can or there are none."""
-        return self.sections.test_error
 
     def section(self, name: str) -> Section:
         """Return a section: items, transforms and what reads them."""
@@ -209,7 +214,7 @@ class Problem:
         """Tell whether the images are drawn ones, as a file beside them says; `folder` is theirs, "" if unknown."""
         lists = [data for section in SECTIONS if isinstance(data := self.data(section), list | tuple)]
         paths = [path for data in lists for entry in data for path in _paths(entry)]
-        return own.cohort_of([*([folder] if folder else []), *paths]) is not None
+        return own.cohort_of([Path(folder), *paths] if folder else paths) is not None
 
     def disk_cache(self, section: str) -> DiskCache | None:
         """Return where samples go that are too large for memory; None where their transforms cannot be named."""
@@ -262,10 +267,6 @@ class Problem:
         """Class names in label order, () for other tasks than classification."""
         return ()
 
-    def check_classes(self, count: int) -> None:
-        """Raise InputError, which names the item, if a label in a section is none of so many classes."""
-        check_labels(self.items, count, f"bundle {self.name!r}")
-
     @cached_property
     def key_metric(self) -> str:
         """Name of the validation metric that selects the best round."""
@@ -274,7 +275,7 @@ class Problem:
     @cached_property
     def evaluator(self) -> Evaluator:
         """How its networks are scored."""
-        raise NotImplementedError
+        raise self._lacks("evaluator")
 
     # Classes in words
 
@@ -295,7 +296,8 @@ class Problem:
 
     def embeddings(self, plm: str) -> Tensor:
         """Return unit-norm prompt embeddings (K, M, D) of the classes by a language model; InputError without text."""
-        raise NotImplementedError(f"embeddings of {self.text} by {plm}")  # without text, asking for it raises
+        assert self.text  # raises where no class is described
+        raise self._lacks("embeddings")
 
 
 def _paths(entry: object) -> Iterator[Path]:
@@ -310,6 +312,7 @@ def prepared_sections(problem: Problem, *, jobs: int = 1, progress: bool = False
     """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
     sections = {
         section: problem.prepared(section, jobs=jobs, progress=progress)
-        for section in ("train", "validate", *(["test"] if problem.has_test else []))
+        for section in SECTIONS
+        if section != "test" or problem.has_test
     }
     return {**sections, "test": sections.get("test", sections["validate"])}

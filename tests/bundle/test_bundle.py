@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -402,3 +403,16 @@ def test_what_is_read_before_the_gate_is_plain_and_bounded(text: str, tmp_path: 
         with pytest.raises(InputError, match=r"federated.yaml cannot be read") as caught:
             read()
         assert len(str(caught.value)) < 600
+
+
+def test_what_a_bundle_declares_is_taken_at_its_word_and_no_step_is_tried(tmp_path: Path) -> None:
+    """Without the words the task of the same folder is found by a step, on images that are not here."""
+    folder = Path(shutil.copytree(Bundle("mednist").root, tmp_path / "mine"))
+    config = {"dataset_dir": str(tmp_path / "nowhere")}
+    with pytest.raises(InputError, match="nowhere"):
+        _ = Bundle(str(folder), config).task
+    protocol = folder / "configs" / "federated.yaml"
+    protocol.write_text(protocol.read_text() + "\ntrial: false\nscores: medfl\n")
+    bundle = Bundle(str(folder), config)
+    assert (bundle.dataset, bundle.task, bundle.channels) == ("", "classification", 1)
+    assert bundle.evaluator == ClassEvaluator(), "not with the batch size of its own loader"

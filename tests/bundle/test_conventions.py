@@ -334,6 +334,7 @@ def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(
     assert bundle.adapted == (compatibility.FLOAT_LABELS,)
     pred, label = torch.rand(2, 3, 4, 4), (torch.rand(2, 3, 4, 4) > 0.5).to(kind)
     assert torch.equal(bundle.loss(pred, label), bundle.loss(pred, label.float()))
+    assert type(bundle.loss_function).__name__ == "DiceLoss", "its class tells the task and how outputs are read"
 
 
 def test_what_was_adapted_is_said_and_part_of_the_run(tmp_path: Path) -> None:
