@@ -413,7 +413,7 @@ class Bundle(Problem):
         self.embeddings(plm)
         return self._embeddings[plm][1]
 
-    def with_embeddings(self, plm: str, values: Tensor, name: str) -> Bundle:
+    def with_embeddings(self, plm: str, values: Tensor, name: str) -> Problem:
         """Return this bundle with other `embeddings` (K, M, D), made by a language model of this name."""
         return self.replaced(_embeddings={**self._embeddings, plm: (values, name)})
 

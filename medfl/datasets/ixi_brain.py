@@ -11,7 +11,7 @@ from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import paired
-from medfl.datasets.readers.splitting import Record, by_group, hash_order, validation_from_train
+from medfl.datasets.readers.splitting import Record, by_group, filled, hash_order, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
 from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_files, volume_index
 
@@ -174,7 +174,7 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "flamby": validation_from_train("flamby"),
+        "flamby": filled(validation_from_train("flamby")),
         "subject": by_group((0.7, 0.1, 0.2), "ixi_brain"),
         "few": split_few,
     },

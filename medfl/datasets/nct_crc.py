@@ -10,7 +10,7 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import Case, even
 from medfl.datasets.phantoms.scene import class_scenes
-from medfl.datasets.readers.splitting import LEFT_OUT, Record, by_group, validation_from_train
+from medfl.datasets.readers.splitting import LEFT_OUT, Record, by_group, filled, validation_from_train
 from medfl.datasets.readers.tables import Layout, Table, class_folders
 
 CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
@@ -94,7 +94,7 @@ DATASET = DataSet(
     channels=3,
     folders=("nct_crc", "nct-crc", "NCT-CRC-HE", "crc", "kather"),
     layouts=tuple(_layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)),
-    rules={"seeded": seeded, "official": validation_from_train("official")},
+    rules={"seeded": filled(seeded), "official": validation_from_train("official")},
     licence="CC BY 4.0",
     source=_RECORD,
     citation="Kather, Halama, Marx: 100,000 histological images of human colorectal cancer and healthy tissue (v0.1). "

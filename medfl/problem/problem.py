@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,6 @@ from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.prompts import Text
 from medfl.problem.sections import Section, Sections
 from medfl.training.loss_checks import mean_loss
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 LossFunction = Callable[..., Tensor]
 
@@ -93,10 +90,10 @@ class Problem:
     loss_function: LossFunction
 
     _PARTS: ClassVar[Sequence[str]] = (
-        *("source", "device", "dataset", "metadata", "protocol", "sha256", "policy", "notes", "adapted"),
-        *("network", "start", "loss_function", "loss", "optimizers", "custom_trainer", "amp", "sections"),
-        *("task", "classes", "structures", "channels", "key_metric", "evaluator", "embeddings", "text"),
-    )
+        "source", "device", "dataset", "metadata", "protocol", "sha256", "policy", "notes", "adapted",
+        "network", "start", "loss_function", "loss", "optimizers", "custom_trainer", "amp", "sections",
+        "task", "classes", "structures", "channels", "key_metric", "evaluator", "embeddings", "text",
+    )  # fmt: skip
 
     def __init__(self, name: str, **parts: object) -> None:
         """Take the parts that are given, by their names; TypeError for what is none."""
@@ -111,7 +108,7 @@ class Problem:
         """Return the error of a part that was not given and that nothing here derives."""
         return InputError(f"problem {self.name!r} has no {part}", f"what is used is given: {part}=...", "give it")
 
-    def replaced(self, **parts: object) -> Self:
+    def replaced(self, **parts: object) -> Problem:
         """Return this problem with other parts; what was derived before stays."""
         other = copy.copy(self)
         vars(other).update(parts)

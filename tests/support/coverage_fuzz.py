@@ -19,7 +19,7 @@ import atheris
 
 # What reads the followed kinds, and all that it imports of medfl; the code of other packages is theirs to follow.
 with atheris.instrument_imports(include=["medfl"], enable_loader_override=False):
-    for name in ("core.message", "core.run_integrity", "policy.evaluate", "policy.expressions", "report"):
+    for name in ("core.message", "storage.run_integrity", "policy.evaluate", "policy.expressions", "report"):
         importlib.import_module(f"medfl.{name}")
     from medfl.core.errors import MedflError
     from medfl.core.untrusted import Refused
