@@ -3,8 +3,8 @@
 A method's local training is timed in round 2 (prototypes, histories and the generator are there), as the difference of
 a long and a short visit: what a visit costs to begin is not in it. The ways are those of `medfl run`: eager, and
 compiled (`--compile`). The bare loop is FedAvg's step in a few lines of PyTorch, on a batch that lies on the GPU. The
-floor is the time that the kernels of a step take by themselves, summed by torch.profiler: no way of launching them one by one is
-faster. The last rows are a 3D U-Net with FedAvg.
+floor is the time that the kernels of a step take by themselves, summed by torch.profiler: no way of launching them one
+by one is faster. The last rows are a 3D U-Net with FedAvg.
 
     python benchmarks/gpu.py [--json] [--methods fedavg,fedbm] [--network resnet18] [--batch 8] [--sizes 28,64,128]
 """
