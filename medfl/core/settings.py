@@ -106,7 +106,7 @@ class GeneralSettings:
     tf32: bool = setting("let a GPU round products to TF32", group=COMPUTING, default=False, later=True)
     channels_last: bool = setting("lay images out with channels last", group=COMPUTING, default=False, later=True)
     compile: bool = setting(
-        "compile networks by torch.compile while they train: faster for small ones, other last bits",
+        "compile networks by torch.compile while they train; changes the last bits",
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     portable: bool = setting(

@@ -93,9 +93,10 @@ def fit(
         restore_state(optimizer, optimizer_state)
 
     objective = penalised(objective or (lambda net, x, y: site.loss(net(x), y)), site.penalty)
-    step = training_step(model, site, optimizer, objective, gradient_hook)
+    calls = NetworkCalls(model, site.settings.batch_size, site.device)
+    step = training_step(model, site, optimizer, objective, gradient_hook, calls)
     losses: list[Tensor] = []
-    with stream(site.seed, purpose) as generator:
+    with stream(site.seed, purpose) as generator, calls.visit():
         for epoch in range(site.settings.epochs):
             set_rates(optimizer, site.settings, epoch)
             epoch_start = len(losses)
@@ -118,18 +119,22 @@ def fit(
 
 
 def training_step(
-    model: nn.Module, site: Site, optimizer: Optimizer, objective: Objective, gradient_hook: GradientHook | None
+    model: nn.Module,
+    site: Site,
+    optimizer: Optimizer,
+    objective: Objective,
+    gradient_hook: GradientHook | None,
+    calls: NetworkCalls,
 ) -> Callable[..., Tensor]:
     """Return the function that takes one step on a batch, and returns its loss, detached."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     scaler = gradient_scaler(site)
-    calls = NetworkCalls(model, site.settings.batch_size, site.device)
 
     def step(x: Any, y: Any, *more: Any) -> Tensor:
         for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
             parameter.grad = None
 
-        with calls.during_step(x):
+        with calls.step(x):
             with one_sample_safe(model, x), autocast(site):
                 loss = check_one_number(objective(model, x, y, *more), site)
             backward(loss, scaler, optimizer, parameters, site)

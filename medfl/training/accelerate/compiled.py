@@ -1,14 +1,14 @@
 """Networks compiled by `torch.compile` while they are trained.
 
 Operations are fused and launched together: on a GPU by CUDA graphs, as with `mode="reduce-overhead"`. The order of some
-sums changes, so the last bits differ from those of eager steps. It pays where launching operations is a large part of a
-step, as in small networks; compiled convolutions of large ones can be slower (docs/performance.md).
+sums changes, so the last bits differ from those of eager steps. It is meant for
+GPUs; on a CPU steps of a small CNN are slower (docs/performance.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -45,40 +45,49 @@ class NetworkCalls:
         self._device = device
         self._compiled: Callable[..., Any] | None = None
 
-    def during_step(self, inputs: Any) -> AbstractContextManager[None]:
-        """Return a context in which the network is called as suits the inputs (N, ...) of a batch."""
-        if _ENABLED.get() and isinstance(inputs, Tensor) and len(inputs) >= self._batch_size:
-            return self._compiled_calls()
-        return nullcontext()
-
     @contextmanager
-    def _compiled_calls(self) -> Iterator[None]:
-        """Call the network compiled inside the block, its backward pass included.
+    def visit(self) -> Iterator[None]:
+        """Let the steps inside the block be compiled.
 
         Raises:
-            RunError: it cannot be compiled.
+            RunError: the network cannot be compiled.
         """
+        if not _ENABLED.get():
+            yield
+            return
         from torch import _dynamo  # takes seconds to import
         from torch._functorch import config as autograd_config
 
-        if self._compiled is None:
-            self._network.compile(dynamic=False, options=_options(self._device))
-            self._compiled = self._network._compiled_call_impl
-        if self._device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
-        self._network._compiled_call_impl = self._compiled
+        self._network.compile(dynamic=False, options=_options(self._device))
+        self._compiled = self._network._compiled_call_impl
+        self._network._compiled_call_impl = None
+        limits = {"recompile_limit": _MOST_VARIANTS, "accumulated_recompile_limit": 4 * _MOST_VARIANTS}
         try:
-            with ExitStack() as stack:
-                limits = {"recompile_limit": _MOST_VARIANTS, "accumulated_recompile_limit": 4 * _MOST_VARIANTS}
-                stack.enter_context(_dynamo.config.patch(limits))  # type: ignore[no-untyped-call]
+            with (
+                _dynamo.config.patch(limits),  # type: ignore[no-untyped-call]
                 # the scaler of float16 gradients may repeat a backward pass
-                stack.enter_context(autograd_config.patch(donated_buffer=False))  # type: ignore[no-untyped-call]
+                autograd_config.patch(donated_buffer=False),  # type: ignore[no-untyped-call]
+            ):
                 yield
         except _dynamo.exc.TorchDynamoException as error:
             raise RunError(
                 f"--compile: the network cannot be compiled: {as_text(root_cause(error)).splitlines()[0]}; "
                 "run it without --compile"
             ) from error
+
+    def step(self, inputs: Any) -> AbstractContextManager[None]:
+        """Return a context in which the network is called as suits the inputs (N, ...) of a batch."""
+        if self._compiled and isinstance(inputs, Tensor) and len(inputs) >= self._batch_size:
+            return self._compiled_calls()
+        return nullcontext()
+
+    @contextmanager
+    def _compiled_calls(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        self._network._compiled_call_impl = self._compiled
+        try:
+            yield
         finally:
             self._network._compiled_call_impl = None
 
