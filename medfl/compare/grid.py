@@ -1,11 +1,9 @@
 """A grid of runs, methods x partitions x seeds, in one folder: run what is missing, then compare.
 
 Each run is a process with its own log, several at a time; they share the prepared images, which are read before they
-start. `scheduling` decides which run starts when. A run that fails is reported and does not stop the others. On a GPU a
-run that exceeds its share of the memory is tried once more, alone on the device.
+start. A run that fails is reported and does not stop the others.
 
-This process forks the runs and therefore must not initialise CUDA: it plans them as on a CPU, and queries a device in
-another process.
+This process forks the runs and therefore must not initialise CUDA: it plans them as on a CPU, and asks NVML for GPUs.
 """
 
 from __future__ import annotations
@@ -18,29 +16,33 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from medfl import methods
 from medfl.compare import checks
 from medfl.compare.comparison import Comparison, read
 from medfl.compare.entry import Entry
-from medfl.compare.scheduling import CostGroup, Schedule, Start, kind_title
-from medfl.core import gpu_memory, terminal
+from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
 from medfl.core.terminal import Print
-from medfl.data.on_device import within
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
 from medfl.storage.files import write_atomic
 from medfl.storage.places import TRIAL
 from medfl.storage.run_documents import read_run, read_summary
 from medfl.storage.run_folder import safe_file_name
+
+_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 @dataclass(frozen=True)
@@ -56,22 +58,8 @@ class Cell:
     @property
     def title(self) -> str:
         """The name of the run for messages."""
-        return f"{kind_title(self.kind)}, seed {self.seed}"
-
-    @property
-    def kind(self) -> CostGroup:
-        """Its method and partition: runs that differ only in their seed take the same time and memory."""
-        return self.entry.label, self.partition
-
-    def seconds(self) -> float | None:
-        """Return the seconds that the run took, None while it is not over."""
-        summary = self._summary()
-        return float(summary["seconds"]) if summary else None
-
-    def peak(self) -> int | None:
-        """Return the peak bytes of a GPU, None while the run is not over, or where it was on a CPU."""
-        peak = self._summary().get("peak_device_bytes")
-        return None if peak is None else int(peak)
+        on = f" on {self.partition}" if self.partition else ""
+        return f"{self.entry.label}{on}, seed {self.seed}"
 
     def done(self, rounds: int | None) -> bool:
         """Tell whether the run is finished, with at least `rounds` rounds."""
@@ -149,7 +137,7 @@ def compare(
     Args:
         grid: the runs.
         out: folder; a new one, or one of a grid with the same settings (methods, partitions and seeds may differ).
-        at_once: runs at the same time, each with one worker; default: the cores. On a GPU fewer where no more fit.
+        at_once: runs at the same time, each with one worker; default: the cores, or 1 on a GPU.
         against: as for `tables.write_tables`, checked before any run.
         target: likewise.
         progress: show a bar on stderr.
@@ -189,9 +177,15 @@ def run_missing(
     shared, finished = Shared(), [cell.folder for cell in done]
     runs, plan_by_images = [read_run(path / "run.json")[0] for path in finished], dict[str, Plan]()
     device = str(grid.requested.get("device", "cpu")) if missing else "cpu"
-    device = device if device == "cpu" else gpu_memory.in_forked_process(partial(device_named, device))
-    with gpu_memory.without_cuda_init():
-        for cell in {cell.kind: cell for cell in missing}.values():  # refuse before any run
+    if device != "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise InputError(
+            "a comparison on a GPU from a process that has used CUDA",
+            "its runs are forked, and CUDA works in no process that is forked after its first use",
+            "begin it in a new process, as medfl compare does",
+        )
+    with _without_cuda_init():
+        device = device_named(device)
+        for cell in {(cell.entry.label, cell.partition): cell for cell in missing}.values():  # refuse before any run
             planned = make_plan(dataclasses.replace(_request(grid, cell), device="cpu"))
             runs.append(dataclasses.replace(planned.run, device=device))
             checks.check_same_source_and_bundle(runs[-1], finished)
@@ -199,11 +193,26 @@ def run_missing(
         checks.check_names(runs, against, target)
         for planned in plan_by_images.values():
             shared.sections(planned)
-    gpu = None if device == "cpu" else gpu_memory.Gpu.query(device)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     say(f"{len(cells)} runs, {len(done)} of them there already")
-    return cells, _run_all(grid, missing, done, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
+    if at_once is None:
+        at_once = (os.cpu_count() or 1) if device == "cpu" else 1
+    return cells, _run_all(grid, missing, shared, at_once, progress, say)
+
+
+@contextmanager
+def _without_cuda_init() -> Iterator[None]:
+    """Let `torch.cuda.is_available`, which bundles' expressions call, ask NVML and so leave CUDA uninitialised."""
+    before = os.environ.get(_NVML)
+    os.environ[_NVML] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NVML]
+        else:
+            os.environ[_NVML] = before
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
@@ -214,53 +223,31 @@ def _request(grid: Grid, cell: Cell) -> Request:
 
 
 def _run_all(
-    grid: Grid,
-    cells: Sequence[Cell],
-    measured: Sequence[Cell],
-    shared: Shared,
-    at_once: int,
-    gpu: gpu_memory.Gpu | None,
-    progress: bool,
-    say: Print,
+    grid: Grid, cells: Sequence[Cell], shared: Shared, at_once: int, progress: bool, say: Print
 ) -> dict[str, str]:
-    """Run the cells, at most `at_once` at a time; return title -> error of the failed ones.
-
-    The finished runs `measured` tell the time and memory of their kinds.
-    """
-    context, failed = multiprocessing.get_context("fork"), dict[str, str]()
-    busy: dict[int, tuple[Any, Start[Cell], float]] = {}
-    schedule = Schedule(cells, at_once, gpu.free if gpu else None)
-    for cell in measured:
-        schedule.learn(cell, cell.seconds(), cell.peak())
-    form = "{desc} {n}/{total} {bar:8}{postfix}"
+    """Run the cells in order, at most `at_once` at a time; return title -> error of the failed ones."""
+    context = multiprocessing.get_context("fork")
+    left = deque(cells)
+    busy: dict[int, tuple[Any, Cell, float]] = {}
+    failed: dict[str, str] = {}
+    form = "{desc} {n}/{total} {bar:8} {elapsed}<{remaining}{postfix}"
     with terminal.bar(total=len(cells), desc="runs", unit="run", shown=progress, bar_format=form, leave=True) as bar:
         try:
-            while schedule.left or busy:
-                for line in schedule.messages():
-                    say(line)
-                while start := schedule.start([other for _, other, _ in busy.values()]):
-                    if start.measures:
-                        say(f"alone on the device, to see how much memory it takes: {start.run.title}")
-                    process = context.Process(target=_run, args=(grid, start, shared, gpu), daemon=False)
+            while left or busy:
+                while left and len(busy) < at_once:
+                    cell = left.popleft()
+                    process = context.Process(target=_run, args=(grid, cell, shared), daemon=False)
                     process.start()
-                    busy[process.sentinel] = (process, start, time.monotonic())
-                running = [(other.run, time.monotonic() - since) for _, other, since in busy.values()]
-                seconds_left = schedule.remaining(running)
-                time_left = "" if seconds_left is None else f", about {max(1, round(seconds_left / 60))} min"
-                bar.set_postfix_str(
-                    f"running {', '.join(cell.entry.label for cell, _ in running)}"[:40]
-                    + f"; {len(schedule.left)} left{time_left}"
-                )
+                    busy[process.sentinel] = (process, cell, time.monotonic())
+
+                running = ", ".join(cell.entry.label for _, cell, _ in busy.values())
+                bar.set_postfix_str(f"running {running}"[:40] + f"; {len(left)} left")
+
                 for sentinel in wait([*busy], timeout=5 if progress else None):
-                    process, start, since = busy.pop(int(str(sentinel)))
+                    process, cell, since = busy.pop(int(str(sentinel)))
                     process.join()
-                    cell, seconds = start.run, time.monotonic() - since
                     if process.exitcode == 0:
-                        schedule.learn(cell, seconds, cell.peak())
-                        say(f"done: {cell.title} ({seconds:.0f} s)")
-                    elif process.exitcode == gpu_memory.OUT_OF_MEMORY_EXIT and schedule.retry(start):
-                        say(f"{cell.title}: {_failure_line(cell)}; once more from its last round, alone on the device")
-                        continue
+                        say(f"done: {cell.title} ({time.monotonic() - since:.0f} s)")
                     else:
                         failed[cell.title] = _failure_line(cell) or f"ended with {process.exitcode}"
                         say(f"FAILED: {cell.title}: {failed[cell.title]}")
@@ -281,19 +268,15 @@ def _failure_file(cell: Cell) -> Path:
     return cell.folder.with_name(f"{cell.folder.name}-failed.txt")
 
 
-def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | None) -> None:
+def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
     """Run one cell in this process of its own; its messages go to a file beside its folder."""
     threading.Thread(target=_exit_with, args=(multiprocessing.parent_process(),), daemon=True).start()
-    cell, allowance = start.run, start.allowance
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     failure = _failure_file(cell)
     failure.unlink(missing_ok=True)
     request = _request(grid, cell)
     with cell.folder.with_name(f"{cell.folder.name}-log.txt").open("a") as log:
         try:
-            if gpu and allowance is not None:
-                tensors = gpu.limit_process(allowance)
-                shared.free = within(tensors, gpu.free) if allowance < gpu.free else None
             resume = (cell.folder / "run.json").is_file()
             requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
             federate(
@@ -303,11 +286,7 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
             )  # fmt: skip
         except Exception as error:  # of any kind: the other runs go on, and the parent reports it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
-            if gpu and allowance is not None and gpu_memory.is_out_of_memory(error):
-                share = f"given {gpu_memory.format_gib(allowance)} of {gpu_memory.format_gib(gpu.free)}"
-                text = f"out of the device's memory, {share}\n{traceback.format_exc()}"
-                code = gpu_memory.OUT_OF_MEMORY_EXIT
-            elif isinstance(error, MedflError):
+            if isinstance(error, MedflError):
                 text, code = f"{' '.join(str(error).split())}\n", error.exit_code
             failure.write_text(text)
             sys.exit(code)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from medfl.core.errors import InputError
-from medfl.core.settings import ADDED_LATER, SETTINGS, GeneralSettings, ProtocolSettings
+from medfl.core.settings import ADDED_LATER, SETTINGS, WITHDRAWN, GeneralSettings, ProtocolSettings
 from medfl.core.type_checks import Count, read_record
 
 _OPTIONAL = ("public", "text", "adapted")
@@ -157,11 +157,7 @@ class Run(GeneralSettings, ProtocolSettings):
     @property
     def run_hash(self) -> str:
         """SHA-256 over everything that can change a weight, as 64 hexadecimal digits."""
-        document = self.to_dict()
-        _forget(document, _NOT_HASHED)
-        if document["partition"]["spec"].startswith("file:"):
-            document["partition"]["spec"] = "file"  # the ids say what the file said
-        return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+        return _hash_of(self.to_dict())
 
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
@@ -181,6 +177,23 @@ class Run(GeneralSettings, ProtocolSettings):
             else:
                 lines.append(f"{name}: {_short(now)} was {_short(was)}")
         return lines
+
+
+def withdrawn_settings(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a record that nothing reads any more, but for those at their defaults."""
+    return {name: document[name] for name, default in WITHDRAWN.items() if document.get(name, default) != default}
+
+
+def hash_as_recorded(document: Mapping[str, Any]) -> str:
+    """Return the run hash of a record as its writer computed it; raises as `Run.from_dict`."""
+    return _hash_of({**Run.from_dict(document).to_dict(), **withdrawn_settings(document)})
+
+
+def _hash_of(document: dict[str, Any]) -> str:
+    _forget(document, _NOT_HASHED)
+    if document["partition"]["spec"].startswith("file:"):
+        document["partition"]["spec"] = "file"  # the ids say what the file said
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
 def without_round_limit(run: Run) -> Run:

@@ -105,18 +105,13 @@ class GeneralSettings:
     amp: bool = setting("automatic mixed precision", group=COMPUTING, default=False)
     tf32: bool = setting("let a GPU round products to TF32", group=COMPUTING, default=False, later=True)
     channels_last: bool = setting("lay images out with channels last", group=COMPUTING, default=False, later=True)
-    capture: bool = setting("replay captured training steps on a GPU", group=COMPUTING, default=False, later=True)
     compile: bool = setting(
-        "compile training steps by TorchInductor: faster for small networks, other last bits",
+        "compile networks by torch.compile while they train; changes the last bits",
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     portable: bool = setting(
         "compute on one CPU thread by kernels that x86 processors since about 2015 have, for the same bits on each",
         group=COMPUTING, default=False, later=True,
-    )  # fmt: skip
-    pack: int = setting(
-        "capture, and train up to N sites in one step where that is measured to be faster", "N",
-        group=COMPUTING, default=1, later=True, least=1, most=_MAX_VALUE,
     )  # fmt: skip
     threads: int = setting(
         "threads of each worker; default 1; more may change the last bits", "T",
@@ -230,6 +225,8 @@ def _declared() -> dict[str, Setting]:
 SETTINGS: Mapping[str, Setting] = _declared()
 ADDED_LATER: Mapping[str, Any] = {name: entry.default for name, entry in SETTINGS.items() if entry.later}
 """Defaults of the settings with `later`."""
+WITHDRAWN: Mapping[str, Any] = {"capture": False, "pack": 1}
+"""Settings that earlier releases had, with their defaults; what a record says of them is ignored."""
 
 
 def check_limits(values: Mapping[str, Any]) -> None:

@@ -21,20 +21,6 @@ def free_gpu_memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def within(allowance: int, memory: int) -> Free:
-    """Return a function that tells the free memory of a process with an allowance on a device that it shares.
-
-    The allowance is what a run of the same kind took alone on the device, its data included. So all that is left of it
-    may hold data: the function returns twice as much, as `hold` fills half, but no more than that run had.
-    """
-
-    def free(device: torch.device) -> int:
-        left = allowance - int(torch.cuda.memory_allocated(device))
-        return max(0, min(memory, 2 * min(left, free_gpu_memory(device))))
-
-    return free
-
-
 def hold(
     sections: Mapping[str, Prepared], device: torch.device, free: Free = free_gpu_memory
 ) -> tuple[dict[str, Prepared], str]:

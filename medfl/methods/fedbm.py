@@ -44,8 +44,6 @@ from medfl.networks.generator import (
 from medfl.networks.heads import features_and_output, frozen, head
 from medfl.storage.files import State
 from medfl.training import Feed, Host, Site, snapshot
-from medfl.training.accelerate.capture import StepRunner
-from medfl.training.accelerate.cuda_graphs import without_readback
 
 _BETAS = (0.5, 0.999)
 _AT_ONCE = 16  # images of a picture that are made together
@@ -170,20 +168,16 @@ class FedBM(MakesImages, TextClassified):
             network.load_state_dict(server["generator"])
         optimizer = torch.optim.Adam(network.parameters(), self.g_lr, betas=_BETAS)
 
-        def step(z: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        def step(z: Tensor, labels: Tensor, positions: Tensor) -> None:
             optimizer.zero_grad()
             augment = partial(source.augmentation.moved, positions=positions)
             loss = self.generator_loss(teacher, network(z), z, labels, augment)
             loss.backward()  # type: ignore[no-untyped-call]
-            with without_readback(optimizer):
-                optimizer.step()
-            return loss.detach()
+            optimizer.step()
 
-        steps = StepRunner(step, optimizer, host.device, self.g_iterations)
         for _ in range(self.g_iterations):
             labels, z = source.draw(self.g_batch, host.device)
-            steps(z, labels, source.positions(self.g_batch, server["image"], host.device))
-        steps.finish()
+            step(z, labels, source.positions(self.g_batch, server["image"], host.device))
         return snapshot(network)
 
     def generator_loss(self, teacher: nn.Module, images: Tensor, z: Tensor, labels: Tensor, augment: Any) -> Tensor:

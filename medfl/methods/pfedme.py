@@ -56,22 +56,24 @@ class PFedMe(Method):
         theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         own = [p.detach().clone() for p in theta]  # w_i
         part = self.eta * site.settings.lr_factor * self.lam
-        taken = torch.zeros((), dtype=torch.int64, device=site.device)  # counted there, so that steps can be captured
+        taken = 0  # steps
 
-        def follow(due: Tensor) -> None:
+        def follow() -> None:
             with torch.no_grad():
-                for w, after in zip(own, torch._foreach_lerp(own, theta, part), strict=True):  # (2)
-                    w.copy_(torch.where(due, after, w))
+                torch._foreach_lerp_(own, theta, part)  # (2)
 
         def hold(parameters: Sequence[nn.Parameter]) -> None:
-            follow((taken > 0) & (taken % self.inner_steps == 0))  # theta went through K steps on the last batch
-            taken.add_(1)
+            nonlocal taken
+            if taken and taken % self.inner_steps == 0:  # theta went through K steps on the last batch
+                follow()
+            taken += 1
             for parameter, anchor in zip(parameters, own, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.add_(parameter.detach() - anchor, alpha=self.lam)  # (1)
 
         fit(model, repeating(site, self.inner_steps), gradient_hook=hold)
-        follow(taken > 0)
+        if taken:
+            follow()
         personal = snapshot(model)
         with torch.no_grad():
             torch._foreach_copy_(theta, own)

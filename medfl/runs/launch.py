@@ -17,7 +17,7 @@ from medfl.core.names import check_name, refuse_untrusted_module
 from medfl.core.settings import LOSSLESS, MEAN
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
-from medfl.data.on_device import Free, free_gpu_memory
+from medfl.data.on_device import free_gpu_memory
 from medfl.data.partition.table import table as partition_table
 from medfl.data.prepared import Prepared
 from medfl.policy.findings import TRAINING
@@ -49,14 +49,9 @@ if TYPE_CHECKING:
 
 
 class Shared:
-    """Prepared images that several runs share: of a bundle with one configuration, on one folder and split.
-
-    Attributes:
-        free: tells how much of a device's memory is left to a run that has its allowance; None: all that is free.
-    """
+    """Prepared images that several runs share: of a bundle with one configuration, on one folder and split."""
 
     def __init__(self) -> None:
-        self.free: Free | None = None
         self._prepared: dict[str, dict[str, Prepared]] = {}
 
     def sections(self, plan: Plan) -> dict[str, Prepared]:
@@ -169,9 +164,8 @@ def federate(
         _require_same_runtime(path, runtime)
     for note in plan.notes:
         say(f"note: {note}")
-    used = {"--tf32": run.tf32, "--capture": run.capture and run.pack == 1, "--pack": run.pack > 1}
-    if idle := [flag for flag, is_used in used.items() if is_used and run.device == "cpu"]:
-        say(f"note: {' and '.join(idle)}: of no effect on a CPU")
+    if run.tf32 and run.device == "cpu":
+        say("note: --tf32: of no effect on a CPU")
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
     say(_division(plan))
@@ -190,7 +184,7 @@ def federate(
         if save_predictions:
             _require_geometry(federation)
         if run.device != "cpu" and not chosen.remote:
-            say(federation.hold((shared.free if shared is not None else None) or free_gpu_memory))
+            say(federation.hold(free_gpu_memory))
         workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
         record = {"runtime": runtime, **tolerance.record()}
         execute = partial(_execute, chosen, jobs=workers, tolerance=tolerance, progress=progress, say=say)

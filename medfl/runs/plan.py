@@ -167,7 +167,6 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     public = plan_public(method, options, bundle, device, say=say)
     general_settings = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
     general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
-    general_settings["capture"] = request.capture or request.pack > 1
     text = text_record.make_record(bundle, method)
     run = Run(
         bundle=bundle.name,

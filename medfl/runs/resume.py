@@ -11,7 +11,7 @@ from typing import Any
 from medfl.bundle.check_own import ids_of
 from medfl.bundle.open import bundle_of, is_recorded
 from medfl.core.errors import InputError
-from medfl.core.run import Run
+from medfl.core.run import Run, withdrawn_settings
 from medfl.core.task import SECTIONS
 from medfl.core.terminal import Print
 from medfl.datasets import own
@@ -35,7 +35,8 @@ def recorded_plan(source: Path, data: str | None, say: Print, bundle: str | None
         InputError: the record is damaged, or bundle or data are not the recorded ones.
     """
     file = record_of(source)
-    run, _ = read_verified_run(file)
+    run, document = read_verified_run(file)
+    _tell_withdrawn(document, say)
     _tell_versions(run, "was recorded", say)
     plan = repeat(run, data, say, file.parent, bundle)
     return replace(plan, run=replace(plan.run, versions=versions()))
@@ -57,7 +58,7 @@ def resumed_plan(
         InputError: there is none, it is damaged, or other settings are asked for than its own.
     """
     folder = RunFolder.existing(path)
-    run, _ = read_verified_run(path / "run.json")
+    run, document = read_verified_run(path / "run.json")
     rounds = requested.get("rounds", run.rounds)
     _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
     moved_bundle = bundle if bundle and bundle != bundle_of(run) and is_recorded(bundle, run) else None
@@ -66,6 +67,7 @@ def resumed_plan(
         asked = make_plan(request_of(run, other, options, config, **requested), say).run
         sha256 = asked.bundle_sha256 if other else run.bundle_sha256  # `repeat` says what to do where it has changed
         _require_same_settings(replace(asked, versions=run.versions, bundle_sha256=sha256), run)
+    _tell_withdrawn(document, say)
     _tell_versions(run, "began", say)
     if rounds > run.options.get("rounds", rounds):
         ends = run.options["rounds"]
@@ -158,6 +160,13 @@ def discarding(folder: RunFolder, resume: bool) -> Iterator[None]:
         if not resume and folder.manifest() is None:
             folder.remove_unstarted(LOCAL_REFERENCE)
         raise
+
+
+def _tell_withdrawn(document: Mapping[str, Any], say: Print) -> None:
+    """Say which settings of a recorded run are ignored here."""
+    if ignored := withdrawn_settings(document):
+        names = " and ".join(f"--{name}" for name in ignored)
+        say(f"note: {names} of the recorded run has no effect any more; --compile is what is left")
 
 
 def _tell_versions(run: Run, how: str, say: Print) -> None:

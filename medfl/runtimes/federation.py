@@ -34,7 +34,6 @@ from medfl.runtimes.unlabelled import check_sites, hide_labels
 from medfl.storage.files import State, to_device
 from medfl.training import Host, LocalSettings, Networks, Site
 from medfl.training.accelerate.arithmetic import run_precision
-from medfl.training.accelerate.capture import capture_steps
 from medfl.training.accelerate.compiled import compile_steps
 from medfl.training.accelerate.precision import with_channels_last
 
@@ -274,8 +273,6 @@ class Federation:
         """Compute as the run says inside; then take every network leased there back, whichever pool it is from."""
         with ExitStack() as stack:
             stack.enter_context(run_precision(self.run))
-            if self.run.capture:  # packing captures
-                stack.enter_context(capture_steps())
             if self.run.compile:
                 stack.enter_context(compile_steps())
             for pool in self._pools:

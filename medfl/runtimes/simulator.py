@@ -8,12 +8,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from medfl.core import gpu_memory, terminal
+from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.runtimes import profiling
@@ -33,8 +33,6 @@ from medfl.runtimes.step import StepResult
 from medfl.storage.files import State, write_atomic
 from medfl.storage.run_documents import MANIFEST
 from medfl.storage.run_integrity import verified_manifest
-from medfl.training.accelerate.cuda_graphs import GRAPHS
-from medfl.training.accelerate.pack_sites import Packer
 
 
 class Simulator:
@@ -51,7 +49,7 @@ class Simulator:
         self.execution, self.federation, self.folder = execution, execution.federation, execution.folder
         self.say, self.tolerance, federation = execution.say, execution.tolerance, execution.federation
         self.tolerance.check(federation)
-        self._make_workers, self._eager, self._noted_choices = workers, list[str](), 0
+        self._make_workers = workers
         # masks that an earlier part of the run wrote are kept up to date
         self.save_predictions = execution.save_predictions or (self.folder.path / "predictions").is_dir()
         self.method, self.run = federation.method, federation.run
@@ -98,7 +96,6 @@ class Simulator:
             self.tolerance.set_deadline(self.workers)
             self.workers.introduced_counts = self.record.setdefault("told", {})
             self.workers.facts = self.record.setdefault("facts", {})
-            self.workers.packer = self._make_packer()
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
             self.scoring.untested = self.execution.untested
@@ -132,7 +129,7 @@ class Simulator:
                 self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
             self.workers.close()
             summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
-            summary |= gpu_memory.peak_memory(self.run.device)
+            summary |= _peak_device_memory(self.run.device)
             pictures.finish(self.done, self.server)
             pictures.draw_cases(self.done, cases, masks)
         return summary
@@ -177,7 +174,6 @@ class Simulator:
         for round_ in range(first, self.run.rounds + 1):
             with profiling.in_round(round_):
                 entry, results = self._train(training or self._start_training(round_, bar))
-                self._report_step_modes(results)
                 # the first commit of a process removes what a kill has left: all States that it does not know
                 overlaps = self.workers.overlaps and first < round_ < self.run.rounds and not self.callbacks
                 training = self._start_training(round_ + 1, bar) if overlaps else None
@@ -272,24 +268,6 @@ class Simulator:
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
 
-    def _make_packer(self) -> Packer | None:
-        """Return what does steps of several sites at once, None where they are done one by one."""
-        has_graphs = torch.device(self.run.device).type in GRAPHS
-        return Packer(self.run.pack) if self.run.pack > 1 and has_graphs else None
-
-    def _report_step_modes(self, results: Mapping[str, StepResult]) -> None:
-        """Say once why steps that were to be captured are not, and which of several sites are done at once."""
-        packer = self.workers.packer
-        if packer is not None and len(packer.choices) > self._noted_choices:
-            for choice in packer.choices[self._noted_choices :]:
-                self.say(f"note: {choice}")
-            self._noted_choices = len(packer.choices)
-            self.folder.add_to_run({"packed": [asdict(choice) for choice in packer.choices]})
-        for result in results.values():
-            if result.eager_reason and result.eager_reason not in self._eager:
-                self._eager.append(result.eager_reason)
-                self.say(f"note: training steps that are not captured: {result.eager_reason}")
-
     def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
         """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays."""
         loss, best, value = f"loss {entry['train_loss']:.3f}", self.record["best"], entry["val"].get(self.key)
@@ -337,7 +315,7 @@ class Simulator:
         return {
             "rounds": self.done, "status": "finished", "seconds": self.record["seconds"],
             "best": best and {"round": best["round"], self.key: best["value"]}, "run_hash": self.run.run_hash,
-            **gpu_memory.peak_memory(self.run.device),
+            **_peak_device_memory(self.run.device),
         }  # fmt: skip
 
     def _missing(self) -> Iterator[str]:
@@ -353,6 +331,13 @@ def _peak_memory() -> int:
     """Largest resident size of this process and of its finished workers, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+def _peak_device_memory(device: str) -> dict[str, int]:
+    """Return the most bytes of a GPU that PyTorch's allocator reserved in this process, {} on a CPU."""
+    if torch.device(device).type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return {}
+    return {"peak_device_bytes": torch.cuda.max_memory_reserved(device)}
 
 
 RUNTIME = Runtime(lambda execution: Simulator(execution).execute())

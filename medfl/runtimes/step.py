@@ -39,7 +39,6 @@ class StepResult:
         steps: optimiser updates, of all networks that the site trained.
         bytes_up, bytes_down: of the reply and of the broadcast as they crossed.
         cases: section -> outcomes of the locally trained model, for the sections asked for.
-        eager_reason: why steps were not captured though the run asked for it, "" where they were.
     """
 
     state: State
@@ -49,7 +48,6 @@ class StepResult:
     cases: dict[str, Cases]
     bytes_up: int
     bytes_down: int
-    eager_reason: str = ""
 
 
 def site_step(
@@ -79,8 +77,7 @@ def site_step(
     report = summed(site.journal)
     beside = {UNSENT: unsent, OPTIMIZERS: site.optimizer_states or {}}
     next_state = {**state, **{key: value for key, value in beside.items() if value}}
-    size, reason = wire.num_bytes, report.eager_reason
-    return StepResult(next_state, arrived, report.loss, report.steps, cases, size, bytes_down, reason)
+    return StepResult(next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down)
 
 
 def _trained(federation: Federation, site: Site, state: State, received: Message, reply: Message) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.release import VERSION
-from medfl.core.run import Run
+from medfl.core.run import Run, hash_as_recorded
 from medfl.core.untrusted import printable
 from medfl.storage.files import file_sha256, state_round
 from medfl.storage.run_documents import MANIFEST, read_run, require_plain, round_lines
@@ -27,13 +27,13 @@ _ANEW = "restore it, or start the run anew in another folder"
 def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
     """Read a run.json as `read_run` does; InputError also if its settings do not give the hash in it."""
     run, document = read_run(path)
-    written = Run.from_dict(document)  # of an earlier version perhaps, under whose names the hash was made
-    recorded = document.get("run_hash", written.run_hash)
-    if recorded != written.run_hash:
+    written = hash_as_recorded(document)  # of an earlier version perhaps, under whose names the hash was made
+    recorded = document.get("run_hash", written)
+    if recorded != written:
         writer = str(document.get("medfl", VERSION))
         other = "" if writer == VERSION else f", or read it with the medfl that wrote it, {printable(writer, 20)}"
         raise InputError(
-            f"{path}, whose settings give the run hash {written.run_hash[:12]} and not its own, {str(recorded)[:12]}",
+            f"{path}, whose settings give the run hash {written[:12]} and not its own, {str(recorded)[:12]}",
             "a recorded run as medfl wrote it: its settings are not edited",
             f"restore the file{other}, or start a run with these settings",
         )

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from medfl.core.seeding import stream
 from medfl.data.prepared import moved
 from medfl.storage.files import State
-from medfl.training.accelerate.capture import runner_of_visit
-from medfl.training.accelerate.cuda_graphs import without_readback
+from medfl.training.accelerate.compiled import NetworkCalls
 from medfl.training.accelerate.precision import autocast, backward, gradient_scaler
 from medfl.training.layers import one_sample_safe
 from medfl.training.loss_checks import check_finite, check_one_number, penalised
@@ -40,15 +40,11 @@ class FitReport:
         steps: optimiser updates.
         loss: mean training loss over the steps (NaN if there was none).
         optimizer_state: the optimiser's state, only if it was asked for.
-        replayed: updates by replays of a captured step, or by a compiled one (`medfl.training.accelerate.capture`).
-        eager_reason: why none could be, "" where some were, or where nobody asked for it.
     """
 
     steps: int
     loss: float
     optimizer_state: State | None = None
-    replayed: int = 0
-    eager_reason: str = ""
 
 
 def fit(
@@ -71,15 +67,14 @@ def fit(
         site: data, loss and settings.
         objective: the loss; default `site.loss(model(x), y)`.
         gradient_hook: edits gradients between backward and step (after unscaling with mixed precision).
-        feed: changes each batch before its step, or adds to it; what draws by itself belongs here, for a captured step
-            cannot.
+        feed: changes each batch before its step, or adds to it.
         purpose: name of the random stream.
         optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
             optimiser, not kept; where the site keeps optimisers, the state that the same call left in its last round.
 
     Raises:
         InputError: the bundle's trainer takes its steps by itself, and this asks for more than another gradient.
-        RunError: the loss became NaN or infinite; names the site and the step.
+        RunError: the loss became NaN or infinite, or the network cannot be compiled; names the site and the step.
     """
     trainer: Any = vars(model).get("custom_trainer")
     if trainer is not None:  # the bundle's trainer takes the steps
@@ -87,60 +82,80 @@ def fit(
         changed = "the loss" if objective or feed or site.penalty else "the optimiser" if continues else ""
         report: FitReport = trainer.fit(site, purpose, gradient_hook, changed)
         return report
-    parameters = [p for p in model.parameters() if p.requires_grad]
+
     model.zero_grad()  # an optimiser of all parameters would step a frozen one by a gradient left over from before
     optimizer = site.optimizer(model)
+    visit_name = f"{purpose} {len(site.journal)}"
+    states_of_visits = site.optimizer_states if optimizer_state is None else None
+    if states_of_visits is not None:
+        optimizer_state = states_of_visits.get(visit_name, {})
+    if optimizer_state:
+        restore_state(optimizer, optimizer_state)
+
     objective = penalised(objective or (lambda net, x, y: site.loss(net(x), y)), site.penalty)
+    calls = NetworkCalls(model, site.settings.batch_size, site.device)
+    step = training_step(model, site, optimizer, objective, gradient_hook, calls)
+    losses: list[Tensor] = []
+    with stream(site.seed, purpose) as generator, calls.visit():
+        for epoch in range(site.settings.epochs):
+            set_rates(optimizer, site.settings, epoch)
+            epoch_start = len(losses)
+
+            for x, y in site.train.batches(site.settings.batch_size, generator):
+                batch: tuple[Any, ...] = moved(x, site.device), moved(y, site.device)
+                if feed is not None:
+                    batch = feed(*batch)
+                losses.append(step(*batch))
+
+            check_finite(losses, epoch_start, site)
+
+    mean_loss = float(torch.stack(losses).mean()) if losses else float("nan")
+    state = None if optimizer_state is None else saved_state(optimizer)
+    if states_of_visits is not None:
+        states_of_visits[visit_name] = state
+    report = FitReport(len(losses), mean_loss, state)
+    site.journal.append(report)
+    return report
+
+
+def training_step(
+    model: nn.Module,
+    site: Site,
+    optimizer: Optimizer,
+    objective: Objective,
+    gradient_hook: GradientHook | None,
+    calls: NetworkCalls,
+) -> Callable[..., Tensor]:
+    """Return the function that takes one step on a batch, and returns its loss, detached."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
     scaler = gradient_scaler(site)
 
     def step(x: Any, y: Any, *more: Any) -> Tensor:
         for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
             parameter.grad = None
-        with one_sample_safe(model, x), autocast(site):
-            loss = check_one_number(objective(model, x, y, *more), site)
-        backward(loss, scaler, optimizer, parameters, site)
+
+        with calls.step(x):
+            with one_sample_safe(model, x), autocast(site):
+                loss = check_one_number(objective(model, x, y, *more), site)
+            backward(loss, scaler, optimizer, parameters, site)
         if gradient_hook is not None:
             gradient_hook(parameters)
-        with without_readback(optimizer):
-            optimizer.step()
+
+        optimizer.step()
         return loss.detach()
 
-    do_step, name = runner_of_visit(step, optimizer, site), f"{purpose} {len(site.journal)}"
-    states_of_visits = site.optimizer_states if optimizer_state is None else None
-    if states_of_visits is not None:
-        optimizer_state = states_of_visits.get(name, {})
-    if optimizer_state:
-        restore_state(optimizer, optimizer_state)
-    losses: list[Tensor] = []
-    with stream(site.seed, purpose) as generator:
-        for epoch in range(site.settings.epochs):
-            set_rates(optimizer, site.settings, epoch)
-            epoch_start = len(losses)
-            for x, y in site.train.batches(site.settings.batch_size, generator):
-                batch: tuple[Any, ...] = moved(x, site.device), moved(y, site.device)
-                if feed is not None:
-                    do_step.flush()  # the feed may change what queued steps look at
-                    batch = feed(*batch)
-                losses.append(do_step(*batch))
-            do_step.flush()
-            check_finite(losses, epoch_start, site)
-        do_step.finish()
-    mean_loss = float(torch.stack(losses).mean()) if losses else float("nan")
-    state = None if optimizer_state is None else saved_state(optimizer)
-    if states_of_visits is not None:
-        states_of_visits[name] = state
-    report = FitReport(len(losses), mean_loss, state, do_step.replayed, do_step.eager_reason)
-    site.journal.append(report)
-    return report
+    return step
 
 
 def summed(reports: Sequence[FitReport]) -> FitReport:
     """Return all that some calls of `fit` did together: their steps, and the mean loss over these."""
     steps = sum(report.steps for report in reports)
-    losses = sum(report.steps * report.loss for report in reports if report.steps)  # of none it is NaN
-    mean, replayed = losses / steps if steps else float("nan"), sum(report.replayed for report in reports)
-    eager_reason = next((report.eager_reason for report in reports if report.eager_reason), "")
-    return FitReport(steps, mean, replayed=replayed, eager_reason=eager_reason)
+    if not steps:
+        return FitReport(0, float("nan"))
+
+    # a call without steps has the loss NaN
+    losses = sum(report.steps * report.loss for report in reports if report.steps)
+    return FitReport(steps, losses / steps)
 
 
 # Gradient hooks

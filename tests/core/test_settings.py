@@ -23,7 +23,7 @@ from tests.support.toy import run_record
 
 OTHER: dict[str, Any] = {
     "cohort": 0.5, "rounds": 3, "local_epochs": 2, "batch_size": 5, "lr": 0.003, "lr_decay": 0.9, "seed": 7,
-    "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median", "pack": 4,
+    "device": "cpu", "threads": 2, "eval_every": 2, "messages": "int8", "aggregation": "median",
     "max_share": 0.6, "metrics": "dice", "init": "start.safetensors", "decay_per": "epoch", "site_weights": "uniform",
     "patience": 3, "site_labels": "a=liver", "partial_loss": "naive", "unlabelled": "b",
     "site_channels": "a=0", "channel_drop": 0.3,
@@ -112,7 +112,7 @@ def test_an_exported_job_has_every_setting(tmp_path: Path, without: tuple[str, .
 def test_settings_that_came_later_leave_older_records_as_they_were() -> None:
     record = run_record()
     assert not ADDED_LATER.keys() & record.to_dict().keys()
-    later = {"messages", "aggregation", "tf32", "channels_last", "capture", "pack", "compile", "max_share", "metrics"}
+    later = {"messages", "aggregation", "tf32", "channels_last", "compile", "max_share", "metrics"}
     later |= {
         "init",
         "decay_per",

@@ -192,51 +192,19 @@ def test_free_memory_counts_what_torch_keeps(monkeypatch: pytest.MonkeyPatch) ->
     assert on_device.free_gpu_memory(torch.device("cuda")) == 130
 
 
-# A share of a device
-
-
-def test_a_share_holds_what_a_run_alone_held(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of an allowance may be held, for it was measured with the data; but not what half of the device did not."""
-    data = pictures(9)
-    monkeypatch.setattr(on_device, "free_gpu_memory", lambda device: ROOMY)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
-    for allowance, memory, there in (
-        (data.nbytes, 4 * data.nbytes, True),
-        (data.nbytes - 1, 4 * data.nbytes, False),
-        (data.nbytes, 2 * data.nbytes - 2, False),
-    ):
-        held, _ = hold({"train": data}, device, on_device.within(allowance, memory))
-        assert (held["train"].device.type == pretended.NAME) is there
-
-
-@pytest.mark.parametrize(
-    ("allowance", "free", "told"),
-    [(30, 80, 50), (70, 80, 90), (30, 10, 20), (4, 80, 0)],
-    ids=["twice what is left", "no more than alone", "no more than is free", "nothing left"],
-)
-def test_the_free_memory_of_a_share(monkeypatch: pytest.MonkeyPatch, allowance: int, free: int, told: int) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 100))
-    for name in ("memory_reserved", "memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: 5)
-    assert on_device.within(allowance, 90)(torch.device("cuda")) == told
-
-
-@pytest.mark.parametrize("share", [None, 10])
-def test_a_run_holds_its_data_in_its_share(
-    device: torch.device, share: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("free", [ROOMY, 10])
+def test_a_run_holds_the_data_that_fit(
+    device: torch.device, free: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pretended.let_runs_name_it(monkeypatch)
-    monkeypatch.setattr(launch, "free_gpu_memory", lambda device: ROOMY)
-    shared, said = launch.Shared(), list[str]()
-    shared.free = None if share is None else lambda device: share
+    monkeypatch.setattr(launch, "free_gpu_memory", lambda device: free)
+    said: list[str] = []
     scans = datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=16)
     requested = {
         "data": str(scans), "sites": 2, "partition": "iid", "rounds": 1, "local_epochs": 1, "batch_size": 4,
         "device": pretended.NAME,
     }  # fmt: skip
     config = {"network": "small_cnn", "image_size": 16}
-    launch.federate(
-        "pneumonia", config=config, requested=requested, out=tmp_path / "run", jobs=1, shared=shared, say=said.append
-    )
+    launch.federate("pneumonia", config=config, requested=requested, out=tmp_path / "run", jobs=1, say=said.append)
     (line,) = [line for line in said if line.startswith("data held on ")]
-    assert line.startswith(f"data held on pretended: {'train (' if share is None else 'none; copied batch by batch'}")
+    assert line.startswith(f"data held on pretended: {'train (' if free == ROOMY else 'none; copied batch by batch'}")

@@ -20,9 +20,7 @@ from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Augmentation, Generator, diversity_loss, statistics_gap
 from medfl.networks.heads import features_and_output, frozen, head
-from medfl.training.accelerate.capture import capture_steps
 from medfl.training.loop import fit
-from tests.support.graph_recorder import installed
 from tests.support.grey_squares import EMBEDDINGS, QUICK, federation, quick, run
 from tests.support.toy import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 
@@ -60,25 +58,6 @@ def test_a_step_is_one_forward_of_real_and_synthetic_images() -> None:
     before = nn.functional.conv2d(x, start["0.weight"], start["0.bias"], 2, 1)
     mean = 0.9 * start["1.running_mean"] + 0.1 * before.mean((0, 2, 3))
     torch.testing.assert_close(model[1].running_mean, mean)
-
-
-def test_the_servers_and_the_sites_steps_can_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crops, flips, pairs and synthetic images wait for no number; SGD, since Adam counts on a GPU only."""
-    monkeypatch.setattr(torch.optim, "Adam", lambda parameters, lr, betas: torch.optim.SGD(parameters, lr))
-    recorders, method = installed(monkeypatch), quick(g_iterations=8, augment="image", condition="noise+onehot")
-
-    def weights() -> bytes:
-        outcome = run(method, 2, epochs=4)
-        return bits([outcome.server, outcome.states, outcome.replies])
-
-    eager = weights()
-    assert not recorders
-    with capture_steps():
-        assert weights() == eager
-    replays = [recorder.replays for recorder in recorders if recorder.listener.operations]
-    # of 8 full batches (sites a and c), of 4 (b), and of 8 steps of the generator a visit: three before the capture
-    # where nothing is known yet, and the capture; one where it is
-    assert replays == [4 + 3 + 7, 4 + 7, 4 + 3 + 7], "real batches in round 1, the generator, mixed ones in round 2"
 
 
 def _synthetic(method: FedBM, epochs: int = 1, round_: int = 2) -> list[tuple[Tensor, Tensor]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from medfl.core.errors import InputError
+from medfl.core.run import hash_as_recorded, withdrawn_settings
 from medfl.storage.files import file_sha256, save_state
 from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_integrity import read_verified_run, verified_manifest
@@ -177,3 +178,26 @@ def test_an_edited_record_is_another_run(tmp_path: Path) -> None:
         read_verified_run(path)
     path.write_text(json.dumps({**document, "command": "another", "bundle_path": "/moved"}))
     assert read_verified_run(path)[0].bundle_path == "/moved", "what is not hashed may change"
+
+
+CAPTURED_HASH = "f8b8ece922b1bde0424a15a808c5ef2496967fcbb8ef86b182fad17b4671b4d6"
+"""The hash that 0.7 gave to `run_record` with capture and four sites a pack."""
+
+
+def test_a_record_with_settings_that_were_withdrawn_is_read(tmp_path: Path) -> None:
+    """Releases to 0.7 wrote capture and pack into the record and into the hash, where they were not at defaults."""
+    path = made(tmp_path / "run").path / "run.json"
+    document = json.loads(path.read_text())
+    older = {**document, "capture": True, "pack": 4, "run_hash": CAPTURED_HASH}
+    path.write_text(json.dumps(older))
+    assert read_verified_run(path)[0] == run_record()
+    path.write_text(json.dumps({**older, "pack": 5}))
+    with pytest.raises(InputError, match="run hash .* as medfl wrote it"):
+        read_verified_run(path)
+
+
+def test_withdrawn_settings_at_their_defaults_are_no_part_of_a_hash() -> None:
+    document = run_record().to_dict()
+    assert run_record().run_hash == "60d7022ae49cfbb471cd90deead47fe0d473bb5054391502d884ea7a5ed28db6", "as of 0.7"
+    assert hash_as_recorded({**document, "capture": False, "pack": 1}) == run_record().run_hash
+    assert withdrawn_settings({**document, "capture": False, "pack": 4}) == {"pack": 4}

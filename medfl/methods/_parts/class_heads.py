@@ -11,8 +11,6 @@ from torch.nn.functional import cross_entropy
 from medfl.core.errors import InputError
 from medfl.core.task import Task
 from medfl.networks.heads import head, head_name
-from medfl.training.accelerate.capture import StepRunner
-from medfl.training.accelerate.cuda_graphs import without_readback
 
 
 def class_head(network: nn.Module, task: Task) -> nn.Linear:
@@ -82,7 +80,7 @@ def fit_head(
     size: int,
     generator: torch.Generator,
 ) -> None:
-    """Train a head by cross-entropy on features, in random order; the steps are captured where they can be.
+    """Train a head by cross-entropy on features, in random order.
 
     Args:
         layer: the head, in place.
@@ -93,18 +91,10 @@ def fit_head(
         size: features a step.
         generator: draws the order.
     """
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = cross_entropy(logits(layer, x), y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        with without_readback(optimizer):
-            optimizer.step()
-        return loss.detach()
-
-    steps = StepRunner(step, optimizer, features.device, epochs * max(1, len(features) // size))
     for _ in range(epochs):
         order = torch.randperm(len(features), generator=generator).to(features.device)
         for chosen in torch.split(order, size):
-            steps(features[chosen], labels[chosen])
-    steps.finish()
+            optimizer.zero_grad()
+            loss = cross_entropy(logits(layer, features[chosen]), labels[chosen])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()

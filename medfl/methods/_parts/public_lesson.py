@@ -92,8 +92,7 @@ class Lesson:
     def items(self, site: Site) -> Callable[[int], list[Tensor]]:
         """Return a function that gives inputs, targets and positions of so many next items of the round.
 
-        And the answers (M, B, ...) where some count. The seed and the place in the order are this function's own: what
-        a step reaches must not change from one to the next, or it cannot be captured.
+        And the answers (M, B, ...) where some count. The seed and the place in the order are this function's own.
         """
         walk = cycle(len(self.public), torch.Generator().manual_seed(derive(site.seed, "public")))
 

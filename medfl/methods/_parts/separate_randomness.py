@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random  # noqa: TID251 (its state is looked at, nothing is drawn)
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+import torch
+
 from medfl.core.seeding import stream
 from medfl.training import Site
-from medfl.training.accelerate.replayable import generator_states
 
 
 class SeparateRandomness:
     """A context for what goes on beside the training of a network, so that its dropout is that of one alone.
 
     The n-th block has the stream (site, purpose, n). What draws nothing needs none: the first block shows whether it
-    does, and if not nothing is seeded any more, which a captured step could not repeat.
+    does, and if not nothing is seeded any more.
 
     Args:
         site: whose seed it is.
@@ -34,8 +37,22 @@ class SeparateRandomness:
             yield
             return
         with stream(self._site.seed, self._purpose, self._first + self._done // self._each):
-            before = None if self._done else generator_states(self._site.device)
+            before = None if self._done else _generator_states(self._site.device)
             yield
             if before is not None:
-                self._silent = generator_states(self._site.device) == before
+                self._silent = _generator_states(self._site.device) == before
         self._done += 1
+
+
+def _generator_states(device: torch.device) -> list[bytes]:
+    """Return the states of all generators that code on a device may draw from without being given one."""
+    numbers = np.random.get_state(legacy=False)  # noqa: NPY002 (looked at, nothing is drawn)
+    states = [
+        repr(random.getstate()).encode(),
+        numbers["state"]["key"].tobytes(),
+        repr(numbers["state"]["pos"]).encode(),
+        torch.default_generator.get_state().numpy().tobytes(),
+    ]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+    return states

@@ -10,9 +10,7 @@ from typing import Any
 
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool, TaskGroup
-from medfl.runtimes.tasks import MakeTask, WorkerTask, result_or_failure
-from medfl.training.accelerate.interleave import interleave
-from medfl.training.accelerate.pack_sites import Packer
+from medfl.runtimes.tasks import MakeTask, result_or_failure
 
 
 class Workers(AbstractContextManager["Workers"]):
@@ -26,7 +24,6 @@ class Workers(AbstractContextManager["Workers"]):
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
         self._federation = federation
-        self.packer: Packer | None = None
         self.introduced_counts: dict[str, int] = {}
         self.facts: dict[str, dict[str, list[str]]] = {}
         self._pool = Pool(federation, jobs) if jobs > 1 else None
@@ -48,15 +45,9 @@ class Workers(AbstractContextManager["Workers"]):
         if self._pool is not None:
             yield from self._pool.start(TaskGroup(tasks, sizes))
             return
-        calls = (partial(self._numbered, index, make()) for index, make in enumerate(tasks))
-        if self.packer is not None:
-            yield from interleave(calls, self.packer.size, self.packer)
-            return
-        for call in calls:
-            yield call()
-
-    def _numbered(self, index: int, task: WorkerTask) -> tuple[int, Any]:
-        return index, result_or_failure(task, partial(task.run, self._federation))
+        for index, make in enumerate(tasks):
+            task = make()
+            yield index, result_or_failure(task, partial(task.run, self._federation))
 
     def item_count(self, name: str) -> int:
         """Return how many training items a participant has."""

@@ -1,1 +1,1 @@
-"""The same training steps, done faster: captured, compiled, packed."""
+"""How training steps are computed: precision, compiled networks, and arithmetic that is the same on every processor."""

@@ -1,40 +1,30 @@
-"""A training step compiled by TorchInductor: its operations fused, its memory planned, Python left out.
+"""Networks compiled by `torch.compile` while they are trained.
 
-The operations of the whole step, those of the backward pass and of the optimiser among them, are traced once
-(`medfl.training.accelerate.vmapped.trace_step`) and compiled as one function of the tensors that it uses and of its
-batch. So the function serves every site and round whose steps have the same code, numbers and shapes; its arithmetic is
-that of the step, the order of some sums is not. It pays where launching operations is a large part of a step, as in
-small networks; compiled convolutions of large ones can be slower (docs/performance.md).
+Operations are fused and launched together: on a GPU by CUDA graphs, as with `mode="reduce-overhead"`. The order of some
+sums changes, so the last bits differ from those of eager steps. It is meant for
+GPUs; on a CPU steps of a small CNN are slower (docs/performance.md).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from medfl.training.accelerate.recordings import VisitMemory, relocated
-from medfl.training.accelerate.vmapped import CannotBeTraced, Step, trace_step
+from medfl.core.errors import RunError, as_text, root_cause
 
-# TorchInductor's patterns make addmm of a product that is added to a tensor and lose its factor (`alpha`): PyTorch 2.14
-# trains a linear layer by plain SGD, or with weight decay, with a rate of 1. See pytorch/pytorch#167313 for its kin.
-_INDUCTOR = {"compile_threads": 1, "pattern_matcher": False}
-
-CompiledStep = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
-"""(tensors that the step uses, its batch) -> loss; changes the former in place."""
-
-_MAX_STEPS = 64
-_STEPS: OrderedDict[Hashable, CompiledStep | CannotBeTraced] = OrderedDict()
 _ENABLED: ContextVar[bool] = ContextVar("compiling", default=False)
+_MOST_VARIANTS = 256
+"""Compilations of one network's code, after which PyTorch would train eagerly, by what the process has seen before."""
 
 
 @contextmanager
 def compile_steps() -> Iterator[None]:
-    """Let `fit` compile its steps inside the block."""
+    """Let `fit` compile networks inside the block."""
     token = _ENABLED.set(True)
     try:
         yield
@@ -42,50 +32,72 @@ def compile_steps() -> Iterator[None]:
         _ENABLED.reset(token)
 
 
-def compile_enabled() -> bool:
-    """Return whether steps are to be compiled."""
-    return _ENABLED.get()
+class NetworkCalls:
+    """How a network is called in the training steps of one visit: compiled for full batches, if that is enabled.
 
-
-def compile_step(step: Step, tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> CompiledStep:
-    """Compile a step, given as to `trace_step`; it is done once, on these tensors.
-
-    Raises:
-        CannotBeTraced: its operations cannot be traced or compiled; says why.
+    Short batches stay eager, so that one compilation serves all sites whatever their number of items. Which steps are
+    compiled therefore never depends on what the process has trained before.
     """
-    from torch import _inductor  # takes seconds to import
 
-    operations = trace_step(step, tensors, batch)
-    try:
-        with torch.no_grad(), _inductor.config.patch(_INDUCTOR):  # type: ignore[no-untyped-call]
-            function = _inductor.compile(operations, [value.detach() for value in (*tensors, *batch)])
-    except Exception as error:  # of the compiler, or of whatever else is not there
-        raise CannotBeTraced(f"it cannot be compiled: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    def __init__(self, network: nn.Module, batch_size: int, device: torch.device) -> None:
+        self._network = network
+        self._batch_size = batch_size
+        self._device = device
+        self._compiled: Callable[..., Any] | None = None
 
-    def compiled(tensors: Sequence[Tensor], batch: Sequence[Tensor]) -> Tensor:
-        with torch.no_grad():
-            result = function(*[value.detach() for value in (*tensors, *batch)])
-        loss: Tensor = result if isinstance(result, Tensor) else result[0]
-        return loss
+    @contextmanager
+    def visit(self) -> Iterator[None]:
+        """Let the steps inside the block be compiled.
 
-    return compiled
+        Raises:
+            RunError: the network cannot be compiled.
+        """
+        if not _ENABLED.get():
+            yield
+            return
+        from torch import _dynamo  # takes seconds to import
+        from torch._functorch import config as autograd_config
 
-
-def compile_for_visit(key: Hashable, step: Step, memory: VisitMemory, batch: Sequence[Tensor]) -> Step:
-    """Return the step of a visit, compiled now or for another visit with the same key; raises as `compile_step`."""
-    key = (key, memory.layout)
-    if key not in _STEPS:
+        self._network.compile(dynamic=False, options=_options(self._device))
+        self._compiled = self._network._compiled_call_impl
+        self._network._compiled_call_impl = None
+        limits = {"recompile_limit": _MOST_VARIANTS, "accumulated_recompile_limit": 4 * _MOST_VARIANTS}
         try:
-            if len(memory.blocks) < len(memory.tensors):
-                raise CannotBeTraced("two of its tensors share memory")
-            with relocated(memory, [block.clone() for block in memory.blocks]):
-                _STEPS[key] = compile_step(step, memory.tensors, batch)
-        except CannotBeTraced as error:
-            _STEPS[key] = error
-    _STEPS.move_to_end(key)
-    while len(_STEPS) > _MAX_STEPS:
-        _STEPS.popitem(last=False)
-    compiled = _STEPS[key]
-    if isinstance(compiled, CannotBeTraced):
-        raise compiled
-    return lambda *batch: compiled(memory.tensors, batch)
+            with (
+                _dynamo.config.patch(limits),  # type: ignore[no-untyped-call]
+                # the scaler of float16 gradients may repeat a backward pass
+                autograd_config.patch(donated_buffer=False),  # type: ignore[no-untyped-call]
+            ):
+                yield
+        except _dynamo.exc.TorchDynamoException as error:
+            raise RunError(
+                f"--compile: the network cannot be compiled: {as_text(root_cause(error)).splitlines()[0]}; "
+                "run it without --compile"
+            ) from error
+
+    def step(self, inputs: Any) -> AbstractContextManager[None]:
+        """Return a context in which the network is called as suits the inputs (N, ...) of a batch."""
+        if self._compiled and isinstance(inputs, Tensor) and len(inputs) >= self._batch_size:
+            return self._compiled_calls()
+        return nullcontext()
+
+    @contextmanager
+    def _compiled_calls(self) -> Iterator[None]:
+        if self._device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        self._network._compiled_call_impl = self._compiled
+        try:
+            yield
+        finally:
+            self._network._compiled_call_impl = None
+
+
+def _options(device: torch.device) -> dict[str, Any]:
+    """Return the options of `torch.compile`; "triton.cudagraphs" is all that `mode="reduce-overhead"` sets."""
+    return {
+        "triton.cudagraphs": device.type == "cuda",
+        "fallback_random": True,  # dropout draws the numbers of eager steps
+        "compile_threads": 1,  # workers may not start processes
+        # A pattern of PyTorch 2.8 to 2.14 loses the factor `alpha` of a product that is added to a tensor.
+        "pattern_matcher": False,
+    }

@@ -76,8 +76,7 @@ def test_a_run_trains_without_it_unless_asked(
 
 
 NOTES = [
-    ({"pack": 2}, ["--pack: of no effect on a CPU"]),
-    ({"capture": True, "tf32": True}, ["--tf32 and --capture: of no effect on a CPU"]),
+    ({"tf32": True}, ["--tf32: of no effect on a CPU"]),
     ({"compile": True}, ["--compile: the first training steps wait for the compiler, seconds to minutes"]),
 ]
 
@@ -97,7 +96,6 @@ def test_what_is_asked_of_the_machine_is_said_and_recorded(
     for name, value in asked.items():
         assert getattr(run, name) == value
         assert document[name] == value
-    assert run.capture is ("capture" in asked or "pack" in asked), "packing captures"
 
 
 def test_a_run_that_is_compiled_is_not_profiled(tmp_path: Path) -> None:
