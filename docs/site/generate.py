@@ -23,6 +23,7 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.cli import bundle_pages, method_facts, method_pages
 from medfl.cli import verbs as cli
 from medfl.core import terminal
+from medfl.core.declared import Declared
 from medfl.storage.files import write_atomic
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -89,9 +90,7 @@ def _option_table(options: list[dict[str, Any]]) -> str:
 def _kind(option: Mapping[str, Any]) -> str:
     if option["choices"]:
         return ", ".join(f"`{_plain(choice)}`" if choice != "" else "nothing" for choice in option["choices"])
-    least = f" ≥ {option['minimum']:g}" if option["minimum"] is not None else ""
-    most = f" and ≤ {option['maximum']:g}" if option["maximum"] is not None else ""
-    return str(option["type"]).replace("|", "or") + least + most
+    return str(option["type"]).replace("|", "or") + Declared(**option).bounds("≥", "≤")
 
 
 def _as_built(name: str) -> str:
