@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -51,7 +52,7 @@ class Declared:
     maximum: float | None = None
 
     @classmethod
-    def of(cls: type[D], field: dataclasses.Field[Any]) -> D:
+    def of(cls: builtins.type[D], field: dataclasses.Field[Any]) -> D:
         """Read the field of a dataclass that `declared` made."""
         type_text = field.type.__name__ if isinstance(field.type, type) else str(field.type)
         default = None if field.default is dataclasses.MISSING else field.default
@@ -68,7 +69,7 @@ class Declared:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def kinds(self) -> tuple[type, ...]:
+    def kinds(self) -> tuple[builtins.type, ...]:
         """The types of its values; types that cannot be read from text are left out."""
         parts = [part.strip() for part in self.type.split("|")]
         return tuple(_KINDS[part] for part in parts if part in _KINDS)

@@ -106,23 +106,23 @@ def setting(help: str, metavar: str = "", *, group: str, default: Any = dataclas
 class GeneralSettings:
     """Settings that have a default."""
 
-    seed: int = setting(
-        "seed of everything random; default 0", "S", group=TRAINING, default=0, minimum=0, maximum=2**63 - 1
-    )
+    seed: int = setting("random seed; default: 0", "S", group=TRAINING, default=0, minimum=0, maximum=2**63 - 1)
     device: str = setting(
-        "where networks are trained; default cpu", "auto|cpu|cuda[:i]",
+        "device for training; default: cpu", "auto|cpu|cuda[:i]",
         group=MACHINE, default="cpu", parse=setting_values.device,
     )  # fmt: skip
-    amp: bool = setting("automatic mixed precision", group=COMPUTING, default=False)
-    tf32: bool = setting("let a GPU round products to TF32", group=COMPUTING, default=False, later=True)
-    channels_last: bool = setting("lay images out with channels last", group=COMPUTING, default=False, later=True)
+    amp: bool = setting("train with automatic mixed precision", group=COMPUTING, default=False)
+    tf32: bool = setting(
+        "allow TF32 matrix products and convolutions on a GPU", group=COMPUTING, default=False, later=True
+    )
+    channels_last: bool = setting("use the channels-last memory layout", group=COMPUTING, default=False, later=True)
     capture: bool = setting("replay captured training steps on a GPU", group=COMPUTING, default=False, later=True)
     compile: bool = setting(
-        "compile training steps by TorchInductor: faster for small networks, other last bits",
+        "compile training steps with TorchInductor: faster for small networks; results differ in the last bits",
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     portable: bool = setting(
-        "compute on one CPU thread by kernels that x86 processors since about 2015 have, for the same bits on each",
+        "restrict kernels to AVX2 and one CPU thread so that results are bit-identical across x86 CPUs",
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     pack: int = setting(
@@ -130,50 +130,52 @@ class GeneralSettings:
         group=COMPUTING, default=1, later=True, minimum=1, maximum=_MAX_VALUE,
     )  # fmt: skip
     threads: int = setting(
-        "threads of each worker; default 1; more may change the last bits", "T",
+        "CPU threads per worker; more than 1 may change the last bits of results; default: 1", "T",
         group=MACHINE, default=1, minimum=1, maximum=_MAX_VALUE,
     )  # fmt: skip
     eval_every: int = setting(
-        "rounds between evaluations; 0: after the last only; default 1", "N",
+        "evaluate every N rounds; 0: after the last round only; default: 1", "N",
         group=TRAINING, default=1, minimum=0, maximum=2**63 - 1,
     )  # fmt: skip
     score_trained: bool = setting(
-        "at the end score the global model also after one more local training at each site (methods judged by it)",
+        "at the end, also score the global model fine-tuned for one more local training at each site",
         group=TRAINING, default=False, later=True,
     )  # fmt: skip
     init: str = setting(
-        "weights to begin with, of the same network; default: drawn from the seed", "FILE|run:DIR|bundle:DIR",
+        "initial weights, for the same network; default: random, from the seed", "FILE|run:DIR|bundle:DIR",
         group=TRAINING, default="", later=True,
     )  # fmt: skip
     metrics: str = setting(
-        "what segmented test items are scored by beside Dice: all (default), or dice (Dice alone), hd95, surface_dice, "
-        "either with a structure's name (hd95_liver), joined by commas", "NAMES",
+        "comma-separated segmentation metrics on test images beside Dice: all (default), dice (Dice "
+        "alone), hd95 or surface_dice; the last two also for one structure (hd95_liver)", "NAMES",
         group=TRAINING, default=setting_values.ALL, later=True, parse=setting_values.metrics,
     )  # fmt: skip
     messages: str = setting(
-        "lossless (default), float16, bfloat16, int8, or topk:FRACTION of the changes, the rest sent later", "FORM",
+        "compression of messages: lossless (default), float16, bfloat16, int8, or topk:FRACTION (largest "
+        "changes, with error feedback)", "FORM",
         group=TRAINING, default=LOSSLESS, later=True, parse=setting_values.messages,
     )  # fmt: skip
     aggregation: str = setting(
-        "mean (default); or for methods that keep FedAvg's server half: clip:C (the mean of changes of at most this "
-        "norm; clip:auto: the round's middle one); or, counting every site the same, median (tolerates fewer than n/2 "
-        "faulty sites; time n log n; loses what a minority knows), trimmed:FRACTION (tolerates that share; loses "
-        "less), krum:F (tolerates F faulty ones of 2F+3 or more; time n^2; learns from one site a round), multikrum:F "
-        "(as krum, from n-F-2 sites)", "RULE",
+        "how the server combines n replies: mean (default), or, for methods with FedAvg's server: clip:C "
+        "(mean of changes clipped to norm C; clip:auto: to the round's median norm); or, with equal site "
+        "weights: median (tolerates fewer than n/2 faulty sites; ignores minority sites; O(n log n)), "
+        "trimmed:FRACTION (tolerates that fraction of faulty sites; ignores less), krum:F (tolerates F "
+        "faulty sites of at least 2F+3; learns from one site per round; O(n^2)), multikrum:F (as krum, but"
+        " averages n-F-2 sites)", "RULE",
         group=ROBUSTNESS, default=MEAN, later=True, parse=setting_values.aggregation,
     )  # fmt: skip
     channel_drop: float = setting(
-        "probability that a channel of a training image is set to zero, all but one at most; for runs whose sites lack "
-        "channels", "P",
+        "probability of setting each channel of a training image to zero (at least one is kept); for runs "
+        "whose sites lack channels", "P",
         group=SITES, default=0.0, later=True, minimum=0, maximum=0.9,
     )  # fmt: skip
     unlabelled: str = setting(
-        "sites that train without labels, joined by commas; labels of theirs are hidden, images may have none", "SITES",
+        "comma-separated sites that train without labels; any labels they have are hidden", "SITES",
         group=SITES, default="", later=True, parse=setting_values.site_names,
     )  # fmt: skip
     max_share: float | None = setting(
-        "largest share of a round's weight for one site: larger ones are cut down to it; default: no cap, but across "
-        "machines with three or more sites, one with over half of the weight ends the run", "F",
+        "cap on one site's share of the aggregation weight; default: no cap, but in a run across machines "
+        "with three or more sites, a share above one half is an error", "F",
         group=ROBUSTNESS, default=None, later=True, above=0, maximum=1,
     )  # fmt: skip
 
@@ -182,46 +184,46 @@ class GeneralSettings:
 class ProtocolSettings:
     """Settings whose default is the bundle's protocol."""
 
-    cohort: float = setting("fraction of the sites in each round", "FRACTION", group=SITES, above=0, maximum=1)
-    rounds: int = setting(
-        "rounds of broadcast, local training and aggregation", "R", group=TRAINING, minimum=1, maximum=_MAX_VALUE
+    cohort: float = setting(
+        "fraction of the sites that take part in each round", "FRACTION", group=SITES, above=0, maximum=1
     )
-    local_epochs: int = setting("passes over a site's data a round", "E", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
-    batch_size: int = setting("images a step", "B", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
-    lr: float | None = setting("learning rate of round 1", "X", group=TRAINING, above=0)
+    rounds: int = setting("number of communication rounds", "R", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
+    local_epochs: int = setting("local epochs per round", "E", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
+    batch_size: int = setting("images per optimiser step", "B", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
+    lr: float | None = setting("learning rate in round 1", "X", group=TRAINING, above=0)
     lr_decay: float = setting(
-        "what one round multiplies the learning rate with; 1 keeps it", "G", group=TRAINING, above=0, maximum=1
+        "factor applied to the learning rate each round (1: constant)", "G", group=TRAINING, above=0, maximum=1
     )
     patience: int = setting(
-        "rounds without a better validation metric after which a run ends; default, 0: it has all its rounds", "N",
+        "stop after this many rounds without a better validation metric; default: 0 (never)", "N",
         group=TRAINING, default=0, later=True, minimum=0, maximum=_MAX_VALUE,
     )  # fmt: skip
     decay_per: str = setting(
-        "what --lr-decay is of: a round (default), or a local epoch, counted over all rounds", "round|epoch",
+        "apply --lr-decay per round (default) or per local epoch", "round|epoch",
         group=TRAINING, default="round", later=True, choices=("round", "epoch"),
     )  # fmt: skip
     site_weights: str = setting(
-        "how sites count where a method averages by number of images: samples (default), or uniform: all the same",
+        "weight of each site in averages: by number of images (samples, default) or equal (uniform)",
         "samples|uniform", group=TRAINING, default="samples", later=True,
         choices=("samples", "uniform"),
     )  # fmt: skip
     keep_optimizer: bool = setting(
-        "each site keeps its optimisers' states from round to round, instead of new ones in each",
+        "keep each site's optimiser state between rounds; default: reset it every round",
         group=TRAINING, default=False, later=True,
     )  # fmt: skip
     site_labels: str = setting(
-        "which structures some sites annotate, of a segmentation; auto: those that the site's training masks show; "
-        "default: every site all", "SITE=NAME,...;...",
+        "segmentation: the structures that each listed site annotates; auto: those found in its training "
+        "masks; default: every site annotates all", "SITE=NAME,...;...",
         group=SITES, default="", later=True, parse=setting_values.by_site("--site-labels"), longest=10_000,
     )  # fmt: skip
     site_channels: str = setting(
-        "which channels of the images some sites have, by name or number; the others are zero there, and need no "
-        "files; default: every site all", "SITE=NAME,...;...",
+        "image channels that each listed site has, by name or number; its other channels are set to zero "
+        "and need no files; default: every site has all", "SITE=NAME,...;...",
         group=SITES, default="", later=True, parse=setting_values.by_site("--site-channels"), longest=10_000,
     )  # fmt: skip
     partial_loss: str = setting(
-        "what a structure is to a site that does not annotate it: marginal (default): it may be wherever the site "
-        "sees background; or naive: it is nowhere", "marginal|naive",
+        "how unannotated structures enter the loss: marginal (default; merged with background) or naive "
+        "(treated as absent)", "marginal|naive",
         group=SITES, default="marginal", later=True,
         choices=("marginal", "naive"),
     )  # fmt: skip

@@ -88,7 +88,7 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     shared_fields = {field.name: field for field in dataclasses.fields(Sharing)} if cls.takes_prototypes else {}
     if not isinstance(options, Mapping | None):
         raise InputError(f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}")
-    declared = {key: Declared.of(field) for key, field in {**shared_fields, **own_fields}.items()}
+    declared: dict[str, Declared] = {key: Declared.of(field) for key, field in {**shared_fields, **own_fields}.items()}
     values = read_options(name, declared, {**(options or {}), **more})
     method = cls(**{key: value for key, value in values.items() if key in own_fields})
     sharing = Sharing(**{key: value for key, value in values.items() if key not in own_fields})
