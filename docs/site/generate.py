@@ -11,7 +11,8 @@ import html
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from medfl.bundle.bundle import Bundle, shipped
 from medfl.cli import bundle_pages, method_facts, method_pages
 from medfl.cli import verbs as cli
 from medfl.core import terminal
+from medfl.core.declared import Declared
 from medfl.storage.files import write_atomic
 
 DOCS = Path(__file__).resolve().parents[1]
 
 Parts = Mapping[str, Callable[[], str]]
+Row = tuple[str, str]
+Groups = dict[str, list[Row]]
 
 
 # Methods
@@ -89,9 +93,7 @@ def _option_table(options: list[dict[str, Any]]) -> str:
 def _kind(option: Mapping[str, Any]) -> str:
     if option["choices"]:
         return ", ".join(f"`{_plain(choice)}`" if choice != "" else "nothing" for choice in option["choices"])
-    least = f" ≥ {option['minimum']:g}" if option["minimum"] is not None else ""
-    most = f" and ≤ {option['maximum']:g}" if option["maximum"] is not None else ""
-    return str(option["type"]).replace("|", "or") + least + most
+    return str(option["type"]).replace("|", "or") + Declared(**option).bounds("≥", "≤")
 
 
 def _as_built(name: str) -> str:
@@ -176,8 +178,57 @@ def border_table() -> str:
 
 
 def command_line() -> str:
-    """Return the help of every verb, from the parser itself."""
-    return "\n\n".join(_verb(parser) for parser in _parsers(cli.parser()))
+    """Return the help of every command, from the parser itself; options that several commands share come first."""
+    commands = {parser.prog: parser for parser in _parsers(cli.parser())}
+    tables = {name: _option_groups(parser) for name, parser in commands.items()}
+    shared = _shared(tables.values())
+
+    parts = ["## Shared options", "Commands name the groups that they take; a group is meant with all its options unless said otherwise."]
+    for title, rows in shared.items():
+        parts += [f"### {title}", terminal.markdown_table(["Option", ""], list(map(list, rows)))]
+    parts += [_verb(parser, tables[name], shared) for name, parser in commands.items()]
+    return "\n\n".join(parts)
+
+
+def _option_groups(parser: argparse.ArgumentParser) -> Groups:
+    """Return the rows of a command's arguments and options by the title of their group."""
+    groups: Groups = {}
+    for group in parser._action_groups:
+        title = {"options": "general", "positional arguments": "arguments"}.get(str(group.title), str(group.title))
+        # The page's first paragraphs tell what --help, --json and --debug do.
+        actions = [action for action in group._group_actions if action.dest not in ("help", "json", "debug")]
+        rows = [_argument(action) for action in actions if action.help != argparse.SUPPRESS]
+        if rows:
+            groups[title[0].upper() + title[1:]] = rows
+    return groups
+
+
+def _shared(tables: Iterable[Groups]) -> Groups:
+    """Return the options that two or more commands have in the same group, with the same words.
+
+    Of an option that has other words in some commands, the first are shared, and the other commands tell their own.
+    """
+    counts = Counter((title, row) for groups in tables for title, rows in groups.items() for row in rows)
+    shared: Groups = {}
+    for (title, row), count in counts.items():
+        if count < 2 or title in ("Arguments", "General"):
+            continue
+        rows = shared.setdefault(title, [])
+        if _flag(row) not in map(_flag, rows):
+            rows.append(row)
+    return shared
+
+
+def _named(title: str, rows: list[Row], shared: list[Row]) -> str:
+    """Name those rows of a shared group that a command has."""
+    link = f"[{title}](#{title.lower().replace(' ', '-')})"
+    present = [_flag(row) for row in shared if row in rows]
+    missing = [_flag(row) for row in shared if row not in rows]
+    if not missing:
+        return link
+    if len(missing) < len(present):
+        return f"{link} except {', '.join(missing)}"
+    return f"{link}: only {', '.join(present)}"
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
@@ -189,35 +240,42 @@ def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParse
             yield from _parsers(verb)
 
 
-def _verb(parser: argparse.ArgumentParser) -> str:
+def _flag(row: Row) -> str:
+    return "`" + row[0].replace("<code>", "").strip("`").partition(" ")[0] + "`"
+
+
+def _verb(parser: argparse.ArgumentParser, groups: Groups, shared: Groups) -> str:
     positional = " ".join(str(action.metavar) for action in parser._actions if not action.option_strings)
     parts = [
         f"## {parser.prog}",
         parser.description or "",
         f"```text\n{' '.join(f'{parser.prog} {positional} [options]'.split())}\n```",
     ]
-    for group in parser._action_groups:
-        rows = [
-            _argument(action)
-            for action in group._group_actions
-            if action.dest != "help" and action.help != argparse.SUPPRESS
-        ]
-        if rows:
-            title = {"options": "general", "positional arguments": "arguments"}.get(str(group.title), str(group.title))
-            parts += [terminal.markdown_table([title[0].upper() + title[1:], ""], rows)]
+
+    names = []
+    for title, rows in groups.items():
+        common = [row for row in rows if row in shared.get(title, [])]
+        own = [list(row) for row in rows if row not in common]
+        if own:
+            parts.append(terminal.markdown_table([title, ""], own))
+        if common:
+            names.append(_named(title, common, shared[title]))
+    if names:
+        parts.append(f"Shared options: {'; '.join(names)}.")
+
     about, _, examples = (parser.epilog or "").partition("examples\n")
     parts += [_escaped(" ".join(about.split()))] if about.strip() else []
     parts += [f"```text\n{examples}\n```"] if examples else []
     return "\n\n".join(parts)
 
 
-def _argument(action: argparse.Action) -> list[str]:
+def _argument(action: argparse.Action) -> Row:
     value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
     if not action.option_strings:
         name = str(action.metavar) + ("..." if action.nargs == "+" else "")
-        return [_code(name), _escaped(action.help or "")]
+        return _code(name), _escaped(action.help or "")
     must = " (required)" if action.required else ""
-    return [_code(", ".join(action.option_strings) + value), _escaped((action.help or "") + must)]
+    return _code(", ".join(action.option_strings) + value), _escaped((action.help or "") + must)
 
 
 # Pages

@@ -29,12 +29,18 @@ def add_number(group: Any, flag: str, metavar: str, text: str, kind: type = int)
 def add_what(group: Any, option_text: str, *, data: bool = True) -> None:
     """Add the flags that say what is trained, and with `data` on what, but for the method."""
     group.add_argument("--set", dest="options", action="append", default=[], metavar="OPTION=VALUE", help=option_text)
-    add_config(group, "id of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated")
+    add_config(
+        group,
+        "override a value of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated",
+    )
     group.add_argument(
         "--preset", dest="presets", action="append", metavar="NAME",
-        help="values of the bundle's protocol under this name (medfl bundles NAME); may be repeated",
+        help="apply a named preset of the bundle's protocol (medfl bundles NAME); may be repeated",
     )  # fmt: skip
-    text = "folder of the images, or drawn ones; default: one below $MEDFL_DATA that the bundle knows, else phantom"
+    text = (
+        "folder of the images, or phantom for synthetic ones; default: the bundle's folder below "
+        "$MEDFL_DATA if there is one, else phantom"
+    )
     if data:
         group.add_argument("--data", metavar="DIR|phantom", help=text)
 
@@ -81,9 +87,10 @@ def add_partition(group: Any, action: str = "store") -> None:
     """Add the flag for a partition, or for several."""
     group.add_argument(
         "--partition", action=action, type=_partition, metavar="SPEC",
-        help="which site holds which image: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (where it was "
-        "taken; centre:NAME=TRAIN/TEST,... keeps only so many images of a centre), counts:TRAIN/TEST,... (a site each; "
-        "TRAIN includes validation), size (quantiles of the image size) or file:PATH.csv"
+        help="how images are split over sites: iid, dirichlet:BETA, classes:C, shots:N,K,STD, centre (one "
+             "site per centre; centre:NAME=TRAIN/TEST,... limits the images of a centre), "
+             "counts:TRAIN/TEST,... (per site; TRAIN includes validation), size (quantiles of the image "
+             "size) or file:PATH.csv"
         + ("; may be repeated" if action == "append" else ""),
     )  # fmt: skip
 
@@ -107,9 +114,12 @@ def add_robustness(parser: Any) -> Any:
     group = parser.add_argument_group("robustness")
     add_settings(group, *names_of_group(ROBUSTNESS))
     add_number(
-        group, "--min-replies", "N", "go on without sites that fail while N reply, and say so; default: all must"
+        group,
+        "--min-replies",
+        "N",
+        "continue without failed sites, with a warning, while at least N reply; default: all must reply",
     )
-    add_number(group, "--deadline", "SECONDS", "that the sites have for a round; with --runtime flare", float)
+    add_number(group, "--deadline", "SECONDS", "time limit for a round, in seconds; with --runtime flare", float)
     return group
 
 
@@ -117,8 +127,8 @@ def add_trust(group: Any) -> None:
     """Add the flag that lets bundles and run folders run what no inspection accepts."""
     group.add_argument(
         "--trust", action="store_true",
-        help="run a bundle that inspection refuses (medfl site inspect), and a method or runtime of one's own that a "
-        "file names: their code then runs with your rights",
+        help="run code that inspection refuses (medfl site inspect): of the bundle, and of a custom method"
+             " or runtime that a file names; it runs with your rights",
     )  # fmt: skip
 
 
@@ -131,7 +141,9 @@ def add_machine_and_output(verb: Any, content: str) -> Any:
     """Add what a verb of many runs needs of the machine, and --out; return the group of outputs."""
     of_machine = add_machine(verb)
     add_trust(of_machine)
-    add_jobs(of_machine, "runs at the same time, on a GPU no more than fit its memory; they change no result")
+    add_jobs(
+        of_machine, "number of concurrent runs, on a GPU at most as many as fit in memory; does not change results"
+    )
     output = verb.add_argument_group("output")
     text = f"folder of {content}; what is there already is not run again"
     output.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
@@ -140,12 +152,12 @@ def add_machine_and_output(verb: Any, content: str) -> Any:
 
 def add_quiet(group: Any) -> None:
     """Add the flag that silences what is told while running."""
-    group.add_argument("--quiet", action="store_true", help="say nothing but errors while running")
+    group.add_argument("--quiet", action="store_true", help="print errors only")
 
 
 def add_bundle(parser: Any, **more: Any) -> None:
     """Add the argument that names a bundle."""
-    text = "name of a shipped bundle, or the folder of any"
+    text = "name of a shipped bundle, or the folder of any bundle"
     parser.add_argument("bundle", **{"type": bundle_name, **more}, metavar="BUNDLE", help=text)
 
 

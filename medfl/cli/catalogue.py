@@ -11,8 +11,8 @@ from medfl.core import terminal
 def add(verbs: Any) -> None:
     """Add both verbs to the command line."""
     for name, text, function in (
-        ("methods", "table of methods, or one method with its options and equations", _methods),
-        ("bundles", "table of bundles, or one bundle with its classes, protocol and data", _bundles),
+        ("methods", "list the methods, or show one with its options and equations", _methods),
+        ("bundles", "list the bundles, or show one with its classes, protocol and data", _bundles),
     ):
         verb = add_verb(verbs, name, text, function)
         verb.add_argument("name", nargs="?", metavar="NAME", help=f"one of the {name}; all of them if left out")

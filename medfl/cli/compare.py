@@ -26,38 +26,42 @@ def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     text = "run a grid of methods, partitions and seeds, and compare them"
     compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
-    text = "name of a shipped bundle, or the folder of any; of --paper, all its own"
+    text = "name of a shipped bundle, or the folder of any bundle; with --paper, default: all bundles of that table"
     compare.add_argument("bundle", nargs="?", type=arguments.bundle_name, metavar="BUNDLE", help=text)
     what = compare.add_argument_group("what")
-    what.add_argument("--methods", default="", metavar="A,B,...", help="methods with their defaults")
+    what.add_argument(
+        "--methods", default="", metavar="A,B,...", help=("comma-separated methods, with their default options")
+    )
     what.add_argument(
         "--paper", metavar="PAPER/TABLE",
-        help="the grid of a published table, as fedbm/table3, and its figures beside ours; --methods picks some",
+        help=("run the grid of a published table, e.g. fedbm/table3, and show its figures beside ours; "
+             "--methods selects some of its methods"),
     )  # fmt: skip
-    text = "with --paper: only this part of its rounds, said in the tables"
+    text = "with --paper: run only this fraction of the rounds (stated in the tables)"
     arguments.add_number(what, "--scale", "FACTOR", text, float)
     what.add_argument(
         "--method", dest="entries", action="append", default=[], metavar="'NAME OPTION=VALUE ...'",
-        help="one more method with options of its own; may be repeated, also with the same name",
+        help="one more method with its own options; may be repeated, also with the same name",
     )  # fmt: skip
     what.add_argument(
         "--tuned", type=Path, metavar="DIR",
-        help="folder of medfl tune, or of several: each method with the settings found there; all of them, or those "
-        "of --methods",
+        help="folder that medfl tune wrote, or one holding several: use the settings found there; default:"
+             " all methods in it, or those of --methods",
     )  # fmt: skip
-    text = "seeds, which also draw the partitions; default 0,1,2, or the published table's"
+    text = "comma-separated seeds, also used for the partitions; default: 0,1,2, or the published table's"
     what.add_argument("--seeds", metavar="0,1,2", help=text)
-    arguments.add_what(what, "option of every method that has it; may be repeated")
+    arguments.add_what(what, "set an option of every method that has it; may be repeated")
     arguments.add_partition(arguments.add_sites(compare), "append")
     arguments.add_training(compare, seed=False)
     compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
     output = arguments.add_machine_and_output(compare, "the runs and tables")
-    output.add_argument("--against", metavar="METHOD", help="the others are tested against it; default: the first")
+    output.add_argument("--against", metavar="METHOD", help="method to test the others against; default: the first")
     output.add_argument(
         "--target", metavar="VALUE|METHOD",
-        help="rounds, bytes and seconds to this validation metric, or to a method's best; default: that of --against",
+        help=("report rounds, bytes and seconds needed to reach this validation metric, or a method's best;"
+             " default: the best of --against"),
     )  # fmt: skip
-    text = "also print what the papers' tables say of these methods"
+    text = "also print the published figures of these methods"
     output.add_argument("--published", action="store_true", help=text)
     arguments.add_quiet(output)
 

@@ -18,11 +18,19 @@ def add(verbs: Any) -> None:
         "--plm", required=True, metavar="NAME",
         help="language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",
     )  # fmt: skip
-    concepts.add_argument("--model", metavar="DIR", help="folder to take it from; default: the hub's cache, or the hub")
+    concepts.add_argument(
+        "--model", metavar="DIR", help=("folder of the language model; default: the Hugging Face cache, or a download")
+    )
     arguments.add_trust(concepts)
-    concepts.add_argument("--out", type=Path, metavar="FILE", help="default: where --set plm=NAME looks for it")
-    concepts.add_argument("--unmasked", action="store_true", help="mean over the padding too, as the authors' code")
-    arguments.add_number(concepts, "--dropout", "SEED", "leave the language model's dropout on, as the authors' code")
+    concepts.add_argument(
+        "--out", type=Path, metavar="FILE", help=("output file; default: where --set plm=NAME looks for it")
+    )
+    concepts.add_argument(
+        "--unmasked", action="store_true", help=("average over padding tokens too, as in the authors' code")
+    )
+    arguments.add_number(
+        concepts, "--dropout", "SEED", "keep the language model's dropout active, as in the authors' code"
+    )
 
 
 def _concepts(args: Any) -> int:

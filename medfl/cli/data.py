@@ -23,21 +23,23 @@ examples
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     actions = add_actions(verbs, "data", "make, fetch or check the images of a bundle")
-    text = "write a phantom cohort (drawn images) in the layout of the real data"
+    text = "write synthetic images in the layout of the real data"
     make = add_verb(actions, "make", text, _make, EXAMPLES)
-    fetch = add_verb(actions, "fetch", "download the real data, showing licence and checksums", _fetch)
-    check = add_verb(actions, "check", "verify a folder: layout, counts, unreadable images by name", _check)
+    fetch = add_verb(actions, "fetch", "download the real data, showing its licence and checksums", _fetch)
+    check = add_verb(actions, "check", "verify a data folder: layout, counts, unreadable images", _check)
     shipped = "name of a shipped bundle (medfl bundles)"
     fetch.add_argument("bundle", metavar="BUNDLE", help=shipped)
     check.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote")
     make.add_argument("bundle", metavar="BUNDLE", help=shipped)
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     arguments.add_number(make, "--per-class", "N", "images per class")
-    arguments.add_number(make, "--size", "PIXELS", "side of the images")
-    arguments.add_number(make, "--seed", "S", "seed of the drawing; default 0")
-    text = "where to; an interrupted download continues"
+    arguments.add_number(make, "--size", "PIXELS", "side length of the images, in pixels or voxels")
+    arguments.add_number(make, "--seed", "S", "random seed; default: 0")
+    text = "folder to download to; an interrupted download is continued"
     fetch.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
-    check.add_argument("--data", type=Path, metavar="DIR", help="the folder; default: one below $MEDFL_DATA")
+    check.add_argument(
+        "--data", type=Path, metavar="DIR", help=("data folder; default: the bundle's folder below $MEDFL_DATA")
+    )
 
 
 def _make(args: Any) -> int:

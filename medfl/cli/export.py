@@ -28,17 +28,19 @@ def add(verbs: Any) -> None:
     export = add_verb(verbs, "export", "write the result of a run as a MONAI bundle", _export, _EXAMPLES)
     export.add_argument("run", type=arguments.run_folder, metavar="RUN", help="a folder that medfl run wrote")
     export.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle")
-    text = "the last round's model, or the best by validation; default last"
+    text = "model of the last round, or the best by validation; default: last"
     export.add_argument("--which", default="last", metavar="last|best", help=text)
     export.add_argument(
-        "--site", metavar="NAME", help="a site's own model, of a method that makes one for each; or all"
+        "--site",
+        metavar="NAME",
+        help=("export the personal model of this site, or of all, if the method has one for each"),
     )
     export.add_argument(
         "--formats", default="torchscript,onnx", metavar="A,B",
-        help="torchscript, onnx, both (default) or none, beside model.pt and model.safetensors",
+        help="formats beside model.pt and model.safetensors: torchscript, onnx, both (default) or none",
     )  # fmt: skip
     arguments.add_trust(export)
-    export.add_argument("--data", metavar="DIR", help="the run's images, where they have moved")
+    export.add_argument("--data", metavar="DIR", help="the run's images, if they have moved")
 
 
 def _export(args: Any) -> int:

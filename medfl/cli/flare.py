@@ -51,15 +51,17 @@ def add(verbs: Any) -> None:
         action = add_verb(actions, name, text, run.run, examples)
         run.add_flags(action)
         action.set_defaults(runtime=runtime)
-    text = "write the job of a run over sites with images of their own"
+    text = "write a job for sites that train on their own images"
     export = add_verb(actions, "export", text, _export, _EXPORT)
     arguments.add_bundle(export)
     what = export.add_argument_group("what", "each site permits which ids --config may set")
     what.add_argument("--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg")
-    arguments.add_what(what, "option of the method (medfl methods NAME); may be repeated", data=False)
-    what.add_argument("--rehearsal", action="store_true", help="with drawn images at all sites")
+    arguments.add_what(what, "set an option of the method (medfl methods NAME); may be repeated", data=False)
+    what.add_argument("--rehearsal", action="store_true", help="use synthetic images at all sites")
     sites = export.add_argument_group("sites")
-    sites.add_argument("--sites", required=True, metavar="A,B,...", help="their names in the federation")
+    sites.add_argument(
+        "--sites", required=True, metavar="A,B,...", help=("comma-separated names of the sites in the federation")
+    )
     arguments.add_settings(sites, *arguments.names_of_group(SITES))
     arguments.add_training(export)
     arguments.add_robustness(export)
@@ -68,7 +70,7 @@ def add(verbs: Any) -> None:
     arguments.add_settings(machine, *arguments.names_of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
     output.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for the job")
-    output.add_argument("--resume", action="store_true", help="the server goes on with this run, which it has already")
+    output.add_argument("--resume", action="store_true", help="continue the run that the server and the sites hold")
 
 
 def _export(args: Any) -> int:

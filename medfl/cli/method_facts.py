@@ -25,8 +25,18 @@ Document = dict[str, Any]
 
 
 def catalogue() -> list[Document]:
-    """Return what is known of every shipped method, as `method` does."""
-    return [method(name) for name in registry.names()]
+    """Return what `CATALOGUE` has of every shipped method: what `method` says, but for what its file says as well."""
+    entries = []
+    for name in registry.names():
+        entry = method(name)
+        del entry["docs"]
+        entry["module"] = registry.method_class(name).__module__
+        for key in ("options", "prototype_options"):
+            entry[key] = [
+                {field: value for field, value in option.items() if value is not None} for option in entry[key]
+            ]
+        entries.append(entry)
+    return entries
 
 
 def method(name: str) -> Document:

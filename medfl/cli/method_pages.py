@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import textwrap
@@ -9,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import medfl
 from medfl.cli.arguments import as_flag_text
 from medfl.core import terminal
+from medfl.core.declared import Declared, read_options
 from medfl.core.names import check_method_name, method_names
-from medfl.core.option_values import OptionForm, read_options
 from medfl.core.task import TASKS
 
 CATALOGUE = Path(__file__).with_name("methods.json")
@@ -27,37 +29,46 @@ def methods(name: str | None = None) -> Document:
     """Return {"methods": [...]}, or what is known of one, shipped or a dotted path; InputError if there is none."""
     catalogue = _catalogue()
     if name is None:
-        return {"methods": [{k: v for k, v in _entry(catalogue, one).items() if k != "docs"} for one in method_names()]}
+        return {"methods": [_entry(catalogue[shipped]) for shipped in method_names()]}
+
     check_method_name(name)
-    return _entry(catalogue, name)
+    if name in catalogue:
+        return {**_entry(catalogue[name]), "docs": _docstring(catalogue[name]["module"])}
+
+    from medfl.cli import method_facts
+
+    return method_facts.method(name)
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise an InputError if a shipped method has not one of these options, or not with this value.
+    """Raise an InputError for an option that a shipped method does not have, or for a value that it does not allow.
 
-    What an option's limits do not say, as two options that exclude each other, the method's class checks later.
+    What an option's limits do not say, such as two options that exclude each other, the method's class checks later.
     """
     check_method_name(name)
     if options and name in method_names():
-        entry = _entry(_catalogue(), name)
-        forms = [
-            OptionForm(**{key: one[key] for key in ("name", "type", "choices", "minimum", "maximum")})
-            for one in [*entry["options"], *entry["prototype_options"]]
-        ]
-        read_options(name, {form.name: form for form in forms}, options)
+        entry = _catalogue()[name]
+        declared = [Declared(**option) for option in [*entry["options"], *entry["prototype_options"]]]
+        read_options(name, {option.name: option for option in declared}, options)
 
 
 def _catalogue() -> dict[str, Document]:
     return {entry["name"]: entry for entry in json.loads(CATALOGUE.read_text("utf-8"))}
 
 
-def _entry(catalogue: Mapping[str, Document], name: str) -> Document:
-    """Return what the catalogue says; of a method that it does not have, what its class says."""
-    if name in catalogue:
-        return catalogue[name]
-    from medfl.cli import method_facts
+def _entry(stored: Document) -> Document:
+    """Return an entry of the catalogue as `method_facts.method` gives it, but for the docstring."""
+    entry = {key: value for key, value in stored.items() if key != "module"}
+    for key in ("options", "prototype_options"):
+        entry[key] = [Declared(**option).document for option in stored[key]]
+    return entry
 
-    return method_facts.method(name)
+
+def _docstring(module: str) -> str:
+    """Return the docstring of a module of medfl, read without importing it, since that would import PyTorch."""
+    path = Path(medfl.__file__).parents[1].joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.get_docstring(ast.parse(file.read_text("utf-8")), clean=False) or ""
 
 
 def travels_text(entry: Document) -> str:
@@ -140,5 +151,4 @@ def _options(title: str, options: list[Document], width: int) -> list[str]:
 def _type(option: Document) -> str:
     if option["choices"]:
         return " | ".join(as_flag_text(choice) for choice in option["choices"])
-    least = f" >= {option['minimum']:g}" if option["minimum"] is not None else ""
-    return str(option["type"]) + least + (f" and <= {option['maximum']:g}" if option["maximum"] is not None else "")
+    return str(option["type"]) + Declared(**option).bounds(">=", "<=")

@@ -28,22 +28,34 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "write a bundle for images of your own: labelled pictures, or images with masks"
+    text = "write a bundle for your own images: labelled pictures, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
-    new.add_argument("bundle", type=Path, metavar="BUNDLE_DIR", help="new folder; its name becomes the bundle's")
+    new.add_argument(
+        "bundle", type=Path, metavar="BUNDLE_DIR", help=("new folder; its name becomes the name of the bundle")
+    )
     new.add_argument("--images", type=arguments.existing, required=True, metavar="DIR", help="folder of the images")
-    new.add_argument("--masks", type=arguments.existing, metavar="DIR", help="folder of the masks, beside it or in it")
-    new.add_argument("--classes", default="", metavar="A,B,...", help="names of the masks' values 1, 2, ...")
+    new.add_argument(
+        "--masks", type=arguments.existing, metavar="DIR", help=("folder of the masks; may be within --images")
+    )
+    new.add_argument(
+        "--classes", default="", metavar="A,B,...", help=("comma-separated class names of the mask values 1, 2, ...")
+    )
     new.add_argument(
         "--labels", type=arguments.existing, metavar="CSV",
-        help="table of the pictures' classes, beside the folder or in it: a column of files and one called label, "
-        "class or diagnosis, or a column of 0 and 1 for each class",
+        help="table of the pictures' classes: a column of file names, and either a column called label, "
+             "class or diagnosis, or one column of 0 and 1 per class; in --images or beside it",
     )  # fmt: skip
     new.add_argument(
-        "--group-by", metavar="REGEX", help="the patient is this expression's group in a file's name; else cases.csv"
+        "--group-by",
+        metavar="REGEX",
+        help=("regular expression whose group in a file's name is the patient; default: read cases.csv"),
     )
-    new.add_argument("--network", metavar="NAME", help="default: a small one; a run can take another")
-    arguments.add_number(new, "--size", "PIXELS", "side to which pictures are resized; default 64, with masks 128")
+    new.add_argument(
+        "--network", metavar="NAME", help=("network of the bundle (a run can override it); default: a small one")
+    )
+    arguments.add_number(
+        new, "--size", "PIXELS", "side length to which pictures are resized; default: 64, or 128 with masks"
+    )
 
 
 def _new(args: Any) -> int:

@@ -47,7 +47,7 @@ def add_verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | N
     """Add a verb, or an action of one, with the flags that all have; return its parser."""
     verb = verbs.add_parser(name, help=text, description=_sentence(text), epilog=examples or None)
     verb.set_defaults(verb=function)
-    verb.add_argument("--json", action="store_true", help="one JSON document on stdout, logs on stderr")
+    verb.add_argument("--json", action="store_true", help="print one JSON document on stdout, logs on stderr")
     verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return verb
 

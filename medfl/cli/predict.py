@@ -26,24 +26,29 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "what a trained network says of new images: classes or masks, and their scores"
+    text = "apply a trained network to new images: write classes or masks, and score them"
     predict = add_verb(verbs, "predict", text, _predict, _EXAMPLES)
-    text = "a folder that medfl run wrote, or a MONAI bundle with weights in models/, as medfl export writes it"
+    text = "a run folder, or a MONAI bundle with weights in models/, as medfl export writes it"
     predict.add_argument("model", type=Path, metavar="RUN|BUNDLE", help=text)
     text = (
-        "images: files and folders of PNG, JPEG, BMP, TIFF or NIfTI files, DICOM files and folders of a series each, "
-        ".zip and .npz archives; all below a folder"
+        "image files or folders, searched recursively: PNG, JPEG, BMP, TIFF or NIfTI files, DICOM files "
+        "and series, .zip and .npz archives"
     )
     predict.add_argument("images", type=Path, nargs="+", metavar="PATH", help=text)
     predict.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder")
-    text = "score them: masks of the images' names, a folder of images for each class, or a CSV with id and label"
+    text = (
+        "ground truth to score against: masks named as the images, a folder of images per class, or a "
+        "CSV with id and label"
+    )
     predict.add_argument("--reference", type=Path, metavar="DIR|CSV", help=text)
-    text = "of a run: the last round's model, or the best by validation; default last"
+    text = "model of a run: of the last round, or the best by validation; default: last"
     predict.add_argument("--which", default="last", metavar="last|best", help=text)
-    predict.add_argument("--site", metavar="NAME", help="a site's own model, of a method that makes one for each")
+    predict.add_argument(
+        "--site", metavar="NAME", help=("use the personal model of this site, if the method has one for each")
+    )
     arguments.add_settings(predict, "device")
     arguments.add_number(
-        predict, "--threads", "T", "threads that compute; default: the run's, of a bundle PyTorch's own"
+        predict, "--threads", "T", "CPU threads; default: as in the run, or PyTorch's default for a bundle"
     )
     arguments.add_trust(predict)
 

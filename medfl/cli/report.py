@@ -21,20 +21,23 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "write report.html of one or several run folders"
+    text = "write an HTML report on one or several runs"
     report = add_verb(verbs, "report", text, _report, _EXAMPLES)
     report.add_argument(
         "folders", nargs="+", type=arguments.existing, metavar="DIR", help="a folder that medfl run wrote"
     )
     report.add_argument(
         "--out", type=Path, metavar="FILE.html",
-        help="one page of all of them side by side, and nothing in their folders; of runs of one bundle",
+        help="write one page that compares the runs, which must share a bundle, instead of one in each folder",
     )  # fmt: skip
     report.add_argument(
-        "--curves", type=Path, metavar="FILE.png", help="draw the metric of all of them against bytes and seconds"
+        "--curves", type=Path, metavar="FILE.png", help="plot the metric of all runs against bytes sent and seconds"
     )
     report.add_argument(
-        "--gains", type=Path, metavar="FILE.png", help="who gains: draw and list each site against its Local and FedAvg"
+        "--gains",
+        type=Path,
+        metavar="FILE.png",
+        help=("plot and list each site's gain over its local training and over FedAvg"),
     )
 
 

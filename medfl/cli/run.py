@@ -42,51 +42,56 @@ def add_flags(run: Any) -> None:
     """Add the flags of `medfl run`."""
     run.add_argument(
         "bundle", nargs="?", metavar="BUNDLE",
-        help="name of a shipped bundle (medfl bundles), or the folder of any; "
-        "with --resume or --from only where the run's has moved, or is of another version",
+        help="name of a shipped bundle (medfl bundles), or the folder of any bundle; with --resume or "
+             "--from needed only if the run's bundle has moved or changed version",
     )  # fmt: skip
     what = run.add_argument_group("what")
     what.add_argument(
-        "--method", metavar="NAME", help="a method (medfl methods), or the dotted path of your own; default fedavg"
+        "--method", metavar="NAME", help="a method (medfl methods), or the dotted path of your own; default: fedavg"
     )
-    arguments.add_what(what, "option of the method (medfl methods NAME); may be repeated")
+    arguments.add_what(what, "set an option of the method (medfl methods NAME); may be repeated")
     arguments.add_partition(arguments.add_sites(run))
     arguments.add_training(run)
     arguments.add_robustness(run)
     machine = arguments.add_machine(run)
     arguments.add_trust(machine)
-    arguments.add_jobs(machine, "worker processes; they never change a result")
+    arguments.add_jobs(machine, "number of worker processes; does not change results")
     machine.add_argument(
         "--runtime", default="simulator", metavar="simulator|monai-fl|flare|flare-poc",
-        help="who runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this one, a job on "
-        "NVIDIA FLARE's simulator, or one on a FLARE federation with certificates on this machine",
+        help="what runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this "
+             "process, NVIDIA FLARE's simulator, or a local FLARE federation with certificates",
     )  # fmt: skip
     output = run.add_argument_group("output")
-    output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default runs/BUNDLE-METHOD-SEED")
-    output.add_argument("--resume", action="store_true", help="continue the run in --out, perhaps with more --rounds")
+    output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default: runs/BUNDLE-METHOD-SEED")
+    output.add_argument(
+        "--resume", action="store_true", help=("continue the run in --out, optionally for more --rounds")
+    )
     output.add_argument("--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run")
     arguments.add_number(
         output, "--folds", "K",
-        "cross-validation: K runs, each case tested in one of them, patients together; with the folds' pooled figures",
+        "K-fold cross-validation, split by patient, and pooled metrics over all folds",
     )  # fmt: skip
     output.add_argument(
-        "--with-local", action="store_true", help="first train each site alone with the same steps, as its reference"
+        "--with-local",
+        action="store_true",
+        help=("first train each site alone for the same number of steps, as a baseline"),
     )
     output.add_argument(
         "--save-predictions", action="store_true",
-        help="segmentation: write the predicted masks of the test images as NIfTI or PNG, in their files' geometry",
+        help=("segmentation: write the predicted masks of the test images as NIfTI or PNG, in the geometry "
+             "of the image files"),
     )  # fmt: skip
     output.add_argument(
         "--profile", action="store_true",
-        help="say where the time of the rounds went, and write profile.json, a trace for Perfetto or chrome://tracing",
+        help="print where the time went, and write profile.json, a trace for Perfetto or chrome://tracing",
     )  # fmt: skip
     output.add_argument(
         "--sandbox", action="store_true",
-        help="block writing outside of the run folder, connections, and starting programs, whatever a bundle says; "
-        "needs Linux with Landlock",
+        help="block writes outside the run folder, network connections and starting programs; needs Linux "
+             "with Landlock",
     )  # fmt: skip
     output.add_argument(
-        "--track", metavar="mlflow[:URI]|wandb[:PROJECT]", help="write the numbers to MLflow, or to Weights & Biases"
+        "--track", metavar="mlflow[:URI]|wandb[:PROJECT]", help="log metrics to MLflow or Weights & Biases"
     )
     arguments.add_quiet(output)
 

@@ -54,60 +54,85 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    actions = add_actions(verbs, "site", "for a clinical partner: what would run here, and what would leave")
-    inspect = add_verb(actions, "inspect", "read a bundle without running anything of it", _inspect, _EXAMPLES)
+    actions = add_actions(
+        verbs, "site", ("tools for a hospital: inspect a bundle, check the data, share statistics, audit, join")
+    )
+    inspect = add_verb(actions, "inspect", "inspect a bundle without running any of its code", _inspect, _EXAMPLES)
     add_bundle(inspect, type=arguments.bundle_folder)
     _add_policy(inspect)
-    text = "the version accepted before: show what differs"
+    text = "previously accepted version of the bundle: show the differences"
     inspect.add_argument("--against", type=arguments.existing, metavar="DIR", help=text)
     inspect.add_argument(
         "--write-policy", type=Path, metavar="FILE",
-        help="if accepted, write a policy that pins every file, with what --policy says beside; where files "
-        "are not as it pinned them, they are named, and pinned anew",
+        help="if the bundle is accepted, write a policy that pins every file and keeps the other entries "
+             "of --policy; files that differ from their pins are listed and pinned again",
     )  # fmt: skip
     inspect.add_argument(
         "--job", type=arguments.existing, metavar="DIR|run.json",
-        help="with --write-policy: the policy agrees to this job's method, rounds, batch size and local epochs",
+        help="with --write-policy: allow this job's method, rounds, batch size and local epochs",
     )  # fmt: skip
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
     _add_data(check)
-    check.add_argument("--server", metavar="HOST:PORT", help="the federation's server: can it be reached?")
+    check.add_argument("--server", metavar="HOST:PORT", help="check that this server can be reached")
     check.add_argument(
-        "--kit", type=arguments.existing, metavar="DIR", help="startup kit: do server and site trust it?"
+        "--kit",
+        type=arguments.existing,
+        metavar="DIR",
+        help=("check that this startup kit is valid for the server and the site"),
     )
-    check.add_argument("--device", default="cpu", metavar="auto|cpu|cuda[:i]", help="to train on; default cpu")
-    add_number(check, "--batch-size", "B", "images a step; default: the bundle's")
-    check.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="where the State will be")
+    check.add_argument(
+        "--device", default="cpu", metavar="auto|cpu|cuda[:i]", help=("device for training; default: cpu")
+    )
+    add_number(check, "--batch-size", "B", "images per optimiser step; default: the bundle's")
+    check.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="folder for the site's state")
     text = "local statistics: show what would leave, and write it"
     stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
     _add_data(stats, "?")
-    add_number(stats, "--bins", "N", "bins of intensity histograms; default 32")
-    stats.add_argument("--range", metavar="LOW,HIGH", help="of the histograms; default: metadata.json's value_range")
-    add_number(stats, "--min-count", "K", "suppress counts below K; default 10, and at least the policy's")
-    add_number(stats, "--noise", "EPSILON", "add noise to each count and histogram; smaller is noisier", float)
-    stats.add_argument("--out", type=Path, metavar="FILE", help="write what is shown; with --collect: the picture")
+    add_number(stats, "--bins", "N", "number of bins of the intensity histograms; default: 32")
     stats.add_argument(
-        "--collect", nargs="+", type=arguments.existing, metavar="FILE", help="draw what several sites have written"
+        "--range", metavar="LOW,HIGH", help=("value range of the histograms; default: value_range of metadata.json")
+    )
+    add_number(stats, "--min-count", "K", "suppress counts below K; default: 10; never below the policy's")
+    add_number(
+        stats,
+        "--noise",
+        "EPSILON",
+        "differential privacy: add noise to each count and histogram; a smaller epsilon adds more",
+        float,
+    )
+    stats.add_argument(
+        "--out", type=Path, metavar="FILE", help=("write the statistics to this file; with --collect: the plot")
+    )
+    stats.add_argument(
+        "--collect",
+        nargs="+",
+        type=arguments.existing,
+        metavar="FILE",
+        help=("plot the statistics that several sites have written"),
     )
     audit = add_verb(actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES)
     audit.add_argument("file", type=arguments.existing, metavar="FILE", help="the log")
-    audit.add_argument("--noted", metavar="SHA256", help="of a line, written down elsewhere; fails if it is not there")
+    audit.add_argument(
+        "--noted",
+        metavar="SHA256",
+        help=("hash of a log line that was noted elsewhere; fail if the log does not have it"),
+    )
     serve.add(actions, add_verb, show)
 
 
 def _add_data(parser: Any, many: str | None = None) -> None:
     """Add what opens a bundle on its data."""
     add_bundle(parser, nargs=many)
-    parser.add_argument("--data", metavar="DIR|phantom", help="folder of the images, or drawn ones")
-    text = "the site is one without labels: images that have none are training images"
+    parser.add_argument("--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones")
+    text = "the site has no labels: use unlabelled images for training"
     parser.add_argument("--unlabelled", action="store_true", help=text)
     _add_policy(parser)
-    arguments.add_config(parser, "id of the bundle's configuration, e.g. image_size=64; may be repeated")
+    arguments.add_config(parser, "override a value of the bundle's configuration, e.g. image_size=64; may be repeated")
 
 
 def _add_policy(parser: Any) -> None:
-    text = "the site's policy; default: nothing extra"
+    text = "the site's policy; default: none"
     parser.add_argument("--policy", type=arguments.existing, metavar="FILE", help=text)
 
 

@@ -21,17 +21,18 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "a run's test metrics by centre, site, sex, age or localisation, with intervals"
+    text = "test metrics of a run by centre, site, sex, age or lesion site, with confidence intervals"
     subgroups = add_verb(verbs, "subgroups", text, _subgroups, _EXAMPLES)
     subgroups.add_argument(
-        "run", type=arguments.run_folder, metavar="RUN", help="a run folder; its data have to be at hand"
+        "run", type=arguments.run_folder, metavar="RUN", help="a run folder; its images must be available"
     )
     arguments.add_trust(subgroups)
     subgroups.add_argument(
         "--by", default="centre", metavar="COLUMN",
-        help="centre (default), site, sex, age (bands of 20 years) or localisation, where the data have it",
+        help=("centre (default), site, sex, age (bands of 20 years) or localisation (of a lesion), if "
+             "recorded in the data"),
     )  # fmt: skip
-    text = "groups of fewer cases are not shown, nor metrics that rest on fewer of a class; default 10"
+    text = "hide groups with fewer cases, and metrics based on fewer cases of a class; default: 10"
     arguments.add_number(subgroups, "--min-count", "K", text)
 
 

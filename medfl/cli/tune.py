@@ -22,21 +22,19 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    tune = add_verb(verbs, "tune", "search for the settings of a method", _tune, _EXAMPLES)
+    tune = add_verb(verbs, "tune", "search for the best settings of a method", _tune, _EXAMPLES)
     arguments.add_bundle(tune)
     what = tune.add_argument_group("what")
     what.add_argument("--method", required=True, metavar="NAME", help="a method, or the dotted path of your own")
     what.add_argument(
         "--grid", action="append", default=[], metavar="OPTION=A,B,C",
-        help="values to try of an option of the method, or of lr, lr_decay, local_epochs, batch_size, rounds or "
-        "cohort; may be repeated: all combinations are tried",
+        help="values to try for an option of the method, or for lr, lr_decay, local_epochs, batch_size, "
+             "rounds or cohort; may be repeated to try all combinations",
     )  # fmt: skip
-    arguments.add_number(
-        what, "--trials", "N", "try so many of the combinations, drawn by the first seed; default: all"
-    )
-    text = "seeds of each trial, whose mean counts; default 0"
+    arguments.add_number(what, "--trials", "N", "try this many randomly drawn combinations; default: all")
+    text = "comma-separated seeds for each trial, which is scored by their mean; default: 0"
     what.add_argument("--seeds", default="0", metavar="0,1,2", help=text)
-    arguments.add_what(what, "option of all trials; may be repeated")
+    arguments.add_what(what, "set an option of the method in all trials; may be repeated")
     arguments.add_partition(arguments.add_sites(tune))
     arguments.add_training(tune, seed=False)
     arguments.add_quiet(arguments.add_machine_and_output(tune, "the trials and best.json"))

@@ -146,9 +146,9 @@ class Run(GeneralSettings, ProtocolSettings):
                 if name not in optional and name not in document:
                     raise ValueError(f"without {name!r}")
             run = read_record(cls, {name: document[name] for name in names if name in document})
-            for name, one in SETTINGS.items():
-                if not one.allows(getattr(run, name)):
-                    raise ValueError(f"{name} is {getattr(run, name)}, not {one.allowed}")
+            for name, entry in SETTINGS.items():
+                if not entry.within_limits(getattr(run, name)):
+                    raise ValueError(f"{name} is {getattr(run, name)}, not {entry.allowed}")
         except (TypeError, ValueError) as error:  # TypeError: it is no mapping
             what = str(error) if str(error).startswith("without") else f"that is damaged ({error})"
             raise InputError(f"run.json {what}", "it is a run.json that medfl wrote", "give that file") from error

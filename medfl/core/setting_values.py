@@ -17,17 +17,6 @@ ALL = "all"
 """What `--metrics` takes for every one of them."""
 
 
-def one_of(flag: str, allowed: tuple[str, ...]) -> Callable[[str], str]:
-    """Return what reads the text of a flag that takes one of some words, and raises an InputError for any other."""
-
-    def read(text: str) -> str:
-        if text not in allowed:
-            raise InputError(f"{flag} {text}", " or ".join(allowed), did_you_mean(text, allowed, "choose one"))
-        return text
-
-    return read
-
-
 def messages(text: str) -> tuple[str, float]:
     """Return the kind of `--messages`, and of `topk` its fraction; InputError for anything else."""
     kind, colon, share = text.partition(":")

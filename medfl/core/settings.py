@@ -8,48 +8,35 @@ request as in a run; `ProtocolSettings` come from the bundle's protocol where a 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any
 
 from medfl.core import portable, setting_values
-from medfl.core.errors import InputError
+from medfl.core.declared import Declared, declared
+from medfl.core.errors import InputError, did_you_mean
 
 LOSSLESS, MEAN = "lossless", "mean"
 TRAINING, MACHINE, COMPUTING, ROBUSTNESS, SITES = "training", "machine", "computing", "robustness", "sites"
 _MAX_VALUE = 1_000_000
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One setting.
+@dataclass(frozen=True, kw_only=True)
+class Setting(Declared):
+    """One setting; its flag is its name with dashes.
 
     Attributes:
-        name: of the field; the flag is the same with dashes.
-        kind: int, float, str or bool.
-        help: of the flag.
         metavar: of the flag, "" for a switch.
         group: of flags in the help.
-        default: None where the bundle's protocol has one.
         later: added after the first release: records leave it out at its default, so that their hashes stay.
-        least, above, most: limits of a number; `above` is exclusive.
-        optional: whether a run may have None.
         parse: reads a text, and raises an InputError for one that it does not allow; None: any text.
         longest: characters of text.
     """
 
-    name: str
-    kind: type
-    help: str
-    metavar: str
+    metavar: str = ""
     group: str
-    default: Any
     later: bool = False
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    optional: bool = False
     parse: Callable[[str], object] | None = None
     longest: int = 200
 
@@ -58,25 +45,31 @@ class Setting:
         """The flag."""
         return f"--{self.name.replace('_', '-')}"
 
-    def allows(self, value: Any) -> bool:
-        """Return whether a value of its kind is within its limits."""
-        if value is None or self.kind not in (int, float):
-            return True
-        least = -math.inf if self.least is None else self.least
-        most = math.inf if self.most is None else self.most
-        return math.isfinite(value) and least <= value <= most and (self.above is None or value > self.above)
+    @property
+    def kind(self) -> type:
+        """int, float, str or bool."""
+        return self.kinds[0]
+
+    @property
+    def optional(self) -> bool:
+        """Whether a run may have None."""
+        return NoneType in self.kinds
 
     @property
     def allowed(self) -> str:
-        """Its kind and limits in words."""
-        limits = {"of at least": self.least, "above": self.above, "at most": self.most}
-        bounds = " and ".join(f"{what} {limit:g}" for what, limit in limits.items() if limit is not None)
-        return f"{'a whole number' if self.kind is int else 'a number'} {bounds}".strip()
+        """Its choices, or its kind and limits in words."""
+        if self.choices is not None:
+            return " or ".join(self.choices)
+
+        limits = {"of at least": self.minimum, "above": self.above, "at most": self.maximum}
+        bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
+        kind = "a whole number" if self.kind is int else "a number"
+        return f"{kind} {bounds}".strip()
 
     @property
     def schema(self) -> dict[str, Any]:
         """The allowed values, as JSON Schema."""
-        bounds = {"minimum": self.least, "exclusiveMinimum": self.above, "maximum": self.most}
+        bounds = {"minimum": self.minimum, "exclusiveMinimum": self.above, "maximum": self.maximum}
         limits = {name: value for name, value in bounds.items() if value is not None}
         kinds: Mapping[type, dict[str, Any]] = {
             bool: {"type": "boolean"},
@@ -84,81 +77,101 @@ class Setting:
             int: {"type": "integer", **limits},
             float: {"type": "number", **limits},
         }
-        return {"anyOf": [{"type": "null"}, kinds[self.kind]]} if self.optional else kinds[self.kind]
+        schema = kinds[self.kind]
+
+        return {"anyOf": [{"type": "null"}, schema]} if self.optional else schema
+
+    def check(self, value: Any) -> None:
+        """Raise an InputError for a value of its kind that is beyond its limits or not of its form; None is neither."""
+        if value is None:
+            return
+
+        if not self.within_limits(value):
+            text = value if isinstance(value, str) else f"{value:g}"
+            advice = f"change the value of {self.flag}"
+            if self.choices is not None:
+                advice = did_you_mean(text, self.choices, "choose one")
+            raise InputError(f"{self.flag} {text}", self.allowed, advice)
+
+        if self.parse is not None:
+            self.parse(value)
 
 
-def setting(help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **more: Any) -> Any:
-    """Declare a setting as a field of a dataclass; without a default it comes from the bundle's protocol."""
-    metadata = {"help": help, "metavar": metavar, "group": group, **more}
-    return dataclasses.field(default=default, metadata=metadata)
+def setting(help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **form: Any) -> Any:
+    """Declare a setting; without a default it comes from the bundle's protocol."""
+    return declared(default, help, metavar=metavar, group=group, **form)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneralSettings:
     """Settings that have a default."""
 
-    seed: int = setting("seed of everything random; default 0", "S", group=TRAINING, default=0, least=0, most=2**63 - 1)
+    seed: int = setting("random seed; default: 0", "S", group=TRAINING, default=0, minimum=0, maximum=2**63 - 1)
     device: str = setting(
-        "where networks are trained; default cpu", "auto|cpu|cuda[:i]",
+        "device for training; default: cpu", "auto|cpu|cuda[:i]",
         group=MACHINE, default="cpu", parse=setting_values.device,
     )  # fmt: skip
-    amp: bool = setting("automatic mixed precision", group=COMPUTING, default=False)
-    tf32: bool = setting("let a GPU round products to TF32", group=COMPUTING, default=False, later=True)
-    channels_last: bool = setting("lay images out with channels last", group=COMPUTING, default=False, later=True)
+    amp: bool = setting("train with automatic mixed precision", group=COMPUTING, default=False)
+    tf32: bool = setting(
+        "allow TF32 matrix products and convolutions on a GPU", group=COMPUTING, default=False, later=True
+    )
+    channels_last: bool = setting("use the channels-last memory layout", group=COMPUTING, default=False, later=True)
     compile: bool = setting(
-        "compile networks by torch.compile while they train; changes the last bits",
+        "compile networks with torch.compile for training; results differ in the last bits",
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     portable: bool = setting(
-        "compute on one CPU thread by kernels that x86 processors since about 2015 have, for the same bits on each",
+        "restrict kernels to AVX2 and one CPU thread so that results are bit-identical across x86 CPUs",
         group=COMPUTING, default=False, later=True,
     )  # fmt: skip
     threads: int = setting(
-        "threads of each worker; default 1; more may change the last bits", "T",
-        group=MACHINE, default=1, least=1, most=_MAX_VALUE,
+        "CPU threads per worker; more than 1 may change the last bits of results; default: 1", "T",
+        group=MACHINE, default=1, minimum=1, maximum=_MAX_VALUE,
     )  # fmt: skip
     eval_every: int = setting(
-        "rounds between evaluations; 0: after the last only; default 1", "N",
-        group=TRAINING, default=1, least=0, most=2**63 - 1,
+        "evaluate every N rounds; 0: after the last round only; default: 1", "N",
+        group=TRAINING, default=1, minimum=0, maximum=2**63 - 1,
     )  # fmt: skip
     score_trained: bool = setting(
-        "at the end score the global model also after one more local training at each site (methods judged by it)",
+        "at the end, also score the global model fine-tuned for one more local training at each site",
         group=TRAINING, default=False, later=True,
     )  # fmt: skip
     init: str = setting(
-        "weights to begin with, of the same network; default: drawn from the seed", "FILE|run:DIR|bundle:DIR",
+        "initial weights, for the same network; default: random, from the seed", "FILE|run:DIR|bundle:DIR",
         group=TRAINING, default="", later=True,
     )  # fmt: skip
     metrics: str = setting(
-        "what segmented test items are scored by beside Dice: all (default), or dice (Dice alone), hd95, surface_dice, "
-        "either with a structure's name (hd95_liver), joined by commas", "NAMES",
+        "comma-separated segmentation metrics on test images beside Dice: all (default), dice (Dice "
+        "alone), hd95 or surface_dice; the last two also for one structure (hd95_liver)", "NAMES",
         group=TRAINING, default=setting_values.ALL, later=True, parse=setting_values.metrics,
     )  # fmt: skip
     messages: str = setting(
-        "lossless (default), float16, bfloat16, int8, or topk:FRACTION of the changes, the rest sent later", "FORM",
+        "compression of messages: lossless (default), float16, bfloat16, int8, or topk:FRACTION (largest "
+        "changes, with error feedback)", "FORM",
         group=TRAINING, default=LOSSLESS, later=True, parse=setting_values.messages,
     )  # fmt: skip
     aggregation: str = setting(
-        "mean (default); or for methods that keep FedAvg's server half: clip:C (the mean of changes of at most this "
-        "norm; clip:auto: the round's middle one); or, counting every site the same, median (tolerates fewer than n/2 "
-        "faulty sites; time n log n; loses what a minority knows), trimmed:FRACTION (tolerates that share; loses "
-        "less), krum:F (tolerates F faulty ones of 2F+3 or more; time n^2; learns from one site a round), multikrum:F "
-        "(as krum, from n-F-2 sites)", "RULE",
+        "how the server combines n replies: mean (default), or, for methods with FedAvg's server: clip:C "
+        "(mean of changes clipped to norm C; clip:auto: to the round's median norm); or, with equal site "
+        "weights: median (tolerates fewer than n/2 faulty sites; ignores minority sites; O(n log n)), "
+        "trimmed:FRACTION (tolerates that fraction of faulty sites; ignores less), krum:F (tolerates F "
+        "faulty sites of at least 2F+3; learns from one site per round; O(n^2)), multikrum:F (as krum, but"
+        " averages n-F-2 sites)", "RULE",
         group=ROBUSTNESS, default=MEAN, later=True, parse=setting_values.aggregation,
     )  # fmt: skip
     channel_drop: float = setting(
-        "probability that a channel of a training image is set to zero, all but one at most; for runs whose sites lack "
-        "channels", "P",
-        group=SITES, default=0.0, later=True, least=0, most=0.9,
+        "probability of setting each channel of a training image to zero (at least one is kept); for runs "
+        "whose sites lack channels", "P",
+        group=SITES, default=0.0, later=True, minimum=0, maximum=0.9,
     )  # fmt: skip
     unlabelled: str = setting(
-        "sites that train without labels, joined by commas; labels of theirs are hidden, images may have none", "SITES",
+        "comma-separated sites that train without labels; any labels they have are hidden", "SITES",
         group=SITES, default="", later=True, parse=setting_values.site_names,
     )  # fmt: skip
     max_share: float | None = setting(
-        "largest share of a round's weight for one site: larger ones are cut down to it; default: no cap, but across "
-        "machines with three or more sites, one with over half of the weight ends the run", "F",
-        group=ROBUSTNESS, default=None, later=True, above=0, most=1,
+        "cap on one site's share of the aggregation weight; default: no cap, but in a run across machines "
+        "with three or more sites, a share above one half is an error", "F",
+        group=ROBUSTNESS, default=None, later=True, above=0, maximum=1,
     )  # fmt: skip
 
 
@@ -166,63 +179,55 @@ class GeneralSettings:
 class ProtocolSettings:
     """Settings whose default is the bundle's protocol."""
 
-    cohort: float = setting("fraction of the sites in each round", "FRACTION", group=SITES, above=0, most=1)
-    rounds: int = setting(
-        "rounds of broadcast, local training and aggregation", "R", group=TRAINING, least=1, most=_MAX_VALUE
+    cohort: float = setting(
+        "fraction of the sites that take part in each round", "FRACTION", group=SITES, above=0, maximum=1
     )
-    local_epochs: int = setting("passes over a site's data a round", "E", group=TRAINING, least=1, most=_MAX_VALUE)
-    batch_size: int = setting("images a step", "B", group=TRAINING, least=1, most=_MAX_VALUE)
-    lr: float | None = setting("learning rate of round 1", "X", group=TRAINING, above=0)
+    rounds: int = setting("number of communication rounds", "R", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
+    local_epochs: int = setting("local epochs per round", "E", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
+    batch_size: int = setting("images per optimiser step", "B", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
+    lr: float | None = setting("learning rate in round 1", "X", group=TRAINING, above=0)
     lr_decay: float = setting(
-        "what one round multiplies the learning rate with; 1 keeps it", "G", group=TRAINING, above=0, most=1
+        "factor applied to the learning rate each round (1: constant)", "G", group=TRAINING, above=0, maximum=1
     )
     patience: int = setting(
-        "rounds without a better validation metric after which a run ends; default, 0: it has all its rounds", "N",
-        group=TRAINING, default=0, later=True, least=0, most=_MAX_VALUE,
+        "stop after this many rounds without a better validation metric; default: 0 (never)", "N",
+        group=TRAINING, default=0, later=True, minimum=0, maximum=_MAX_VALUE,
     )  # fmt: skip
     decay_per: str = setting(
-        "what --lr-decay is of: a round (default), or a local epoch, counted over all rounds", "round|epoch",
-        group=TRAINING, default="round", later=True, parse=setting_values.one_of("--decay-per", ("round", "epoch")),
+        "apply --lr-decay per round (default) or per local epoch", "round|epoch",
+        group=TRAINING, default="round", later=True, choices=("round", "epoch"),
     )  # fmt: skip
     site_weights: str = setting(
-        "how sites count where a method averages by number of images: samples (default), or uniform: all the same",
+        "weight of each site in averages: by number of images (samples, default) or equal (uniform)",
         "samples|uniform", group=TRAINING, default="samples", later=True,
-        parse=setting_values.one_of("--site-weights", ("samples", "uniform")),
+        choices=("samples", "uniform"),
     )  # fmt: skip
     keep_optimizer: bool = setting(
-        "each site keeps its optimisers' states from round to round, instead of new ones in each",
+        "keep each site's optimiser state between rounds; default: reset it every round",
         group=TRAINING, default=False, later=True,
     )  # fmt: skip
     site_labels: str = setting(
-        "which structures some sites annotate, of a segmentation; auto: those that the site's training masks show; "
-        "default: every site all", "SITE=NAME,...;...",
+        "segmentation: the structures that each listed site annotates; auto: those found in its training "
+        "masks; default: every site annotates all", "SITE=NAME,...;...",
         group=SITES, default="", later=True, parse=setting_values.by_site("--site-labels"), longest=10_000,
     )  # fmt: skip
     site_channels: str = setting(
-        "which channels of the images some sites have, by name or number; the others are zero there, and need no "
-        "files; default: every site all", "SITE=NAME,...;...",
+        "image channels that each listed site has, by name or number; its other channels are set to zero "
+        "and need no files; default: every site has all", "SITE=NAME,...;...",
         group=SITES, default="", later=True, parse=setting_values.by_site("--site-channels"), longest=10_000,
     )  # fmt: skip
     partial_loss: str = setting(
-        "what a structure is to a site that does not annotate it: marginal (default): it may be wherever the site "
-        "sees background; or naive: it is nowhere", "marginal|naive",
+        "how unannotated structures enter the loss: marginal (default; merged with background) or naive "
+        "(treated as absent)", "marginal|naive",
         group=SITES, default="marginal", later=True,
-        parse=setting_values.one_of("--partial-loss", ("marginal", "naive")),
+        choices=("marginal", "naive"),
     )  # fmt: skip
 
 
-def _declared() -> dict[str, Setting]:
-    settings = {}
-    for holder in (ProtocolSettings, GeneralSettings):
-        kinds = get_type_hints(holder)
-        for field in dataclasses.fields(holder):
-            kind, optional = (float, True) if kinds[field.name] == float | None else (kinds[field.name], False)
-            default = None if field.default is dataclasses.MISSING else field.default
-            settings[field.name] = Setting(field.name, kind, default=default, optional=optional, **field.metadata)
-    return settings
-
-
-SETTINGS: Mapping[str, Setting] = _declared()
+SETTINGS: Mapping[str, Setting] = {
+    field.name: Setting.of(field)
+    for field in (*dataclasses.fields(ProtocolSettings), *dataclasses.fields(GeneralSettings))
+}
 ADDED_LATER: Mapping[str, Any] = {name: entry.default for name, entry in SETTINGS.items() if entry.later}
 """Defaults of the settings with `later`."""
 WITHDRAWN: Mapping[str, Any] = {"capture": False, "pack": 1}
@@ -232,14 +237,12 @@ WITHDRAWN: Mapping[str, Any] = {"capture": False, "pack": 1}
 def check_limits(values: Mapping[str, Any]) -> None:
     """Raise an InputError if a setting of a run, or the number of sites, is beyond its limits or not of its form.
 
-    What is no setting is let pass, as is what is left open (None).
+    Unknown names and None are ignored.
     """
-    if (sites := values.get("sites")) is not None and sites < 1:
+    sites = values.get("sites")
+    if sites is not None and sites < 1:
         raise InputError(f"--sites {sites}", "a whole number of at least 1", "raise it")
-    for one in SETTINGS.values():
-        value = values.get(one.name)
-        if not one.allows(value):
-            raise InputError(f"{one.flag} {value:g}", one.allowed, f"change the value of {one.flag}")
-        if one.parse is not None and value is not None:
-            one.parse(value)
+
+    for name, entry in SETTINGS.items():
+        entry.check(values.get(name))
     portable.check(values)

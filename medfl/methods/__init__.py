@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
+from medfl.core.declared import Declared, read_options
 from medfl.core.errors import InputError
 from medfl.core.names import check_method_name
 from medfl.core.names import method_names as names
-from medfl.core.option_values import OptionForm, read_options
 from medfl.methods._parts.extras import (
     Bodies,
     MakesImages,
@@ -88,8 +88,8 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     shared_fields = {field.name: field for field in dataclasses.fields(Sharing)} if cls.takes_prototypes else {}
     if not isinstance(options, Mapping | None):
         raise InputError(f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}")
-    forms = {key: OptionForm.of(field) for key, field in {**shared_fields, **own_fields}.items()}
-    values = read_options(name, forms, {**(options or {}), **more})
+    declared: dict[str, Declared] = {key: Declared.of(field) for key, field in {**shared_fields, **own_fields}.items()}
+    values = read_options(name, declared, {**(options or {}), **more})
     method = cls(**{key: value for key, value in values.items() if key in own_fields})
     sharing = Sharing(**{key: value for key, value in values.items() if key not in own_fields})
     if sharing.prototypes:
@@ -152,15 +152,10 @@ def values_of(method: Method) -> dict[str, Any]:
 
 
 def options_of(cls: type[Method] | type[Sharing]) -> list[dict[str, Any]]:
-    """Return default and help of each option of a method, and what `OptionForm` knows of it.
-
-    Its own come first, then those that it shares with others.
-    """
+    """Return what is declared of each option of a method: its own first, then those that it shares with others."""
     order = [name for base in cls.__mro__ for name in inspect.get_annotations(base)]
-    return [
-        {**dataclasses.asdict(OptionForm.of(f)), "default": f.default, "help": f.metadata.get("help", "")}
-        for f in sorted(dataclasses.fields(cls), key=lambda field: order.index(field.name))
-    ]  # fmt: skip
+    fields = sorted(dataclasses.fields(cls), key=lambda field: order.index(field.name))
+    return [Declared.of(field).document for field in fields]
 
 
 def has_option(name: str, option_name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from medfl.core.declared import declared
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
 from medfl.core.task import TASKS, Task
@@ -20,15 +21,22 @@ _BLOCK = 32768
 """Numbers summed at a time on a CPU: their float64 sum and the buffer beside it stay in its cache."""
 
 
-def option(default: Any, help: str, *, choices: tuple[Any, ...] | None = None, **limits: float) -> Any:
-    """Declare an option of a method: default, help, choices, `minimum` and `maximum` exist once, on the field."""
-    return field(default=default, metadata={"help": help, "choices": choices, **limits})
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[Any, ...] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:
+    """Declare an option of a method: default, help, choices and limits exist once, on the field."""
+    return declared(default, help, choices=choices, minimum=minimum, maximum=maximum)
 
 
 def same_option(owner: type, name: str) -> Any:
     """Declare an option as another dataclass does, so that what several methods take is written once."""
-    declared = next(one for one in fields(owner) if one.name == name)
-    return field(default=declared.default, metadata=declared.metadata)
+    option_field = {member.name: member for member in fields(owner)}[name]
+    return field(default=option_field.default, metadata=option_field.metadata)
 
 
 @dataclass(frozen=True)

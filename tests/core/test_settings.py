@@ -136,9 +136,9 @@ def test_the_schema_of_a_setting_is_its_kind_and_limits(name: str) -> None:
     check = Draft202012Validator(one.schema)
     assert check.is_valid(value_of(one))
     assert not check.is_valid(["a", "list"])
-    if one.least is not None:
-        assert check.is_valid(one.least)
-        assert not check.is_valid(one.least - 1)
+    if one.minimum is not None:
+        assert check.is_valid(one.minimum)
+        assert not check.is_valid(one.minimum - 1)
     if one.above is not None:
         assert not check.is_valid(one.above)
     assert check.is_valid(None) == one.optional
