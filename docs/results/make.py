@@ -274,7 +274,8 @@ def _found(page: str, pattern: re.Pattern[str], text: str) -> re.Match[str]:
 
 def _folder(record: Mapping[str, Any]) -> RunFiles:
     run = record["run"]
-    return RunFiles(Path(run["run_hash"]), run, record["rounds"], record["sites"], record["summary"], None)
+    entries = {name: record[name] for name in ("rounds", "sites", "summary")}
+    return RunFiles.from_record(run, **entries, path=Path(run["run_hash"]))
 
 
 def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, Any]]:
@@ -288,7 +289,7 @@ def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, An
         summary = path.parent / "summary.json"
         ident = _ident(json.loads(summary.read_text())) if summary.is_file() else "@"
         if any(_is(ident, name) for name in wanted):
-            known[ident] = _record(RunFiles.read(path.parent))
+            known[ident] = _record(RunFiles(path.parent))
     found = {name: [record for ident, record in known.items() if _is(ident, name)] for name in wanted}
     if missing := [name for name, records in found.items() if len(records) != 1]:
         raise InputError(f"runs {', '.join(missing)} are not there, or not one", "a folder each", "give where they are")

@@ -112,8 +112,8 @@ def gains(folders: Sequence[Path]) -> Gains:
         InputError: a folder is not a finished run's, the runs differ in bundle, metric, images or sites, two are the
             same, two could be the reference of a third, or no run has a reference.
     """
-    listed = [RunFiles.read(path) for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()]
-    local = {run.path: RunFiles.read(run.path / "local") for run in listed if (run.path / "local/run.json").is_file()}
+    listed = [RunFiles(path) for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()]
+    local = {run.path: RunFiles(run.path / "local") for run in listed if (run.path / "local/run.json").is_file()}
     paths = {run.path.resolve() for run in listed}
     runs = listed + [run for run in local.values() if run.path.resolve() not in paths]
     _check(runs)

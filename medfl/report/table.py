@@ -12,7 +12,8 @@ from medfl.core import terminal
 from medfl.evaluation import metrics
 from medfl.report import formatting
 from medfl.report.differences import Differences
-from medfl.report.run_files import MODEL_KINDS, SUMMARY_KINDS, RunFiles
+from medfl.report.run_files import MODEL_KINDS, RunFiles
+from medfl.storage.run_reader import SUMMARY_KINDS
 
 _TABLE_SITES = 24
 _TABLE_STRUCTURES, _WIDE = 12, 21
@@ -26,7 +27,7 @@ def result_table(run_folder: Path) -> str:
     Raises:
         InputError: as for `write_report`.
     """
-    run = RunFiles.read(Path(run_folder))
+    run = RunFiles(Path(run_folder))
     names = [run.key] + (["accuracy"] if run.key != "accuracy" and "accuracy" in run.metric_names() else [])
     columns = [(name, kind, run.site_values(kind, name)) for name in names for kind, _ in MODEL_KINDS]
     columns = [column for column in columns if column[2]]

@@ -123,7 +123,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="different bundles: other and toy"):
         read([one, other])
     unfinished = folder(tmp_path, "x")
-    assert len(Comparison([RunFiles.read(one)]).rows) == 1
+    assert len(Comparison([RunFiles(one)]).rows) == 1
     with pytest.raises(InputError, match="no runs"):
         read([unfinished])
 
