@@ -42,7 +42,7 @@ import yaml
 
 from medfl.compare.comparison import MeanSd, t_interval
 from medfl.compare.papers import tables as paper_tables
-from medfl.core import terminal
+from medfl.core import tables
 from medfl.core.errors import InputError, MedflError
 from medfl.evaluation import metrics
 from medfl.report import RunFiles
@@ -110,7 +110,7 @@ class Results:
                 raise InputError(f"column {unknown[0]} of {label}", f"columns are {', '.join(columns)}", "choose one")
             cells = [own.get(title, template) for title, template in columns.items()]
             lines.append([filled(text, {"": row}) for text in (label, *cells)])
-        return terminal.markdown_table([self.asked["tables"][name].get("head", "method"), *columns], lines)
+        return tables.markdown_table([self.asked["tables"][name].get("head", "method"), *columns], lines)
 
     def said(self) -> list[tuple[re.Pattern[str], str]]:
         """Return for each piece of prose how it is found and how it has to be."""

@@ -22,7 +22,7 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.cli import bundle_pages, method_facts, method_pages
 from medfl.cli import verbs as cli
-from medfl.core import terminal
+from medfl.core import tables
 from medfl.storage.files import write_atomic
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -41,7 +41,7 @@ def method_table() -> str:
          method_pages.travels_text(e), "yes" if e["plain_host"] else "no", e["paper"]]
         for e in method_pages.methods()["methods"]
     ]  # fmt: skip
-    return terminal.markdown_table(head, rows)
+    return tables.markdown_table(head, rows)
 
 
 def method_parts(name: str) -> Parts:
@@ -64,7 +64,7 @@ def _facts(name: str) -> str:
     page = method_pages.methods_text(entry, 10_000).split("\n\n")[1]
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in page.splitlines())
     rows = [[fact[0].upper() + fact[1:], _escaped(text)] for fact, text in facts.items()]
-    return f"{_escaped(entry['summary'])}\n\n" + terminal.markdown_table(["", ""], rows)
+    return f"{_escaped(entry['summary'])}\n\n" + tables.markdown_table(["", ""], rows)
 
 
 def _options(name: str) -> str:
@@ -83,7 +83,7 @@ def _option_table(options: list[dict[str, Any]]) -> str:
         [f"`{o['name']}`", _kind(o), f"`{_plain(o['default'])}`" if o["default"] != "" else "", _escaped(o["help"])]
         for o in options
     ]
-    return terminal.markdown_table(["Option", "Value", "Default", "What it does"], rows)
+    return tables.markdown_table(["Option", "Value", "Default", "What it does"], rows)
 
 
 def _kind(option: Mapping[str, Any]) -> str:
@@ -120,7 +120,7 @@ def bundle_table() -> str:
          f"`{e['network']}`", e["licence"]]
         for e in bundle_pages.bundles()["bundles"]
     ]  # fmt: skip
-    return terminal.markdown_table(head, rows)
+    return tables.markdown_table(head, rows)
 
 
 def bundle_sections() -> str:
@@ -152,7 +152,7 @@ def _bundle_section(name: str) -> str:
         [
             f"### {name}",
             f"{_escaped(metadata['description'])}",
-            terminal.markdown_table(["", ""], [[fact, text] for fact, text in facts.items()]),
+            tables.markdown_table(["", ""], [[fact, text] for fact, text in facts.items()]),
             *_counts(bundle.root / "docs" / "README.md"),
             *(["\n".join(notes)] if notes else []),
         ]
@@ -172,7 +172,7 @@ def border_table() -> str:
     """Return the table of what comes from outside."""
     border = yaml.safe_load((Path(__file__).parent / "border.yaml").read_text())
     rows = [[one["what"], one["sender"], f"`{one['validator']}`", one["checks"], one["remains"]] for one in border]
-    return terminal.markdown_table(["what", "from", "checked by", "what is checked", "what remains"], rows)
+    return tables.markdown_table(["what", "from", "checked by", "what is checked", "what remains"], rows)
 
 
 def command_line() -> str:
@@ -204,7 +204,7 @@ def _verb(parser: argparse.ArgumentParser) -> str:
         ]
         if rows:
             title = {"options": "general", "positional arguments": "arguments"}.get(str(group.title), str(group.title))
-            parts += [terminal.markdown_table([title[0].upper() + title[1:], ""], rows)]
+            parts += [tables.markdown_table([title[0].upper() + title[1:], ""], rows)]
     about, _, examples = (parser.epilog or "").partition("examples\n")
     parts += [_escaped(" ".join(about.split()))] if about.strip() else []
     parts += [f"```text\n{examples}\n```"] if examples else []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medfl.cli.arguments import as_flag_text
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.names import check_method_name, method_names
 from medfl.core.option_values import OptionForm, read_options
 from medfl.core.task import TASKS
@@ -93,7 +93,7 @@ def _authors(paper: str) -> str:
     return authors[1] if authors else paper
 
 
-def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
+def methods_text(document: Document, width: int = tables.WIDTH) -> str:
     """Return the table of methods, or the page of one, at most `width` columns wide."""
     if "methods" not in document:
         return _method_page(document, width)
@@ -108,7 +108,7 @@ def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
         "plain host: whether a server that only averages (MONAI FL, NVIDIA FLARE) will do",
         "one method with its options and equations: medfl methods NAME",
     )
-    lines = [*terminal.table(head, rows, width, ("tasks", "plain host", "paper")), ""]
+    lines = [*tables.text_table(head, rows, width, ("tasks", "plain host", "paper")), ""]
     return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
 
 
@@ -134,7 +134,7 @@ def _method_page(entry: Document, width: int) -> str:
 
 def _options(title: str, options: list[Document], width: int) -> list[str]:
     rows = [[o["name"], _type(o), as_flag_text(o["default"]), o["help"]] for o in options]
-    return [title, *terminal.table(["name", "value", "default", "what it does"], rows, width)] if rows else []
+    return [title, *tables.text_table(["name", "value", "default", "what it does"], rows, width)] if rows else []
 
 
 def _type(option: Document) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from medfl.compare.checks import require_same
 from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
-from medfl.core import terminal
+from medfl.core import tables
 from medfl.core.errors import InputError
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
@@ -77,7 +77,7 @@ class Gains:
             mark = " (small)" if site in self.small else ""
             cells = [_cell(column.get(site, []), head) for head, column in zip(heads[2:], columns, strict=True)]
             rows.append([f"{site}{mark}", str(self.train.get(site, 0)), *cells])
-        return terminal.markdown_table(heads, rows)
+        return tables.markdown_table(heads, rows)
 
     def summary(self) -> list[str]:
         """Return sentences on how many sites each method serves better than each reference, and the notes."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
@@ -197,7 +197,7 @@ class Folds:
         """Return the table for the terminal; the last line says whether the data are real or phantom."""
         head, rows = self.cells()
         phantom = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
-        lines = [self.title(), "", *terminal.table(head, rows, terminal.width()), ""]
+        lines = [self.title(), "", *tables.text_table(head, rows, terminal.width()), ""]
         lines += structure_lines(self.first, self.structures, "pooled")
         lines += [line for note in self.notes for line in terminal.hanging_indent("", note, terminal.width())]
         return "\n".join([*lines, phantom if self.first.phantom else f"real data: {self.first.record['bundle']}"])
