@@ -42,7 +42,7 @@ import yaml
 
 from medfl.compare.comparison import MeanSd, t_interval
 from medfl.compare.papers import tables as paper_tables
-from medfl.core import terminal
+from medfl.core import tables
 from medfl.core.errors import InputError, MedflError
 from medfl.evaluation import metrics
 from medfl.report import RunFiles
@@ -110,7 +110,7 @@ class Results:
                 raise InputError(f"column {unknown[0]} of {label}", f"columns are {', '.join(columns)}", "choose one")
             cells = [own.get(title, template) for title, template in columns.items()]
             lines.append([filled(text, {"": row}) for text in (label, *cells)])
-        return terminal.markdown_table([self.asked["tables"][name].get("head", "method"), *columns], lines)
+        return tables.markdown_table([self.asked["tables"][name].get("head", "method"), *columns], lines)
 
     def said(self) -> list[tuple[re.Pattern[str], str]]:
         """Return for each piece of prose how it is found and how it has to be."""
@@ -274,7 +274,8 @@ def _found(page: str, pattern: re.Pattern[str], text: str) -> re.Match[str]:
 
 def _folder(record: Mapping[str, Any]) -> RunFiles:
     run = record["run"]
-    return RunFiles(Path(run["run_hash"]), run, record["rounds"], record["sites"], record["summary"], None)
+    entries = {name: record[name] for name in ("rounds", "sites", "summary")}
+    return RunFiles.from_record(run, **entries, path=Path(run["run_hash"]))
 
 
 def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, Any]]:
@@ -288,7 +289,7 @@ def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, An
         summary = path.parent / "summary.json"
         ident = _ident(json.loads(summary.read_text())) if summary.is_file() else "@"
         if any(_is(ident, name) for name in wanted):
-            known[ident] = _record(RunFiles.read(path.parent))
+            known[ident] = _record(RunFiles(path.parent))
     found = {name: [record for ident, record in known.items() if _is(ident, name)] for name in wanted}
     if missing := [name for name, records in found.items() if len(records) != 1]:
         raise InputError(f"runs {', '.join(missing)} are not there, or not one", "a folder each", "give where they are")

@@ -23,7 +23,7 @@ from medfl import methods
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.cli import bundle_pages, method_facts, method_pages
 from medfl.cli import verbs as cli
-from medfl.core import terminal
+from medfl.core import tables
 from medfl.core.declared import Declared
 from medfl.storage.files import write_atomic
 
@@ -45,7 +45,7 @@ def method_table() -> str:
          method_pages.travels_text(e), "yes" if e["plain_host"] else "no", e["paper"]]
         for e in method_pages.methods()["methods"]
     ]  # fmt: skip
-    return terminal.markdown_table(head, rows)
+    return tables.markdown_table(head, rows)
 
 
 def method_parts(name: str) -> Parts:
@@ -68,7 +68,7 @@ def _facts(name: str) -> str:
     page = method_pages.methods_text(entry, 10_000).split("\n\n")[1]
     facts = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in page.splitlines())
     rows = [[fact[0].upper() + fact[1:], _escaped(text)] for fact, text in facts.items()]
-    return f"{_escaped(entry['summary'])}\n\n" + terminal.markdown_table(["", ""], rows)
+    return f"{_escaped(entry['summary'])}\n\n" + tables.markdown_table(["", ""], rows)
 
 
 def _options(name: str) -> str:
@@ -87,7 +87,7 @@ def _option_table(options: list[dict[str, Any]]) -> str:
         [f"`{o['name']}`", _kind(o), f"`{_plain(o['default'])}`" if o["default"] != "" else "", _escaped(o["help"])]
         for o in options
     ]
-    return terminal.markdown_table(["Option", "Value", "Default", "What it does"], rows)
+    return tables.markdown_table(["Option", "Value", "Default", "What it does"], rows)
 
 
 def _kind(option: Mapping[str, Any]) -> str:
@@ -122,7 +122,7 @@ def bundle_table() -> str:
          f"`{e['network']}`", e["licence"]]
         for e in bundle_pages.bundles()["bundles"]
     ]  # fmt: skip
-    return terminal.markdown_table(head, rows)
+    return tables.markdown_table(head, rows)
 
 
 def bundle_sections() -> str:
@@ -154,7 +154,7 @@ def _bundle_section(name: str) -> str:
         [
             f"### {name}",
             f"{_escaped(metadata['description'])}",
-            terminal.markdown_table(["", ""], [[fact, text] for fact, text in facts.items()]),
+            tables.markdown_table(["", ""], [[fact, text] for fact, text in facts.items()]),
             *_counts(bundle.root / "docs" / "README.md"),
             *(["\n".join(notes)] if notes else []),
         ]
@@ -174,19 +174,22 @@ def border_table() -> str:
     """Return the table of what comes from outside."""
     border = yaml.safe_load((Path(__file__).parent / "border.yaml").read_text())
     rows = [[one["what"], one["sender"], f"`{one['validator']}`", one["checks"], one["remains"]] for one in border]
-    return terminal.markdown_table(["what", "from", "checked by", "what is checked", "what remains"], rows)
+    return tables.markdown_table(["what", "from", "checked by", "what is checked", "what remains"], rows)
 
 
 def command_line() -> str:
     """Return the help of every command, from the parser itself; options that several commands share come first."""
     commands = {parser.prog: parser for parser in _parsers(cli.parser())}
-    tables = {name: _option_groups(parser) for name, parser in commands.items()}
-    shared = _shared(tables.values())
+    options = {name: _option_groups(parser) for name, parser in commands.items()}
+    shared = _shared(options.values())
 
-    parts = ["## Shared options", "Commands name the groups that they take; a group is meant with all its options unless said otherwise."]
+    parts = [
+        "## Shared options",
+        "Commands name the groups that they take; a group is meant with all its options unless said otherwise.",
+    ]
     for title, rows in shared.items():
-        parts += [f"### {title}", terminal.markdown_table(["Option", ""], list(map(list, rows)))]
-    parts += [_verb(parser, tables[name], shared) for name, parser in commands.items()]
+        parts += [f"### {title}", tables.markdown_table(["Option", ""], list(map(list, rows)))]
+    parts += [_verb(parser, options[name], shared) for name, parser in commands.items()]
     return "\n\n".join(parts)
 
 
@@ -257,7 +260,7 @@ def _verb(parser: argparse.ArgumentParser, groups: Groups, shared: Groups) -> st
         common = [row for row in rows if row in shared.get(title, [])]
         own = [list(row) for row in rows if row not in common]
         if own:
-            parts.append(terminal.markdown_table([title, ""], own))
+            parts.append(tables.markdown_table([title, ""], own))
         if common:
             names.append(_named(title, common, shared[title]))
     if names:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.untrusted import printable
 from medfl.policy.audit import VerifiedLog
 
@@ -22,7 +22,7 @@ def text(log: VerifiedLog, width: int) -> list[str]:
         ]
         for entry in log.entries
     ]
-    lines = terminal.table(head, rows, max(width, 150), spare=["site"]) if rows else ["no line"]
+    lines = tables.text_table(head, rows, max(width, 150), spare=["site"]) if rows else ["no line"]
     lines += ["", *(f"note: {note}" for note in log.notes)]
     words = [entry["privacy"] for entry in log.entries if isinstance(entry.get("privacy"), str)]
     lines += terminal.hanging_indent("privacy: ", printable(words[-1], 1000), width) if words else []

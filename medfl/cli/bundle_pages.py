@@ -12,7 +12,7 @@ from typing import Any
 from medfl import datasets
 from medfl.bundle.files import find, read, read_protocol, shipped
 from medfl.cli.arguments import as_flag_text
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.errors import InputError, did_you_mean
 
 Document = dict[str, Any]
@@ -90,7 +90,7 @@ def _sides(entry: Document) -> str:
     return "x".join(map(str, size)) if isinstance(size, list) else str(size)
 
 
-def bundles_text(document: Document, width: int = terminal.WIDTH) -> str:
+def bundles_text(document: Document, width: int = tables.WIDTH) -> str:
     """Return the table of bundles, or the page of one, at most `width` columns wide."""
     if "bundles" not in document:
         return _bundle_page(document, width)
@@ -104,7 +104,7 @@ def bundles_text(document: Document, width: int = terminal.WIDTH) -> str:
         "data: what $MEDFL_DATA holds: real images, a phantom cohort (drawn images) or none; then runs draw a phantom",
         "one bundle with its classes, defaults and data layouts: medfl bundles NAME",
     )
-    lines = [*terminal.table(head, rows, width, ("licence", "pixels", "network")), ""]
+    lines = [*tables.text_table(head, rows, width, ("licence", "pixels", "network")), ""]
     return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
 
 

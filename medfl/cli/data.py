@@ -9,7 +9,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_actions, add_verb, show
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.errors import InputError
 
 EXAMPLES = """\
@@ -95,7 +95,7 @@ def _check_text(document: Mapping[str, Any], width: int) -> str:
         for centre, row in centres.items()
     ]
     head = ["section", *(["centre"] if several else []), "all", *document["classes"]]
-    lines = [*terminal.definitions(facts, width), "", *terminal.table(head, rows, width), ""]
+    lines = [*terminal.definitions(facts, width), "", *tables.text_table(head, rows, width), ""]
     for label, kind in (("note: ", "notes"), ("warning: ", "warnings"), ("problem: ", "problems")):
         lines += [line for text in document[kind] for line in terminal.hanging_indent(label, text, width)]
     return "\n".join([*lines, "the data can be used" if document["ok"] else "the data cannot be used as they are"])

@@ -12,7 +12,7 @@ from typing import Any
 
 import medfl
 from medfl.cli.arguments import as_flag_text
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.declared import Declared, read_options
 from medfl.core.names import check_method_name, method_names
 from medfl.core.task import TASKS
@@ -104,7 +104,7 @@ def _authors(paper: str) -> str:
     return authors[1] if authors else paper
 
 
-def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
+def methods_text(document: Document, width: int = tables.WIDTH) -> str:
     """Return the table of methods, or the page of one, at most `width` columns wide."""
     if "methods" not in document:
         return _method_page(document, width)
@@ -119,7 +119,7 @@ def methods_text(document: Document, width: int = terminal.WIDTH) -> str:
         "plain host: whether a server that only averages (MONAI FL, NVIDIA FLARE) will do",
         "one method with its options and equations: medfl methods NAME",
     )
-    lines = [*terminal.table(head, rows, width, ("tasks", "plain host", "paper")), ""]
+    lines = [*tables.text_table(head, rows, width, ("tasks", "plain host", "paper")), ""]
     return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
 
 
@@ -145,7 +145,7 @@ def _method_page(entry: Document, width: int) -> str:
 
 def _options(title: str, options: list[Document], width: int) -> list[str]:
     rows = [[o["name"], _type(o), as_flag_text(o["default"]), o["help"]] for o in options]
-    return [title, *terminal.table(["name", "value", "default", "what it does"], rows, width)] if rows else []
+    return [title, *tables.text_table(["name", "value", "default", "what it does"], rows, width)] if rows else []
 
 
 def _type(option: Document) -> str:

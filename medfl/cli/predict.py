@@ -10,7 +10,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show, warn
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.errors import RunError
 from medfl.storage.places import check_which, is_run, require_there, require_unused
 
@@ -79,7 +79,9 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
     lines = [f"{len(document['predictions'])} of {document['images']} images predicted by {document['model']}"]
     if document["task"] == "classification":
         counts = Counter(row["prediction"] for row in document["predictions"])
-        lines += terminal.table(["prediction", "images"], [[name, str(count)] for name, count in counts.items()], width)
+        lines += tables.text_table(
+            ["prediction", "images"], [[name, str(count)] for name, count in counts.items()], width
+        )
     else:
         lines += _structures(document["predictions"], width)
     if (scores := document["scores"]) is not None:
@@ -92,7 +94,7 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
             if not name.endswith("_cases"):
                 cases = scores.get(f"{name}_cases", document["scored"])
                 rows.append([title(name) + units.get(name, ""), f"{value:.3f}", f"{cases:.0f}"])
-        lines += terminal.table(["metric", "value", "cases"], rows, width)
+        lines += tables.text_table(["metric", "value", "cases"], rows, width)
     lines += ["", *document["files"].values()]
     if document["data_source"] == "phantom":
         lines.append("this model learned from PHANTOM data, images drawn by a program: it says nothing about patients")
@@ -108,4 +110,4 @@ def _structures(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
         mean = sum(values) / len(values)
         shown = f"{mean:.1f} ml" if unit == "ml" else f"{mean:.1%} of the pixels"
         lines.append([structure, shown, str(len(values))])
-    return terminal.table(["structure", "mean", "images"], lines, width)
+    return tables.text_table(["structure", "mean", "images"], lines, width)

@@ -10,7 +10,7 @@ from typing import Any
 from medfl.cli import arguments
 from medfl.cli.arguments import add_bundle, add_number, parse_pairs
 from medfl.cli.parser import add_actions, add_verb, show
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.errors import InputError
 from medfl.core.names import check_name
 from medfl.flare import serve
@@ -182,7 +182,7 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
     pinned = "judged without the pins of --policy" if document.get("pinned_anew") else pinned
     lines = [f"bundle {printable(document['bundle'])} in {printable(document['folder'], 200)}", "", f"Files ({pinned})"]
     rows = [[printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]]
-    lines += terminal.table(["file", "kind", "bytes", "sha256"], rows, max(width, 132)) if rows else ["none"]
+    lines += tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(width, 132)) if rows else ["none"]
     if document["changes"] is not None:
         lines += ["", "What differs from the version given with --against", *(document["changes"] or ["nothing"])]
     if document.get("pinned_anew"):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, show
-from medfl.core import terminal
+from medfl.core import tables, terminal
 
 if TYPE_CHECKING:
     from medfl.runs.subgroups import Estimate, Subgroups
@@ -68,7 +68,7 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
         count = "not told" if group.count is None else str(group.count)
         rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
     spare = [title(name) for name in reversed(names[2:])]
-    lines = terminal.table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
+    lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
     for note in subgroups.notes():
         lines += terminal.hanging_indent("note: ", note, width)
     return lines

@@ -78,7 +78,7 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def check_names(runs: Sequence[Run], against: str | None, target: str | None) -> None:
     """Raise an InputError if `against` is no method of the planned runs, or `target` neither a method nor a number."""
-    folders = [RunFiles(Path(), run.to_dict(), (), (), None, None) for run in runs]
+    folders = [RunFiles.from_record(run.to_dict()) for run in runs]
     names = list(dict.fromkeys(labels(folders)))
     methods = ", ".join(names)
     if against is not None and against not in names:
@@ -132,7 +132,7 @@ def _short(value: Any, width: int = 40) -> str:
 def check_same_source_and_bundle(planned: Run, finished: Sequence[Path]) -> None:
     """Raise an InputError if a finished run has other images (real or phantom) or another bundle than planned."""
     for path in finished:
-        record = RunFiles.read(path).record
+        record = RunFiles(path).record
         for what, now, before in (
             ("images", planned.data.source, record["data"]["source"]),
             ("bundle", planned.bundle_sha256[:16], str(record.get("bundle_sha256") or planned.bundle_sha256)[:16]),

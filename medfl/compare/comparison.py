@@ -326,7 +326,7 @@ def read(folders: Sequence[Path]) -> Comparison:
     Raises:
         InputError: as `Comparison`, or a folder is not a run's.
     """
-    runs = [RunFiles.read(folder) for folder in folders]
+    runs = [RunFiles(folder) for folder in folders]
     return Comparison([run for run in runs if run.summary is not None])
 
 

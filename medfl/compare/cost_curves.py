@@ -31,7 +31,7 @@ def write_cost_curves(folders: Sequence[Path], file: Path) -> Path:
         InputError: a folder is not a run's, the runs have different key metrics, or none was scored.
     """
     require_png(file, "--curves")
-    return write_png(cost_curves([RunFiles.read(Path(folder)) for folder in folders]), file)
+    return write_png(cost_curves([RunFiles(Path(folder)) for folder in folders]), file)
 
 
 def embedded(runs: Sequence[RunFiles]) -> tuple[str, str, str] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from medfl.compare.checks import require_same
 from medfl.compare.comparison import t_interval
 from medfl.compare.labels import labels_with_settings, settings
-from medfl.core import terminal
+from medfl.core import tables
 from medfl.core.errors import InputError
 from medfl.data.partition.table import shorten
 from medfl.evaluation import metrics
@@ -77,7 +77,7 @@ class Gains:
             mark = " (small)" if site in self.small else ""
             cells = [_cell(column.get(site, []), head) for head, column in zip(heads[2:], columns, strict=True)]
             rows.append([f"{site}{mark}", str(self.train.get(site, 0)), *cells])
-        return terminal.markdown_table(heads, rows)
+        return tables.markdown_table(heads, rows)
 
     def summary(self) -> list[str]:
         """Return sentences on how many sites each method serves better than each reference, and the notes."""
@@ -112,8 +112,8 @@ def gains(folders: Sequence[Path]) -> Gains:
         InputError: a folder is not a finished run's, the runs differ in bundle, metric, images or sites, two are the
             same, two could be the reference of a third, or no run has a reference.
     """
-    listed = [RunFiles.read(path) for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()]
-    local = {run.path: RunFiles.read(run.path / "local") for run in listed if (run.path / "local/run.json").is_file()}
+    listed = [RunFiles(path) for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()]
+    local = {run.path: RunFiles(run.path / "local") for run in listed if (run.path / "local/run.json").is_file()}
     paths = {run.path.resolve() for run in listed}
     runs = listed + [run for run in local.values() if run.path.resolve() not in paths]
     _check(runs)

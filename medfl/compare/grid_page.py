@@ -30,7 +30,7 @@ def is_grid(folder: Path) -> bool:
 
 def runs_of(folder: Path) -> list[RunFiles]:
     """Return the runs in a comparison's folder, unfinished ones too, in the order of their names."""
-    return [RunFiles.read(file.parent) for file in sorted(folder.glob("*/*/seed-*/run.json"))]
+    return [RunFiles(file.parent) for file in sorted(folder.glob("*/*/seed-*/run.json"))]
 
 
 def write_grid_page(folder: Path) -> Path:

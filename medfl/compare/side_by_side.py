@@ -38,7 +38,7 @@ def write_page(folders: Sequence[Path], file: Path) -> Path:
     """
     if file.suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--out {file}", "the page is an HTML file", f"give {file.with_suffix('.html')}")
-    runs = [RunFiles.read(Path(folder)) for folder in folders]
+    runs = [RunFiles(Path(folder)) for folder in folders]
     name, values = ("report.html.j2", context(runs[0])) if len(runs) == 1 else ("several.html.j2", _context(runs))
     page = environment().get_template(name).render(values)
     file.parent.mkdir(parents=True, exist_ok=True)

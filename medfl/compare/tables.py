@@ -5,22 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from tabulate import LATEX_ESCAPE_RULES, tabulate
 
 from medfl.compare.comparison import Comparison, MeanSd, PairedTest, Row
 from medfl.compare.cost_curves import cost_curves
 from medfl.core.names import as_cell
+from medfl.core.tables import formatted_table, latex_text
 from medfl.evaluation import metrics
 from medfl.report.differences import Difference
 from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import safe_file_name
 
-FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
 _HEADERS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
 _BOLD = {"md": "**", "tex": "\\textbf", "html": "<b>"}
 _MAX_COLUMNS = 9  # on a page of LaTeX
@@ -42,7 +38,7 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
             text = _spread(MeanSd.of(list(row.values(column).values())), _UNITS[column.scale][0], 1)
             cells.append(f"**{text}**" if best.get(column.name) is row else text)
         lines.append(cells)
-    return rendered(heads, lines, format_)
+    return formatted_table(heads, lines, format_)
 
 
 def test_table(tests: Sequence[PairedTest], format_: str) -> str:
@@ -57,7 +53,7 @@ def test_table(tests: Sequence[PairedTest], format_: str) -> str:
         ]
         for test in tests
     ]  # fmt: skip
-    return rendered(heads, lines, format_)
+    return formatted_table(heads, lines, format_)
 
 
 def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> str:
@@ -70,7 +66,7 @@ def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> st
         ]
         for row, against, test in tests
     ]  # fmt: skip
-    return rendered(heads, lines, format_)
+    return formatted_table(heads, lines, format_)
 
 
 def target_table(comparison: Comparison, partition: str, value: float, format_: str) -> str:
@@ -81,13 +77,13 @@ def target_table(comparison: Comparison, partition: str, value: float, format_: 
         target = comparison.to_reach(row, value)
         cells = [_spread(target.rounds, 1.0, 1), _spread(target.bytes, 1e6, 1), _spread(target.seconds, 1.0, 0)]
         lines.append([row.method, f"{target.reached} of {target.count}", *cells])
-    return rendered(heads, lines, format_)
+    return formatted_table(heads, lines, format_)
 
 
 def rank_table(ranks: dict[str, float], format_: str) -> str:
     """Return the table of mean ranks, the best first."""
     lines = [[method, f"{rank:.2f}"] for method, rank in sorted(ranks.items(), key=lambda entry: entry[1])]
-    return rendered(["method", "mean rank"], lines, format_)
+    return formatted_table(["method", "mean rank"], lines, format_)
 
 
 def as_csv(comparison: Comparison) -> str:
@@ -161,22 +157,10 @@ def titled(title: str, table: str, format_: str) -> str:
     """Return a table with its title; in LaTeX the title is the caption, and wide tables are scaled to the page."""
     if format_ == "md":
         return f"## {title}\n\n{table}"
-    caption = "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in title).replace("–", "--")
-    lines = ["\\begin{table}", "\\centering", f"\\caption{{{caption}}}"]
+    lines = ["\\begin{table}", "\\centering", f"\\caption{{{latex_text(title)}}}"]
     wide = len(table.partition("\n")[0].rpartition("{")[2]) > _MAX_COLUMNS + 1
     body = ["\\resizebox{\\textwidth}{!}{%", f"{table}}}"] if wide else [table]
     return "\n".join([*lines, *body, "\\end{table}"])
-
-
-def rendered(heads: Sequence[str], lines: Sequence[Sequence[Any]], format_: str) -> str:
-    """Return a table with these headings."""
-    align = None if format_ == "md" else ["left", *["right"] * (len(heads) - 1)]
-    table = str(tabulate(lines, heads, tablefmt=FORMATS[format_], disable_numparse=True, colalign=align))
-    if format_ == "md":
-        return table
-    if format_ == "html":
-        return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", table)
-    return re.sub(r"\*\*(.+?)\*\*", r"\\textbf{\1}", table).replace("±", r"$\pm$").replace("–", "--")
 
 
 def _spread(spread: MeanSd | None, unit: float, digits: int) -> str:

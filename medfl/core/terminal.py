@@ -1,4 +1,4 @@
-"""What a command says, as text for a terminal and Markdown, and what it hears: closed streams, SIGTERM."""
+"""What a command says to a terminal, and what it hears: closed streams, SIGTERM."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import signal
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
+from medfl.core.tables import WIDTH, wrap
+
 Print = Callable[[str], object]
 """Takes a line for the user, as `print` does."""
-WIDTH = 100
 _STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -93,47 +94,6 @@ def beside_bars() -> AbstractContextManager[None]:
     return tqdm.tqdm.external_write_mode(file=sys.stderr) if tqdm else nullcontext()
 
 
-def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH, spare: Sequence[str] = ()
-) -> list[str]:
-    """Return the lines of a table, columns of numbers aligned to the right.
-
-    Where lines are too long the widest columns wrap; if that does not suffice, `spare` columns are left out.
-    """
-    columns = [*zip(head, *rows, strict=True)]
-    for name in [*spare, ""]:
-        widths = [max(map(len, column)) for column in columns]
-        floors = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
-        gaps = 2 * (len(columns) - 1)
-        if sum(floors) + gaps <= width:
-            break
-        columns = [column for column in columns if column[0] != name]
-    while sum(widths) + gaps > width:
-        loose = [i for i in range(len(widths)) if widths[i] > floors[i]]
-        if not loose:
-            break
-        widths[max(loose, key=lambda i: widths[i])] -= 1
-    number = [all(cell.isdecimal() or cell == "-" for cell in column[1:]) for column in columns]
-
-    def line(parts: Sequence[str]) -> str:
-        aligned = zip(parts, widths, number, strict=True)
-        return "  ".join(part.rjust(size) if right else part.ljust(size) for part, size, right in aligned).rstrip()
-
-    def lines(row: Sequence[str]) -> list[str]:
-        wrapped = [_wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
-        height = max(map(len, wrapped))
-        return [line([part[i] if i < len(part) else "" for part in wrapped]) for i in range(height)]
-
-    top, *others = zip(*columns, strict=True)
-    return [*lines(top), "  ".join("-" * size for size in widths), *(text for row in others for text in lines(row))]
-
-
-def _wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
-    )
-
-
 def definitions(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
     """Return names and their descriptions in two columns."""
     indent = max(map(len, named)) + 2
@@ -142,12 +102,12 @@ def definitions(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
 
 def wrap_to_terminal(text: str) -> list[str]:
     """Wrap a line at the terminal's width, further lines indented."""
-    return _wrap(text, shutil.get_terminal_size().columns, "", "  ") or [""]
+    return wrap(text, shutil.get_terminal_size().columns, "", "  ") or [""]
 
 
 def hanging_indent(label: str, text: str, width: int = WIDTH) -> list[str]:
     """Wrap a text after a label, further lines indented by the label's length."""
-    return _wrap(text, width, label, " " * len(label))
+    return wrap(text, width, label, " " * len(label))
 
 
 def wrap_docstring(text: str, width: int = WIDTH) -> list[str]:
@@ -161,14 +121,5 @@ def wrap_docstring(text: str, width: int = WIDTH) -> list[str]:
         elif "   " in paragraph:
             lines += [part for line in originals for part in hanging_indent("", line, width)]
         else:
-            lines += _wrap(paragraph, width)
+            lines += wrap(paragraph, width)
     return lines[1:]
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    return "\n".join([line(head), "|" + "---|" * len(head), *map(line, rows)])

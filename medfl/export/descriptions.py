@@ -64,7 +64,7 @@ def scores(trained: RunNetworks, model: Model) -> dict[str, float]:
     if trained.summary is not None:
         pooled = (trained.summary.get("global") or {}).get(trained.which) or {}
         return _finite({key: value for key, value in pooled.items() if key != "round"})
-    entry = next((entry for entry in trained.folder.rounds() if entry["round"] == trained.round), {})
+    entry = next((entry for entry in trained.files.rounds if entry["round"] == trained.round), {})
     return _finite({f"validation_{key}": value for key, value in (entry.get("val_global") or {}).items()})
 
 

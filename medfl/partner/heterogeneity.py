@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.spatial.distance import jensenshannon
 
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
 from medfl.data.partition.table import TITLES, shorten
@@ -118,7 +118,7 @@ class FederationStatistics:
             for site, of_classes, of_intensities in self._with_distances()
         ]
         note = "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
-        return [*terminal.table(head, rows, width), "", *terminal.hanging_indent("", note, width)]
+        return [*tables.text_table(head, rows, width), "", *terminal.hanging_indent("", note, width)]
 
 
 def read(paths: Sequence[Path]) -> FederationStatistics:

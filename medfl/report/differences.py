@@ -21,7 +21,8 @@ from medfl.core.seeding import derive
 from medfl.evaluation import bootstrap, metrics
 from medfl.evaluation.bootstrap import LEAST, Draws, Floats, Interval
 from medfl.report.formatting import number
-from medfl.report.run_files import Predictions, RunFiles
+from medfl.report.run_files import RunFiles
+from medfl.storage.run_reader import Predictions
 
 BETTER, WORSE, UNCLEAR = "better", "worse", "no clear difference"
 FEW = "too few cases"
@@ -130,7 +131,7 @@ class Differences:
     def local(self) -> RunFiles | None:
         """The run of the sites alone, None where there was none."""
         folder = self.run.path / "local"
-        return RunFiles.read(folder) if self.run.finished and (folder / "run.json").is_file() else None
+        return RunFiles(folder) if self.run.finished and (folder / "run.json").is_file() else None
 
     @cached_property
     def against_local(self) -> dict[str, Difference]:

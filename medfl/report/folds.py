@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.core.type_checks import Count
@@ -25,12 +25,13 @@ from medfl.evaluation import metrics
 from medfl.evaluation.mask_metrics import by_structure
 from medfl.evaluation.metrics import Cases
 from medfl.report import formatting
-from medfl.report.run_files import Predictions, RunFiles
+from medfl.report.run_files import RunFiles
 from medfl.report.table import structure_lines
 from medfl.report.templating import environment
 from medfl.storage.files import write_atomic
 from medfl.storage.places import FOLDS
 from medfl.storage.run_documents import damaged, read_document
+from medfl.storage.run_reader import Predictions
 
 FORM: Mapping[str, Any] = {
     "folds": Count, "bundle": str, "options": dict[str, Any], "config": dict[str, Any], "requested": dict[str, Any],
@@ -83,7 +84,7 @@ class Folds:
         """
         count = int(read_record(path)["folds"])
         folders = {number: fold_folder(path, number) for number in range(1, count + 1)}
-        begun = {n: RunFiles.read(folder) for n, folder in folders.items() if (folder / "summary.json").is_file()}
+        begun = {n: RunFiles(folder) for n, folder in folders.items() if (folder / "summary.json").is_file()}
         runs = {number: run for number, run in begun.items() if run.finished and run.predictions is not None}
         if not runs:
             raise InputError(
@@ -196,7 +197,7 @@ class Folds:
         """Return the table for the terminal; the last line says whether the data are real or phantom."""
         head, rows = self.cells()
         phantom = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
-        lines = [self.title(), "", *terminal.table(head, rows, terminal.width()), ""]
+        lines = [self.title(), "", *tables.text_table(head, rows, terminal.width()), ""]
         lines += structure_lines(self.first, self.structures, "pooled")
         lines += [line for note in self.notes for line in terminal.hanging_indent("", note, terminal.width())]
         return "\n".join([*lines, phantom if self.first.phantom else f"real data: {self.first.record['bundle']}"])

@@ -17,11 +17,12 @@ from medfl.report import folds, round_charts, saved_pictures
 from medfl.report.differences import LEAST_OF_CLASS, Differences
 from medfl.report.formatting import setting
 from medfl.report.prediction_analysis import analyse_predictions
-from medfl.report.run_files import MODEL_KINDS, SUMMARY_KINDS, RunFiles
+from medfl.report.run_files import MODEL_KINDS, RunFiles
 from medfl.report.templating import environment
 from medfl.storage.files import write_atomic
 from medfl.storage.places import FOLDS
 from medfl.storage.run_documents import damaged
+from medfl.storage.run_reader import SUMMARY_KINDS
 
 _SHOWN = ("key", "judged", "personal_model", "phantom", "public", "finished", "rise", "rounds", "summary")
 """What the page is given of `RunFiles` by the same name."""
@@ -37,7 +38,7 @@ def write_report(run_folder: Path) -> Path:
     """
     if (Path(run_folder) / FOLDS).is_file():
         return folds.write(Path(run_folder)).path / "report.html"
-    run = RunFiles.read(Path(run_folder))
+    run = RunFiles(Path(run_folder))
     page = environment().get_template("report.html.j2").render(context(run))
     path = run.path / "report.html"
     write_atomic(path, page.encode())

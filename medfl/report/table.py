@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from medfl.core import terminal
+from medfl.core.tables import label_row
 from medfl.evaluation import metrics
 from medfl.report import formatting
 from medfl.report.differences import Differences
-from medfl.report.run_files import MODEL_KINDS, SUMMARY_KINDS, RunFiles
+from medfl.report.run_files import MODEL_KINDS, RunFiles
+from medfl.storage.run_reader import SUMMARY_KINDS
 
 _TABLE_SITES = 24
 _TABLE_STRUCTURES, _WIDE = 12, 21
@@ -26,7 +28,7 @@ def result_table(run_folder: Path) -> str:
     Raises:
         InputError: as for `write_report`.
     """
-    run = RunFiles.read(Path(run_folder))
+    run = RunFiles(Path(run_folder))
     names = [run.key] + (["accuracy"] if run.key != "accuracy" and "accuracy" in run.metric_names() else [])
     columns = [(name, kind, run.site_values(kind, name)) for name in names for kind, _ in MODEL_KINDS]
     columns = [column for column in columns if column[2]]
@@ -59,28 +61,34 @@ def _site_lines(run: RunFiles, columns: Sequence[tuple[str, str, Mapping[str, fl
         sign = 1 if metrics.higher_is_better(run.key) else -1
         judged = run.site_values(run.judged, run.key)
         shown = sorted(shown, key=lambda site: sign * judged.get(site, math.inf * sign))[: _TABLE_SITES - 4]
-    # a gap opens each metric's group of columns
-    gaps = ["  " if i == 0 or columns[i - 1][0] != name else "" for i, (name, _, _) in enumerate(columns)]
+    widths = [24, 8, 8]
+    title_widths = dict[str, int]()
+    for name, _, _ in columns:
+        gap = 0 if name in title_widths else 2  # which opens each metric's group of columns
+        widths.append(gap + 9)
+        title_widths[name] = title_widths.get(name, 0) + 9
 
-    def line(label: str, train: str, test: str, cells: Sequence[str]) -> str:
-        return f"{label:<24} {train:>7} {test:>7}" + "".join(f"{g}{c:>9}" for g, c in zip(gaps, cells, strict=True))
-
-    widths = {name: sum(9 for column in columns if column[0] == name) for name, _, _ in columns}
-    head = line("site", "train", "test", [kind for _, kind, _ in columns])
+    head = label_row(["site", "train", "test", *(kind for _, kind, _ in columns)], widths)
     rule = "─" * len(head)
-    titles = "".join(f"  {run.title(name)[:width]:>{width}}" for name, width in widths.items())
+    titles = "".join(f"  {run.title(name)[:width]:>{width}}" for name, width in title_widths.items())
     lines = [" " * 40 + titles, head, rule]
     for site in shown:
+        sizes = [str(run.size(site, section)) for section in ("train", "test")]
         cells = [formatting.number(values.get(site)) for _, _, values in columns]
-        lines.append(line(formatting.plain(site), str(run.size(site, "train")), str(run.size(site, "test")), cells))
+        lines.append(label_row([formatting.plain(site), *sizes, *cells], widths))
+
     if len(shown) < len(run.site_names):
         lines.append(f"… {len(run.site_names) - len(shown)} better sites are in sites.csv")
     spreads = [metrics.spread(values, metrics.higher_is_better(name)) for name, _, values in columns]
     if not columns:
         return [text.rstrip() for text in lines]
-    lines += [rule, line("mean", "", "", [formatting.number(s["mean"]) for s in spreads])]
-    lines += [line("sd", "", "", [formatting.sd(s) for s in spreads])]
-    return [*lines, line("worst", "", "", [formatting.number(s["worst"]) for s in spreads])]
+    lines += [
+        rule,
+        label_row(["mean", "", "", *(formatting.number(spread["mean"]) for spread in spreads)], widths),
+        label_row(["sd", "", "", *map(formatting.sd, spreads)], widths),
+        label_row(["worst", "", "", *(formatting.number(spread["worst"]) for spread in spreads)], widths),
+    ]
+    return lines
 
 
 def _pooled_lines(run: RunFiles) -> list[str]:
@@ -88,9 +96,12 @@ def _pooled_lines(run: RunFiles) -> list[str]:
     pooled = run.pooled()
     if not pooled:
         return []
-    lines = ["", f"{'pooled test set':<22} {'round':>5}"]
-    for kind, what, values in pooled:
-        lines.append(f"{SUMMARY_KINDS[kind][1].lower()} {what}".ljust(22) + f" {values.get('round', '–'):>5}")
+    widths = [22, 6]
+    lines = ["", label_row(["pooled test set", "round"], widths)]
+    for kind, when, values in pooled:
+        label = f"{SUMMARY_KINDS[kind][1].lower()} {when}"
+        lines.append(label_row([label, str(values.get("round", "–"))], widths))
+
     for name in run.metric_names():
         unit = run.title(name).removeprefix(metrics.title(name))
         cells = [formatting.plain(f"{name}{unit}"), *(formatting.number(values.get(name)) for _, _, values in pooled)]
@@ -105,15 +116,21 @@ def structure_lines(run: RunFiles, structures: Mapping[str, Mapping[str, Any]], 
 
     The run gives titles and units; `model` is whose metrics they are, as the heading says it.
     """
-    kinds, shown = run.structure_metrics, dict(structures)
+    kinds = run.structure_metrics
+    shown = dict(structures)
     if len(shown) > _TABLE_STRUCTURES:
         by_dice = sorted(shown, key=lambda name: math.inf if (dice := shown[name].get("dice")) is None else dice)
         shown = {name: shown[name] for name in by_dice[:_TABLE_STRUCTURES]}
-    lines = [f"{f'structure, {model}':<24} {'cases':>7}" + "".join(f"{run.title(kind):>{_WIDE}}" for kind in kinds)]
+    widths = [24, 8, *[_WIDE] * len(kinds)]
+    lines = [label_row([f"structure, {model}", "cases", *map(run.title, kinds)], widths)]
     for name, scores in shown.items():
-        cells = "".join(f"{formatting.number(scores.get(kind)):>{_WIDE}}" for kind in kinds)
-        none = "" if scores.get("cases") else "  no test case has it"
-        lines.append(f"{formatting.plain(name):<24} {scores.get('cases', '–'):>7}{none or cells}")
+        label = [formatting.plain(name), str(scores.get("cases", "–"))]
+        if scores.get("cases"):
+            cells = [formatting.number(scores.get(kind)) for kind in kinds]
+            lines.append(label_row([*label, *cells], widths))
+        else:
+            lines.append(label_row(label, widths[:2]) + "  no test case has it")
+
     if len(shown) < len(structures):
         lines.append(f"… {len(structures) - len(shown)} more structures are in summary.json")
     return [*lines, ""] if shown else []

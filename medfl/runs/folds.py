@@ -175,6 +175,6 @@ def _is_done(folder: Path, asked: Mapping[str, Any]) -> bool:
     """Tell whether a fold has its summary after as many rounds as are asked for."""
     if not (folder / "summary.json").is_file():
         return False
-    run = RunFiles.read(folder)
+    run = RunFiles(folder)
     rounds = int(run.record["rounds"])
     return run.finished and rounds >= asked.get("rounds", rounds)

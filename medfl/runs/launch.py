@@ -213,7 +213,7 @@ def federate(
     further = f"medfl run --resume --out {folder_to_resume(path)} --rounds {2 * run.rounds}"
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
-    if rise := RunFiles.read(path).rise:
+    if rise := RunFiles(path).rise:
         say(f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}")
     return {**summary, "folder": str(path)}
 

@@ -30,8 +30,8 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import judged
 from medfl.storage.files import file_sha256, load_state, load_weights, weights_sha256
 from medfl.storage.places import WHICH
-from medfl.storage.run_documents import read_run, read_summary
 from medfl.storage.run_folder import RunFolder
+from medfl.storage.run_reader import RunReader
 
 CPU = torch.device("cpu")
 
@@ -61,12 +61,15 @@ class RunNetworks:
             raise InputError(
                 f"{path} holds no run (no run.json)", "a folder that medfl run wrote", "name one, as runs/NAME"
             )
-        run, self.document = read_run(path / "run.json")
-        self.path, self.which, self.run_hash = path, which, run.run_hash
+        self.files = RunReader(path)
+        self.document = self.files.document
+        self.path = path
+        self.which = which
+        run = self.files.run
+        self.run_hash = run.run_hash
         self.run: Run = replace(run, device="cpu")
         self.computed_on_cpu = run.device == "cpu"
-        self.folder = RunFolder(path)
-        self.manifest = self.folder.manifest()
+        self.manifest = self.files.manifest
         self.bundle: Problem = bundle_of_run(self.run, path, CPU, allow_changed=True)
         if self.bundle.dataset and self.bundle.sha256 != run.bundle_sha256:
             was = f"medfl {run.versions.get('medfl')}, which made the run"
@@ -77,14 +80,10 @@ class RunNetworks:
         self.method: Method = methods.load(self.run.method, self.run.options)
         self.sites = list(self.run.partition.sites)
 
-    @cached_property
-    def summary(self) -> dict[str, Any] | None:
+    @property
+    def summary(self) -> Mapping[str, Any] | None:
         """The run's summary, None where it was interrupted, or is being continued."""
-        file = self.path / "summary.json"
-        if not file.is_file():
-            return None
-        document = read_summary(file)
-        return document if self.manifest is None or self.manifest["round"] == document["rounds"] else None
+        return self.files.final_summary
 
     @property
     def finished(self) -> bool:
@@ -95,7 +94,7 @@ class RunNetworks:
     def round(self) -> int:
         """The round whose model is taken; InputError if there is none yet."""
         if self.which == "best":
-            best = (self.manifest or {"record": {}})["record"].get("best") or (self.summary or {}).get("best")
+            best = self.files.best_round
             if best is None or not (self.path / "best.safetensors").is_file():
                 raise InputError(
                     f"the run in {self.path} has kept no best round",
@@ -224,26 +223,32 @@ class _States:
                 "this model is made from state/, as the run left it",
                 f"let it train: medfl run --resume --out {result.path}",
             )
-        self.networks, self.manifest = result, result.manifest
+        self.networks = result
+        self.manifest = result.manifest
+        self.folder = RunFolder(result.path)
         plan = repeat(result.run, data, say, result.path)
         public = plan.public.prepare(say=say) if plan.public else None
         self.federation = Federation(plan.bundle, plan.method, plan.run, public=public)
 
     def server_network(self, round_: int) -> nn.Module | None:
         """Return a copy of the server's network, None where it has none."""
-        federation, folder = self.federation, self.networks.folder
-        server = folder.best_state() if self.networks.which == "best" else folder.server_state(self.manifest)
+        federation = self.federation
+        best = self.networks.which == "best"
+        server = self.folder.best_state() if best else self.folder.server_state(self.manifest)
+
         with federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
             return None if network is None else deepcopy(network)
 
     def site_network(self, name: str) -> nn.Module:
         """Return a copy of the network that a site is judged by after the last round."""
-        federation, folder, round_ = self.federation, self.networks.folder, int(self.manifest["round"])
+        federation = self.federation
+        round_ = int(self.manifest["round"])
         with federation.networks.scope():
-            server = folder.server_state(self.manifest)
+            server = self.folder.server_state(self.manifest)
             down = federation.method.broadcast(federation.host(round_), server, name)
-        state_file = folder.readable_state(name, self.networks.run_hash)
+
+        state_file = self.folder.readable_state(name, self.networks.run_hash)
         state = None if state_file is None else load_state(state_file)
         with judged(federation, round_, name, state, down) as network:
             return deepcopy(network)

@@ -22,14 +22,14 @@ from medfl.data.prepared import Prepared, Shard
 from medfl.evaluation import metrics
 from medfl.evaluation.evaluators import ClassEvaluator
 from medfl.evaluation.metrics import Cases
-from medfl.report import RunFiles, activation_maps, write_report
+from medfl.report import activation_maps, write_report
 from medfl.runs import subgroups
 from medfl.runs.networks_of_run import RunNetworks
 from medfl.runs.plan import Plan, repeat
 from medfl.runs.predict import predict
 from medfl.runs.result_tables import Record, ResultTables, parse_row, with_same_keys
 from medfl.runtimes import site_labels
-from medfl.storage.run_documents import read_rows, read_run
+from medfl.storage.run_reader import RunReader
 from medfl.training.accelerate.precision import tf32
 
 if TYPE_CHECKING:
@@ -53,14 +53,17 @@ class Result(ResultTables):
         run: the record of all that the run depends on.
 
     Raises:
-        InputError: the folder is not a run's, or a file in it is damaged.
+        InputError: the folder is not a run's, or its run.json is damaged. Other files are read when they are first
+            asked for, and a damaged one is refused then.
     """
 
     def __init__(self, folder: str | Path, device: str = "cpu") -> None:
         """Read the folder; neither images nor networks yet."""
-        self.path, self.device = Path(folder).expanduser(), torch.device(device)
-        self._files = RunFiles.read(self.path)
-        self.run: Run = read_run(self.path / "run.json")[0]
+        self.path = Path(folder).expanduser()
+        self.device = torch.device(device)
+        self._files = RunReader(self.path)
+        self._files.record  # noqa: B018 (a folder that is no run's is refused here)
+        self.run: Run = self._files.run
         self._opened: dict[str, RunNetworks] = {}
         self._held: dict[str, Prepared] = {}
 
@@ -146,9 +149,8 @@ class Result(ResultTables):
         Raises:
             InputError: the run has not come that far.
         """
-        path = self.path / "predictions.csv"
-        rows = read_rows(path, ("id", "site")) if path.is_file() else None
-        return [parse_row(row) for _, row in self._needed(rows, "predictions.csv")]
+        rows = self._files.prediction_rows()
+        return [parse_row(row) for row in self._needed(rows, "predictions.csv")]
 
     @property
     def labels(self) -> NDArray[np.int64]:

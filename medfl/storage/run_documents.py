@@ -93,11 +93,16 @@ def checked(path: Path, document: Any, form: Mapping[str, Any], required: Iterab
     """
     if not isinstance(document, dict):
         raise damaged(path, "holds no JSON object")
-    if missing := [name for name in required if name not in document]:
-        raise damaged(path, f"lacks {', '.join(missing)}")
+    require_entries(path, document, required)
     for error in type_errors(document, form):
         raise damaged(path, error)
     return document
+
+
+def require_entries(path: Path, document: Mapping[str, Any], required: Iterable[str]) -> None:
+    """Raise an InputError if a document of a run folder lacks one of these entries."""
+    if missing := [name for name in required if name not in document]:
+        raise damaged(path, f"lacks {', '.join(missing)}")
 
 
 def read_document(path: Path, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
@@ -124,9 +129,14 @@ def read_run(path: Path) -> tuple[Run, dict[str, Any]]:
         InputError: the file is missing or damaged, or names a module that the user has not named.
     """
     document = read_run_document(path)
+    return run_of(path, document), document
+
+
+def run_of(path: Path, document: dict[str, Any]) -> Run:
+    """Return the run that a run.json records; InputError if it names a module that the user has not named."""
     run = upgraded(Run.from_dict(document))
     refuse_untrusted_module(run.method, "method", path)
-    return run, document
+    return run
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from medfl import datasets, methods
 from medfl.bundle.bundle import shipped
 from medfl.cli import bundle_pages, method_facts, method_pages
-from medfl.core import terminal
+from medfl.core import tables, terminal
 from medfl.methods.base import Method, option
 
 
@@ -152,7 +152,7 @@ def test_text_keeps_to_its_width() -> None:
 
 
 def test_a_table_wraps_its_widest_column() -> None:
-    lines = terminal.table(["name", "n", "words"], [["a", "7", "one two three four"], ["bb", "12", "-"]], 20)
+    lines = tables.text_table(["name", "n", "words"], [["a", "7", "one two three four"], ["bb", "12", "-"]], 20)
     assert lines == [
         "name   n  words", "----  --  ----------", "a      7  one two", "          three four", "bb    12  -",
     ]  # fmt: skip
@@ -160,9 +160,9 @@ def test_a_table_wraps_its_widest_column() -> None:
 
 def test_a_table_leaves_out_spare_columns_before_it_overflows() -> None:
     head, rows = ["name", "spare", "other"], [["aaaa", "bbbbbb", "cccc"]]
-    assert terminal.table(head, rows, 19, ["spare"])[0] == "name  spare   other"
-    assert terminal.table(head, rows, 18, ["spare"])[0] == "name  other"
-    assert terminal.table(head, rows, 8, ["spare"])[0] == "name  other"
+    assert tables.text_table(head, rows, 19, ["spare"])[0] == "name  spare   other"
+    assert tables.text_table(head, rows, 18, ["spare"])[0] == "name  other"
+    assert tables.text_table(head, rows, 8, ["spare"])[0] == "name  other"
 
 
 def test_equations_keep_their_lines() -> None:
@@ -174,7 +174,7 @@ def test_equations_keep_their_lines() -> None:
 
 
 def test_markdown_keeps_bars_inside_cells() -> None:
-    assert terminal.markdown_table(["a"], [["x | y"]]) == "| a |\n|---|\n| x \\| y |"
+    assert tables.markdown_table(["a"], [["x | y"]]) == "| a |\n|---|\n| x \\| y |"
 
 
 def test_the_tables_of_the_docs_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

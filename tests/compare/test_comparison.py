@@ -17,6 +17,7 @@ from medfl.compare import tables
 from medfl.compare.comparison import Comparison, MeanSd, read
 from medfl.compare.tables import titled
 from medfl.core.errors import InputError
+from medfl.core.tables import formatted_table
 from medfl.report import RunFiles
 from tests.compare.test_cost_curves import folder
 
@@ -123,7 +124,7 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="different bundles: other and toy"):
         read([one, other])
     unfinished = folder(tmp_path, "x")
-    assert len(Comparison([RunFiles.read(one)]).rows) == 1
+    assert len(Comparison([RunFiles(one)]).rows) == 1
     with pytest.raises(InputError, match="no runs"):
         read([unfinished])
 
@@ -222,14 +223,14 @@ def test_one_seed_is_compared_over_its_test_cases(tmp_path: Path) -> None:
 
 
 def test_a_table_in_latex_has_its_title_as_caption() -> None:
-    table = tables.rendered(["a", *"bcd"], [["x", "1", "2", "3"]], "tex")
+    table = formatted_table(["a", *"bcd"], [["x", "1", "2", "3"]], "tex")
     made = titled("50 % of data_1; PHANTOM data", table, "tex")
     assert made.splitlines()[:3] == [
         "\\begin{table}", "\\centering", "\\caption{50 \\% of data\\_1; PHANTOM data}"
     ]  # fmt: skip
     assert made.splitlines()[3].startswith("\\begin{tabular}{lrrr}")
     assert made.count("\\begin") == made.count("\\end") == 2
-    wide = titled("x", tables.rendered(["a", *"bcdefghijk"], [["x"] * 11], "tex"), "tex")
+    wide = titled("x", formatted_table(["a", *"bcdefghijk"], [["x"] * 11], "tex"), "tex")
     assert "\\resizebox{\\textwidth}{!}{%\n\\begin{tabular}" in wide
     assert "\\end{tabular}}\n" in wide
 

@@ -37,7 +37,7 @@ def folder(root: Path, name: str, method: str = "fedavg", rounds: int = 3, sent:
 
 
 def test_points_are_the_scored_rounds_over_all_bytes_until_then(tmp_path: Path) -> None:
-    run = RunFiles.read(folder(tmp_path, "a"))
+    run = RunFiles(folder(tmp_path, "a"))
     assert run.progress() == [(1, 2e6, 2.0, 0.1), (3, 6e6, 6.0, pytest.approx(0.3))]
 
 
@@ -45,19 +45,19 @@ def test_runs_are_named_by_method_and_the_options_in_which_they_differ(tmp_path:
     options = [{"mu": 0.1, "tau": 1}, {"mu": 0.5, "tau": 1}, {"lam": 2}]
     methods = ["moon", "moon", "ditto"]
     runs = [
-        RunFiles.read(folder(tmp_path, str(i), method, options=given))
+        RunFiles(folder(tmp_path, str(i), method, options=given))
         for i, (method, given) in enumerate(zip(methods, options, strict=True))
     ]
     assert labels(runs) == ["moon mu=0.1", "moon mu=0.5", "ditto"]
 
 
 def test_silent_runs_are_named_not_drawn(tmp_path: Path) -> None:
-    runs = [RunFiles.read(folder(tmp_path, "a")), RunFiles.read(folder(tmp_path, "b", "local", sent=0))]
+    runs = [RunFiles(folder(tmp_path, "a")), RunFiles(folder(tmp_path, "b", "local", sent=0))]
     picture = cost_curves(runs)
     assert "Dashed" not in picture.caption
     assert picture.title == "Accuracy against what was sent and how long it took, PHANTOM data"
     assert picture.caption.endswith("Not drawn on the left, as they send nothing or were not scored: local.")
-    unscored = RunFiles.read(folder(tmp_path, "c", rounds=0))
+    unscored = RunFiles(folder(tmp_path, "c", rounds=0))
     with pytest.raises(InputError, match="1 runs without scored rounds"):
         cost_curves([unscored])
 
@@ -66,7 +66,7 @@ def test_each_sites_own_models_are_told_from_a_common_one(tmp_path: Path) -> Non
     path = folder(tmp_path, "a", "fedproto")
     entries = [{**json.loads(line), "judged": "personal"} for line in (path / "rounds.jsonl").read_text().splitlines()]
     (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    caption = cost_curves([RunFiles.read(path), RunFiles.read(folder(tmp_path, "b"))]).caption
+    caption = cost_curves([RunFiles(path), RunFiles(folder(tmp_path, "b"))]).caption
     assert "Dashed: each site's own model on the site's own images" in caption
 
 
@@ -83,7 +83,7 @@ def test_seeds_of_a_method_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sys.modules[cost_curves.__module__], "render", draw)
     runs = [
-        RunFiles.read(folder(tmp_path, f"{method}-{seed}", method, rounds=60, seed=seed))
+        RunFiles(folder(tmp_path, f"{method}-{seed}", method, rounds=60, seed=seed))
         for method in ("fedavg", "moon") for seed in (0, 1)
     ]  # fmt: skip
     assert "Markers tell the seeds apart" in cost_curves(runs).caption
@@ -100,14 +100,14 @@ def test_seeds_of_a_method_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
 def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:
     runs = [folder(tmp_path, "a"), folder(tmp_path, "b", key_metric="dice")]
     with pytest.raises(InputError, match="runs of different key metrics: accuracy and dice; one picture"):
-        cost_curves([RunFiles.read(run) for run in runs])
+        cost_curves([RunFiles(run) for run in runs])
 
 
 def test_runs_on_other_images_are_not_compared(tmp_path: Path) -> None:
     runs = [
-        RunFiles.read(folder(tmp_path, "a")),
-        RunFiles.read(folder(tmp_path, "b", bundle="other")),
-        RunFiles.read(folder(tmp_path, "c", data={"source": "real"})),
+        RunFiles(folder(tmp_path, "a")),
+        RunFiles(folder(tmp_path, "b", bundle="other")),
+        RunFiles(folder(tmp_path, "c", data={"source": "real"})),
     ]
     with pytest.raises(InputError, match="different bundles: other and toy"):
         cost_curves(runs[:2])
@@ -117,8 +117,8 @@ def test_runs_on_other_images_are_not_compared(tmp_path: Path) -> None:
 
 def test_a_picture_of_drawn_images_says_so(tmp_path: Path) -> None:
     drawn, real = folder(tmp_path, "a"), folder(tmp_path, "b", data={"source": "real"})
-    assert cost_curves([RunFiles.read(drawn)]).title.endswith(", PHANTOM data")
-    assert "PHANTOM" not in cost_curves([RunFiles.read(real)]).title
+    assert cost_curves([RunFiles(drawn)]).title.endswith(", PHANTOM data")
+    assert "PHANTOM" not in cost_curves([RunFiles(real)]).title
 
 
 def test_the_command_writes_the_picture(

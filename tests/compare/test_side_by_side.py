@@ -211,7 +211,7 @@ def test_names_say_what_sets_runs_apart(make: Make) -> None:
         make("d", done=0, method="fedavg", options={}),
         make("e", done=0, method="fedavg", options={}),
     ]
-    read = [RunFiles.read(run) for run in runs]
+    read = [RunFiles(run) for run in runs]
     assert unique_labels(read) == [
         "fedprox mu=0.1",
         "fedprox mu=1.0, seed 0",

@@ -146,7 +146,7 @@ def weights(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
 def a_record(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
     def decode(path: Path) -> None:
         with suppress(MedflError):
-            _shown(RunFiles.read(path.parent))
+            _shown(RunFiles(path.parent))
         run, _ = read_run(path)
         assert run.difference(run) == []
         with suppress(MedflError):
@@ -183,6 +183,7 @@ def _shown(run: RunFiles) -> None:
     for kind in ("received", "personal", "local"):
         run.site_values(kind, run.key)
     assert (run.finished, run.judged, run.site_names, run.partition, run.options, run.phantom, run.public) != ()
+    assert run.predictions is None or len(run.predictions.ids) == len(run.predictions.sites)
     assert all(run.size(site, "train") >= 0 for site in run.site_names)
 
 
@@ -199,7 +200,7 @@ def _beside(name: str) -> Target:
         def decode(_: Path) -> None:
             RunFolder(place).rounds()
             _scored(place)
-            _shown(RunFiles.read(place))
+            _shown(RunFiles(place))
 
         if name.endswith(".jsonl"):
             changed: Any = line_files([json.loads(line) for line in source.splitlines()])

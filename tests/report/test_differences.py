@@ -14,7 +14,7 @@ import pytest
 
 from medfl.report import RunFiles, result_table
 from medfl.report.differences import BETTER, FEW, UNCLEAR, WORSE, Differences, between_models, counted, from_other_sites
-from medfl.report.run_files import Predictions
+from medfl.storage.run_reader import Predictions
 from tests.support.run_folders import Make, build, render
 
 NONE = np.zeros(0, np.int64)
@@ -29,14 +29,14 @@ def scored(values: Sequence[float], key: str = "dice", sites: Sequence[str] | No
     """A run whose test cases have these values."""
     ids = [f"case {i}" for i in range(len(values))]
     found = Predictions(ids, sites or ["a"] * len(ids), NONE, NONE, None, {key: np.array(values, float)})
-    return RunFiles(Path(), {"key_metric": key, "seed": 0, "classes": []}, (), (), None, found)
+    return RunFiles.from_record({"key_metric": key, "seed": 0, "classes": []}, predictions=found)
 
 
 def classified(label: Sequence[int], predicted: Sequence[int], key: str = "accuracy") -> RunFiles:
     found = Predictions(
         [f"{i}" for i in range(len(label))], ["a"] * len(label), np.array(label), np.array(predicted), None, {}
     )
-    return RunFiles(Path(), {"key_metric": key, "seed": 0, "classes": ["x", "y"]}, (), (), None, found)
+    return RunFiles.from_record({"key_metric": key, "seed": 0, "classes": ["x", "y"]}, predictions=found)
 
 
 def by_quarters(ahead: int, of: int) -> list[float]:
@@ -97,7 +97,7 @@ def test_a_site_with_a_class_of_few_cases_is_not_told_from_the_others() -> None:
     ids, sites = [f"{i}" for i in range(33)], ["a"] * 20 + ["b"] * 13
     cases = Predictions(ids, sites, np.array(label), np.array(right), None, {})
     record = {"key_metric": "balanced_accuracy", "seed": 0, "classes": ["x", "y"]}
-    found = from_other_sites(RunFiles(Path(), record, (), (), None, cases), "a")
+    found = from_other_sites(RunFiles.from_record(record, predictions=cases), "a")
     assert found is not None
     assert (found.cases, found.ends, found.word) == (13, None, FEW)
 
@@ -108,7 +108,7 @@ def test_only_common_cases_with_both_values_are_paired() -> None:
     assert found is not None
     assert found.cases == 11
     assert between_models(ours, scored([])) is None
-    assert between_models(ours, RunFiles(Path(), ours.record, (), (), None, None)) is None
+    assert between_models(ours, RunFiles.from_record(ours.record)) is None
     few = between_models(scored([1.0] * 20, sites=["a"] * 9 + ["b"] * 11), scored([0.5] * 20), "a")
     assert few is not None
     assert (few.cases, few.word) == (9, FEW)
@@ -168,7 +168,7 @@ def segmented(make: Make) -> Path:
 def test_better_is_said_only_where_it_is_clear(make: Make) -> None:
     folder = segmented(make)
     sentence = "better at 1 of 3 sites, no clear difference at 1, too few cases at 1, each on its own test cases"
-    assert Differences(RunFiles.read(folder)).sentence() == f"{sentence}; on these 33 test cases together: better"
+    assert Differences(RunFiles(folder)).sentence() == f"{sentence}; on these 33 test cases together: better"
     _, page = render(folder)
     words = " ".join(page.text.split())
     assert f"the global model is {sentence}; on these 33 test cases together: better" in words

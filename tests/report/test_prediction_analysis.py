@@ -34,7 +34,7 @@ def change(file: Path, **values: Any) -> None:
 
 
 def found(folder: Path) -> PredictionAnalysis:
-    made = analyse_predictions(RunFiles.read(folder))
+    made = analyse_predictions(RunFiles(folder))
     assert made is not None
     return made
 
@@ -45,7 +45,7 @@ def test_metrics_of_the_last_round_have_intervals_and_say_how(make: Make) -> Non
     low, high = found(folder).intervals["balanced_accuracy"]
     assert words(page).count(f"95 % interval {low:.3f} to {high:.3f}") >= 1
     assert "1000 draws, the 120 test cases drawn again with replacement within each reference class" in words(page)
-    read = RunFiles.read(folder).predictions
+    read = RunFiles(folder).predictions
     assert read is not None
     point = balanced_accuracy_score(read.label, read.predicted)
     assert low < point < high

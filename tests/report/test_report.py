@@ -363,7 +363,7 @@ def test_result_table(make: Make) -> None:
 
 def test_table_lists_the_worst_sites_where_lower_is_better(make: Make) -> None:
     folder = make(sites=30, key_metric="loss")
-    values = RunFiles.read(folder).site_values("received", "loss")
+    values = RunFiles(folder).site_values("received", "loss")
     lines = result_table(folder).splitlines()
     assert lines[3].split()[0] == max(values, key=lambda site: values[site])
 
@@ -471,7 +471,7 @@ def test_sites_that_a_table_lacks_are_counted(make: Make) -> None:
     folder = make(rounds=1, sites=["a", "b", "c"])
     lines = (folder / "sites.csv").read_text().splitlines()
     (folder / "sites.csv").write_text("\n".join(lines[:2]) + "\n")
-    assert RunFiles.read(folder).site_names == ("a", "b", "c")
+    assert RunFiles(folder).site_names == ("a", "b", "c")
     _, page = render(folder)
     assert "at 3 sites" in " ".join(page.text.split())
 

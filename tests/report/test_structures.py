@@ -53,7 +53,7 @@ def test_a_run_tells_each_structure_and_how_many_cases_have_it(make: Make) -> No
         ["cyst", "0", "no", "test", "case", "has", "it"],
     ]
     assert "dice_tumour" not in "\n".join(lines)
-    assert not any("tumour" in name for name in RunFiles.read(folder).metric_names())
+    assert not any("tumour" in name for name in RunFiles(folder).metric_names())
     _, page = render(folder)
     words = " ".join(page.text.split())
     assert "tumour20.250each: 0.100 · 0.4004.000each: 4.000 · 4.000" in words

@@ -29,7 +29,7 @@ def test_auroc_can_be_made_again_from_the_predictions(tmp_path: Path) -> None:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    found = Read.read(folder).predictions
+    found = Read(folder).predictions
     assert found is not None
     assert found.probabilities is not None
     assert torch.equal(torch.from_numpy(found.probabilities).float(), cases.values["probabilities"])

@@ -17,7 +17,7 @@ from typing import Any
 from medfl.bundle.configuration import target_name
 from medfl.bundle.files import config_file, read
 from medfl.core.errors import InputError, MedflError
-from medfl.core.terminal import markdown_table
+from medfl.core.tables import markdown_table
 from medfl.policy import admission
 from medfl.policy.inspection import inspect
 from medfl.policy.policy import Policy

@@ -15,8 +15,9 @@ from medfl.compare.grid import Grid, compare
 from medfl.compare.papers import tables as paper_tables
 from medfl.compare.papers.departures import departures
 from medfl.compare.papers.tables import PaperTable
-from medfl.compare.tables import rendered, write_tables
+from medfl.compare.tables import write_tables
 from medfl.core.errors import InputError
+from medfl.core.tables import formatted_table
 from medfl.core.terminal import Print
 from medfl.methods import load, values_of
 from medfl.storage.files import write_atomic
@@ -93,11 +94,11 @@ def run(
             collected.append((comparison, _labels(grid, comparison)))
             rows = paper_tables.beside(table, *collected[-1])
             document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in rows]
-            lines += [rendered(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}"]
+            lines += [formatted_table(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}"]
         lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
         code = 1 if failed else code
     if collected and (averaged := paper_tables.averages(table, collected)):
-        lines += ["", "## Averages over the partitions", rendered(_HEADS, averaged, "md")]
+        lines += ["", "## Averages over the partitions", formatted_table(_HEADS, averaged, "md")]
         document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in averaged]
     lines += ["", "## What is ours and not the paper's", *_ours(table, [grid for _, grid in grids]), ""]
     lines += dict.fromkeys(comparison.describe() for comparison, _ in collected)
@@ -143,7 +144,7 @@ def published(comparison: Comparison) -> list[str]:
             f"no published figures for {bundle} with these methods, partitions and numbers of sites; tables have "
             f"{', '.join(offered)}"
         ]
-    return [rendered(("table", *_HEADS), rows, "md"), *notes, "ours may have other settings than the papers'"]
+    return [formatted_table(("table", *_HEADS), rows, "md"), *notes, "ours may have other settings than the papers'"]
 
 
 def restricted(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None) -> Grid:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from medfl.core.tables import WIDTH, label_row
 from medfl.data.partition.rules import Partition, Sections
 
-WIDTH = 100
 TITLES = {"train": "training", "validate": "validation", "test": "test"}
 
 
@@ -68,9 +68,9 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[list[int]]:
 
 def _block(rows: Sequence[Sequence[str]]) -> str:
     """Align one block: names left, numbers right, a rule under the head and above the last row."""
-    first, *widths = _widths(rows)
-    lines = [row[0].ljust(first) + "".join(map(str.rjust, row[1:], widths)) for row in rows]
-    rule = "-" * (first + sum(widths))
+    widths = _widths(rows)
+    lines = [label_row(row, widths) for row in rows]
+    rule = "-" * sum(widths)
     return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
 

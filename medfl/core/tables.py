@@ -1,0 +1,101 @@
+"""Tables as text: for a terminal, in Markdown, LaTeX and HTML. All that medfl prints in columns is made here."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Sequence
+
+WIDTH = 100
+_FORMATS = {"md": "github", "tex": "latex_booktabs", "html": "html"}
+_BOLD = re.compile(r"\*\*(.+?)\*\*")
+
+
+def text_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH, spare: Sequence[str] = ()
+) -> list[str]:
+    """Return the lines of a table, columns of numbers aligned to the right.
+
+    Where lines are too long the widest columns wrap; if that does not suffice, `spare` columns are left out.
+    """
+    columns = [*zip(head, *rows, strict=True)]
+    for name in [*spare, ""]:
+        widths = [max(map(len, column)) for column in columns]
+        floors = [_longest_word(column) for column in columns]
+        gaps = 2 * (len(columns) - 1)
+        if sum(floors) + gaps <= width:
+            break
+        columns = [column for column in columns if column[0] != name]
+
+    while sum(widths) + gaps > width:
+        loose = [i for i in range(len(widths)) if widths[i] > floors[i]]
+        if not loose:
+            break
+        widths[max(loose, key=lambda i: widths[i])] -= 1
+
+    numeric = [all(cell.isdecimal() or cell == "-" for cell in column[1:]) for column in columns]
+    top, *body = zip(*columns, strict=True)
+    lines = _wrapped_row(top, widths, numeric)
+    lines.append("  ".join("-" * size for size in widths))
+    for row in body:
+        lines += _wrapped_row(row, widths, numeric)
+    return lines
+
+
+def _longest_word(column: Sequence[str]) -> int:
+    return max(len(word) for cell in column for word in cell.split() or [""])
+
+
+def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
+    wrapped = [wrap(cell, size) for cell, size in zip(row, widths, strict=True)]
+    lines = []
+    for i in range(max(map(len, wrapped))):
+        cells = []
+        for parts, size, right in zip(wrapped, widths, numeric, strict=True):
+            part = parts[i] if i < len(parts) else ""
+            cells.append(part.rjust(size) if right else part.ljust(size))
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    """Wrap a text between words only; `first` and `others` start its first line and the further ones."""
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def label_row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Return a line of a label and numbers: the first cell aligned to the left, the others to the right."""
+    label, *numbers = cells
+    first, *sizes = widths
+    return label.ljust(first) + "".join(map(str.rjust, numbers, sizes))
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, its columns not padded."""
+    return "\n".join([_markdown_row(head), "|" + "---|" * len(head), *map(_markdown_row, rows)])
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], format_: str) -> str:
+    """Return a padded table as "md", "tex" (booktabs) or "html"; **bold** cells are bold in each."""
+    from tabulate import tabulate  # here: only comparisons print in these formats
+
+    align = None if format_ == "md" else ["left", *["right"] * (len(head) - 1)]
+    table = str(tabulate(rows, head, tablefmt=_FORMATS[format_], disable_numparse=True, colalign=align))
+    if format_ == "md":
+        return table
+    if format_ == "html":
+        return _BOLD.sub(r"<b>\1</b>", table)
+    return _BOLD.sub(r"\\textbf{\1}", table).replace("±", r"$\pm$").replace("–", "--")
+
+
+def latex_text(text: str) -> str:
+    """Return a text with what LaTeX takes for commands escaped."""
+    from tabulate import LATEX_ESCAPE_RULES
+
+    return "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in text).replace("–", "--")

@@ -1,0 +1,361 @@
+"""RunReader: the files of a run folder, each read and checked when it is first asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from medfl.core.errors import InputError
+from medfl.core.run import Run
+from medfl.storage.run_documents import (
+    MANIFEST,
+    damaged,
+    read_manifest,
+    read_round,
+    read_rows,
+    read_run_document,
+    read_summary,
+    require_entries,
+    round_lines,
+    run_of,
+)
+
+_REQUIRED = ("method", "bundle", "task", "key_metric", "data", "partition", "rounds")
+_RISE = 0.005
+
+SUMMARY_KINDS = {
+    "received": ("global", "Global", ("last", "best")),
+    "personal": ("personal", "Personal", ("last", "best")),
+    "sites": ("site_models", "Each site's model", ("mean", "sd")),
+    "local": ("local", "Local models", ("mean", "sd")),
+}
+"""Kind -> its key in summary.json, its title, and the entries below that key."""
+
+Rows = Sequence[tuple[int, Mapping[str, str]]]
+"""The rows of a table, each with its line number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """The predictions of the judged models for N test cases.
+
+    Attributes:
+        ids: of the cases.
+        sites: the site of each case, "" where it has none.
+        label: (N,) reference classes; empty for other tasks than classification.
+        predicted: (N,) most probable classes; likewise.
+        probabilities: (N, K), None where the file has none.
+        scores: for other tasks metric -> (N,), NaN where a case has none.
+    """
+
+    ids: Sequence[str]
+    sites: Sequence[str]
+    label: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    probabilities: NDArray[np.float64] | None
+    scores: Mapping[str, NDArray[np.float64]]
+
+    @property
+    def strata(self) -> NDArray[np.int64]:
+        """(N,) groups that a bootstrap resamples separately: the reference classes, else a single group."""
+        return self.label if len(self.label) else np.zeros(len(self.ids), np.int64)
+
+
+class RunReader:
+    """A run folder, finished or not.
+
+    Opening it reads nothing. A damaged file raises an InputError that names it, when it is first asked for.
+
+    Raises:
+        InputError: the folder has no run.json.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if not (path / "run.json").is_file():
+            raise InputError(
+                f"{path} has no run.json",
+                "a report is made from a folder that `medfl run` or `medfl compare` wrote",
+                "check the path",
+            )
+        self.path = path
+
+    @classmethod
+    def from_record(
+        cls,
+        record: Mapping[str, Any],
+        rounds: Sequence[Mapping[str, Any]] = (),
+        sites: Sequence[Mapping[str, str]] = (),
+        summary: Mapping[str, Any] | None = None,
+        predictions: Predictions | None = None,
+        path: Path = Path(),
+    ) -> Self:
+        """Return a reader of what is in memory already, under the names of the attributes below."""
+        reader = cls.__new__(cls)
+        reader.__dict__.update(
+            path=path, record=record, rounds=rounds, sites=sites, summary=summary, predictions=predictions
+        )
+        return reader
+
+    # The files
+
+    @cached_property
+    def document(self) -> Mapping[str, Any]:
+        """`run.json`, of which older versions wrote fewer entries."""
+        return read_run_document(self.path / "run.json")
+
+    @cached_property
+    def record(self) -> Mapping[str, Any]:
+        """`run.json` with all entries that a report needs."""
+        file = self.path / "run.json"
+        require_entries(file, self.document, _REQUIRED)
+        if self.document["data"].get("source") not in ("real", "phantom"):
+            raise damaged(file, "does not say whether its data are real or phantom")
+        return self.document
+
+    @cached_property
+    def run(self) -> Run:
+        """The run in `run.json`; InputError also if it names a module that the user has not allowed."""
+        return run_of(self.path / "run.json", dict(self.document))
+
+    @cached_property
+    def rounds(self) -> Sequence[Mapping[str, Any]]:
+        """The lines of `rounds.jsonl`; a last one without its line break was cut off by a crash and is left out."""
+        path = self.path / "rounds.jsonl"
+        lines = enumerate(round_lines(path)[:-1], 1)
+        return [read_round(path, line, number) for number, line in lines if line.strip()]
+
+    @cached_property
+    def sites(self) -> Sequence[Mapping[str, str]]:
+        """The rows of `sites.csv` without blank cells."""
+        rows = self._rows("sites.csv") or []
+        return [{name: cell for name, cell in row.items() if cell} for _, row in rows]
+
+    @cached_property
+    def summary(self) -> Mapping[str, Any] | None:
+        """`summary.json`, None where the run did not get that far."""
+        file = self.path / "summary.json"
+        return read_summary(file) if file.is_file() else None
+
+    @cached_property
+    def manifest(self) -> Mapping[str, Any] | None:
+        """`state/manifest.json`, None before the first round is committed."""
+        file = self.path / "state" / MANIFEST
+        return read_manifest(self.path) if file.is_file() else None
+
+    @cached_property
+    def predictions(self) -> Predictions | None:
+        """`predictions.csv` as arrays, None where the run did not get that far."""
+        rows = self._rows("predictions.csv")
+        if rows is None:
+            return None
+        return _predictions(self.path / "predictions.csv", rows, len(self.classes))
+
+    def prediction_rows(self) -> list[dict[str, str]] | None:
+        """Return the rows of `predictions.csv` as text; arguments and errors as of `predictions`."""
+        rows = self._rows("predictions.csv", ("id", "site"))
+        return None if rows is None else [row for _, row in rows]
+
+    def _rows(self, name: str, columns: Sequence[str] = ()) -> list[tuple[int, dict[str, str]]] | None:
+        path = self.path / name
+        return read_rows(path, columns) if path.is_file() else None
+
+    # The run
+
+    @property
+    def key(self) -> str:
+        """The metric by which the run is judged."""
+        return str(self.record["key_metric"])
+
+    @property
+    def method(self) -> str:
+        """The name of its method."""
+        return str(self.record["method"])
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of its method."""
+        return self.record.get("options") or {}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes of a classification."""
+        return tuple(self.record.get("classes") or ())
+
+    @property
+    def seed(self) -> int:
+        """The run's seed, 0 in older runs without one."""
+        return int(self.record.get("seed") or 0)
+
+    @property
+    def partition(self) -> str:
+        """The spec of its partition."""
+        return str(self.record["partition"].get("spec"))
+
+    @property
+    def phantom(self) -> bool:
+        """Whether the images were drawn by a program."""
+        return bool(self.record["data"]["source"] == "phantom")
+
+    @property
+    def public(self) -> Mapping[str, Any] | None:
+        """The run's public data, None where it used none."""
+        return self.record.get("public")
+
+    # How far it came
+
+    @property
+    def finished(self) -> bool:
+        """Whether the summary and all rounds are there: those asked for, or up to where a callback stopped the run."""
+        if self.summary is None:
+            return False
+        stopped = self.summary.get("status") == "stopped"
+        last = self.summary["rounds"] if stopped else self.record["rounds"]
+        return len(self.rounds) >= int(last)
+
+    @property
+    def final_summary(self) -> Mapping[str, Any] | None:
+        """The summary of the last committed round, None where the run was interrupted, or is being continued."""
+        if self.summary is None or self.manifest is None:
+            return self.summary
+        return self.summary if self.manifest["round"] == self.summary["rounds"] else None
+
+    @property
+    def best_round(self) -> Mapping[str, Any] | None:
+        """The number and the validation metric of the best round, None where no round was evaluated."""
+        manifest = self.manifest or {"record": {}}
+        return manifest["record"].get("best") or (self.final_summary or {}).get("best")
+
+    @property
+    def rise(self) -> tuple[float, float] | None:
+        """The best validation metric before the last third of the rounds and in it, None where it no longer rose."""
+        scores = [row["val"][self.key] for row in self.rounds if self.key in (row.get("val") or ())]
+        part = len(scores) // 3
+        finite = all(isinstance(score, int | float) and math.isfinite(score) for score in scores)
+        if part < 1 or not finite or (self.summary or {}).get("status") == "stopped":
+            return None
+
+        before = max(scores[:-part])
+        last = max(scores[-part:])
+        if last - before < _RISE or scores[-1] < last - (last - before) / 2:
+            return None
+        return before, last
+
+    def progress(self) -> list[tuple[int, float, float, float]]:
+        """Return (round, bytes so far, seconds so far, key metric) of the rounds whose validation metric is known."""
+        points = []
+        sent = 0.0
+        seconds = 0.0
+        for entry in self.rounds:
+            sent += entry.get("bytes_up", 0) + entry.get("bytes_down", 0)
+            seconds += entry.get("seconds", 0)
+            value = (entry.get("val") or {}).get(self.key)
+            if value is not None:
+                points.append((int(entry["round"]), sent, seconds, float(value)))
+        return points
+
+    # Models and sites
+
+    @property
+    def judged(self) -> str:
+        """The kind of model by which the run is judged: "received" (the global model) or "personal"."""
+        source = self.summary or (self.rounds[-1] if self.rounds else {})
+        return "personal" if source.get("judged") == "personal" else "received"
+
+    @property
+    def personal_model(self) -> str:
+        """What a personal model of this run is, in words; "" where it has none, or an older run does not say."""
+        if not any(name.startswith("personal_") for row in self.sites for name in row):
+            return ""
+        return str((self.summary or {}).get("personal_model") or "")
+
+    @cached_property
+    def site_names(self) -> tuple[str, ...]:
+        """The sites in the order of `sites.csv`, then the partition's further ones."""
+        planned = self.record["partition"].get("sites") or ()
+        return tuple(dict.fromkeys([*(row["site"] for row in self.sites), *planned]))
+
+    def size(self, site: str, section: str) -> int:
+        """Return how many items of a section the site has."""
+        sites = self.record["partition"].get("sites") or {}
+        return len(sites.get(site, {}).get(section, ()))
+
+    def site_values(self, kind: str, metric: str) -> dict[str, float]:
+        """Return site -> test metric of the sites that have it; `kind` is received, personal or local."""
+        column = f"{kind}_{metric}"
+        try:
+            values = {row["site"]: float(row[column]) for row in self.sites if column in row}
+        except ValueError as error:
+            raise damaged(self.path / "sites.csv", f"has no number in column {column} ({error})") from None
+        return {site: value for site, value in values.items() if math.isfinite(value)}
+
+    def pooled(self) -> list[tuple[str, str, Mapping[str, Any]]]:
+        """Return (kind, "last", "best", "mean" or "sd", {"round", metric…}) of the pooled test metrics in the summary.
+
+        Mean and sd are over the sites' own models, each on everybody's test items; one site has no sd.
+        """
+        if self.summary is None:
+            return []
+        by_kind = {kind: self.summary.get(key) for kind, (key, _, _) in SUMMARY_KINDS.items()}
+        if not any(by_kind.values()):
+            by_kind[self.judged] = self.summary
+
+        pooled = []
+        for kind, entries in by_kind.items():
+            for name in SUMMARY_KINDS[kind][2]:
+                if entries and entries.get(name) and (name != "sd" or len(self.site_names) > 1):
+                    pooled.append((kind, name, entries[name]))
+        return pooled
+
+    @property
+    def structures(self) -> Mapping[str, Mapping[str, Any]]:
+        """Structure -> metrics and cases of the judged model after the last round; {} where there are none."""
+        return ((self.summary or {}).get("last") or {}).get("classes") or {}
+
+
+def _predictions(path: Path, rows: Rows, classes: int) -> Predictions:
+    columns = list(rows[0][1]) if rows else []
+    ids = [row.get("id", "") for _, row in rows]
+    sites = [row.get("site", "") for _, row in rows]
+    if not classes or (columns and "predicted" not in columns):  # scores instead of classes
+        no_classes = np.zeros(0, np.int64)
+        scores = {name: _numbers(path, rows, name) for name in columns if name not in ("id", "site")}
+        return Predictions(ids, sites, no_classes, no_classes, None, scores)
+
+    label, predicted = _class_numbers(path, rows, classes)
+    names = [name for name in columns if name.startswith("p_")]
+    if len(names) != classes:  # files of older versions lack some
+        return Predictions(ids, sites, label, predicted, None, {})
+
+    probabilities = np.stack([_numbers(path, rows, name) for name in names], 1)
+    if not ((probabilities >= 0) & (probabilities <= 1)).all():
+        raise damaged(path, "has a probability that is not between 0 and 1")
+    return Predictions(ids, sites, label, predicted, probabilities, {})
+
+
+def _class_numbers(path: Path, rows: Rows, classes: int) -> NDArray[np.int64]:
+    """Return the reference and the predicted classes, (2, N)."""
+    pairs = []
+    for number, row in rows:
+        try:
+            pair = (int(row["label"]), int(row["predicted"]))
+        except (KeyError, ValueError):
+            raise damaged(path, f"line {number} has no class numbers under label and predicted") from None
+        if not all(0 <= value < classes for value in pair):
+            raise damaged(path, f"line {number} has a class outside 0 to {classes - 1}")
+        pairs.append(pair)
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+
+
+def _numbers(path: Path, rows: Rows, name: str) -> NDArray[np.float64]:
+    """Return a column as numbers, NaN where a cell is blank."""
+    try:
+        return np.array([float(row[name] or "nan") for _, row in rows])
+    except ValueError as error:
+        raise damaged(path, f"has no number in column {name} ({error})") from None
