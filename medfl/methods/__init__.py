@@ -1,4 +1,4 @@
-"""The methods: one file each, found by its name. `load` also takes a dotted path to a method of your own."""
+"""The methods: a file or a package each, found by its name. `load` also takes the dotted path of your own."""
 
 from __future__ import annotations
 

@@ -28,10 +28,9 @@ from torch import nn
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.core.task import Task
-from medfl.methods._parts.adapters import Adapters
-from medfl.methods._parts.adapting import adapting
-from medfl.methods._parts.low_rank import delta_name, named_factors
 from medfl.methods.base import Group
+from medfl.methods.fedlora.adapters import Adapters
+from medfl.methods.fedlora.low_rank import adapting, delta_name, named_factors
 from medfl.storage.files import State, weights_sha256
 from medfl.training import Host, Site, fit
 

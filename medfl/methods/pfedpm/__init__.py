@@ -51,8 +51,8 @@ from medfl.methods._parts.prototype_exchange import (
     table,
 )
 from medfl.methods._parts.prototypes import class_counts, class_indices, class_means, prototype_groups
-from medfl.methods._parts.relation_head import OPTIMIZERS, Judged, Relation, after_steps, relation_for, relation_step
 from medfl.methods.base import Group, option
+from medfl.methods.pfedpm.relation_head import OPTIMIZERS, Judged, Relation, after_steps, relation_for, relation_step
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot

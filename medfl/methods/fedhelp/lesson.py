@@ -21,9 +21,9 @@ from medfl.methods._parts.class_heads import head_like
 from medfl.methods._parts.extras import PublicData
 from medfl.methods._parts.public import public_data, untracked
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods._parts.teacher_weights import RULES, Contribution, distributions, divergence_from
-from medfl.methods._parts.weight_map import PixelWeights, beta, pixel_labels, weighted
 from medfl.methods.base import option
+from medfl.methods.fedhelp.pixel_weights import PixelWeights, beta, pixel_labels, weighted
+from medfl.methods.fedhelp.teacher_weights import RULES, Contribution, distributions, divergence_from
 from medfl.networks.heads import entering_head, feature_size, head
 from medfl.storage.files import State
 from medfl.training import Site, snapshot, split_names

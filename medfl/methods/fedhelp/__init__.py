@@ -11,14 +11,14 @@ Large:   G = L_j + lambda_F KL(p || p~) + lambda_B sum_(r in Omega) -log p[r] (e
          network, Omega the proxy's top classes. The first divergence trains the proxy only, the rest the large network.
 Server:  w <- sum_c n_c w_c / sum_c n_c over surrogates and proxies.
 In segmentation L and R are the bundle's loss, or as printed cross-entropies of pixels weighted by beta (`mask_loss`;
-eq. 8-11, medfl.methods._parts.weight_map). Judged by a site's small or large network, between training and aggregation.
+eq. 8-11, `pixel_weights`). Judged by a site's small or large network, between training and aggregation.
 
 Departures, and what the paper leaves open. Sums over a data set are means of mini-batches (`loss_reduction`; as printed
 the public loss of a small site would weigh P/K_i times as much, 3 to 11 times lambda_J's 0.2), with a public batch
 beside each private one (`public_schedule`); masks by the bundle's own loss (docs/results.md says why); the bundles'
 preset `paper` has all three as printed. The proxy sees no label (`proxy_ce`); both networks step together on the same
 forward passes (`schedule`). The larger divergence's teacher side is constant. alpha's rule is ours
-(medfl.methods._parts.teacher_weights), by the gradient of KL alone, whatever lambda_J. Public batches use their own
+(`teacher_weights`), by the gradient of KL alone, whatever lambda_J. Public batches use their own
 BatchNorm statistics and leave the running ones alone (`public_bn`). Optimisers start anew each round (the run's
 `keep_optimizer`). Early stopping is the run's `patience`.
 """
@@ -42,9 +42,9 @@ from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.extras import SiteNetworks, deal
 from medfl.methods._parts.mutual_learning import Turn, optimizing_each, proxy_model, train_in_turns, train_together
 from medfl.methods._parts.public import public_data
-from medfl.methods._parts.public_lesson import Lesson, LessonOptions
-from medfl.methods._parts.weight_map import pixel_loss
 from medfl.methods.base import option
+from medfl.methods.fedhelp.lesson import Lesson, LessonOptions
+from medfl.methods.fedhelp.pixel_weights import pixel_loss
 from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 

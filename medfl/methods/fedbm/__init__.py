@@ -28,10 +28,10 @@ from medfl.core.seeding import derive, stream
 from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
-from medfl.methods._parts.synthesis import AXES, CONDITIONS, Conditions, check_received, common_shape, shape_of
 from medfl.methods._parts.text_classifier import TextGaussians, TextHead, embeddings_of, text_objective
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import Group, option
+from medfl.methods.fedbm.synthesis import AXES, CONDITIONS, Conditions, check_received, common_shape, shape_of
 from medfl.networks.generator import (
     Augmentation,
     Generator,

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive
-from medfl.methods._parts import low_rank
-from medfl.methods._parts.chosen_layers import matrices, whole_tensor_names
 from medfl.methods._parts.extras import SiteNetworks
-from medfl.methods._parts.low_rank import Pairs, factor_name, named_factors, padded, read_factor, truncated
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
+from medfl.methods.fedlora import low_rank
+from medfl.methods.fedlora.chosen_layers import matrices, whole_tensor_names
+from medfl.methods.fedlora.low_rank import Pairs, factor_name, named_factors, padded, read_factor, truncated
 from medfl.storage.files import State
 from medfl.training import Host, Site, merged
 
