@@ -349,7 +349,7 @@ class Federation:
             if missing:
                 raise RunError(f"site {name!r}: 'weights/{min(missing)}' is missing in its reply ({len(missing)} such)")
         if plain and "samples" not in reply.scalars:
-            raise RunError(f"site {name!r}: its reply does not say of how many items it is")
+            raise RunError(f"site {name!r}: its reply lacks the number of training samples")
 
     def compress_broadcast(self, round_: int, name: str, broadcast: Message) -> Message:
         """Return a broadcast as it crosses to a site, made smaller."""
