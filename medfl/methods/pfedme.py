@@ -54,19 +54,21 @@ class PFedMe(Method):
         """Train theta on each batch, let w_i follow it; keep theta, reply w_i."""
         model = site.model(down["weights"])  # theta
         theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        own = [p.detach().clone() for p in theta]  # w_i
+        local_parameters = [p.detach().clone() for p in theta]  # w_i
         part = self.eta * site.settings.lr_factor * self.lam
         taken = torch.zeros((), dtype=torch.int64, device=site.device)  # counted there, so that steps can be captured
 
         def follow(due: Tensor) -> None:
             with torch.no_grad():
-                for w, after in zip(own, torch._foreach_lerp(own, theta, part), strict=True):  # (2)
+                for w, after in zip(
+                    local_parameters, torch._foreach_lerp(local_parameters, theta, part), strict=True
+                ):  # (2)
                     w.copy_(torch.where(due, after, w))
 
         def hold(parameters: Sequence[nn.Parameter]) -> None:
             follow((taken > 0) & (taken % self.inner_steps == 0))  # theta went through K steps on the last batch
             taken.add_(1)
-            for parameter, anchor in zip(parameters, own, strict=True):
+            for parameter, anchor in zip(parameters, local_parameters, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.add_(parameter.detach() - anchor, alpha=self.lam)  # (1)
 
@@ -74,14 +76,16 @@ class PFedMe(Method):
         follow(taken > 0)
         personal = snapshot(model)
         with torch.no_grad():
-            torch._foreach_copy_(theta, own)
+            torch._foreach_copy_(theta, local_parameters)
+
         reply = snapshot(model)
         judged = {"personal": personal if self.judge == "theta" else reply}
         return judged, Message({"weights": reply}, {"samples": site.num_samples})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""
-        old, mean = server["weights"], weighted_mean(replies, "weights", mean_shares(self.weights, replies))
+        old = server["weights"]
+        mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))
         return {"weights": step_towards(old, mean, self.beta, trained_names(host.model(old)))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

@@ -28,6 +28,7 @@ def class_head(network: nn.Module, task: Task) -> nn.Linear:
             f"this method needs a linear layer with one output for each of the {task.num_classes} classes",
             "use a network that ends in such a layer, or another method (medfl methods)",
         )
+
     return layer
 
 
@@ -46,6 +47,7 @@ def with_class_head(network: nn.Module, task: Task) -> nn.Module:
     if task.kind != "segmentation":
         class_head(network, task)
         return network
+
     layer: Any = head(network)
     pointwise = isinstance(layer, nn.Conv2d | nn.Conv3d) and {*layer.kernel_size, layer.groups} == {1}
     outputs = len(layer.weight) if pointwise else 0
@@ -55,6 +57,7 @@ def with_class_head(network: nn.Module, task: Task) -> nn.Module:
             "this method needs a convolution of size 1 with one output for each class, the background among them",
             "use a network that ends in such a layer, or another method (medfl methods)",
         )
+
     return network
 
 
@@ -100,6 +103,7 @@ def fit_head(
         loss.backward()  # type: ignore[no-untyped-call]
         with without_readback(optimizer):
             optimizer.step()
+
         return loss.detach()
 
     steps = StepRunner(step, optimizer, features.device, epochs * max(1, len(features) // size))
@@ -107,4 +111,5 @@ def fit_head(
         order = torch.randperm(len(features), generator=generator).to(features.device)
         for chosen in torch.split(order, size):
             steps(features[chosen], labels[chosen])
+
     steps.finish()

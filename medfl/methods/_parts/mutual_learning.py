@@ -71,16 +71,19 @@ def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
         site: data and settings; its journal gets one report, of the first network.
         turns: epoch -> its turns, asked for one after the other.
     """
-    once, reports = replace(site.for_epochs(1), journal=[]), list[FitReport]()
+    once = replace(site.for_epochs(1), journal=[])
+    reports = list[FitReport]()
     memory: dict[str, State] = {} if site.optimizer_states is None else site.optimizer_states
     for epoch in range(site.settings.epochs):
         purpose = f"local {epoch}" if epoch else "local"
-        for turn, (network, other, settings) in enumerate(turns(epoch)):
-            with evaluating(other):
+        for turn, (network, partner, settings) in enumerate(turns(epoch)):
+            with evaluating(partner):
                 before = memory.get(f"turn {turn}", {})
                 report = fit(network, once, **settings, purpose=purpose, optimizer_state=before)
+
             memory[f"turn {turn}"] = report.optimizer_state or {}
             reports += [] if turn else [report]
+
     site.journal.append(summed(reports))
 
 
@@ -88,8 +91,8 @@ def optimizing_each(site: Site) -> Site:
     """Return the site with an optimiser that treats each of several networks in a list as the site's treats one."""
 
     def optimizer(networks: nn.Module) -> torch.optim.Optimizer:
-        first, *others = (site.settings.optimizer(network) for network in networks.children())
-        for group in (group for other in others for group in other.param_groups):
+        first, *more = (site.settings.optimizer(network) for network in networks.children())
+        for group in (group for optimizer in more for group in optimizer.param_groups):
             first.add_param_group(group)
         return first
 

@@ -51,7 +51,9 @@ class Scored(Prepared):
     def __init__(self, public: Public, positions: Tensor, scores: Tensor | None = None, least: int = 1) -> None:
         self.positions = positions.cpu()  # a State that was moved to a GPU has them there
         super().__init__([public.shard.prepared.items[i] for i in public.shard.indices[self.positions].tolist()])
-        self.public, self.scores, self.least = public, scores, least
+        self.public = public
+        self.scores = scores
+        self.least = least
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield batches; `generator` is not used, public items are read without random transforms."""

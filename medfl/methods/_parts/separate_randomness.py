@@ -24,8 +24,12 @@ class SeparateRandomness:
     """
 
     def __init__(self, site: Site, purpose: str, first: int = 0, each: int = 1) -> None:
-        self._site, self._purpose, self._first, self._each = site, purpose, first, each
-        self._done, self._silent = 0, False
+        self._site = site
+        self._purpose = purpose
+        self._first = first
+        self._each = each
+        self._done = 0
+        self._silent = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -33,9 +37,11 @@ class SeparateRandomness:
         if self._silent:
             yield
             return
+
         with stream(self._site.seed, self._purpose, self._first + self._done // self._each):
             before = None if self._done else generator_states(self._site.device)
             yield
             if before is not None:
                 self._silent = generator_states(self._site.device) == before
+
         self._done += 1

@@ -51,13 +51,16 @@ class LessonOptions(PublicData, PixelWeights):
         public = public_data(site)
         with stream(derive(site.seed, "public head"), "draw"):
             layer = head_like(head(network), public.task.num_classes)
+
         alpha = Contribution.start(self.alpha, len(public), len(public.answers), feature_size(network))
         state: State = {"public_head": snapshot(layer), "alpha": alpha}
         if self.weighs_pixels(public.task):
             state["public_balance"] = self.balance(public.shard, public.task.num_classes)
+
         if self.public_bn == "separate":
             layers = split_names(network, (_BatchNorm,))
             state["public_norm"] = {name: site.initial_weights[name].clone() for name in sorted(layers)}
+
         return state
 
 
@@ -69,11 +72,15 @@ class Lesson:
     """
 
     def __init__(self, options: LessonOptions, site: Site, state: State, network: nn.Module) -> None:
-        self.options, self.network, self.public, self.device = options, network, public_data(site), site.device
+        self.options = options
+        self.network = network
+        self.public = public_data(site)
+        self.device = site.device
         self.head = head_like(head(network), self.public.task.num_classes).to(site.device)
         self.head.load_state_dict(state["public_head"])
         self.contribution = Contribution(options.alpha, state["alpha"], len(self.public.answers), options.lr_alpha)
-        self.balance, self.border = state.get("public_balance"), options.border()
+        self.balance = state.get("public_balance")
+        self.border = options.border()
         self.randomness = SeparateRandomness(site, "lesson")
         trainable = {name for name, _ in network.named_parameters()}
         norm = {name: tensor.to(site.device).clone() for name, tensor in state.get("public_norm", {}).items()}
@@ -103,6 +110,7 @@ class Lesson:
             batch = [x, torch.as_tensor(y), positions]
             if self.options.lambda_r and self.public.answers:
                 batch.append(self.public.answered(positions))
+
             return [part.to(self.device) for part in batch]
 
         return following
@@ -112,26 +120,32 @@ class Lesson:
         warm = self.options.temperature
         with self.randomness(), untracked(self.network, self.options.public_bn == "no_track"):
             features, z = self._outputs(x)
+
         exact = z.to(torch.promote_types(z.dtype, torch.float32))
         labels = y.long() if exact.ndim == 2 else pixel_labels(y, exact)
         weight = None if self.balance is None else beta(labels, self.balance, self.border)  # eq. 10
         ce = weighted(cross_entropy(exact, labels, reduction="none"), weight)
+
         if answers is None:
             return ce
+
         answers = distributions(answers, exact.ndim > 2)
         if warm != 1:
             answers = answers.clamp(min=1e-12).pow(1 / warm)
             answers = answers / answers.sum(2, keepdim=True)
+
         log_q = log_softmax(exact / warm, 1)
         pooled = features.detach() if features.ndim == 2 else features.detach().flatten(2).mean(2)
+
         with torch.enable_grad():
             t = self.contribution.mix(positions, pooled, answers, log_q, labels)
+
         return ce + self.options.lambda_r * warm**2 * weighted(divergence_from(t, log_q), weight)
 
     def _outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return what enters the head, and what psi makes of it."""
         depth = self.public.depth
         volume = x[..., None].expand(*x.shape, depth) if depth else x
-        with entering_head(self.network) as seen:
+        with entering_head(self.network) as entering:
             functional_call(self.network, self.norm, (volume,)) if self.norm else self.network(volume)
-        return seen[0], self.public.flat(self.head(seen[0]))
+        return entering[0], self.public.flat(self.head(entering[0]))

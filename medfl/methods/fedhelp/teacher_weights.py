@@ -26,9 +26,11 @@ class Contribution:
 
     def __init__(self, rule: str, state: Mapping[str, Tensor], teachers: int, lr: float) -> None:
         """Continue from what `state` returned before."""
-        self.rule, self.teachers = rule, teachers
+        self.rule = rule
+        self.teachers = teachers
         self.values = {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
         self._optimizer: torch.optim.Optimizer | None = None
+
         if self.values:  # only the rows of a batch move: with dense moments of Adam others would drift
             kind: Any = torch.optim.Adam if rule == "gate" else torch.optim.SparseAdam
             self._optimizer = kind(list(self.values.values()), lr=lr)
@@ -55,6 +57,7 @@ class Contribution:
             logits = linear(features.detach().float(), self.values["weight"], self.values["bias"])
         else:
             logits = embedding(positions.to(features.device), self.values["table"], sparse=True)
+
         return logits.softmax(1).T
 
     def mix(self, positions: Tensor, features: Tensor, answers: Tensor, log_q: Tensor, y: Tensor) -> Tensor:
@@ -71,9 +74,11 @@ class Contribution:
         if self._optimizer is not None:
             nll = -t.clamp(min=_LEAST).log().gather(1, y[:, None])
             loss = nll.mean() if self.rule == "ce" else divergence_from(t, log_q.detach()).mean()
+
             self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
+
         return t.detach()
 
 
