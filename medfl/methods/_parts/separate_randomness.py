@@ -1,4 +1,4 @@
-"""Random numbers of their own for a part of each training step, which leave those of the rest as they are."""
+"""A random stream for one part of each training step, so that the other parts draw the same numbers without it."""
 
 from __future__ import annotations
 

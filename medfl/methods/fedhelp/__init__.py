@@ -18,7 +18,7 @@ the public loss of a small site would weigh P/K_i times as much, 3 to 11 times l
 beside each private one (`public_schedule`); masks by the bundle's own loss (docs/results.md says why); the bundles'
 preset `paper` has all three as printed. The proxy sees no label (`proxy_ce`); both networks step together on the same
 forward passes (`schedule`). The larger divergence's teacher side is constant. alpha's rule is ours
-(`teacher_weights`), by the gradient of KL alone, whatever lambda_J. Public batches use their own
+(`lesson`), by the gradient of KL alone, whatever lambda_J. Public batches use their own
 BatchNorm statistics and leave the running ones alone (`public_bn`). Optimisers start anew each round (the run's
 `keep_optimizer`). Early stopping is the run's `patience`.
 """
