@@ -2,7 +2,7 @@
 
 python benchmarks/aggregation_cost.py [--json] [--numbers 2000000] [--repeats 5] [--replies 10,50]
 
-The replies are random numbers in memory; what a rule costs beyond time is in `medfl/methods/_parts/robust.py`.
+The replies are random numbers in memory; what a rule costs beyond time is in `medfl/runtimes/server/robust.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 
 from medfl.core.message import Message
-from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import sample_shares, weighted_mean
+from medfl.runtimes.server.robust import Aggregation
 
 RULES = ("clip:auto", "median", "trimmed:0.2", "krum:2", "multikrum:2")
 

@@ -40,8 +40,8 @@ import medfl
 from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.methods import option
-from medfl.methods._parts.robust import Aggregation
 from medfl.methods.fedavg import FedAvg
+from medfl.runtimes.server.robust import Aggregation
 
 RULES = ("mean", "share:0.3", "clip:auto", "median", "trimmed:0.34", "krum:1", "multikrum:1")
 ATTACKS = ("sign", "scale", "labels", "count")

@@ -3,10 +3,10 @@
     python tools/mutants.py NAME... [--sample N] [--seed S] [--out FILE]
 
 A mutant changes one operator, comparison, constant, condition or statement of medfl/methods/NAME.py. It is killed where
-a test of tests/methods/test_NAME*.py that is not slow fails or takes too long. NAME may be a part, as _parts/robust:
-its tests are those in tests/methods that import it, and those of the methods that do, themselves or through other
-parts. Each mutant runs in a fork of a process that has imported torch and MONAI. FILE gets a line of JSON a mutant;
-those that it has are not tried again.
+a test of tests/methods/test_NAME*.py that is not slow fails or takes too long. NAME may be a file of a package, as
+fedhelp/lesson, or a part, as _parts/drift: its tests are those in tests/methods that import it, and those of the
+methods that do, themselves or through other parts. Each mutant runs in a fork of a process that has imported torch and
+MONAI. FILE gets a line of JSON a mutant; those that it has are not tried again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+METHODS = ROOT / "medfl" / "methods"
 SWAPS: dict[type, str] = {
     ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.Pow: "*", ast.Mod: "*", ast.FloorDiv: "*",
     ast.BitAnd: "|", ast.BitOr: "&", ast.MatMult: "-", ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">",
@@ -89,10 +90,13 @@ class _Mutant(importlib.abc.SourceLoader, importlib.abc.MetaPathFinder):
 
     def __init__(self, path: Path, source: str) -> None:
         self.path, self.source = path, source
-        self.name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        self.name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
     def find_spec(self, name: str, *_: Any) -> Any:
-        return importlib.util.spec_from_file_location(name, self.path, loader=self) if name == self.name else None
+        if name != self.name:
+            return None
+        folders = [str(self.path.parent)] if self.path.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self, submodule_search_locations=folders)
 
     def get_filename(self, fullname: str) -> str:
         return str(self.path)
@@ -101,19 +105,30 @@ class _Mutant(importlib.abc.SourceLoader, importlib.abc.MetaPathFinder):
         return self.source.encode()
 
 
+def file_of(name: str) -> Path:
+    """Return the file of a method, of a module of its package, or of a part."""
+    path = METHODS / f"{name}.py"
+    return path if path.is_file() else METHODS / name / "__init__.py"
+
+
+def owner(path: Path) -> str:
+    """Return the method that a file belongs to, or "_parts"."""
+    return path.relative_to(METHODS).parts[0].removesuffix(".py")
+
+
 def tests_of(path: Path) -> list[str]:
     """Return the test files of a method; of a part those that import it and those of the methods that do."""
-    folder, tests = ROOT / "medfl" / "methods", ROOT / "tests" / "methods"
-    if path.parent == folder:
-        return sorted(map(str, tests.glob(f"test_{path.stem}*.py")))
-    texts = {one: one.read_text() for one in folder.rglob("*.py")}
+    tests = ROOT / "tests" / "methods"
+    if owner(path) != "_parts":
+        return sorted(map(str, tests.glob(f"test_{owner(path)}*.py")))
+    texts = {one: one.read_text() for one in METHODS.rglob("*.py")}
     users, more = set[Path](), {path}
     while more:
         words = "|".join(re.escape(one.stem) for one in more)
         importing = re.compile(rf"(from|import) medfl\.methods\._parts\.({words})\b")
         users |= more
         more = {one for one, text in texts.items() if importing.search(text)} - users
-    named = {file for one in users if one.parent == folder for file in tests.glob(f"test_{one.stem}*.py")}
+    named = {file for one in users for file in tests.glob(f"test_{owner(one)}*.py")}
     direct = re.compile(rf"medfl\.methods\._parts\.{path.stem}\b")
     return sorted(map(str, named | {file for file in tests.rglob("test_*.py") if direct.search(file.read_text())}))
 
@@ -166,7 +181,7 @@ def main() -> None:
     options.out.touch()
     done = [{**json.loads(line), "killed_by": None} for line in options.out.read_text().splitlines()]
     for name in options.names:
-        path = ROOT / "medfl" / "methods" / f"{name}.py"
+        path = file_of(name)
         made, started = mutants(path), time.monotonic()
         if why := outcome(path, path.read_text(), 600):
             raise SystemExit(f"{name}: its tests fail without a mutant: {why}")

@@ -84,9 +84,11 @@ def readable_file_name(name: str) -> str:
 
 
 def method_names() -> tuple[str, ...]:
-    """Return the names of the shipped methods: the modules of `medfl.methods`, but for `base`; none is imported."""
+    """Return the names of the shipped methods: modules and packages of `medfl.methods`; none is imported."""
     folder = Path(__file__).parents[1] / "methods"
-    return tuple(sorted(file.stem for file in folder.glob("[!_]*.py") if file.stem != "base"))
+    modules = {file.stem for file in folder.glob("[!_]*.py")} - {"base"}
+    packages = {file.parent.name for file in folder.glob("[!_]*/__init__.py")}
+    return tuple(sorted(modules | packages))
 
 
 def check_method_name(name: Any) -> None:

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-DRAWS, LEVEL = 1000, 0.95
+DRAWS = 1000
+LEVEL = 0.95
 LEAST = 10
 """Cases; from fewer no interval is made."""
 _DRAWN_AT_ONCE = 1 << 22  # numbers
@@ -38,11 +39,13 @@ def draw(strata: Integers, seed: int, count: int = DRAWS) -> Draws:
     draws = np.zeros((count, len(strata)), np.int32)
     for stratum in np.unique(strata):
         members = np.flatnonzero(strata == stratum)
-        size, step = len(members), max(1, _DRAWN_AT_ONCE // len(members))
+        size = len(members)
+        step = max(1, _DRAWN_AT_ONCE // len(members))
         for start in range(0, count, step):
             rows = min(step, count - start)
             taken = generator.integers(0, size, (rows, size)) + size * np.arange(rows)[:, None]
             draws[start : start + rows, members] = np.bincount(taken.ravel(), minlength=rows * size).reshape(rows, size)
+
     return draws
 
 
@@ -57,7 +60,8 @@ def interval(values: Floats) -> Interval | None:
 
 def intervals(values: Mapping[str, Floats]) -> dict[str, Interval]:
     """Return the interval of each metric that has one."""
-    return {name: ends for name, drawn in values.items() if (ends := interval(drawn)) is not None}
+    candidates = {name: interval(column) for name, column in values.items()}
+    return {name: ends for name, ends in candidates.items() if ends is not None}
 
 
 def classification(
@@ -70,17 +74,22 @@ def classification(
     """
     if len(label) < LEAST:
         return {}
+
     values = classified(label, predicted, classes, draws)
     if probabilities is not None:
         area = mean_area(areas(label, probabilities, draws))
         values |= {} if area is None else {"auroc": area}
+
     return intervals(values)
 
 
 def classified(label: Integers, predicted: Integers, classes: int, draws: Draws) -> dict[str, Floats]:
     """Return accuracy, balanced accuracy and macro F1 (draws,) in each draw, as `medfl.evaluation.metrics` has them."""
     counts = _confusions(label, predicted, classes, draws)
-    hits, reference, predictions = np.diagonal(counts, 0, 1, 2), counts.sum(2), counts.sum(1)
+    hits = np.diagonal(counts, 0, 1, 2)
+    reference = counts.sum(2)
+    predictions = counts.sum(1)
+
     return {
         "accuracy": hits.sum(1) / reference.sum(1),
         "balanced_accuracy": _mean_share(hits, reference),
@@ -88,9 +97,9 @@ def classified(label: Integers, predicted: Integers, classes: int, draws: Draws)
     }
 
 
-def _mean_share(part: NDArray[Any], whole: NDArray[Any]) -> Floats:
-    """Return the mean of part / whole (draws, K) over the classes where the whole is not 0."""
-    shares: Floats = (part / np.maximum(whole, 1)).sum(1) / (whole > 0).sum(1)
+def _mean_share(part: NDArray[Any], total: NDArray[Any]) -> Floats:
+    """Return the mean of part / total (draws, K) over the classes whose total is not 0."""
+    shares: Floats = (part / np.maximum(total, 1)).sum(1) / (total > 0).sum(1)
     return shares
 
 
@@ -119,10 +128,12 @@ def areas(label: Integers, probabilities: Floats, draws: Draws) -> Floats:
     usable = [c for c in classes if 0 < np.count_nonzero(label == c) < len(label)]
     ranked = [_Ranked.of(label == c, probabilities[:, c]) for c in usable]
     by_class = np.full((len(draws), probabilities.shape[1]), np.nan)
+
     for start in range(0, len(draws), _BLOCK):
         rows = slice(start, start + _BLOCK)
         for c, scores in zip(usable, ranked, strict=True):
             by_class[rows, c] = scores.areas(draws[rows])
+
     return by_class
 
 
@@ -150,18 +161,22 @@ class _Ranked(NamedTuple):
     @classmethod
     def of(cls, positive: NDArray[np.bool_], score: Floats) -> _Ranked:
         order = np.argsort(score, kind="stable")
-        positives, negatives = order[positive[order]], order[~positive[order]]
+        positives = order[positive[order]]
+        negatives = order[~positive[order]]
         ends = [np.searchsorted(score[negatives], score[positives], side) for side in ("left", "right")]
         return cls(positives, negatives, ends[0], ends[1])
 
     def areas(self, draws: Draws) -> Floats:
         """Return the area in each draw."""
-        positives, summed = draws.take(self.positives, 1), draws.take(self.negatives, 1).cumsum(1, dtype=np.int32)
+        positives = draws.take(self.positives, 1)
+        summed = draws.take(self.negatives, 1).cumsum(1, dtype=np.int32)
         summed = np.pad(summed, ((0, 0), (1, 0)))
         pairs = summed.take(self.below, 1) + summed.take(self.up_to, 1)
         won: Floats = np.einsum("dp,dp->d", positives, pairs, dtype=float)
+
         with np.errstate(invalid="ignore"):
             share: Floats = won / 2 / (positives.sum(1, dtype=float) * summed[:, -1])
+
         return share
 
 

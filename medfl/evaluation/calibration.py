@@ -56,6 +56,7 @@ def reliability(confidence: Floats, correct: NDArray[Any], bins: int = BINS) -> 
     accuracy, mean = calibration_curve(right, confidence, n_bins=bins, strategy="uniform")
     count = np.bincount(member)
     ece = float((count * np.abs(accuracy - mean)).sum() / len(confidence))
+
     return Reliability(mean, accuracy, count, member, ece, bins)
 
 

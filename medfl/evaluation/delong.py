@@ -77,11 +77,15 @@ def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Fl
     Raises:
         InputError: the shapes do not fit, a score is not finite, or one of the classes has no case.
     """
-    chosen, values = np.asarray(positive).astype(bool), np.atleast_2d(np.asarray(scores, dtype=np.float64))
-    m, n = int(chosen.sum()), int((~chosen).sum())
+    chosen = np.asarray(positive).astype(bool)
+    values = np.atleast_2d(np.asarray(scores, dtype=np.float64))
+    m = int(chosen.sum())
+    n = int((~chosen).sum())
+
     if chosen.ndim != 1 or values.shape[1] != len(chosen):
         shapes = f"scores {values.shape} of cases {chosen.shape}"
         raise InputError(shapes, "scores (R, N) of cases (N,)", "give each case a score")
+
     if not np.isfinite(values).all():
         raise InputError(
             "scores with NaN or infinite values", "every case has a finite score", "leave out the cases without one"
@@ -92,10 +96,13 @@ def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Fl
             "at least one of each",
             "leave out this class, or add cases",
         )
-    above, below = values[:, chosen], values[:, ~chosen]
+
+    above = values[:, chosen]
+    below = values[:, ~chosen]
     ranks = rankdata(np.concatenate([above, below], axis=1), axis=1)
     v10 = (ranks[:, :m] - rankdata(above, axis=1)) / n  # share of negatives below each positive
     v01 = 1 - (ranks[:, m:] - rankdata(below, axis=1)) / m  # share of positives above each negative
+
     return v10.mean(1), _covariance_of_means(v10) + _covariance_of_means(v01)
 
 
@@ -111,10 +118,12 @@ def paired_test(positive: NDArray[Any], first: NDArray[Any], second: NDArray[Any
     areas = [_area(positive, float(values[i]), float(covariances[i, i])) for i in (0, 1)]
     difference = float(values[0] - values[1])
     variance = float(covariances[0, 0] + covariances[1, 1] - 2 * covariances[0, 1])
+
     if variance <= 1e-15:  # both rank every pair alike, or each is constant over the classes
         p = 1.0 if abs(difference) <= 1e-12 else math.nan
     else:
         p = float(2 * norm.sf(abs(difference) / math.sqrt(variance)))
+
     half = _half_width(max(variance, 0.0))
     return Difference(areas[0], areas[1], difference, difference - half, difference + half, p)
 
@@ -129,7 +138,8 @@ def _covariance_of_means(components: Floats) -> Floats:
 
 
 def _area(positive: NDArray[Any], value: float, variance: float) -> Area:
-    half, chosen = _half_width(variance), np.asarray(positive).astype(bool)
+    half = _half_width(variance)
+    chosen = np.asarray(positive).astype(bool)
     low, high = (min(1.0, max(0.0, end)) if math.isfinite(end) else math.nan for end in (value - half, value + half))
     return Area(value, low, high, variance, int(chosen.sum()), int((~chosen).sum()))
 

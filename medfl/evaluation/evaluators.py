@@ -71,13 +71,16 @@ class ClassEvaluator:
             rows.append(torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits)
             one_hot = y.ndim == 2 and y.shape[1] > 1
             labels.append((y.argmax(1) if one_hot else y.reshape(len(logits))).to(device).long())
+
         logits = torch.cat(rows) if rows else torch.zeros(0, 2, device=device)
         label = torch.cat(labels) if labels else torch.zeros(0, dtype=torch.int64, device=device)
+
         values = {
             "probabilities": logits.softmax(1).cpu(),
             "label": label.cpu(),
             "loss": nn.functional.cross_entropy(logits, label, reduction="none").cpu(),
         }
+
         return Cases(tuple(shard.ids), values)
 
 
@@ -113,15 +116,22 @@ class MaskEvaluator:
             prediction, reference, count = self._masks(ident, logits, y)
             spacing = _spacing(shard.prepared, index, reference.ndim)
             part = _in_file(shard.prepared, index, reference.shape)
-            prediction, reference = prediction[part], reference[part]
+            prediction = prediction[part]
+            reference = reference[part]
             names = ("background", *foreground(self.classes, count - 1))
-            if (known := shard.shown.get(index)) is not None:  # what its mask does not show is not scored
-                prediction, reference = known.renumbered(prediction), known.renumbered(reference)
-                names = ("background", *(names[c] for c in known.classes))
-                logits, y = known.marginal_logits(logits), known.renumbered(y)
+
+            annotated = shard.shown.get(index)
+            if annotated is not None:  # structures that its mask does not show are not scored
+                prediction = annotated.renumbered(prediction)
+                reference = annotated.renumbered(reference)
+                names = ("background", *(names[c] for c in annotated.classes))
+                logits = annotated.marginal_logits(logits)
+                y = annotated.renumbered(y)
+
             row = scores(prediction, reference, names, spacing, self.tolerance, surface_metrics=surface_metrics)
             with _naming_item(ident):
                 rows.append({**row, "loss": float(self.loss(logits, y))})
+
         return _cases(shard, rows)
 
     @torch.no_grad()
@@ -133,10 +143,12 @@ class MaskEvaluator:
     def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (1, K, H, W[, D]) and target (1, ...) of each item."""
         network.eval()
-        ids, start = shard.ids, 0
+        ids = shard.ids
+        start = 0
         for x, y in shard.batches(self._batch_size(shard.prepared)):
             with _naming_item(ids[start]):
                 logits = self.inferer(x.to(device), network).float()
+
             y = y.to(device)
             yield from ((logits[i : i + 1], y[i : i + 1]) for i in range(len(y)))
             start += len(y)
@@ -151,10 +163,14 @@ class MaskEvaluator:
     def _masks(self, ident: str, logits: Tensor, y: Tensor) -> Masks:
         if not logits.isfinite().all():
             raise RunError(f"the model's output is not finite for case {ident!r}")
-        channels, classes = logits.shape[1], max(2, logits.shape[1])
+
+        channels = logits.shape[1]
+        classes = max(2, logits.shape[1])
         predicted = (logits.argmax(1) if channels > 1 else logits[:, 0] > 0)[0].to(torch.uint8).cpu()
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
-        low, high = int(reference.min()), int(reference.max())
+        low = int(reference.min())
+        high = int(reference.max())
+
         if low < 0 or high >= classes:
             raise InputError(
                 f"the reference mask of item {ident!r} has the value {low if low < 0 else high}",
@@ -165,6 +181,7 @@ class MaskEvaluator:
             raise RunError(
                 f"the model's output for case {ident!r} is {_sides(predicted)}, its reference mask {_sides(reference)}"
             )
+
         return Masks(predicted, reference.to(torch.uint8), classes)
 
 
@@ -193,10 +210,15 @@ class CaseEvaluator:
         structures: Sequence[str] = (),
     ) -> None:
         """Attach the metric to an engine of its own, as MONAI's metrics require."""
-        self.name, self.inferer, self.postprocessing, self.tolerance = name, inferer, postprocessing, tolerance
+        self.name = name
+        self.inferer = inferer
+        self.postprocessing = postprocessing
+        self.tolerance = tolerance
         self.structures = structures
         self._engine = Engine(lambda engine, batch: None)
-        self._metric, self._is_ignite = metric, hasattr(metric, "attach")
+        self._metric = metric
+        self._is_ignite = hasattr(metric, "attach")
+
         if self._is_ignite:
             metric.attach(self._engine, name)
 
@@ -209,17 +231,22 @@ class CaseEvaluator:
         """
         rows = []
         outputs = self._outputs(network, shard, device)
-        for index, (x, y, prediction, others) in zip(shard.indices.tolist(), outputs, strict=True):
+        for index, (x, y, prediction, fields) in zip(shard.indices.tolist(), outputs, strict=True):
             with _naming_item(*shard.prepared.ids([index])):
-                cases, known = self._processed(x, y, prediction, others), shard.shown.get(index)
-                if known is not None:  # what its mask does not show is not scored
-                    cases = [_shown(case, known) for case in cases]
-                    y, prediction = known.renumbered(y), known.marginal_logits(prediction)
+                cases = self._processed(x, y, prediction, fields)
+                annotated = shard.shown.get(index)
+                if annotated is not None:  # structures that its mask does not show are not scored
+                    cases = [_shown(case, annotated) for case in cases]
+                    y = annotated.renumbered(y)
+                    prediction = annotated.marginal_logits(prediction)
+
                 row = {self.name: self._score(cases, y, prediction)}
                 if self.tolerance is not None:
-                    names = self.structures if known is None else known.named(self.structures)
+                    names = self.structures if annotated is None else annotated.named(self.structures)
                     row = {**self._mask_row(x, cases, shard.prepared, index, surface_metrics, names), **row}
+
                 rows.append(row)
+
         return _cases(shard, rows)
 
     @torch.no_grad()
@@ -231,19 +258,21 @@ class CaseEvaluator:
             yield None if pair is None else _indices(*pair)
 
     def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Any, Any, Any, Any]]:
-        """Yield input, target, prediction and what else is in the batch of each item, batches of one."""
+        """Yield input, target, prediction and the further fields of each item, in batches of one."""
         network.eval()
         cases = shard.prepared.cases(shard.indices) if len(shard) else iter(())
-        for ident, (x, y, others) in zip(shard.ids, cases, strict=True):
-            x, y = moved(x, device), moved(y, device)
+        for ident, (x, y, fields) in zip(shard.ids, cases, strict=True):
+            x = moved(x, device)
+            y = moved(y, device)
             with _naming_item(ident):
                 prediction = self.inferer(x, network)
-            yield x, y, prediction, others
 
-    def _processed(self, x: Any, y: Any, prediction: Any, others: Mapping[str, Any]) -> list[Any]:
+            yield x, y, prediction, fields
+
+    def _processed(self, x: Any, y: Any, prediction: Any, fields: Mapping[str, Any]) -> list[Any]:
         if not self._is_ignite and self.tolerance is None:
             return []
-        cases = decollate_batch({**others, "image": x, "label": y, "pred": prediction})
+        cases = decollate_batch({**fields, "image": x, "label": y, "pred": prediction})
         return [self.postprocessing(case) if self.postprocessing else case for case in cases]
 
     def _mask_row(
@@ -258,6 +287,7 @@ class CaseEvaluator:
     def _score(self, cases: list[Any], y: Any, prediction: Any) -> float:
         if not self._is_ignite:
             return float(self._metric(prediction, y))
+
         self._engine.state.output = cases  # type: ignore[assignment]
         self._metric.started(self._engine)
         self._metric.iteration_completed(self._engine)
@@ -265,10 +295,12 @@ class CaseEvaluator:
             value = self._metric.compute()
         except NotComputableError:  # nothing in this case to score
             return float("nan")
+
         metric: Any = self._metric.metric_fn if isinstance(self._metric, IgniteMetricHandler) else None
         details = metric.get_buffer() if metric is not None else None
         if isinstance(details, Tensor) and details.isnan().all():  # MONAI calls the mean of nothing 0
             return float("nan")
+
         parts = list(value.values()) if isinstance(value, Mapping) else value
         return float(torch.as_tensor(parts, dtype=torch.float64).nanmean())
 
@@ -285,15 +317,24 @@ def _naming_item(ident: str) -> Iterator[None]:
 
 
 def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
-    names = dict.fromkeys(name for row in rows for name in row)  # a case of another form lacks some
-    values = {name: torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float64) for name in names}
+    names: dict[str, None] = {}  # in order; cases of different forms have different metrics
+    for row in rows:
+        names.update(dict.fromkeys(row))
+
+    values: dict[str, Tensor] = {}
+    for name in names:
+        values[name] = torch.tensor([row.get(name, math.nan) for row in rows], dtype=torch.float64)
+
     return Cases(tuple(shard.ids), values)
 
 
 def _spacing(prepared: Prepared, index: int, dimensions: int) -> tuple[float, ...]:
     """Return the distances between an item's pixels along each axis; 1 where the transforms do not record them."""
     spacing = prepared.geometry[index].spacing if prepared.geometry else ()
-    return spacing if len(spacing) == dimensions else (1.0,) * dimensions
+    if len(spacing) == dimensions:
+        return spacing
+
+    return (1.0,) * dimensions
 
 
 def _in_file(prepared: Prepared, index: int, shape: Sequence[int]) -> tuple[Any, ...]:
@@ -306,11 +347,13 @@ def _channels(x: Any, cases: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
     """Return a processed case's prediction and label (C, H, W[, D]) if they are binary and of the image's size."""
     if not isinstance(x, Tensor) or len(cases) != 1 or not isinstance(cases[0], Mapping):
         return None
+
     pair: list[Any] = [cases[0].get(key) for key in ("pred", "label")]
     if not all(isinstance(value, Tensor) and value.shape[1:] == x.shape[2:] for value in pair):
         return None
     if len(pair[0]) != len(pair[1]) or not all(((value == 0) | (value == 1)).all() for value in pair):
         return None
+
     prediction, label = (value.as_tensor() if isinstance(value, MetaTensor) else value for value in pair)
     return prediction.to(torch.uint8).cpu(), label.to(torch.uint8).cpu()
 
@@ -329,8 +372,12 @@ def _indices(prediction: Tensor, reference: Tensor) -> Masks | None:
     """Return channels (C, H, W[, D]) as class indices, None where they overlap."""
     if len(reference) == 1:
         return Masks(prediction[0], reference[0], 2)
+
     one_hot = all(bool((value.sum(0) == 1).all()) for value in (prediction, reference))
-    return Masks(prediction.argmax(0), reference.argmax(0), len(reference)) if one_hot else None
+    if one_hot:
+        return Masks(prediction.argmax(0), reference.argmax(0), len(reference))
+
+    return None
 
 
 def _sides(mask: Tensor) -> str:

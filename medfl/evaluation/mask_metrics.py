@@ -39,10 +39,15 @@ def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str
     Raises:
         InputError: a name is none of these.
     """
-    named = [slug(name) for name in structures or () if slug(name) != "background"]
-    alone = [f"{kind}_{name}" for name in named for kind in SURFACE_METRICS]
-    allowed = [ALL, *(["dice", *SURFACE_METRICS] if structures is not None else []), *alone]
+    structure_slugs = [slug(name) for name in structures or () if slug(name) != "background"]
+    allowed = [ALL]
+    if structures is not None:
+        allowed += ["dice", *SURFACE_METRICS]
+    for structure in structure_slugs:
+        allowed += [f"{kind}_{structure}" for kind in SURFACE_METRICS]
+
     names = metrics(text)
+
     for name in names:
         if name not in allowed:
             raise InputError(
@@ -50,8 +55,13 @@ def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str
                 f"this bundle's test items are scored by {', '.join(allowed[:10])}{', …' if allowed[10:] else ''}",
                 did_you_mean(name, allowed, "leave it out"),
             )
-    surface_metrics = [one for name in names for one in (SURFACE_METRICS if name == ALL else (name,)) if one != "dice"]
-    return tuple(dict.fromkeys(surface_metrics))
+
+    chosen: dict[str, None] = {}  # in order, each once
+    for name in names:
+        chosen.update(dict.fromkeys(SURFACE_METRICS if name == ALL else (name,)))
+
+    chosen.pop("dice", None)
+    return tuple(chosen)
 
 
 def scores(
@@ -83,23 +93,29 @@ def scores(
         surface_metrics: the metrics of surfaces that are computed too, `surface_metrics_of` gives them.
     """
     predicted, true = (mask.detach().cpu().numpy() for mask in (prediction, reference))
-    count, shape = len(classes), predicted.shape
+    count = len(classes)
+    shape = predicted.shape
     boxes = ndimage.find_objects(((predicted > 0) | (true > 0)).astype(np.uint8))
     box = boxes[0] if boxes else (slice(0, 0),) * predicted.ndim  # empty where both masks are
-    predicted, true = predicted[box].astype(np.int64), true[box].astype(np.int64)
+    predicted = predicted[box].astype(np.int64)
+    true = true[box].astype(np.int64)
     counts = np.bincount((true * count + predicted).ravel(), minlength=count * count).reshape(count, count)
     counts[0, 0] += math.prod(shape) - predicted.size
-    both, sizes, present = np.diag(counts)[1:], (counts.sum(0) + counts.sum(1))[1:], counts.sum(1)[1:] > 0
+    both = np.diag(counts)[1:]
+    sizes = (counts.sum(0) + counts.sum(1))[1:]
+    present = counts.sum(1)[1:] > 0
     dice = np.where(sizes > 0, 2 * both / np.maximum(sizes, 1), 1.0)
     result = {"dice": float(dice.mean())}
     by_class = zip(classes[1:], np.where(present, dice, math.nan), strict=True)
     result |= {f"dice_{slug(name)}": float(value) for name, value in by_class}
     result["pixel_accuracy"] = float(np.trace(counts) / counts.sum())
+
     if surface_metrics:
         ours, theirs = (_surface_points(mask, count) for mask in (predicted, true))
         measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=shape)
         average: Callable[..., Any] = partial(np.mean, axis=0)
         result |= _of_surfaces(surface_metrics, classes[1:], present, lambda c: measure(ours[c], theirs[c]), average)
+
     return result
 
 
@@ -122,20 +138,25 @@ def channel_scores(
     names = foreground(names, len(pairs))
     cases = [scores(*pair, ("", name), spacing, tolerance) for pair, name in zip(pairs, names, strict=True)]
     result = {"dice": float(np.mean([case["dice"] for case in cases]))}
-    result |= {own: case[own] for case, own in zip(cases, (f"dice_{slug(name)}" for name in names), strict=True)}
+    for case, name in zip(cases, names, strict=True):
+        measure = f"dice_{slug(name)}"
+        result[measure] = case[measure]
+
     result["pixel_accuracy"] = float((prediction == reference).all(0).double().mean())
+
     if surface_metrics:
         present = [bool(true.any()) for _, true in pairs]
-        measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:])
+        measure_surfaces = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:])
         maps: list[list[NDArray[np.int64]]] = []
         if first and _exclusive(prediction):  # one pass over the image, not one a channel
             maps = [_surface_points(mask.argmax(0).numpy(), len(mask)) for mask in (prediction, reference)]
 
         def measured(c: int) -> _Surfaces:
             of_channel = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
-            return measure(*([points[c] for points in maps] or of_channel))
+            return measure_surfaces(*([points[c] for points in maps] or of_channel))
 
         result |= _of_surfaces(surface_metrics, names, present, measured, lambda r: map(np.mean, zip(*r, strict=True)))
+
     return result
 
 
@@ -144,9 +165,12 @@ def foreground(names: Sequence[str], count: int) -> list[str]:
 
     They are numbered where there are not as many names, or the names of metrics could not tell them apart.
     """
-    named = [*names[-count:]] if 0 <= len(names) - count <= 1 else []
-    distinct = len({slug(name) for name in named} - {""}) == count
-    return named if distinct else [f"class {index}" for index in range(1, count + 1)]
+    structures = [*names[-count:]] if 0 <= len(names) - count <= 1 else []
+    distinct = len({slug(name) for name in structures} - {""}) == count
+    if distinct:
+        return structures
+
+    return [f"class {index}" for index in range(1, count + 1)]
 
 
 def by_structure(
@@ -154,13 +178,19 @@ def by_structure(
 ) -> dict[str, dict[str, float | None]]:
     """Return structure -> its metrics over the cases whose reference has it, None where none has, and their number."""
     numbered = [f"class {index}" for index in range(1, len(measured))]
-    named, others = ([name for name in some if f"dice_{slug(name)}" in measured] for some in (names, numbered))
+    structures = [name for name in names if f"dice_{slug(name)}" in measured]
+    if not structures:
+        structures = [name for name in numbered if f"dice_{slug(name)}" in measured]
+
     results: dict[str, dict[str, float | None]] = {}
-    for name in named or others:
-        of = {kind: f"{kind}_{slug(name)}" for kind in KINDS}
-        results[name] = {kind: summary.get(own) for kind, own in of.items() if own in measured}
-        scored = summary.get(f"{of['dice']}_cases", cases) if of["dice"] in summary else 0
+    for name in structures:
+        columns = {kind: f"{kind}_{slug(name)}" for kind in KINDS}
+        results[name] = {kind: summary.get(column) for kind, column in columns.items() if column in measured}
+
+        dice = columns["dice"]
+        scored = summary.get(f"{dice}_cases", cases) if dice in summary else 0
         results[name]["cases"] = int(scored)
+
     return results
 
 
@@ -172,9 +202,9 @@ def slug(name: str) -> str:
 def check_structures(names: Sequence[str]) -> None:
     """Raise an InputError unless the names of metrics can tell structures of these names apart."""
     slugs = [slug(name) for name in names]
-    for name, one in zip(names, slugs, strict=True):
+    for name, name_slug in zip(names, slugs, strict=True):
         unreadable = re.search(r"[#@$%]|::", name) or not is_plain_text(name)
-        if one in ("", "background") or slugs.count(one) > 1 or unreadable:
+        if name_slug in ("", "background") or slugs.count(name_slug) > 1 or unreadable:
             raise InputError(
                 f"--classes {','.join(names)}: {name!r}",
                 "names that differ in letters or digits, without # @ $ % and ::, none for the background, no formula",
@@ -196,17 +226,27 @@ def _of_surfaces(
     measured: Callable[[int], _Surfaces],
     mean: Callable[[list[_Surfaces]], Iterable[float]],
 ) -> dict[str, float]:
-    """Return the metrics asked for, of these foreground classes and of each of them.
+    """Return the chosen surface metrics: means over the foreground classes, and those of single classes.
 
-    NaN for a structure that is not among them, or that the reference has not.
+    A metric is NaN for a structure that is not a class of the case, or that the reference lacks.
     """
     of_all = [kind for kind in SURFACE_METRICS if kind in surface_metrics]
-    metric_names = dict.fromkeys([*surface_metrics, *(f"{kind}_{slug(name)}" for kind in of_all for name in names)])
-    asked_for = [any(f"{kind}_{slug(name)}" in metric_names for kind in SURFACE_METRICS) for name in names]
-    values = {c: measured(c) for c, is_asked in enumerate(asked_for) if is_asked}
-    seen = {c: pair for c, pair in values.items() if present[c]}
-    results = {f"{k}_{slug(names[c])}": pair[i] for c, pair in seen.items() for i, k in enumerate(SURFACE_METRICS)}
+    metric_names = dict.fromkeys(surface_metrics)
+    for kind in of_all:
+        metric_names.update(dict.fromkeys(f"{kind}_{slug(name)}" for name in names))
+
+    values: dict[int, _Surfaces] = {}
+    for c, name in enumerate(names):
+        if any(f"{kind}_{slug(name)}" in metric_names for kind in SURFACE_METRICS):
+            values[c] = measured(c)
+
+    present_values = {c: pair for c, pair in values.items() if present[c]}
+    results: dict[str, float] = {}
+    for c, pair in present_values.items():
+        results.update({f"{kind}_{slug(names[c])}": value for kind, value in zip(SURFACE_METRICS, pair, strict=True)})
+
     results |= zip(SURFACE_METRICS, mean([*values.values()]), strict=True) if of_all else {}
+
     return {name: float(results.get(name, math.nan)) for name in metric_names}
 
 
@@ -217,11 +257,13 @@ def _surface_points(labels: NDArray[Any], count: int) -> list[NDArray[np.int64]]
     """
     edges = np.zeros(labels.shape, bool)
     for axis in range(labels.ndim):
-        along, edge = np.moveaxis(labels, axis, 0), np.moveaxis(edges, axis, 0)
+        along = np.moveaxis(labels, axis, 0)
+        edge = np.moveaxis(edges, axis, 0)
         differs = along[1:] != along[:-1]
         edge[1:] |= differs
         edge[:-1] |= differs
         edge[:1] = edge[-1:] = True
+
     points = np.argwhere(edges & (labels > 0))
     classes = labels[tuple(points.T)]
     order = np.argsort(classes, kind="stable")
@@ -240,11 +282,13 @@ def _surfaces(
         return 0.0, 1.0
     if not len(predicted) or not len(true):
         return math.hypot(*((side - 1) * step for side, step in zip(shape, spacing, strict=True))), 0.0
+
     # from the corner of a box one pixel wider, in single precision: so they are MONAI's to the bit
     corner = np.minimum(predicted.min(0), true.min(0)) - 1
-    here, there = ((each - corner) * np.asarray(spacing, float) for each in (predicted, true))
+    here, there = ((points - corner) * np.asarray(spacing, float) for points in (predicted, true))
     both = [KDTree(ends, leafsize=32).query(starts)[0] for starts, ends in ((here, there), (there, here))]
-    distances = [torch.from_numpy(each).float() for each in both]
+    distances = [torch.from_numpy(array).float() for array in both]
     hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
     near = sum(int((distance <= tolerance).sum()) for distance in distances)
+
     return hd95, near / sum(map(len, distances))

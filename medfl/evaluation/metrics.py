@@ -80,7 +80,7 @@ def title(name: str) -> str:
     """Return the metric's title; `dice_<name>` is the Dice of one structure, as are its surface Dice and HD95."""
     if name in METRICS:
         return METRICS[name].title
-    first = next((one for one in ("dice", "hd95", "surface_dice") if name.startswith(f"{one}_")), "")
+    first = next((kind for kind in ("dice", "hd95", "surface_dice") if name.startswith(f"{kind}_")), "")
     words = name.removeprefix(f"{first}_").split("_")
     return " ".join([*([METRICS[first].title] if first else []), *words])
 
@@ -148,15 +148,26 @@ class Cases:
         filled = [part for part in parts if len(part)]
         if not filled:
             return parts[0] if parts else Cases((), {})
-        like = {name: tensor for part in reversed(filled) for name, tensor in part.values.items()}
-        names = list(dict.fromkeys(name for part in filled for name in part.values))
+
+        examples: dict[str, torch.Tensor] = {}  # the first tensor of each name, in order of appearance
         for part in filled:
-            lacking = [n for n in names if n not in part.values]
-            if any(like[n].ndim > 1 or not like[n].is_floating_point() for n in lacking):
+            for name, tensor in part.values.items():
+                examples.setdefault(name, tensor)
+
+        for part in filled:
+            lacking = [name for name in examples if name not in part.values]
+            if any(examples[name].ndim > 1 or not examples[name].is_floating_point() for name in lacking):
                 raise ValueError(f"cannot join cases with and without {lacking}")
-        nothing = {n: tensor.new_full((1,), torch.nan) for n, tensor in like.items() if tensor.is_floating_point()}
-        columns = {n: [p.values[n] if n in p.values else nothing[n].expand(len(p)) for p in filled] for n in names}
-        return Cases(tuple(name for part in filled for name in part.ids), {n: torch.cat(c) for n, c in columns.items()})
+
+        ids: list[str] = []
+        columns: dict[str, list[torch.Tensor]] = {name: [] for name in examples}
+        for part in filled:
+            ids += part.ids
+            for name, example in examples.items():
+                column = part.values.get(name)
+                columns[name].append(example.new_full((len(part),), torch.nan) if column is None else column)
+
+        return Cases(tuple(ids), {name: torch.cat(column) for name, column in columns.items()})
 
 
 def summarise(cases: Cases) -> dict[str, float]:
@@ -177,14 +188,18 @@ def summarise(cases: Cases) -> dict[str, float]:
         return {}
     if not cases.is_classification:
         return _case_means(cases.values)
+
     probabilities = cases.values["probabilities"].numpy(force=True)
     label = cases.values["label"].numpy(force=True)
     _check(cases.ids, probabilities, label)
     result = from_confusion(confusion(label, probabilities.argmax(1), probabilities.shape[1]))
+
     if (area := _auroc(label, probabilities)) is not None:
         result["auroc"] = area
+
     if "loss" in cases.values:
         result["loss"] = float(cases.values["loss"].numpy(force=True).mean(dtype=np.float64))
+
     further = {name: values for name, values in cases.values.items() if name not in _OF_CLASSES}
     return {**result, **_case_means(further)}
 
@@ -197,12 +212,16 @@ def confusion(label: NDArray[Any], predicted: NDArray[Any], classes: int) -> NDA
 
 def from_confusion(counts: NDArray[np.int64]) -> dict[str, float]:
     """Return accuracy, balanced accuracy and macro F1 of (K, K) counts that are not all zero, reference in rows."""
-    hits, reference, predicted = np.diag(counts), counts.sum(1), counts.sum(0)
-    present, seen = reference > 0, reference + predicted > 0
+    hits = np.diag(counts)
+    reference = counts.sum(1)
+    predicted = counts.sum(0)
+    present = reference > 0
+    occurs = reference + predicted > 0
+
     return {
         "accuracy": float(hits.sum() / counts.sum()),
         "balanced_accuracy": float((hits[present] / reference[present]).mean()),
-        "f1_macro": float((2 * hits[seen] / (reference + predicted)[seen]).mean()),
+        "f1_macro": float((2 * hits[occurs] / (reference + predicted)[occurs]).mean()),
     }
 
 
@@ -224,6 +243,7 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
     by_site = {site: float(value) for site, value in values.items() if value is not None and not math.isnan(value)}
     if not by_site:
         return {}
+
     numbers = np.array(list(by_site.values()))
     worst_site = (min if higher_is_better else max)(by_site, key=by_site.__getitem__)
     return {
@@ -244,6 +264,7 @@ def _case_means(values_of: Mapping[str, torch.Tensor]) -> dict[str, float]:
             result[name] = float(scored.mean())
             if scored.size < values.size:
                 result[f"{name}_cases"] = float(scored.size)
+
     return result
 
 
@@ -257,6 +278,7 @@ def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any
             f"the network has {classes} classes: labels 0 to {classes - 1}",
             "correct this label, or the number of classes in the bundle's configuration",
         )
+
     bad = ~np.isfinite(probabilities).all(1)
     if bad.any():
         count = f"{int(bad.sum())} of {len(ids)} cases"
@@ -270,9 +292,13 @@ def _auroc(label: NDArray[Any], probabilities: NDArray[Any]) -> float | None:
     positive = label[:, None] == columns
     n = positive.sum(0)
     usable = (n > 0) & (n < cases)
+
     if not usable.any():
         return None
-    n, positive = n[usable], positive[:, usable]
+
+    n = n[usable]
+    positive = positive[:, usable]
     ranks = rankdata(probabilities[:, columns[usable]], axis=0)
     areas = ((ranks * positive).sum(0) - n * (n + 1) / 2) / (n * (cases - n))
+
     return float(areas.mean())

@@ -36,17 +36,21 @@ def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
     """
     from sklearn.metrics import roc_auc_score, roc_curve  # here, because it takes a second to import
 
-    found, classes = [], probabilities.shape[1]
+    curves = []
+    classes = probabilities.shape[1]
     for c in [1] if classes == 2 else range(classes):
         positive = label == c
         if not positive.any() or positive.all():
             continue
+
         score = probabilities[:, c]
         fpr, tpr, _ = roc_curve(positive, score)
         if len(fpr) > _POINTS + 1:
             fpr, tpr = _at_grid(fpr, tpr)
-        found.append(Curve(c, fpr, tpr, float(roc_auc_score(positive, score)), int(positive.sum())))
-    return found
+
+        curves.append(Curve(c, fpr, tpr, float(roc_auc_score(positive, score)), int(positive.sum())))
+
+    return curves
 
 
 def macro(curves: list[Curve]) -> tuple[Floats, Floats]:

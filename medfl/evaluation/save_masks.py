@@ -38,6 +38,7 @@ def to_original(labels: Tensor, geometry: Geometry) -> NDArray[np.uint8]:
         order=0,
         mode="grid-constant",  # unlike "constant", takes a corner's pixel up to its edge
     )
+
     return mask
 
 
@@ -61,11 +62,15 @@ def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path)
     Raises:
         RunError: the disk is full or the folder cannot be written.
     """
-    affine, file = geometry.original_affine, io.BytesIO()
+    affine = geometry.original_affine
+    file = io.BytesIO()
     if in_dicom := mask.ndim == 2 and _is_dicom(geometry.file):
         if np.array_equal(affine, np.eye(4)):  # rows come first
-            mask, affine = mask.T, dicom.picture_affine(geometry.file)
+            mask = mask.T
+            affine = dicom.picture_affine(geometry.file)
+
         mask = mask[..., None]
+
     if is_picture(geometry) and not in_dicom:
         Image.fromarray(mask * 255 if classes == 2 else mask).save(file, format="PNG")
         path = path.with_name(f"{path.name}.png")
@@ -76,6 +81,7 @@ def write(mask: NDArray[np.uint8], classes: int, geometry: Geometry, path: Path)
         volume.set_sform(affine, _SCANNER)
         file.write(gzip.compress(volume.to_bytes(), mtime=0))
         path = path.with_name(f"{path.name}.nii.gz")
+
     write_atomic(path, file.getvalue())
     return path
 

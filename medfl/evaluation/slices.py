@@ -62,6 +62,7 @@ def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry
     if reference.ndim == 2:
         as_they_are = len(image) == 3 and image.min() >= -_ROUNDING and image.max() <= 1 + _ROUNDING
         grey = image.clip(0, 1) if as_they_are else _windowed(image if len(image) == 3 else image[:1])
+
         rows_first = geometry is not None and is_picture(geometry)
         arrays = [np.moveaxis(grey, 0, 2), reference, prediction]
         picture, reference, prediction = arrays if rows_first else [array.swapaxes(0, 1) for array in arrays]
@@ -69,6 +70,7 @@ def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry
             side * step for side, step in zip(reference.shape, spacing if rows_first else spacing[::-1], strict=True)
         )
         return [Plane("", picture if len(image) == 3 else picture[..., 0], reference, prediction, (height, width))]
+
     volumes = [_windowed(image[:1])[0], reference, prediction]
     affine: Array = geometry.affine if geometry else np.full((4, 4), np.nan)
     oriented = bool(np.isfinite(affine).all())
@@ -76,6 +78,7 @@ def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry
         order: Array = nib.orientations.io_orientation(affine)  # type: ignore[no-untyped-call]
         volumes = [nib.orientations.apply_orientation(volume, order) for volume in volumes]  # type: ignore[no-untyped-call]
         spacing = tuple(spacing[list(order[:, 0]).index(axis)] for axis in range(3))
+
     at = _middle(*volumes[1:])
     return [_cut(volumes, axis, at, spacing, name, left if oriented else "") for name, axis, left in _CUTS]
 
@@ -87,29 +90,43 @@ def true_colours(image: Array, steps: Sequence[Any]) -> Array:
     """
     if image.ndim != 3 or len(image) != 3:
         return image
-    undone, each = image, Compose([*steps]).flatten().transforms  # type: ignore[no-untyped-call]
-    for step in reversed([one for one in each if "image" in getattr(one, "keys", ())]):
+
+    undone = image
+    transforms = Compose([*steps]).flatten().transforms  # type: ignore[no-untyped-call]
+    for step in reversed(transforms):
+        if "image" not in getattr(step, "keys", ()):
+            continue
+
         if isinstance(step, NormalizeIntensityd):
             by = step.normalizer
             if by.subtrahend is None or by.divisor is None:
                 return image
+
             divisor, subtrahend = (np.asarray(value, float).reshape(-1, 1, 1) for value in (by.divisor, by.subtrahend))
             undone = undone * divisor + subtrahend
         elif isinstance(step, ScaleIntensityRanged):
-            low, high = step.scaler.b_min, step.scaler.b_max
-            return undone if low is None or high is None else (undone - low) / (high - low)
+            low = step.scaler.b_min
+            high = step.scaler.b_max
+            if low is None or high is None:
+                return undone
+
+            return (undone - low) / (high - low)
+
     return undone
 
 
 def unit(geometry: Geometry | None) -> str:
     """Return the unit of an image's spacing: "mm", or "pixels" where no header gives their size."""
-    return "pixels" if geometry is None or is_picture(geometry) else "mm"
+    if geometry is None or is_picture(geometry):
+        return "pixels"
+
+    return "mm"
 
 
 def _cut(
     volumes: Sequence[Array], axis: int, at: Sequence[int], spacing: Sequence[float], name: str, left: str
 ) -> Plane:
-    across, up = (other for other in range(3) if other != axis)
+    across, up = (candidate for candidate in range(3) if candidate != axis)
     image, reference, prediction = (np.flip(volume.take(at[axis], axis)).T for volume in volumes)
     height, width = reference.shape
     return Plane(name, image, reference, prediction, (height * spacing[up], width * spacing[across]), left)

@@ -1,4 +1,4 @@
-"""The methods: one file each, found by its name. `load` also takes a dotted path to a method of your own."""
+"""The methods: a file or a package each, found by its name. `load` also takes the dotted path of your own."""
 
 from __future__ import annotations
 
@@ -61,9 +61,11 @@ def method_class(name: str) -> type[Method]:
         raise InputError(
             f"the class of method {name!r} is a dataclass that is not frozen", "a method is frozen", _DECORATE
         ) from error
+
     method_type = getattr(module, "METHOD", None)
     if not (isinstance(method_type, type) and issubclass(method_type, Method)):
         raise InputError(f"module {path!r}", "a method module has METHOD = <subclass of medfl.Method>", "add that line")
+
     _refuse_odd_hooks(name, method_type)
     loose = [key for key, value in vars(method_type).items() if isinstance(value, dataclasses.Field)]
     if loose and "__dataclass_fields__" not in vars(method_type):
@@ -72,6 +74,7 @@ def method_class(name: str) -> type[Method]:
             "a method with options is a frozen dataclass",
             _DECORATE,
         )
+
     return method_type
 
 
@@ -86,14 +89,17 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     cls = method_class(name)
     own_fields = {field.name: field for field in dataclasses.fields(cls)}
     shared_fields = {field.name: field for field in dataclasses.fields(Sharing)} if cls.takes_prototypes else {}
+
     if not isinstance(options, Mapping | None):
         raise InputError(f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}")
     declared: dict[str, Declared] = {key: Declared.of(field) for key, field in {**shared_fields, **own_fields}.items()}
     values = read_options(name, declared, {**(options or {}), **more})
     method = cls(**{key: value for key, value in values.items() if key in own_fields})
     sharing = Sharing(**{key: value for key, value in values.items() if key not in own_fields})
+
     if sharing.prototypes:
         return WithPrototypes(method, sharing)
+
     idle = [field.name for field in shared_fields.values() if getattr(sharing, field.name) != field.default]
     if idle:
         raise InputError(
@@ -101,6 +107,7 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
             f"{idle[0]} belongs to prototypes=true",
             "add that, or leave it out",
         )
+
     return method
 
 
@@ -113,7 +120,10 @@ def extra(method: Method, kind: type[Extra]) -> Extra | None:
 def settled(method: Method, sizes: Mapping[str, int]) -> Method:
     """Return a method with the options that depend on the sites' sizes, by name; see `SiteNetworks`."""
     by_site = extra(method, SiteNetworks)
-    return method if by_site is None else cast(Method, by_site.settled(sizes))
+    if by_site is None:
+        return method
+
+    return cast(Method, by_site.settled(sizes))
 
 
 def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
@@ -123,7 +133,10 @@ def site_networks(method: Method, names: Sequence[str]) -> Mapping[str, Mapping[
         InputError: what the method's options say does not fit these participants.
     """
     by_site = extra(method, SiteNetworks)
-    return by_site.site_networks(names) if by_site is not None else {name: {} for name in names}
+    if by_site is not None:
+        return by_site.site_networks(names)
+
+    return {name: {} for name in names}
 
 
 def keeps_network(method: Method, config: Mapping[str, Any]) -> bool:
@@ -169,11 +182,16 @@ def prototype_options(cls: type[Method]) -> list[dict[str, Any]]:
 
 
 def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
-    """Raise an InputError if a method defines a hook that no runtime would ask for, or lacks one that they ask for."""
-    if lacking := sorted(getattr(cls, "__abstractmethods__", ())):
-        raise InputError(f"method {name!r} without {lacking[0]!r}", "hooks that its base class asks for", "write it")
+    """Raise an InputError if a method defines a hook that no runtime calls, or lacks one that a runtime calls."""
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        raise InputError(f"method {name!r} without {missing[0]!r}", "its base class requires this hook", "write it")
+
     kinds = (SiteNetworks, SiteModels, PublicData, TextEmbeddings, MakesImages)
-    owners = {hook: kind for kind in kinds for hook in vars(kind) if not hook.startswith("_")}
+    owners: dict[str, type[Any]] = {}
+    for kind in kinds:
+        owners.update({hook: kind for hook in vars(kind) if not hook.startswith("_")})
+
     unasked = [hook for hook, kind in owners.items() if hasattr(cls, hook) and not issubclass(cls, kind)]
     if unasked or hasattr(cls, "sends"):
         hook = unasked[0] if unasked else "sends"

@@ -18,7 +18,7 @@ from medfl.storage.files import State
 from medfl.training import FitReport, Host, Site, fit, merged, snapshot
 
 _BLOCK = 32768
-"""Numbers summed at a time on a CPU: their float64 sum and the buffer beside it stay in its cache."""
+"""Numbers summed at a time on a CPU: their float64 sum and the buffer beside it fit in its cache."""
 
 
 def option(
@@ -45,10 +45,10 @@ class Group:
 
     Attributes:
         name: its name in `Message`.
-        up: replies have it.
-        down: broadcasts have it.
-        like_weights: its tensors have names, shapes and types of the network's; any other is refused.
-        smaller: noise does it no harm, so `--messages float16|bfloat16|int8` make it smaller too.
+        up: replies contain it.
+        down: broadcasts contain it.
+        like_weights: its tensors have the names, shapes and types of the network's tensors; others are refused.
+        smaller: it tolerates rounding, so `--messages float16|bfloat16|int8` compresses it too.
     """
 
     name: str
@@ -62,16 +62,18 @@ class Group:
 class Method:
     """Federated averaging; the base of all methods.
 
-    The server half sees a `Host` and messages, the site half a `Site`, its own State and one message. Both are
-    functions of their arguments: whatever must survive a round is returned as State.
+    The server half gets a `Host` and messages; the site half gets a `Site`, its State and one message. Both halves are
+    functions of their arguments: what must survive a round is returned as State.
+
+    One round calls `broadcast` on the server, `local_update` at each site and `aggregate` on the server.
 
     Class facts:
         paper: title, authors, year.
-        tasks: the tasks that it supports.
-        judged: "global" if the server's model is the product, "personal" if each site's own model is.
-        takes_prototypes: class prototypes can be shared beside its weights (`prototypes=true`).
-        pools_data: the data of all sites is pooled at one participant (the centralised reference only).
-        shown: options with which one round has all that travels, where the defaults send some of it later only.
+        tasks: the supported tasks.
+        judged: "global" if the result is the server's model, "personal" if it is one model per site.
+        takes_prototypes: class prototypes can be shared beside the weights (`prototypes=true`).
+        pools_data: one participant gets the data of all sites (only the centralised reference does this).
+        shown: options that let a single round send every group, where the defaults send some of them later.
     """
 
     paper: ClassVar[str] = ""
@@ -84,11 +86,11 @@ class Method:
     # The network
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
-        """Return the network that this method trains, made from the bundle's (default: that one)."""
+        """Return the network to train, made from the bundle's (default: the bundle's own)."""
         return network
 
     def check(self, site: Site) -> None:
-        """Raise InputError for data that the method cannot train on; called before anything is written or trained."""
+        """Raise InputError for data that the method cannot train on; called before the run starts."""
 
     # What leaves and what stays
 
@@ -97,15 +99,15 @@ class Method:
         return frozenset()
 
     def groups(self) -> tuple[Group, ...]:
-        """Declare the groups of tensors that its messages have beside the network's weights (default: none)."""
+        """Declare the tensor groups of its messages other than the network's weights (default: none)."""
         return ()
 
     # Server half
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
-        """Make the server's first State from the initial weights and the sites' introductions."""
+        """Return the server's first State, made from the initial weights and the sites' introductions."""
         personal = self.personal_names(host.model(weights))
-        return {"weights": {name: tensor for name, tensor in weights.items() if name not in personal}}
+        return {"weights": _without(weights, personal)}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Return what the server sends to one site."""
@@ -115,19 +117,23 @@ class Method:
         """Return the server's next State; w = sum_k p_k w_k with p_k by sample counts (FedAvg)."""
         if server.get("weights") == {}:  # every tensor is personal
             return server
+
         return {**server, "weights": weighted_mean(replies, "weights", sample_shares(replies))}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
-        """Return numbers that say how the method fared in a round, from the server's next State (default: none).
+        """Return the method's own figures of a round, given the server's next State (default: none).
 
-        They go into rounds.jsonl and become curves; nothing else reads them.
+        They are written to rounds.jsonl and plotted as curves; nothing else reads them.
         """
         return {}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
-        """Return the server's network for any new site, or None where the server alone has none."""
+        """Return the network that the server can give to a new site, or None if it lacks personal tensors."""
         network = host.model(host.networks.initial)
-        return None if self.personal_names(network) else host.model(server["weights"])
+        if self.personal_names(network):
+            return None
+
+        return host.model(server["weights"])
 
     # Site half
 
@@ -137,8 +143,11 @@ class Method:
 
     def init_site(self, site: Site) -> State:
         """Return a site's first State: its personal tensors, from the common initial weights."""
-        names = self.personal_names(site.model(site.initial_weights))
-        return {"weights": {name: site.initial_weights[name].clone() for name in sorted(names)}} if names else {}
+        personal = self.personal_names(site.model(site.initial_weights))
+        if not personal:
+            return {}
+
+        return {"weights": {name: site.initial_weights[name].clone() for name in sorted(personal)}}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train on the site's data from the received model; return the next State and the reply."""
@@ -147,43 +156,56 @@ class Method:
         if not isinstance(report, FitReport):
             raise InputError(
                 f"train of method {site.method!r} returned a {type(report).__name__}",
-                "it returns what fit gave, a FitReport",
+                "train returns the FitReport of fit",
                 "return fit(...)",
             )
-        trained, personal = snapshot(model), state.get("weights", {})
-        reply = Message(
-            {"weights": {name: tensor for name, tensor in trained.items() if name not in personal}},
-            {"samples": site.num_samples},
-        )
-        return ({**state, "weights": {name: trained[name] for name in personal}} if personal else state), reply
+
+        trained = snapshot(model)
+        personal = state.get("weights", {})
+        reply = Message({"weights": _without(trained, personal)}, {"samples": site.num_samples})
+        if not personal:
+            return state, reply
+
+        return {**state, "weights": {name: trained[name] for name in personal}}, reply
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
-        """Train `model` in place; the hook for methods that change only the loss or the gradient."""
+        """Train `model` in place. Override this alone if the paper changes only the loss or the gradient."""
         return fit(model, site)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
-        """Return the network that the site is judged by, from its State and the newest broadcast."""
+        """Return the network that the site is scored with, from its State and the newest broadcast."""
         return site.model(_complete(state, down))
 
 
 def _complete(state: State, down: Message) -> Weights:
-    """Return the received weights and the site's own; a group without tensors does not cross a wire."""
-    return merged(down.tensors.get("weights", {}), state.get("weights", {}))
+    """Return the received weights with the site's personal tensors."""
+    received = down.tensors.get("weights", {})  # an empty group is not sent
+    return merged(received, state.get("weights", {}))
 
 
-# Means over a group of replies, in sorted site order, never in order of arrival
+def _without(weights: Weights, names: Collection[str]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name not in names}
+
+
+# Means over a group of replies. Sites are added in sorted order, never in order of arrival, so that the sums have the
+# same bits on every run.
 
 
 def sample_shares(replies: Mapping[str, Message]) -> dict[str, float]:
     """Return p_k = n_k / sum of n over the round's participants (McMahan et al. 2017, FedAvg).
 
     Raises:
-        RunError: a reply does not have its n_k.
+        RunError: a reply lacks its n_k.
     """
-    if without := [name for name in sorted(replies) if "samples" not in replies[name].scalars]:
-        raise RunError(f"site {without[0]!r}: its reply does not say of how many items it is")
-    total = sum(replies[name].scalars["samples"] for name in sorted(replies))
-    return {name: replies[name].scalars["samples"] / total for name in sorted(replies)}
+    samples: dict[str, float] = {}
+    for name in sorted(replies):
+        scalars = replies[name].scalars
+        if "samples" not in scalars:
+            raise RunError(f"site {name!r}: its reply lacks the number of training samples")
+        samples[name] = scalars["samples"]
+
+    total = sum(samples.values())
+    return {name: count / total for name, count in samples.items()}
 
 
 def uniform_shares(replies: Mapping[str, Message]) -> dict[str, float]:
@@ -196,58 +218,84 @@ MEANS = ("uniform", "samples")
 
 
 def mean_shares(weighting: str, replies: Mapping[str, Message]) -> dict[str, float]:
-    """Return what an option `weights` says: the shares of a plain mean ("uniform"), or by samples ("samples")."""
-    return uniform_shares(replies) if weighting == "uniform" else sample_shares(replies)
+    """Return the shares that an option `weights` names: equal ("uniform") or by sample counts ("samples")."""
+    if weighting == "uniform":
+        return uniform_shares(replies)
+
+    return sample_shares(replies)
 
 
 def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[str, float]) -> dict[str, Tensor]:
     """Average one tensor group with the given shares (they sum to 1).
 
-    Floating tensors, BatchNorm's running statistics among them, are averaged; integer counters such as
-    `num_batches_tracked` take the maximum, since the mean of counters means nothing.
-
-    Block by block the replies are added to a float64 sum, which is rounded once at the end: replies that lie on disk
-    need not fit in memory, many small shares lose nothing, and no large tensor is written but the mean.
+    Floating tensors, including BatchNorm's running statistics, are averaged; integer counters such as
+    `num_batches_tracked` take the maximum, since the mean of counters has no meaning.
     """
     parts = {name: replies[name][group] for name in sorted(replies)}
-    first, *others = parts
-    out: dict[str, Tensor] = {}
+    first = next(iter(parts.values()))
+    means: dict[str, Tensor] = {}
+
     with torch.no_grad():
-        for key, like in parts[first].items():
-            if not like.is_floating_point():
-                out[key] = like.clone()
-                for name in others:
-                    torch.maximum(out[key], parts[name][key], out=out[key])
-                continue
-            read = {name: slices(weights, key) for name, weights in parts.items()}
-            mean = torch.empty_like(like, memory_format=torch.contiguous_format)
-            flat, size = mean.view(-1), max(1, like.numel() if like.device.type != "cpu" else _BLOCK)
-            wide = torch.empty(min(size, like.numel()), dtype=torch.float64, device=like.device)
-            for start in range(0, like.numel(), size):
-                stop = min(start + size, like.numel())
-                total = read[first](start, stop).to(torch.float64, copy=True).mul_(shares[first])
-                for name in others:  # widened first: adding float32 to float64 takes twice as long
-                    total.add_(wide[: stop - start].copy_(read[name](start, stop)), alpha=shares[name])
-                flat[start:stop] = total
-            out[key] = mean
-    return out
+        for key, like in first.items():
+            if like.is_floating_point():
+                means[key] = _mean_tensor(parts, key, shares)
+            else:
+                means[key] = torch.stack([weights[key] for weights in parts.values()]).amax(0)
+
+    return means
+
+
+def _mean_tensor(parts: Mapping[str, Weights], key: str, shares: Mapping[str, float]) -> Tensor:
+    """Average one floating tensor block by block.
+
+    Each block is summed in float64 and rounded once, so that many small shares lose no precision. Replies on disk are
+    read a block at a time: they need not fit in memory, and no other large tensor is allocated than the mean.
+    """
+    first, *others = parts
+    like = parts[first][key]
+    readers = {name: slices(weights, key) for name, weights in parts.items()}
+
+    # A GPU takes the tensor at once: there, blocks would cost launches and save nothing.
+    on_cpu = like.device.type == "cpu"
+    size = _BLOCK if on_cpu else max(1, like.numel())
+    wide = torch.empty(min(size, like.numel()), dtype=torch.float64, device=like.device)
+
+    mean = torch.empty_like(like, memory_format=torch.contiguous_format)
+    flat = mean.view(-1)
+
+    for start in range(0, like.numel(), size):
+        stop = min(start + size, like.numel())
+        total = readers[first](start, stop).to(torch.float64, copy=True).mul_(shares[first])
+
+        for name in others:
+            # Widened first: adding float32 to float64 directly takes twice as long.
+            block = wide[: stop - start].copy_(readers[name](start, stop))
+            total.add_(block, alpha=shares[name])
+
+        flat[start:stop] = total
+
+    return mean
 
 
 def slices(weights: Weights, name: str) -> Callable[[int, int], Tensor]:
-    """Return what gives the numbers start..stop of a tensor; of a reply on disk those are read and no more."""
+    """Return a function (start, stop) -> those numbers of a flat tensor; from a reply on disk it reads no others."""
     read = getattr(weights, "part", None)
     if read is not None:
         return partial(read, name)
+
     flat = weights[name].reshape(-1)
     return lambda start, stop: flat[start:stop]
 
 
 def step_towards(old: Weights, mean: Weights, beta: float, names: Collection[str]) -> dict[str, Tensor]:
-    """Return (1 - beta) old + beta mean of the named tensors, and the mean of all others."""
-    moved = {} if beta == 1 else {name: old[name] + beta * (mean[name] - old[name]) for name in names}
-    return {**mean, **moved}
+    """Return (1 - beta) old + beta mean for the named tensors, and the mean for all others."""
+    if beta == 1:
+        return dict(mean)
+
+    return {**mean, **{name: old[name] + beta * (mean[name] - old[name]) for name in names}}
 
 
 def trained_names(network: nn.Module) -> list[str]:
-    """Return the names of the trainable parameters in a state dict, all those of a shared one."""
-    return [name for name, p in network.named_parameters(remove_duplicate=False) if p.requires_grad]
+    """Return the state-dict names of the trainable parameters; a shared parameter is listed under each of its names."""
+    parameters = network.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in parameters if parameter.requires_grad]

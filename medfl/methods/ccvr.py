@@ -85,16 +85,19 @@ class CCVR(Method):
         layer = head(network)
         kind = next(p.dtype for p in layer.parameters())
         classes = (statistics.counts > 1).nonzero()[:, 0].tolist()
+
         if not classes:
             return dict(weights)
+
         with stream(host.seed, "calibrate") as generator:
             drawn = [statistics.sample(c, self.virtual, generator).to(kind) for c in classes]
             x = torch.cat(drawn).to(host.device)
             y = torch.tensor(classes, device=host.device).repeat_interleave(self.virtual)
             optimizer = torch.optim.SGD(layer.parameters(), self.calibration_lr, self.calibration_momentum)
             fit_head(layer, optimizer, x, y, self.calibration_epochs, self.calibration_batch, generator)
+
         name = head_name(network)
-        return {**weights, **{f"{name}.{own}".removeprefix("."): tensor for own, tensor in snapshot(layer).items()}}
+        return {**weights, **{f"{name}.{leaf}".removeprefix("."): tensor for leaf, tensor in snapshot(layer).items()}}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the newest calibrated model; before the first calibration the plain one."""

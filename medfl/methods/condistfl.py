@@ -55,16 +55,18 @@ class ConDistFL(Method):
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train with the distillation of what the site does not annotate."""
-        known, weight = site.known, self._weight(site.round)
-        if known is None or weight == 0:
+        annotated = site.known
+        weight = self._weight(site.round)
+        if annotated is None or weight == 0:
             return fit(model, site)
+
         received = frozen(site.model(down["weights"]))
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             output = network(x)
             with torch.no_grad():
                 teacher = _whole(received(x))
-            return site.loss(output, y) + weight * conditional(_whole(output), teacher, y, known, self.tau)
+            return site.loss(output, y) + weight * conditional(_whole(output), teacher, y, annotated, self.tau)
 
         return fit(model, site, objective=objective)
 
@@ -86,9 +88,11 @@ def conditional(student: Tensor, teacher: Tensor, target: Tensor, known: Annotat
     annotated = known.renumbered(target)
     annotated = annotated if annotated.ndim == student.ndim else annotated[:, None]
     annotated = annotated[:, 1:].any(1, keepdim=True) if annotated.shape[1] > 1 else annotated > 0
+
     predicted = teacher.argmax(1, keepdim=True)
     for channel in known.classes:
         annotated = annotated | (predicted == channel)
+
     q, p = (_given_the_rest(z, known, tau) * ~annotated for z in (student, teacher.detach()))
     space = [0, *range(2, q.ndim)]
     return 1 - (2 * (q * p).sum(space) / (q.sum(space) + p.sum(space) + 1e-5)).mean()
@@ -101,8 +105,8 @@ def _given_the_rest(z: Tensor, known: AnnotatedClasses, tau: float) -> Tensor:
 
 def _whole(output: Any) -> Tensor:
     """Return the output of full size, of a network with deep supervision the first."""
-    whole: Tensor = output[0] if isinstance(output, list | tuple) else output
-    return whole
+    finest: Tensor = output[0] if isinstance(output, list | tuple) else output
+    return finest
 
 
 METHOD = ConDistFL

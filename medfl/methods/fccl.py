@@ -39,7 +39,8 @@ from medfl.networks.heads import frozen
 from medfl.storage.files import State
 from medfl.training import Objective, Site, fit, snapshot
 
-_BATCH, _LEAST = 512, 1e-5
+_BATCH = 512
+_LEAST = 1e-5
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class FCCL(ScoreExchange):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Learn from the others' logits, then train on; keep the model, reply its logits."""
-        model, size = site.model(state["weights"]), batch_size(site, self.public_batch_size, _BATCH)
+        model = site.model(state["weights"])
+        size = batch_size(site, self.public_batch_size, _BATCH)
         if "frozen" not in state:
             self.first_epochs(model, site)
             fit(model, site)
@@ -77,8 +79,11 @@ class FCCL(ScoreExchange):
             if "scores" in down and self.public_epochs:
                 learn = partial(collaboration, lam=self.lam)
                 self.fit_consensus(model, site, down, learn, "public", epochs=self.public_epochs, size=size, least=2)
+
             fit(model, site, objective=self._hold_on(site, state))
-        reply, trained = self.scoring(model, site, down, size), snapshot(model)
+
+        reply = self.scoring(model, site, down, size)
+        trained = snapshot(model)
         return {"weights": trained, "frozen": state.get("frozen", trained)}, reply
 
     def _hold_on(self, site: Site, state: State) -> Objective:
@@ -99,15 +104,17 @@ def collaboration(z: Tensor, z_bar: Tensor, lam: float) -> Tensor:
     """Return L_col (2) of logits (B, K) or maps of them (B, K, h, w[, d]), with z_bar of the same shape constant."""
     m = cross_correlation(z, z_bar)
     diagonal = m.diagonal()
-    agree, oppose = (diagonal - 1).square().sum(), (m + 1).square().sum() - (diagonal + 1).square().sum()
+    agree = (diagonal - 1).square().sum()
+    oppose = (m + 1).square().sum() - (diagonal + 1).square().sum()
     return agree + lam * oppose
 
 
 def cross_correlation(z: Tensor, z_bar: Tensor) -> Tensor:
     """Return M (K, K) of (1), with the standard deviations of B - 1 as torch has them by default."""
-    own, others = (standardised(value) for value in (z, z_bar.detach().to(z)))
+    local_scores = standardised(z)
+    mean_scores = standardised(z_bar.detach().to(z))
     with torch.autocast(z.device.type, enabled=False):  # M is compared with 1
-        return own.T @ others / len(own)
+        return local_scores.T @ mean_scores / len(local_scores)
 
 
 def standardised(z: Tensor) -> Tensor:

@@ -68,14 +68,20 @@ class FedDC(Method):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train with the three terms; reply the trained weights and c_k+ - c_k."""
-        model, received, common = site.model(down["weights"]), down["weights"], down["control"]
-        drift, own, total = state["drift"], state["control"], zeros_of(model)
-        shift = {name: self.alpha * drift[name] + (common[name] - own[name]) for name in drift}
+        model = site.model(down["weights"])
+        received = down["weights"]
+        common = down["control"]
+        drift = state["drift"]
+        control = state["control"]
+        total = zeros_of(model)
+        shift = {name: self.alpha * drift[name] + (common[name] - control[name]) for name in drift}
         hooks = [pull(model, received, self.alpha), push(model, shift), clip(self.max_norm)]
         is_sgd = isinstance(site.settings.optimizer(model), torch.optim.SGD)
         by_gradient = self.control == "gradient" or (self.control == "auto" and not is_sgd)
+
         if by_gradient:
             hooks.append(_sum_into(total))
+
         steps = fit(model, site, gradient_hook=in_turn(*hooks)).steps
         trained = snapshot(model)
         gone = {name: trained[name] - received[name] for name in drift}
@@ -84,11 +90,13 @@ class FedDC(Method):
         else:
             pace = effective_steps(site, model, steps) * site.learning_rate(model)  # K eta
             mean = {name: -value / pace for name, value in gone.items()}
+
         change = {name: mean[name] - common[name] for name in drift}
         state = {
             "drift": {name: drift[name] + gone[name] for name in drift},
-            "control": {name: own[name] + change[name] for name in drift},
+            "control": {name: control[name] + change[name] for name in drift},
         }
+
         return state, Message({"weights": trained, "control": change}, {"samples": site.num_samples})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:

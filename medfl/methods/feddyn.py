@@ -46,7 +46,10 @@ class FedDyn(Method):
 
     def introduce(self, site: Site) -> Message:
         """Tell the number of training items, where alpha depends on it."""
-        return Message({}, {"samples": site.num_samples}) if self.alpha_scaling == "by_size" else Message()
+        if self.alpha_scaling == "by_size":
+            return Message({}, {"samples": site.num_samples})
+
+        return Message()
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights and the mean history 0."""
@@ -67,13 +70,17 @@ class FedDyn(Method):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train with the two terms and add the way gone to the history."""
-        model, received, history = site.model(down["weights"]), down["weights"], state["history"]
+        model = site.model(down["weights"])
+        received = down["weights"]
+        history = state["history"]
         scale = down.scalars["mean_samples"] / site.num_samples if self.alpha_scaling == "by_size" else 1.0
+
         alpha = self.alpha * scale
         push_back = push(model, {name: alpha * value for name, value in history.items()})  # -g_k = alpha H_k
         fit(model, site, gradient_hook=in_turn(pull(model, received, alpha), push_back, clip(self.max_norm)))
         trained = snapshot(model)
         after = {name: value + (trained[name] - received[name]) for name, value in history.items()}
+
         return {"history": after}, Message({"weights": trained}, {"samples": site.num_samples})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:

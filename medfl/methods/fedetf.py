@@ -75,6 +75,7 @@ class FedETF(SiteModels, Method):
                 "a simplex of K classes needs at least K dimensions",
                 "raise it, or leave it out",
             )
+
         return replace_head(network, SimplexHead(layer.in_features, dimension, layer.out_features).to(layer.weight))
 
     def has_site_models(self) -> bool:
@@ -91,6 +92,7 @@ class FedETF(SiteModels, Method):
         """Return the newest global model, fine-tuned on the site's data together with a simplex of its own."""
         if not self.finetune_rounds:
             return super().predictor(site, state, down)
+
         model = site.network()  # not a leased one: its simplex is changed for good
         model.load_state_dict(down["weights"])
         self.train(model.train(), site, state, down, "finetune")
@@ -99,10 +101,12 @@ class FedETF(SiteModels, Method):
         del layer.etf
         layer.etf = nn.Parameter(simplex_here)
         prefix = f"{head_name(model)}.".removeprefix(".")
+
         for index in range(self.finetune_rounds):
             for part, rate in (("etf", self.finetune_simplex_lr), ("weight bias", self.finetune_projection_lr)):
-                names = [prefix + own for own in part.split()]
+                names = [prefix + leaf for leaf in part.split()]
                 fit_part(model, site, names, f"finetune {part} {index}", epochs=3, rate=rate)  # 3 as in the public code
+
         return model
 
 

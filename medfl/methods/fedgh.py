@@ -77,14 +77,18 @@ class FedGH(PrototypeExchange):
         sent = [(name, int(c), r) for name in sorted(replies) for c, r in prototypes_in(replies[name]).items()]
         sent.sort(key=lambda entry: entry[:2])  # the wire has its own order
         check_lengths({"the server": feature_size(network), **{name: len(r) for name, _, r in sent}})
+
         if sent:
-            samples, labels = torch.stack([r for _, _, r in sent]), torch.tensor([c for _, c, _ in sent])
+            samples = torch.stack([r for _, _, r in sent])
+            labels = torch.tensor([c for _, c, _ in sent])
             with stream(host.seed, "header") as generator:
                 layer.requires_grad_(True)
                 optimizer = torch.optim.SGD(layer.parameters(), self.server_lr)
                 size = self.server_batch_size or len(samples)
-                x, y = samples.to(host.device), labels.to(host.device)
+                x = samples.to(host.device)
+                y = labels.to(host.device)
                 fit_head(layer, optimizer, x, y, self.server_epochs, size, generator)
+
         return {"header": snapshot(layer)}
 
     # Site half

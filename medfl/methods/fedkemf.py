@@ -74,10 +74,13 @@ class FedKEMF(PublicMethod, PrivateModels):
             teachers = [frozen(host.model(replies[name]["weights"])) for name in sorted(replies)]
             with untracked(k, self.public_bn == "no_track"):
                 self._distil(k, teachers, host, public_data(host))
+
         fused = snapshot(k)
         if self.public_bn == "no_track":
             mean = weighted_mean(replies, "weights", uniform_shares(replies))
-            fused |= {name: mean[name] for name in fused.keys() - {name for name, _ in k.named_parameters()}}
+            buffers = fused.keys() - dict(k.named_parameters()).keys()
+            fused |= {name: mean[name] for name in buffers}
+
         return {"weights": fused}
 
     def _distil(self, k: nn.Module, teachers: Sequence[nn.Module], host: Host, public: Public) -> None:
@@ -87,11 +90,12 @@ class FedKEMF(PublicMethod, PrivateModels):
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             with torch.no_grad():
-                teacher = ensemble([public.outputs(one, x) for one in teachers])  # (2)
+                teacher = ensemble([public.outputs(network, x) for network in teachers])  # (2)
             return divergence(public.outputs(network, x), teacher)  # (3)
 
         size = self.server_batch_size or (4 if host.task.kind == "segmentation" else 64)
-        settings, items = LocalSettings(self.server_epochs, size, optimizer), public.shard
+        settings = LocalSettings(self.server_epochs, size, optimizer)
+        items = public.shard
         server = Site(  # `fit` trains there too
             "server", host.seed, items, items, items, divergence, settings, host.networks, host.round, host.task
         )
@@ -102,11 +106,15 @@ class FedKEMF(PublicMethod, PrivateModels):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train phi and the received k together (1); reply k_i."""
-        private, knowledge = site.model(state["private"]), proxy_model(site, down["weights"])
+        private = site.model(state["private"])
+        knowledge = proxy_model(site, down["weights"])
 
         def loss(z: Tensor, z_k: Tensor, y: Any) -> Tensor:
             labels = site.loss(z, y) + site.loss(z_k, y)
-            return labels + self.lam * (divergence(z, z_k) + divergence(z_k, z)) if self.lam else labels
+            if self.lam:
+                return labels + self.lam * (divergence(z, z_k) + divergence(z_k, z))
+
+            return labels
 
         train_together(site, private, knowledge, loss, "knowledge")
         return {"private": snapshot(private)}, Message({"weights": snapshot(knowledge)})

@@ -58,7 +58,8 @@ class FedMD(ScoreExchange):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Digest the consensus, revisit the site's own data; keep the model, reply its scores."""
-        model, size = site.model(state["weights"]), batch_size(site, self.digest_batch_size, _BATCH)
+        model = site.model(state["weights"])
+        size = batch_size(site, self.digest_batch_size, _BATCH)
         if "started" not in state:
             self._transfer(model, site, size)
         elif "scores" in down and self.digest_epochs:
@@ -68,13 +69,15 @@ class FedMD(ScoreExchange):
                 return distance(z, consensus.to(z))  # (2)
 
             self.fit_consensus(model, site, down, gap, "digest", epochs=self.digest_epochs, size=size)
+
         fit(model, site)  # (3)
         reply = self.scoring(model, site, down, size)
         return {"weights": snapshot(model), "started": True}, reply
 
     def _transfer(self, model: nn.Module, site: Site, size: int) -> None:
         """Train on public labels, where they are of the sites' classes, and then on the site's own data."""
-        public, task = public_data(site), site.task
+        public = public_data(site)
+        task = site.task
         same_classes = task.classes and (task.kind, task.classes) == (public.task.kind, public.task.classes)
         if self.pretrain_epochs and same_classes:
 
@@ -83,6 +86,7 @@ class FedMD(ScoreExchange):
 
             everything = on_public(site, public, torch.arange(len(public)), None, self.pretrain_epochs, size)
             self.fit_public(model, everything, objective, "public labels")
+
         self.first_epochs(model, site)
 
 

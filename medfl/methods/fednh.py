@@ -75,10 +75,13 @@ class FedNH(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average body and s, move the prototypes."""
-        old, network = server["weights"], host.model(server["weights"])
-        mean, name = weighted_mean(replies, "weights", uniform_shares(replies)), f"{head_name(network)}.weight"
+        old = server["weights"]
+        network = host.model(server["weights"])
+        mean = weighted_mean(replies, "weights", uniform_shares(replies))
+        name = f"{head_name(network)}.weight"
         weights = step_towards(old, mean, self.server_lr, dict(network.named_parameters()))
         weights[name] = self._moved(old[name], [replies[k]["prototypes"] for k in sorted(replies)])
+
         return {"weights": weights}
 
     def _moved(self, old: Tensor, sent: list[Mapping[str, Tensor]]) -> Tensor:
@@ -96,9 +99,11 @@ def spread(classes: int, features: int) -> Tensor:
     if classes <= features:
         orthonormal: Tensor = torch.linalg.qr(rows).Q
         return orthonormal[:classes].contiguous()
+
     for step in range(500):
         push = (10 * (rows @ rows.T)).exp().fill_diagonal_(0) @ rows
         rows = normalize(rows - 0.1 * 0.99**step * normalize(push, dim=1), dim=1)
+
     return rows
 
 

@@ -48,7 +48,10 @@ class FedNova(Method):
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights, and velocity 0 if the server has momentum."""
         server = super().init_server(host, weights, introductions)
-        return {**server, "velocity": zeros_of(host.model(weights))} if self.server_momentum else server
+        if self.server_momentum:
+            return {**server, "velocity": zeros_of(host.model(weights))}
+
+        return server
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as FedAvg or FedProx does; reply a_k besides, and K_k with a proximal term."""
@@ -61,30 +64,37 @@ class FedNova(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move w by tau_eff times the mean normalised step."""
-        shares, received = sample_shares(replies), server["weights"]
+        shares = sample_shares(replies)
+        received = server["weights"]
         weights = weighted_mean(replies, "weights", shares)
         trainable = trained_names(host.model(received))
+
         for site_name, share in shares.items():
             excess = share * _excess(replies, shares, site_name)
             for name in trainable if excess else ():
                 weights[name].add_(replies[site_name]["weights"][name] - received[name], alpha=excess)
+
         if not self.server_momentum:
             return {"weights": weights}
+
         velocity = {
             name: self.server_momentum * old + (weights[name] - received[name])
             for name, old in server["velocity"].items()
         }
+
         return {"weights": weights | {n: received[n] + v for n, v in velocity.items()}, "velocity": velocity}
 
 
 def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_name: str) -> float:
     """Return tau_eff / a_k - 1 of a site, exactly 0 where all a_k are the same."""
     scalars = {name: replies[name].scalars for name in shares}
-    own = scalars[site_name]["effective_steps"]
-    if own < _LEAST:
-        raise RunError(f"site {site_name!r}: its reply says that its effective steps are {own:g}, below {_LEAST:g}")
+    effective = scalars[site_name]["effective_steps"]
+    if effective < _LEAST:
+        raise RunError(
+            f"site {site_name!r}: its reply says that its effective steps are {effective:g}, below {_LEAST:g}"
+        )
     reach = {name: site_scalars.get("steps", site_scalars["effective_steps"]) for name, site_scalars in scalars.items()}
-    return sum(share * (reach[name] - own) for name, share in shares.items()) / own
+    return sum(share * (reach[name] - effective) for name, share in shares.items()) / effective
 
 
 METHOD = FedNova

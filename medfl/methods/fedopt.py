@@ -45,11 +45,21 @@ class FedOpt(Method):
 
     @property
     def _rate(self) -> float:
-        return self.server_lr if self.server_lr is not None else 1.0 if self.optimizer == "sgd" else 0.01
+        if self.server_lr is not None:
+            return self.server_lr
+        if self.optimizer == "sgd":
+            return 1.0
+
+        return 0.01
 
     @property
     def _beta1(self) -> float:
-        return self.momentum if self.momentum is not None else 0.0 if self.optimizer == "adagrad" else 0.9
+        if self.momentum is not None:
+            return self.momentum
+        if self.optimizer == "adagrad":
+            return 0.0
+
+        return 0.9
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the initial weights with m = 0 and v = tau^2."""
@@ -61,15 +71,21 @@ class FedOpt(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Take the optimiser's step along the mean change; buffers are averaged."""
-        old, mean = server["weights"], weighted_mean(replies, "weights", sample_shares(replies))
-        names, rate, beta1 = trained_names(host.model(old)), self._rate, self._beta1
+        old = server["weights"]
+        mean = weighted_mean(replies, "weights", sample_shares(replies))
+        names = trained_names(host.model(old))
+        rate = self._rate
+        beta1 = self._beta1
+
         if self.optimizer == "sgd" and not beta1:
             return {**server, "weights": step_towards(old, mean, rate, names)}
+
         change = {name: mean[name] - old[name] for name in names}
         new = 1.0 if self.optimizer == "sgd" else 1 - beta1
         m = {name: beta1 * server["m"][name] + new * d for name, d in change.items()}
         if self.optimizer == "sgd":
             return {**server, "weights": {**mean, **{name: old[name] + rate * m[name] for name in names}}, "m": m}
+
         v = {name: _SQUARES[self.optimizer](server["v"][name], d * d, self.beta2) for name, d in change.items()}
         moved = {name: old[name] + rate * m[name] / (v[name].sqrt() + self.tau) for name in names}
         return {**server, "weights": {**mean, **moved}, "m": m, "v": v}

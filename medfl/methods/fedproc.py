@@ -67,6 +67,7 @@ class FedProc(Method):
         means, counts = class_means(model, site)
         if self.average == "uniform":
             counts = counts.clamp(max=1)  # who owns a class is all that the server needs
+
         groups = {"weights": snapshot(model), "prototypes": {"means": means, "counts": counts}}
         return state, Message(groups, {"samples": site.num_samples})
 

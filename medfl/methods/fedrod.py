@@ -44,7 +44,10 @@ class TwoHeads(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, K) of features (B, d)."""
         personal: Tensor = self.personal(x.detach())  # always run: the personal head is the last layer of the network
-        return super().forward(x) if self.training else super().forward(x) + personal
+        if self.training:
+            return super().forward(x)
+
+        return super().forward(x) + personal
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ class FedROD(Method):
 
     def init_site(self, site: Site) -> State:
         """Start the personal head."""
-        state, initial = super().init_site(site), site.initial_weights
+        state = super().init_site(site)
+        initial = site.initial_weights
         if self.personal_start == "generic":
             state["weights"] = {name: initial[name.replace("personal.", "")].clone() for name in state["weights"]}
         return state

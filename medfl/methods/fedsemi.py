@@ -30,11 +30,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
 
+from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.seeding import derive
 from medfl.methods._parts.extras import WithoutLabels
-from medfl.methods._parts.pseudo_labels import class_logits, ema_update, masked_cross_entropy, strong_view
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
 from medfl.storage.files import State
 from medfl.training import Feed, Host, Site, autocast, evaluating, fit, snapshot
@@ -44,12 +45,12 @@ _LEAST = 1e-3  # of r_k, which is in a reply: a number a thousand times smaller 
 
 @dataclass(frozen=True)
 class FedSemi(Method, WithoutLabels):
-    """Sites without labels learn from the global model what it is sure of; the others train as FedAvg's do."""
+    """Unlabelled sites train on the global model's confident pseudo-labels; labelled sites train as in FedAvg."""
 
     threshold: float = option(0.95, "least probability of a pseudo-label (FixMatch)", minimum=0.0, maximum=1.0)
     warmup: int = option(5, "first rounds, in which only sites with labels count", minimum=0)
     unsure: float = option(1.0, "weight of the teacher's probabilities below that; 0: left out", minimum=0.0)
-    weight: float = option(1.0, "what the number of images of a site without labels is multiplied by", minimum=0.0)
+    weight: float = option(1.0, "multiplier for the sample count of unlabelled sites", minimum=0.0)
     count: str = option("sure", "images of such a site: those with pseudo-labels, or all", choices=("sure", "all"))
     decay: float = option(0.999, "of the teacher's mean over steps; 1: it stays", minimum=0.0, maximum=1.0)
     strength: float = option(1.0, "of the change of intensities", minimum=0.0)
@@ -59,7 +60,7 @@ class FedSemi(Method, WithoutLabels):
     tasks = ("classification", "segmentation")
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
-        """Average, sites without labels by their weight; where that is 0 for all who replied nothing changes."""
+        """Average, with unlabelled sites weighted by `weight`; if all weights are 0, change nothing."""
         counted = {name: Message({}, {"samples": self._counted(reply, host.round)}) for name, reply in replies.items()}
         if not any(message.scalars["samples"] for message in counted.values()):
             return server
@@ -72,48 +73,137 @@ class FedSemi(Method, WithoutLabels):
         samples = reply.scalars["samples"]
         if "sure" not in reply.scalars:
             return samples
+
         share = min(1.0, max(0.0, reply.scalars["sure"])) if self.count == "sure" else 1.0
+
         return samples * self._weight(round_) * share
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
-        """Return the mean share of pseudo-labels at the sites without labels."""
+        """Return the mean share of pseudo-labelled items at the unlabelled sites."""
         sure = [replies[name].scalars["sure"] for name in sorted(replies) if "sure" in replies[name].scalars]
         return {"sure": sum(sure) / len(sure)} if sure else {}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
-        """Train as FedAvg, or without labels on what the teacher is sure of; in the warm-up on one batch."""
+        """Train as FedAvg; without labels on the teacher's pseudo-labels, in the warm-up on one batch only."""
         samples = site.num_samples
         if site.train.labelled:
             return super().local_update(site, state, down)
+
         if not self._weight(site.round):
             first = site.train.indices[: site.settings.batch_size]
             site = replace(site.for_epochs(1), train=replace(site.train, indices=first))
-        model, teacher = site.model(down["weights"]), site.model(down["weights"])
+
+        model = site.model(down["weights"])
+        teacher = site.model(down["weights"])
         sure: list[Tensor] = []
         fit(model, site, objective=masked_cross_entropy, feed=self._lessons(model, teacher, site, sure))
         share = max(_LEAST, float(torch.stack(sure).mean())) if sure else _LEAST
         received = {name: down["weights"][name] for name, _ in model.named_buffers() if name in down["weights"]}
+
         return state, Message({"weights": {**snapshot(model), **received}}, {"samples": samples, "sure": share})
 
     def _lessons(self, model: nn.Module, teacher: nn.Module, site: Site, sure: list[Tensor]) -> Feed:
-        """Return what makes of each batch the strong view, its pseudo-labels and where they are learned."""
+        """Return a feed: batch -> its strong view, the pseudo-labels and the weight of each."""
         generator = torch.Generator().manual_seed(derive(site.seed, "strong view"))
         is_classification = site.task.kind == "classification"
 
         def feed(x: Any, y: None) -> tuple[Any, ...]:
             if sure and self.decay < 1:
                 ema_update(teacher, model, self.decay)
+
             with torch.no_grad(), evaluating(teacher), autocast(site):
                 q = class_logits(teacher, x).float().softmax(1)
+
             chance, label = q.max(1, keepdim=True)
             certain = chance >= self.threshold
             sure.append(certain.float().mean())
             target = torch.where(certain, torch.zeros_like(q).scatter_(1, label, 1.0), q)
             weight = torch.where(certain, 1.0, self.unsure).squeeze(1)
-            view, seen = strong_view(x, self.strength, self.mirror and is_classification, generator)
-            return view, target, weight if is_classification else weight * seen
+            view, visible = strong_view(x, self.strength, self.mirror and is_classification, generator)
+
+            return view, target, weight if is_classification else weight * visible
 
         return feed
+
+
+# Pseudo-labels. All draws are made on the CPU, one row an image, so that every device sees the same views.
+
+
+def strong_view(x: Tensor, strength: float, mirror: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return images (B, C, H, W[, D]) changed, and where nothing was cut out, (B, H, W[, D]) of 0 and 1.
+
+    With m and s the mean and deviation of an image and u_i uniform in -1 to 1, it becomes
+    m + (1 + 0.5 u_1)(x - m) + 0.5 s u_2 + 0.25 s |u_3| n, n normal, where 0.5 and 0.25 are times `strength`; then a box
+    with a quarter to half of each side takes the value m.
+
+    Args:
+        x: the images.
+        strength: of the change of intensities; 0 leaves them.
+        mirror: turn half of the images around their last axis.
+        generator: of all draws.
+    """
+    count = len(x)
+    sides = x.shape[2:]
+    u = torch.rand(count, 4 + 2 * len(sides), generator=generator)
+    normal = torch.randn(x.shape, generator=generator).to(x)
+    per_image = (count, *[1] * (x.ndim - 1))
+    terms = [(2 * column - 1).reshape(per_image).to(x) for column in u[:, :3].T]
+    flat = x.flatten(1)
+    mean = flat.mean(1).reshape(per_image)
+    deviation = flat.std(1, correction=0).reshape(per_image)
+    gain, shift, noise = (strength * part * term for part, term in zip((0.5, 0.5, 0.25), terms, strict=True))
+    view = mean + (1 + gain) * (x - mean) + deviation * (shift + noise.abs() * normal)
+    visible = _outside_a_box(u[:, 4:], sides).to(x)
+    view = torch.where(visible.unsqueeze(1) > 0, view, mean)
+
+    if mirror:
+        view = torch.where(u[:, 3].reshape(per_image).to(x) < 0.5, view.flip(-1), view)
+
+    return view, visible
+
+
+def _outside_a_box(u: Tensor, sides: torch.Size) -> Tensor:
+    """Return (B, *sides): 0 in a box drawn by u (B, 2 * axes) in 0 to 1, 1 elsewhere."""
+    inside = torch.full((len(u), *sides), float(bool(sides)))
+    for axis, side in enumerate(sides):
+        length = (side * (0.25 + 0.25 * u[:, 2 * axis])).round()
+        start = ((side - length) * u[:, 2 * axis + 1]).round()
+        coordinates = torch.arange(side).expand(len(u), -1)
+        within = (coordinates >= start[:, None]) & (coordinates < (start + length)[:, None])
+        inside = inside * within.reshape(len(u), *[1] * axis, side, *[1] * (len(sides) - axis - 1))
+
+    return 1 - inside
+
+
+def masked_cross_entropy(model: nn.Module, x: Tensor, y: Tensor, keep: Tensor) -> Tensor:
+    """Return the mean over images, or pixels, of the cross-entropy with probabilities y (B, K, ...), times `keep`."""
+    return (cross_entropy(class_logits(model, x).float(), y, reduction="none") * keep).mean()
+
+
+def class_logits(model: nn.Module, x: Any) -> Tensor:
+    """Return logits (B, K, ...), K = 2 of a network with one output: 0 and that one.
+
+    Raises:
+        InputError: its output is no such tensor.
+    """
+    output = model(x)
+    if not isinstance(output, Tensor) or output.ndim < 2:
+        raise InputError(
+            f"a network whose output is a {type(output).__name__}",
+            "pseudo-labels need one tensor with a channel for each class",
+            "leave deep supervision out, or take another network",
+        )
+    if output.shape[1] > 1:
+        return output
+
+    return pad(output, (*[0, 0] * (output.ndim - 2), 1, 0))
+
+
+def ema_update(teacher: nn.Module, model: nn.Module, decay: float) -> None:
+    """Move a teacher's parameters to decay * its own + (1 - decay) * the model's."""
+    with torch.no_grad():
+        for mean, newest in zip(teacher.parameters(), model.parameters(), strict=True):
+            mean.lerp_(newest, 1 - decay)
 
 
 METHOD = FedSemi

@@ -58,6 +58,7 @@ class FedSM(SiteModels, Method):
         names = sorted(introductions)
         with stream(host.seed, "selector"):
             selector = self._selector(host.model(weights), len(names))
+
         chosen = {name: p for name, p in selector.named_parameters() if p.requires_grad}
         return {
             "weights": dict(weights),
@@ -97,6 +98,7 @@ class FedSM(SiteModels, Method):
         selector.load_state_dict(dict(down["selector"]))
         moments = self._step(selector, site, down)
         groups = {"weights": reply["weights"], "personal": snapshot(personal), "selector": snapshot(selector)}
+
         return state, Message({**groups, **moments}, reply.scalars)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
@@ -114,10 +116,12 @@ class FedSM(SiteModels, Method):
         if isinstance(first, nn.Conv2d | nn.Conv3d):
             dims = 3 if isinstance(first, nn.Conv3d) else 2
             return networks.build(self.selector, first.in_channels, max(2, sites), dims).to(device)
+
         if first is None:
             raise InputError(
                 f"a {type(network).__name__}", "a network with convolutions or linear layers", "use such a network"
             )
+
         return nn.Linear(first.in_features, max(2, sites), dtype=first.weight.dtype, device=device)
 
     def _routed(self, w_g: nn.Module, experts: Mapping[int, nn.Module], weights: Weights, sites: int) -> nn.Module:
@@ -133,8 +137,10 @@ class FedSM(SiteModels, Method):
                 number = torch.full((len(x),), int(down.scalars["site"]), device=site.device)
                 with one_sample_safe(selector, x):
                     output = selector(x.to(site.device))
+
                 loss = cross_entropy(output, number, reduction="sum") / site.num_samples
                 loss.backward()  # type: ignore[no-untyped-call]
+
         optimizer = torch.optim.Adam(selector.parameters(), lr=self.selector_lr)
         for name, parameter in selector.named_parameters():
             optimizer.state[parameter] = {
@@ -142,6 +148,7 @@ class FedSM(SiteModels, Method):
                 "exp_avg": down["mean"][name].clone(),
                 "exp_avg_sq": down["square"][name].clone(),
             }
+
         optimizer.step()
         moments = {name: optimizer.state[parameter] for name, parameter in selector.named_parameters()}
         return {
@@ -162,7 +169,9 @@ class SuperModel(nn.Module):
 
     def __init__(self, w_g: nn.Module, experts: Mapping[int, nn.Module], selector: nn.Module, threshold: float) -> None:
         super().__init__()
-        self.w_g, self.selector, self.threshold = w_g, selector, threshold
+        self.w_g = w_g
+        self.selector = selector
+        self.threshold = threshold
         self.experts = nn.ModuleDict({str(number): expert for number, expert in experts.items()})
 
     def route(self, x: Tensor) -> Tensor:
@@ -178,15 +187,19 @@ class SuperModel(nn.Module):
         routes = self.route(x)
         if torch.jit.is_tracing() or torch.compiler.is_compiling():  # type: ignore[attr-defined, no-untyped-call]
             return self._blended(x, routes)
-        asked = sorted(set(routes.tolist()))
-        if len(asked) == 1:
-            return self._model(asked[0])(x)
+
+        used = sorted(set(routes.tolist()))
+        if len(used) == 1:
+            return self._model(used[0])(x)
+
         output: Any = None
-        for number in asked:
+        for number in used:
             rows = (routes == number).nonzero()[:, 0]
             part = self._model(number)(x[rows])
             output = part.new_empty((len(x), *part.shape[1:])) if output is None else output
+
             output[rows] = part
+
         return output
 
     def _blended(self, x: Tensor, routes: Tensor) -> Any:
@@ -209,6 +222,7 @@ def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str,
     names = sorted(replies)
     if len(names) == 1:
         return {names[0]: dict(replies[names[0]]["personal"])}
+
     pulled: dict[str, dict[str, Tensor]] = {name: {} for name in names}
     for key, first in replies[names[0]]["personal"].items():
         values = [replies[name]["personal"][key] for name in names]
@@ -216,8 +230,10 @@ def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str,
             if not first.is_floating_point():
                 pulled[name][key] = values[i]
                 continue
-            others = torch.stack(values[:i] + values[i + 1 :]).mean(0)
-            pulled[name][key] = values[i] if lam == 1 else lam * values[i] + (1 - lam) * others
+
+            mean_of_rest = torch.stack(values[:i] + values[i + 1 :]).mean(0)
+            pulled[name][key] = values[i] if lam == 1 else lam * values[i] + (1 - lam) * mean_of_rest
+
     return pulled
 
 

@@ -82,15 +82,18 @@ class FedType(PrivateModels):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train the large model and the received proxy in turn; reply the proxy."""
-        large, proxy = site.model(state["private"]), proxy_model(site, down["weights"])
-        accuracy, lam = state["accuracy"], state["lam"]
+        large = site.model(state["private"])
+        proxy = proxy_model(site, down["weights"])
+        accuracy = state["accuracy"]
+        lam = state["lam"]
 
         def turns(epoch: int) -> Iterator[Turn]:
             nonlocal accuracy, lam
             hits = torch.zeros((), dtype=torch.int64, device=site.device)
             yield large, proxy, self._large_objective(site, large, proxy, lam, epoch, hits)
             yield proxy, large, {"objective": self._proxy_objective(site, large)}
-            before, accuracy = accuracy, float(hits) / site.num_samples
+            before = accuracy
+            accuracy = float(hits) / site.num_samples
             lam = grown(self.lam_proxy, before - accuracy)
 
         train_in_turns(site, turns)
@@ -109,6 +112,7 @@ class FedType(PrivateModels):
 
         if not self.lam_b:
             return {"objective": lambda network, x, y: logits_and_loss(network, x, y)[1]}
+
         draws = torch.Generator().manual_seed(derive(site.seed, "sets", epoch))
         of_proxy = self._sets(site, proxy, lam, draws)
         of_large = self._sets(site, large, self.lam_large, draws)
@@ -121,6 +125,7 @@ class FedType(PrivateModels):
             with torch.no_grad():
                 sets = of_proxy(proxy(x), u_proxy)
                 kappa = consensus(sets, of_large(z, u_large)).mean()
+
             return loss + self.lam_b * kappa * set_loss(z, sets)
 
         return {"objective": objective, "feed": with_draws}
@@ -130,8 +135,10 @@ class FedType(PrivateModels):
             z = network(x)
             if not self.lam_f:
                 return site.loss(z, y)
+
             with torch.no_grad():
                 teacher = large(x)
+
             return site.loss(z, y) + self.lam_f * divergence(z, teacher)
 
         return objective
@@ -146,6 +153,7 @@ class FedType(PrivateModels):
                 )
                 for x, y in site.still.batches(site.settings.batch_size)
             ]
+
         threshold = conformal_quantile(torch.cat(label_scores)[:, 0], self.coverage)
         return lambda z, u: (rate(z, u) <= threshold).scatter(1, z.argmax(1, keepdim=True), True)
 
@@ -179,7 +187,7 @@ def conformal_quantile(values: Tensor, coverage: float) -> Tensor:
 
 def consensus(sets: Tensor, of_large: Tensor) -> Tensor:
     """Return the consensus (B,) of the proxy's sets and the large model's, (B, K) bool, none empty: 0 to 1."""
-    both, size, size_large = (one.sum(1) for one in (sets & of_large, sets, of_large))
+    both, size, size_large = (members.sum(1) for members in (sets & of_large, sets, of_large))
     return both / torch.where(size_large <= size, (sets | of_large).sum(1), size)
 
 

@@ -75,11 +75,13 @@ class FeSEM(Method):
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Make the first centres and give each site one."""
-        names, others = sorted(introductions), range(1, self.clusters)
+        names = sorted(introductions)
+        clusters = range(1, self.clusters)
         drawn = [
-            snapshot(host.networks.fresh("centre", k)) if self.start == "random" else dict(weights) for k in others
+            snapshot(host.networks.fresh("centre", k)) if self.start == "random" else dict(weights) for k in clusters
         ]
         assignment = dict.fromkeys(names, 0)
+
         if self.assign == "by_class_count":
             counts = {name: introductions[name].scalars["classes"] for name in names}
             assignment = {name: int(counts[name] >= sum(counts.values()) / len(counts)) for name in names}
@@ -87,6 +89,7 @@ class FeSEM(Method):
             with stream(host.seed, "deal") as generator:
                 order = torch.randperm(len(names), generator=generator).tolist()
             assignment = {names[i]: rank % self.clusters for rank, i in enumerate(order)}
+
         chosen = self.clusters if self.start == "random" else 0
         return {"weights": dict(weights), "others": drawn, "assignment": assignment, "chosen": chosen}
 
@@ -96,14 +99,18 @@ class FeSEM(Method):
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Choose first centres while there are too few, then E-step and M-step."""
-        centres, assignment, chosen = _centres(server), server["assignment"], server["chosen"]
+        centres = _centres(server)
+        assignment = server["assignment"]
+        chosen = server["chosen"]
         if self.assign == "distance":
             names = [name for name, p in host.model(centres[0]).named_parameters() if p.requires_grad]
             anchors = _spread([replies[site]["weights"] for site in sorted(replies)], centres, chosen, names)
-            centres, chosen = [*anchors, *centres[len(anchors) :]], len(anchors)
+            centres = [*anchors, *centres[len(anchors) :]]
+            chosen = len(anchors)
             assignment = {**assignment, **{site: nearest(m["weights"], anchors, names) for site, m in replies.items()}}
-        first, *others = self.means(centres, assignment, replies)
-        return {"weights": first, "others": others, "assignment": assignment, "chosen": chosen}
+
+        first, *rest = self.means(centres, assignment, replies)
+        return {"weights": first, "others": rest, "assignment": assignment, "chosen": chosen}
 
     def means(
         self, centres: Sequence[Weights], assignment: Mapping[str, int], replies: Mapping[str, Message]
@@ -113,8 +120,10 @@ class FeSEM(Method):
         for name, reply in replies.items():
             members[assignment.get(name, 0)][name] = reply
         return [
-            weighted_mean(own, "weights", mean_shares(self.weights, own)) if own else centre
-            for centre, own in zip(centres, members, strict=True)
+            weighted_mean(member_replies, "weights", mean_shares(self.weights, member_replies))
+            if member_replies
+            else centre
+            for centre, member_replies in zip(centres, members, strict=True)
         ]
 
     def global_predictor(self, host: Host, server: State) -> None:
@@ -139,20 +148,31 @@ def nearest(weights: Weights, centres: Sequence[Weights], names: Sequence[str]) 
     return squares.index(min(squares))
 
 
-def _spread(sent: Sequence[Weights], centres: Sequence[Weights], known: int, names: Sequence[str]) -> list[Weights]:
-    """Return the centres that are known, then of the sites' weights always those farthest from all before, up to K."""
-    chosen = [*centres[:known]] or [sent[0]]
+def _spread(sent: Sequence[Weights], centres: Sequence[Weights], count: int, names: Sequence[str]) -> list[Weights]:
+    """Return the first `count` centres, then sites' weights up to K in all, each the farthest from those before."""
+    chosen = [*centres[:count]] or [sent[0]]
     while len(chosen) < len(centres):
-        far = [min(_square(weights, centre, names) for centre in chosen) for weights in sent]
-        if not max(far):  # fewer different weights than centres
+        squares = [_least_square(weights, chosen, names) for weights in sent]
+        farthest = max(squares)
+        if not farthest:  # fewer different weights than centres
             break
-        chosen.append(sent[far.index(max(far))])
+        chosen.append(sent[squares.index(farthest)])
+
     return chosen
 
 
-def _square(one: Weights, other: Weights, names: Sequence[str]) -> float:
-    # after a resume the centres may lie on another device than what the sites sent
-    return sum(float((one[name].double() - other[name].to(one[name]).double()).square().sum()) for name in names)
+def _least_square(weights: Weights, centres: Sequence[Weights], names: Sequence[str]) -> float:
+    return min(_square(weights, centre, names) for centre in centres)
+
+
+def _square(weights: Weights, centre: Weights, names: Sequence[str]) -> float:
+    squares: list[float] = []
+    for name in names:
+        # After a resume the centres may be on another device than the sites' weights.
+        difference = weights[name].double() - centre[name].to(weights[name]).double()
+        squares.append(float(difference.square().sum()))
+
+    return sum(squares)
 
 
 def _centres(server: State) -> list[Weights]:

@@ -56,7 +56,10 @@ class L2GD(Method):
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the buffers."""
         parameters = {name for name, _ in network.named_parameters(remove_duplicate=False)}
-        return frozenset() if self.mix_buffers else frozenset(network.state_dict()) - parameters
+        if self.mix_buffers:
+            return frozenset()
+
+        return frozenset(network.state_dict()) - parameters
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from the common initial weights as the mean, of which every averaging step makes the same again."""
@@ -102,9 +105,11 @@ class L2GD(Method):
     def _averaged(self, state: State, down: Message) -> Weights:
         """Return w_i + (1 - (1 - theta)^a) (m - w_i) after a averaging steps; counters stay."""
         part = 1 - (1 - self.theta) ** int(down.scalars.get("averagings", 1))
-        own: Weights = state["weights"]
-        mean = {name: m.to(own[name].device) for name, m in down["weights"].items() if part and m.is_floating_point()}
-        return {**own, **{name: torch.lerp(own[name], m, part) for name, m in mean.items()}}
+        personal: Weights = state["weights"]
+        mean = {
+            name: m.to(personal[name].device) for name, m in down["weights"].items() if part and m.is_floating_point()
+        }
+        return {**personal, **{name: torch.lerp(personal[name], m, part) for name, m in mean.items()}}
 
 
 def _run(again: float, generator: torch.Generator) -> int:

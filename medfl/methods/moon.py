@@ -52,10 +52,12 @@ class MOON(Method):
         """Put projection and a new head in the head's place, if asked for."""
         if not self.projection:
             return network
+
         layer = class_head(network, task)
         size = layer.in_features
         projection = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, _PROJECTED))
         layers = OrderedDict(projection=projection, output=nn.Linear(_PROJECTED, layer.out_features))
+
         return replace_head(network, nn.Sequential(layers).to(layer.weight))
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
@@ -68,6 +70,7 @@ class MOON(Method):
         if self.mu == 0 or "previous" not in state:
             # FedAvg's loss, given: a bundle's trainer that takes its steps by itself is refused before round 2
             return fit(model, site, objective=(lambda net, x, y: site.loss(net(x), y)) if self.mu else None)
+
         by_map = self.feature == "bottleneck" or (self.feature == "auto" and site.task.kind == "segmentation")
         run = bottleneck_and_output if by_map else features_and_output
         received, previous = (frozen(site.model(weights)) for weights in (down["weights"], state["previous"]))
@@ -98,12 +101,15 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     a squeeze-and-excitation block. The head and what holds it do not count, so that a network that keeps its size gives
     what enters the head.
     """
-    last, size, feature_map = head_name(network), float("inf"), x
+    last = head_name(network)
+    size = float("inf")
+    feature_map = x
 
     def look(_: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal size, feature_map
         if isinstance(output, Tensor) and output.ndim == x.ndim and 1 < output[0, 0].numel() <= size:
-            size, feature_map = output[0, 0].numel(), output
+            size = output[0, 0].numel()
+            feature_map = output
 
     inner = [m for name, m in network.named_modules() if name and not f"{last}.".startswith(f"{name}.")]
     handles = [module.register_forward_hook(look) for module in inner]
@@ -112,6 +118,7 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
     finally:
         for handle in handles:
             handle.remove()
+
     return feature_map, output
 
 

@@ -72,16 +72,21 @@ class PerFedAvg(Method):
         """Train with the gradient after a step: the loss is taken at w+, the optimiser steps from w."""
         if self.alpha == 0:
             return fit(model, site)
+
         start = [p.detach().clone() for p in _trainable(model)]
         names = ("inner", "hessian") if self.order == "hessian_free" else ("inner",)
-        randomness, twice = SeparateRandomness(site, "inner", 1), SeparateRandomness(site, "hessian", 1, each=2)
-        steps, last = count(1), list[Any]()
+        randomness = SeparateRandomness(site, "inner", 1)
+        twice = SeparateRandomness(site, "hessian", 1, each=2)
+        steps = count(1)
+        last = list[Any]()
 
         def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
-            step, drawn = next(steps), list[Any]()
+            step = next(steps)
+            drawn = list[Any]()
             for name in names:
                 with stream(site.seed, name, step) as generator:
                     drawn += draw(site, generator)
+
             return x, y, *drawn
 
         def after_a_step(network: nn.Module, x: Any, y: Any, x_inner: Any, y_inner: Any, *for_hessian: Any) -> Tensor:
@@ -89,6 +94,7 @@ class PerFedAvg(Method):
             last[:] = for_hessian
             with randomness():
                 inner_step(network, site, (x_inner, y_inner), self.alpha)  # (1)
+
             loss: Tensor = site.loss(network(x), y)
             return loss
 
@@ -132,8 +138,10 @@ def gradient(network: nn.Module, site: Site, batch: Batch) -> tuple[Tensor, ...]
     with one_sample_safe(network, x), torch.autocast(site.device.type, enabled=False):
         loss = site.loss(network(x), y)
         gradients = torch.autograd.grad(loss, _trainable(network), allow_unused=True, materialize_grads=True)
+
     for buffer, value in buffers:
         buffer.copy_(value)
+
     return gradients
 
 
@@ -158,14 +166,17 @@ def hessian_product(
         randomness: gives both gradients the same dropout.
     """
     parameters = _trainable(network)
-    start, gradients = [p.detach().clone() for p in parameters], []
+    start = [p.detach().clone() for p in parameters]
+    gradients = []
     for sign in (delta, -delta):
         with torch.no_grad():
             torch._foreach_copy_(parameters, torch._foreach_add(start, list(v), alpha=sign))
         with randomness():
             gradients.append(gradient(network, site, batch))
+
     with torch.no_grad():
         torch._foreach_copy_(parameters, start)
+
     return [(plus - minus) / (2 * delta) for plus, minus in zip(*gradients, strict=True)]
 
 

@@ -103,12 +103,14 @@ class PFedBayes(Method):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train q_i on each batch, let w_i follow it; keep q_i, reply w_i."""
-        scale, taken = self.zeta / max(1, site.num_samples), 0
+        scale = self.zeta / max(1, site.num_samples)
+        taken = 0
         with stream(site.seed, "weights") as noise:
             q = Gaussian(site.model(state.get("personal", down["weights"])), state.get("rho", down["rho"]), noise)
             w = Gaussian(site.model(down["weights"]), down["rho"], noise)
             build = self._builder(site)
             follower = build(w)
+
             for group in follower.param_groups:
                 group |= {"lr": group["lr"] * site.settings.lr_factor, "weight_decay": 0.0}
 
@@ -121,6 +123,7 @@ class PFedBayes(Method):
                 nonlocal taken
                 if scale and taken and taken % self.inner_steps == 0:  # q_i has been through K steps on the last batch
                     follow()
+
                 taken += 1
                 loss: Tensor = site.loss(model(x), y)
                 return loss + scale * divergence(q.moments(), fixed(w)) if scale else loss  # (1)
@@ -129,9 +132,11 @@ class PFedBayes(Method):
             fit(q, repeating(changed, self.inner_steps), objective=bound)
             if scale and taken:
                 follow()
+
         after = {"personal": snapshot(q.network), "rho": q.rhos()}
         with torch.no_grad():
             torch._foreach_copy_(q.mu, w.mu)
+
         return after, Message({"weights": snapshot(q.network), "rho": w.rhos()}, {"samples": site.num_samples})
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
@@ -152,6 +157,7 @@ class PFedBayes(Method):
             if self.optimizer == "adam":
                 chosen = [p for p in model.network.parameters() if p.requires_grad]
                 solver = torch.optim.Adam(chosen, solver.param_groups[0]["lr"])
+
             solver.add_param_group({**solver.param_groups[0], "params": list(model.rho), "weight_decay": 0.0})
             return solver
 
@@ -170,7 +176,9 @@ class Gaussian(nn.Module):
     def __init__(self, network: nn.Module, rho: Weights, noise: torch.Generator) -> None:
         super().__init__()
         parameters = dict(network.named_parameters())
-        self.network, self.names, self.noise = network, sorted(rho), noise
+        self.network = network
+        self.names = sorted(rho)
+        self.noise = noise
         self.mu: list[Tensor] = [parameters[name] for name in self.names]
         self.rho = nn.ParameterList(rho[name].to(parameters[name].device, copy=True) for name in self.names)
 
@@ -208,19 +216,24 @@ class Averaged(nn.Module):
         super().__init__()
         self.network = network
         self.drawn = tuple(deepcopy(network).requires_grad_(False).eval() for _ in draws)  # no part of the state dict
-        for one, draw in zip(self.drawn, draws, strict=True):
-            one.zero_grad()
-            one.load_state_dict(dict(draw), strict=False)
+        for drawn_network, draw in zip(self.drawn, draws, strict=True):
+            drawn_network.zero_grad()
+            drawn_network.load_state_dict(dict(draw), strict=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return log-probabilities (B, K, ...), or the logit (B, 1, ...)."""
-        outputs = [one(x).float() for one in self.drawn]
+        outputs = [network(x).float() for network in self.drawn]
         single = outputs[0].shape[1] == 1  # the logit of class 1, beside one of 0
         parts = (torch.cat([torch.zeros_like(z), z], 1).log_softmax(1) if single else z.log_softmax(1) for z in outputs)
         total: Tensor = next(parts)
+
         for part in parts:
             total = torch.logaddexp(total, part)
-        return total[:, 1:] - total[:, :1] if single else total - math.log(len(self.drawn))
+
+        if single:
+            return total[:, 1:] - total[:, :1]
+
+        return total - math.log(len(self.drawn))
 
 
 def gaussian_names(network: nn.Module) -> list[str]:

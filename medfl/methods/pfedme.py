@@ -54,20 +54,20 @@ class PFedMe(Method):
         """Train theta on each batch, let w_i follow it; keep theta, reply w_i."""
         model = site.model(down["weights"])  # theta
         theta: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        own = [p.detach().clone() for p in theta]  # w_i
+        local_parameters = [p.detach().clone() for p in theta]  # w_i
         part = self.eta * site.settings.lr_factor * self.lam
         taken = 0  # steps
 
         def follow() -> None:
             with torch.no_grad():
-                torch._foreach_lerp_(own, theta, part)  # (2)
+                torch._foreach_lerp_(local_parameters, theta, part)  # (2)
 
         def hold(parameters: Sequence[nn.Parameter]) -> None:
             nonlocal taken
             if taken and taken % self.inner_steps == 0:  # theta went through K steps on the last batch
                 follow()
             taken += 1
-            for parameter, anchor in zip(parameters, own, strict=True):
+            for parameter, anchor in zip(parameters, local_parameters, strict=True):
                 if parameter.grad is not None:
                     parameter.grad.add_(parameter.detach() - anchor, alpha=self.lam)  # (1)
 
@@ -76,14 +76,16 @@ class PFedMe(Method):
             follow()
         personal = snapshot(model)
         with torch.no_grad():
-            torch._foreach_copy_(theta, own)
+            torch._foreach_copy_(theta, local_parameters)
+
         reply = snapshot(model)
         judged = {"personal": personal if self.judge == "theta" else reply}
         return judged, Message({"weights": reply}, {"samples": site.num_samples})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move w by beta towards the mean of the w_i."""
-        old, mean = server["weights"], weighted_mean(replies, "weights", mean_shares(self.weights, replies))
+        old = server["weights"]
+        mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))
         return {"weights": step_towards(old, mean, self.beta, trained_names(host.model(old)))}
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

@@ -67,7 +67,8 @@ class ProxyFL(PrivateModels):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train phi and the arrived proxy together; reply the proxy."""
-        private, proxy = site.model(state["private"]), proxy_model(site, down["weights"])
+        private = site.model(state["private"])
+        proxy = proxy_model(site, down["weights"])
 
         def loss(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
             return self._loss(site.loss(z, y), z, z_proxy) + self._loss(site.loss(z_proxy, y), z_proxy, z)
@@ -76,7 +77,10 @@ class ProxyFL(PrivateModels):
         return {"private": snapshot(private)}, Message({"weights": snapshot(proxy)})
 
     def _loss(self, own: Tensor, z: Tensor, other: Tensor) -> Tensor:
-        return (1 - self.alpha) * own + self.alpha * divergence(z, other) if self.alpha else own
+        if self.alpha:
+            return (1 - self.alpha) * own + self.alpha * divergence(z, other)
+
+        return own
 
 
 def stride(round_: int, sites: int) -> int:

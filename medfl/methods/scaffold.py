@@ -56,29 +56,37 @@ class Scaffold(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train with corrected gradients; reply the trained weights and c_i+ - c_i."""
         model = site.model(down["weights"])
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        own, common = state["control"], down["control"]
-        correction = [common[name] - own[name] for name in named]
-        total = [torch.zeros_like(p) for p in named.values()]
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        site_control = state["control"]  # c_i
+        server_control = down["control"]  # c
+        correction = [server_control[name] - site_control[name] for name in trainable]
+        gradient_sums = [torch.zeros_like(parameter) for parameter in trainable.values()]
         by_gradient = self.control == "gradient" or (self.control == "auto" and not _plain_sgd(site, model))
 
         def correct(parameters: Sequence[nn.Parameter]) -> None:
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
             if by_gradient:
-                torch._foreach_add_(total, gradients)
+                torch._foreach_add_(gradient_sums, gradients)  # before the correction: c_i+ is of the loss alone
             torch._foreach_add_(gradients, correction)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
 
         report = fit(model, site, gradient_hook=correct)
         trained = snapshot(model)
+
+        # c_i+
         if by_gradient:
-            fresh = {name: value / report.steps for name, value in zip(named, total, strict=True)}
+            control = {name: value / report.steps for name, value in zip(trainable, gradient_sums, strict=True)}
         else:
             scale = 1 / (report.steps * site.learning_rate(model))
-            fresh = {n: own[n] - common[n] + scale * (down["weights"][n] - trained[n]) for n in named}
-        change = {name: fresh[name] - own[name] for name in named}
-        return {"control": fresh}, Message({"weights": trained, "control": change}, {"samples": site.num_samples})
+            control = {}
+            for name in trainable:
+                step = down["weights"][name] - trained[name]
+                control[name] = site_control[name] - server_control[name] + scale * step
+
+        change = {name: control[name] - site_control[name] for name in trainable}
+        reply = Message({"weights": trained, "control": change}, {"samples": site.num_samples})
+        return {"control": control}, reply
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""

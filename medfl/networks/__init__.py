@@ -52,12 +52,14 @@ def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> n
         "efficientnet-b0", pretrained=False, spatial_dims=spatial_dims, in_channels=in_channels, num_classes=num_classes
     )
     network.set_swish(memory_efficient=False)  # type: ignore[operator]
+
     for module in list(network.modules()):
         for name, padder in list(module.named_children()):
             if name.endswith("_padding") and not isinstance(padder, nn.Identity):
                 conv = getattr(module, name.removesuffix("_padding"))
                 conv.padding = tuple(size // 2 for size in conv.kernel_size)
                 setattr(module, name, nn.Identity())
+
     return network
 
 
@@ -103,9 +105,14 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
             f"the networks are {', '.join(names())}",
             did_you_mean(str(name), names(), "choose one of these with network=NAME"),
         )
-    for what, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):
+
+    for argument, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):
         if value < int(allowed[-1]):
-            raise InputError(f"{what}={value} for network '{name}'", f"{what} is {allowed}", f"take {allowed[-1]}")
+            raise InputError(
+                f"{argument}={value} for network '{name}'", f"{argument} is {allowed}", f"take {allowed[-1]}"
+            )
+
     if spatial_dims not in (2, 3):
         raise InputError(f"spatial_dims={spatial_dims}", "spatial_dims is 2 or 3", "set it to 2, or 3 for volumes")
+
     return _BUILDERS[name](in_channels, num_classes, spatial_dims)

@@ -17,7 +17,9 @@ class _Block(nn.Module):
 
     def __init__(self, channels_in: int, channels_out: int, spatial_dims: int) -> None:
         super().__init__()
-        conv, norm, pool = Conv[Conv.CONV, spatial_dims], Norm[Norm.BATCH, spatial_dims], Pool[Pool.AVG, spatial_dims]
+        conv = Conv[Conv.CONV, spatial_dims]
+        norm = Norm[Norm.BATCH, spatial_dims]
+        pool = Pool[Pool.AVG, spatial_dims]
         stride = channels_out // channels_in
         self.conv1 = conv(channels_in, channels_out, 3, stride=stride, padding=1, bias=False)
         self.bn1 = norm(channels_out)
@@ -44,14 +46,19 @@ class CifarResNet(nn.Module):
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
             raise ValueError(f"depth={depth}: a CIFAR ResNet has 6n + 2 layers, n >= 1")
-        conv, norm = Conv[Conv.CONV, spatial_dims], Norm[Norm.BATCH, spatial_dims]
+
+        conv = Conv[Conv.CONV, spatial_dims]
+        norm = Norm[Norm.BATCH, spatial_dims]
         self.conv1 = conv(in_channels, 16, 3, padding=1, bias=False)
         self.bn1 = norm(16)
-        stages, channels = [], 16
+        stages = []
+        channels = 16
+
         for width in (16, 32, 64):
             blocks = [_Block(channels if i == 0 else width, width, spatial_dims) for i in range((depth - 2) // 6)]
             stages.append(nn.Sequential(*blocks))
             channels = width
+
         self.stages = nn.Sequential(*stages)
         self.avgpool = Pool[Pool.ADAPTIVEAVG, spatial_dims](1)
         self.fc = nn.Linear(64, num_classes)

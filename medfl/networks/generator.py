@@ -52,8 +52,10 @@ class Generator(nn.Module):
         self.start = (_WIDTH, height // _STEPS, width // _STEPS)
         self.linear = nn.Linear(dimension, _WIDTH * self.start[1] * self.start[2])
         layers = _block(_WIDTH, _WIDTH)
+
         for narrow, wide in ((_WIDTH, _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, 64), (64, 64)):
             layers += [nn.Upsample(scale_factor=2, mode="nearest"), *_block(narrow, wide)]
+
         self.body = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1), nn.Sigmoid())
 
     @classmethod
@@ -98,13 +100,17 @@ def normalisation(text: str) -> Constants:
     """
     if text in NORMALISATIONS:
         return NORMALISATIONS[text]
+
     try:
         mean, sd = (tuple(float(number) for number in part.split(",")) for part in text.split("/"))
     except ValueError:
-        mean, sd = (), ()
+        mean = ()
+        sd = ()
+
     if not mean or len(mean) != len(sd) or not all(map(math.isfinite, (*mean, *sd))) or min(sd) <= 0:
         allowed = f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel"
         raise InputError(f"normalise={text}", allowed, "for example normalise=0.5/0.25")
+
     return mean, sd
 
 
@@ -121,9 +127,12 @@ def check_images(images: Tensor, constants: Constants) -> None:
             f"it has means for {len(constants[0])}",
             "leave normalise out, or say what the bundle's transforms do",
         )
+
     mean, sd = (torch.tensor(values, dtype=torch.float64)[:, None, None] for values in constants)
     units = images.double() * sd + mean
-    low, high = float(units.min()), float(units.max())
+    low = float(units.min())
+    high = float(units.max())
+
     if low < -_BEYOND or high > 1 + _BEYOND:
         raise InputError(
             f"normalise={_as_text(constants)} for images that it brings back to {low:.3g}..{high:.3g}",
@@ -181,8 +190,11 @@ def _place(height: int, width: int, draws: torch.Generator) -> Tensor:
     """Draw a crop and flips; return (H W,) positions in an image padded on all sides."""
     top, left = torch.randint(2 * _PADDING + 1, (2,), generator=draws).tolist()
     mirrored, overturned = (torch.rand(2, generator=draws) < 0.5).tolist()
-    rows, columns = torch.arange(top, top + height), torch.arange(left, left + width)
-    rows, columns = rows.flip(0) if overturned else rows, columns.flip(0) if mirrored else columns
+    rows = torch.arange(top, top + height)
+    columns = torch.arange(left, left + width)
+    rows = rows.flip(0) if overturned else rows
+    columns = columns.flip(0) if mirrored else columns
+
     return (rows[:, None] * (width + 2 * _PADDING) + columns).flatten()
 
 
@@ -200,11 +212,13 @@ class _Distances(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Tensor:
         (x,) = ctx.saved_tensors
-        gradient, parts = torch.zeros_like(x), grads[0].split([*range(len(x) - 1, -1, -1)])
+        gradient = torch.zeros_like(x)
+        parts = grads[0].split([*range(len(x) - 1, -1, -1)])
         for row, part in enumerate(parts):
             pull = (x[row + 1 :] - x[row]).sign_().mul_(part[:, None])
             gradient[row + 1 :] += pull
             gradient[row] -= pull.sum(0)
+
         return gradient
 
 
@@ -220,13 +234,15 @@ def diversity_loss(images: Tensor, z: Tensor, labels: Tensor, num_classes: int) 
         labels: (B,) pseudo-labels.
         num_classes: K.
     """
-    same = labels[:, None] == labels
+    same_class = labels[:, None] == labels
     i, j = torch.triu_indices(len(labels), len(labels), 1, device=labels.device)
-    paired, members = same[i, j], same.sum(1)[i]
+    paired = same_class[i, j]
+    members = same_class.sum(1)[i]
     apart, conditions = (_Distances.apply(part.flatten(1)) for part in (images, z))
-    each = 1 / (apart / torch.where(paired, conditions, 1) + _EPSILON)
+    closeness = 1 / (apart / torch.where(paired, conditions, 1) + _EPSILON)
     pairs = (members * (members - 1) / 2).clamp(min=1)
-    return torch.where(paired, each / pairs, 0).sum() / num_classes
+
+    return torch.where(paired, closeness / pairs, 0).sum() / num_classes
 
 
 @contextmanager

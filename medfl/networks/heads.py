@@ -50,6 +50,7 @@ def head_names(network: nn.Module, layers: Sequence[str] = ()) -> frozenset[str]
             raise InputError(
                 f"head layer {layer!r}", f"layers are {', '.join(n for n in modules if n)[:300]}", "name one of them"
             )
+
     return frozenset(f"{layer}.{name}" for layer in layers for name in modules[layer].state_dict())
 
 
@@ -58,9 +59,9 @@ def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
 
     Both carry gradients; a frozen reference is run under `torch.no_grad` by its caller.
     """
-    with entering_head(network) as seen:
+    with entering_head(network) as entering:
         output = network(x)
-    return seen[-1], output
+    return entering[-1], output
 
 
 @contextmanager

@@ -26,7 +26,9 @@ def apply_init_weights(network: nn.Module, overrides: Mapping[str, Any]) -> nn.M
     by = overrides.get(INIT_WEIGHTS, "monai")
     if by not in ("monai", "pytorch"):
         raise InputError(f"--config {INIT_WEIGHTS}={by}", "monai or pytorch", "choose one of them")
+
     for layer in network.modules() if by == "pytorch" else ():
         if isinstance(layer, LAYERS):
             layer.reset_parameters()
+
     return network

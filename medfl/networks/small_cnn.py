@@ -18,11 +18,14 @@ class SmallCNN(nn.Module):
     def __init__(self, in_channels: int, num_classes: int, spatial_dims: int = 2) -> None:
         """Build the network with PyTorch's initialisation."""
         super().__init__()
-        conv, pool = Conv[Conv.CONV, spatial_dims], Pool[Pool.MAX, spatial_dims]
+        conv = Conv[Conv.CONV, spatial_dims]
+        pool = Pool[Pool.MAX, spatial_dims]
         layers: list[nn.Module] = []
         widths = (in_channels, 32, 64, 72)
+
         for narrow, wide in pairwise(widths):
             layers += [conv(narrow, wide, 3, padding=1), nn.ReLU(inplace=True), pool(2)]
+
         self.body = nn.Sequential(*layers, Pool[Pool.ADAPTIVEAVG, spatial_dims](1))
         self.fc = nn.Linear(widths[-1], num_classes)
 

@@ -30,7 +30,8 @@ class TwoConv(nn.Module):
     def __init__(self, in_channels: int, num_classes: int, spatial_dims: int = 2, width: int = 20) -> None:
         """Build the network with PyTorch's initialisation; `width`: channels of the second convolution."""
         super().__init__()
-        conv, pool = Conv[Conv.CONV, spatial_dims], Pool[Pool.MAX, spatial_dims]
+        conv = Conv[Conv.CONV, spatial_dims]
+        pool = Pool[Pool.MAX, spatial_dims]
         dropout = Dropout[Dropout.DROPOUT, spatial_dims]
         self.body = nn.Sequential(
             *(conv(in_channels, 10, 5), pool(2), nn.ReLU()),

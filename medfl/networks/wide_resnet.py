@@ -19,14 +19,15 @@ class _Block(nn.Module):
 
     def __init__(self, channels_in: int, channels_out: int, stride: int, spatial_dims: int) -> None:
         super().__init__()
-        conv, norm = Conv[Conv.CONV, spatial_dims], Norm[Norm.BATCH, spatial_dims]
+        conv = Conv[Conv.CONV, spatial_dims]
+        norm = Norm[Norm.BATCH, spatial_dims]
         self.bn1 = norm(channels_in)
         self.conv1 = conv(channels_in, channels_out, 3, padding=1)
         self.dropout = nn.Dropout(0.3)
         self.bn2 = norm(channels_out)
         self.conv2 = conv(channels_out, channels_out, 3, stride=stride, padding=1)
-        same = stride == 1 and channels_in == channels_out
-        self.shortcut = nn.Identity() if same else conv(channels_in, channels_out, 1, stride=stride)
+        keeps_shape = stride == 1 and channels_in == channels_out
+        self.shortcut = nn.Identity() if keeps_shape else conv(channels_in, channels_out, 1, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(self.conv1(functional.relu(self.bn1(x))))
@@ -46,17 +47,23 @@ class WideResNet(nn.Module):
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
             raise ValueError(f"depth={depth}: a wide ResNet has 6n + 4 layers, n >= 1")
-        conv, norm = Conv[Conv.CONV, spatial_dims], Norm[Norm.BATCH, spatial_dims]
+
+        conv = Conv[Conv.CONV, spatial_dims]
+        norm = Norm[Norm.BATCH, spatial_dims]
         self.conv1 = conv(in_channels, 16, 3, padding=1)
-        blocks, channels = [], 16
+        blocks = []
+        channels = 16
+
         for stage, base in enumerate((16, 32, 64)):
             for index in range((depth - 4) // 6):
                 blocks.append(_Block(channels, base * width, 2 if stage and not index else 1, spatial_dims))
                 channels = base * width
+
         self.blocks = nn.Sequential(*blocks)
         self.bn1 = norm(channels, momentum=0.9)
         self.avgpool = Pool[Pool.ADAPTIVEAVG, spatial_dims](1)
         self.fc = nn.Linear(channels, num_classes)
+
         for module in self.modules():
             if isinstance(module, (nn.Conv2d, nn.Conv3d)):
                 nn.init.xavier_uniform_(module.weight, gain=math.sqrt(2))

@@ -29,7 +29,6 @@ from medfl.core.terminal import Print
 from medfl.core.type_checks import type_mismatches
 from medfl.core.untrusted import override_value
 from medfl.data.partition.rules import OWN_SITES, Partition, assign, parse
-from medfl.methods._parts.robust import Aggregation
 from medfl.methods.base import Method
 from medfl.policy.policy import Policy
 from medfl.problem.problem import Problem
@@ -37,6 +36,7 @@ from medfl.runs import initial_weights, text_record
 from medfl.runs.pace import AUTO, fit_schedule, rounds_note
 from medfl.runs.public_data import PublicPlan, plan_public
 from medfl.runtimes import incomplete_data, site_channels, site_labels
+from medfl.runtimes.server.robust import Aggregation
 from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 from medfl.storage.places import PHANTOM
 

@@ -25,11 +25,11 @@ from medfl.data.on_device import Free, free_gpu_memory, hold
 from medfl.data.prepared import Prepared, Shard
 from medfl.data.public import Public
 from medfl.evaluation.mask_metrics import surface_metrics_of
-from medfl.methods._parts.robust import Aggregation, with_effective_counts
 from medfl.methods.base import Method
 from medfl.problem.problem import Problem, prepared_sections
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
+from medfl.runtimes.server.robust import Aggregation, with_effective_counts
 from medfl.runtimes.unlabelled import check_sites, hide_labels
 from medfl.storage.files import State, to_device
 from medfl.training import Host, LocalSettings, Networks, Site
@@ -344,7 +344,7 @@ class Federation:
             if missing:
                 raise RunError(f"site {name!r}: 'weights/{min(missing)}' is missing in its reply ({len(missing)} such)")
         if plain and "samples" not in reply.scalars:
-            raise RunError(f"site {name!r}: its reply does not say of how many items it is")
+            raise RunError(f"site {name!r}: its reply lacks the number of training samples")
 
     def compress_broadcast(self, round_: int, name: str, broadcast: Message) -> Message:
         """Return a broadcast as it crosses to a site, made smaller."""

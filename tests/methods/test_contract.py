@@ -88,10 +88,10 @@ def participants(method: Method, toy: Toy) -> list[str]:
 # How it presents itself
 
 
-def test_the_names_are_the_files_of_the_folder() -> None:
-    files = {path.stem for path in Path(methods.__file__).parent.glob("[a-z]*.py")} - {"base"}
-    assert set(methods.names()) == files
-    assert files >= {"local", "central", "fedavg", "fedprox", "scaffold", "fedbn", "ditto"}
+def test_the_names_are_the_files_and_packages_of_the_folder() -> None:
+    entries = {path.stem for path in Path(methods.__file__).parent.glob("[a-z]*")} - {"base"}
+    assert set(methods.names()) == entries
+    assert entries >= {"local", "central", "fedavg", "fedprox", "scaffold", "fedbn", "ditto", "fedhelp", "fedlora"}
 
 
 @every_method

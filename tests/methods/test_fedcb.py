@@ -13,10 +13,10 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.core.task import Task
 from medfl.methods import load
-from medfl.methods._parts.robust import with_effective_counts
 from medfl.methods._parts.text_classifier import TextGaussians, TextHead, embeddings_of
 from medfl.networks import build
 from medfl.networks.heads import head
+from medfl.runtimes.server.robust import with_effective_counts
 from tests.support.options import numbers
 from tests.support.toy import Toy, adam, bits, cross_entropy, prompts, run_record, sgd, simulate
 

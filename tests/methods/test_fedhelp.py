@@ -16,9 +16,8 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.public import untracked
-from medfl.methods._parts.public_lesson import Lesson
-from medfl.methods._parts.teacher_weights import Contribution, distributions, divergence_from, mixture
 from medfl.methods.fedhelp import FedHelp, top_set
+from medfl.methods.fedhelp.lesson import Contribution, Lesson, distributions, divergence_from, mixture
 from medfl.networks import build
 from medfl.runs.public_data import plan_public
 from medfl.training.network_pool import Networks

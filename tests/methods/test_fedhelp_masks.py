@@ -16,8 +16,8 @@ from medfl.data.batch_steps import Crop
 from medfl.data.batch_transforms import BatchRecipe
 from medfl.data.prepared import Augmented, Shard
 from medfl.methods._parts.public import untracked
-from medfl.methods._parts.public_lesson import Lesson
-from medfl.methods._parts.weight_map import Border, beta, class_balance
+from medfl.methods.fedhelp.lesson import Lesson
+from medfl.methods.fedhelp.pixel_weights import Border, beta, class_balance
 from medfl.networks.heads import features_and_output
 from medfl.training import fit
 from tests.methods.test_segmentation_contract import federation, segmenting

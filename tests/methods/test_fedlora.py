@@ -184,7 +184,7 @@ def test_a_reply_is_scored_as_it_was_trained(share: str) -> None:
         ({"full": "6"}, r"full=6.*layers that fit are 0, 1, 4.*all of a kind \(head, norm\), or none"),
         ({"rank": 7}, r"rank=7 for 0\.weight, which is 6 x 8; a rank is at most the smaller side, 6"),
         ({"ranks": "a=7"}, r"rank=7 for 0\.weight"),
-        ({"layers": "none", "full": "none"}, "one trained layer or more"),
+        ({"layers": "none", "full": "none"}, "at least one layer is trained"),
     ],
 )
 def test_options_that_fit_no_layer_are_refused(options: dict[str, Any], told: str) -> None:

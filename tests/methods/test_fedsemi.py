@@ -20,7 +20,7 @@ from medfl.core.message import Message
 from medfl.data.unlabelled import unlabelled
 from medfl.flare.offer import offer
 from medfl.methods import load
-from medfl.methods._parts.pseudo_labels import class_logits, masked_cross_entropy, strong_view
+from medfl.methods.fedsemi import class_logits, masked_cross_entropy, strong_view
 from medfl.runs.launch import federate
 from medfl.runs.plan import Request, make_plan
 from medfl.runtimes.federation import Federation

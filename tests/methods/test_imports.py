@@ -1,4 +1,4 @@
-"""A method's file imports of the methods `base` and `_parts` alone, so that it can be read, copied or deleted alone."""
+"""A method imports of the room only `base`, `_parts` and itself, so that it can be read, copied or deleted alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 from medfl import methods
 
 ROOM = Path(methods.__file__).parent
-FILES = sorted(path for path in ROOM.rglob("*.py") if path.name != "__init__.py")
+FILES = sorted(path for path in ROOM.rglob("*.py") if path != ROOM / "__init__.py")
 
 
-def siblings(text: str) -> set[str]:
-    """Return the methods that a file imports, by name."""
-    return {name for name in imported(ast.parse(text)) if name.partition(".")[0] in methods.names()}
+def siblings(text: str, package: str = "") -> set[str]:
+    """Return the methods that a file imports, by name, but for the package that the file belongs to."""
+    others = set(methods.names()) - {package}
+    return {name for name in imported(ast.parse(text)) if name.partition(".")[0] in others}
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -33,7 +34,7 @@ def imported(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOM)))
 def test_no_file_of_the_room_imports_a_method(path: Path) -> None:
-    assert not siblings(path.read_text()), "move what two methods share to medfl/methods/_parts"
+    assert not siblings(path.read_text(), path.parent.name), "move what two methods share to medfl/methods/_parts"
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,12 @@ def test_no_file_of_the_room_imports_a_method(path: Path) -> None:
 )
 def test_an_import_of_a_method_is_seen(line: str) -> None:
     assert "fedproto" in siblings(line)
+
+
+def test_a_package_may_import_its_own_modules_and_no_other_s() -> None:
+    line = "from medfl.methods.fedhelp.lesson import Lesson"
+    assert not siblings(line, "fedhelp")
+    assert siblings(line, "fedlora") == {"fedhelp.lesson", "fedhelp.lesson.Lesson"}
 
 
 def test_base_and_parts_are_allowed() -> None:

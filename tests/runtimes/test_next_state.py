@@ -316,7 +316,7 @@ REFUSED: Mapping[str, tuple[str, dict[str, tuple[str, int]], dict[str, str]]] = 
     "lacks a group": ("scaffold", {"y": ("no group", 0)}, {"y": "no group 'control'"}),
     "lacks a tensor": ("feddc", {"z": ("no tensor", 0)}, {"z": "'0.weight' is missing"}),
     "lacks a number": ("fednova", {"x": ("no number", 0)}, {"x": "'effective_steps' is missing"}),
-    "lacks the count": ("fedbn", {"x": ("no number", 0)}, {"x": "does not say of how many items it is"}),
+    "lacks the count": ("fedbn", {"x": ("no number", 0)}, {"x": "lacks the number of training samples"}),
     "two lack something": (
         "fedsm",
         {"x": ("empty group", 4), "y": ("no group", 2)},

@@ -57,7 +57,7 @@ BAD: dict[str, tuple[Spoil, str]] = {
         lambda reply: Message({**reply.tensors, "more": {"m": torch.zeros(2000)}}, reply.scalars),
         "more than",
     ),
-    "no count": (lambda reply: Message(reply.tensors), "does not say of how many items"),
+    "no count": (lambda reply: Message(reply.tensors), "lacks the number of training samples"),
     "negative count": (lambda reply: Message(reply.tensors, {"samples": -3}), "a number of items that cannot be true"),
     "failed": (fails, "round 2: no images can be read"),
 }

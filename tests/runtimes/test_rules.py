@@ -89,7 +89,7 @@ class WritingAndFailing(Method):
 @pytest.mark.parametrize(
     ("method", "said"),
     [
-        (Forgetful, "train of method 'mine' returned a NoneType; it returns what fit gave"),
+        (Forgetful, "train of method 'mine' returned a NoneType; train returns the FitReport of fit"),
         (Idle, "local_update of method 'mine' trained nothing; a site is trained by medfl.training.loop.fit"),
         (Curt, "local_update of method 'mine' returned a Message; it returns the site's next State and the reply"),
         (Hoarding, "a site's State of method 'mine': 'kept/models/0' is a Sequential; a State is a plain dict of"),

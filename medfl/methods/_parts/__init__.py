@@ -1,1 +1,1 @@
-"""What several methods share; a method's file imports `base` and these, no other method."""
+"""What several methods share; what one method alone needs lies in that method's file or package."""

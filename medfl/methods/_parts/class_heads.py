@@ -26,6 +26,7 @@ def class_head(network: nn.Module, task: Task) -> nn.Linear:
             f"this method needs a linear layer with one output for each of the {task.num_classes} classes",
             "use a network that ends in such a layer, or another method (medfl methods)",
         )
+
     return layer
 
 
@@ -44,6 +45,7 @@ def with_class_head(network: nn.Module, task: Task) -> nn.Module:
     if task.kind != "segmentation":
         class_head(network, task)
         return network
+
     layer: Any = head(network)
     pointwise = isinstance(layer, nn.Conv2d | nn.Conv3d) and {*layer.kernel_size, layer.groups} == {1}
     outputs = len(layer.weight) if pointwise else 0
@@ -53,6 +55,7 @@ def with_class_head(network: nn.Module, task: Task) -> nn.Module:
             "this method needs a convolution of size 1 with one output for each class, the background among them",
             "use a network that ends in such a layer, or another method (medfl methods)",
         )
+
     return network
 
 

@@ -33,7 +33,10 @@ def ensemble(outputs: Sequence[Tensor]) -> Tensor:
     Of several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
     """
     mean = torch.stack([log_probabilities(z) for z in outputs]).logsumexp(0) - math.log(len(outputs))
-    return mean[:, 1:] - mean[:, :1] if outputs[0].shape[1] == 1 else mean
+    if outputs[0].shape[1] == 1:
+        return mean[:, 1:] - mean[:, :1]
+
+    return mean
 
 
 def set_loss(z: Tensor, sets: Tensor) -> Tensor:

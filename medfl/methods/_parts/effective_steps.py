@@ -26,7 +26,9 @@ def effective_steps(site: Site, model: nn.Module, steps: int, mu: float = 0.0) -
     probe = nn.Parameter(torch.zeros((), dtype=torch.float64, device=site.device))
     optimizer.add_param_group({**optimizer.param_groups[0], "params": [probe], "lr": 1.0, "weight_decay": 0.0})
     rate = site.learning_rate(model)
+
     for _ in range(steps):
         probe.grad = 1 + rate * mu * probe.detach()
         optimizer.step()
+
     return -probe.item()

@@ -48,25 +48,28 @@ def intra_class_loss(
             "released", sum_c (n_c - 1)^2 times that mean, over the samples used (the authors' code).
         eps: added to the variance, so that a feature without any drops out.
     """
-    same = (labels[:, None] == labels).to(features.dtype)  # (B, B), which samples are of one class
-    n = same.sum(1, keepdim=True)
+    same_class = (labels[:, None] == labels).to(features.dtype)  # (B, B), which samples are of one class
+    n = same_class.sum(1, keepdim=True)
     degrees = (n - 1).clamp(min=1)
-    centred = features - same @ features / n
-    centred = centred - same @ centred / n  # what rounding left would count where a feature is constant
-    variance = same @ centred.square() / (degrees if std == "unbiased" else n)
+    centred = features - same_class @ features / n
+    centred = centred - same_class @ centred / n  # what rounding left would count where a feature is constant
+    variance = same_class @ centred.square() / (degrees if std == "unbiased" else n)
     z = centred * (variance + eps).rsqrt()
 
     used = (n >= max(min_count, 2)).to(n.dtype)
+
     if scale == "released":
         weight = used / used.sum().clamp(min=1)
     else:
         weight = used / degrees.square() / (used / n).sum().clamp(min=1)
+
     # ||Z'Z||_F = ||ZZ'||_F of each class: one matrix (B, B) has them all
-    value: Tensor = (weight * same * (z @ z.T).square()).sum()
+    value: Tensor = (weight * same_class * (z @ z.T).square()).sum()
     if scale == "paper":
         return value
+
     d = features.shape[1]
-    diagonal = (same @ z.square()).square().sum(1, keepdim=True) / n
+    diagonal = (same_class @ z.square()).square().sum(1, keepdim=True) / n
     return (value - (weight * diagonal).sum()) / max(d * (d - 1), 1)
 
 
@@ -88,14 +91,15 @@ def inter_class_loss(
         margin: without it a sample costs ||z - g_c||.
     """
     member = labels[:, None] == torch.arange(len(table), device=labels.device)  # (B, K)
-    others = known if owned is None else known & owned
+    other_classes = known if owned is None else known & owned
     counts = member.sum(0)
-    pairs = ((counts > 0) & known).sum() * (others.sum() - 1)
+    pairs = ((counts > 0) & known).sum() * (other_classes.sum() - 1)
     share = known.to(features.dtype) / (counts * pairs).clamp(min=1)  # of a sample of each class in each of its pairs
     apart = torch.linalg.vector_norm(features[:, None] - table.detach(), dim=2)  # its gradient at 0 is 0
     apart_from_own = apart.gather(1, labels[:, None])
     cost = (apart_from_own - apart).relu() if margin else apart_from_own
-    total: Tensor = (share[labels, None] * (others & ~member) * cost).sum()
+    total: Tensor = (share[labels, None] * (other_classes & ~member) * cost).sum()
+
     return total
 
 
@@ -107,6 +111,10 @@ def shaped(site: Site, loss: FeatureLoss) -> Site:
         with torch.autocast(features.device.type, enabled=False):
             exact = features.to(torch.promote_types(features.dtype, torch.float32))
             added = loss(exact, class_indices(targets))
-        return added if before is None else before(features, targets) + added
+
+        if before is None:
+            return added
+
+        return before(features, targets) + added
 
     return replace(site, penalty=penalty)

@@ -20,12 +20,12 @@ PairLoss = Callable[[Tensor, Tensor, Any], Tensor]
 """(output of the private model, output of the proxy, targets) -> loss of both."""
 
 Turn = tuple[nn.Module, nn.Module, Mapping[str, Any]]
-"""The network to be trained for an epoch, the one that is frozen meanwhile, and what `fit` is to know besides."""
+"""The network trained for an epoch, the network frozen meanwhile, and further keyword arguments of `fit`."""
 
 
 @dataclass(frozen=True)
 class PrivateModels(Bodies, Method):
-    """Each site is judged by a private model, the State's group `private`, which never leaves it."""
+    """Each site is scored with a private model, the State's group `private`, which never leaves the site."""
 
     judged = "personal"
 
@@ -43,15 +43,15 @@ class PrivateModels(Bodies, Method):
 
 
 def proxy_model(site: Site, weights: Weights) -> nn.Module:
-    """Return the bundle's own network with these weights, whatever the site's network is."""
+    """Return a network of the bundle's architecture with these weights, even where the site's differs."""
     return (site.common or site.networks).lease(weights)
 
 
 def train_together(site: Site, private: nn.Module, proxy: nn.Module, loss: PairLoss, purpose: str) -> None:
     """Train both models on the same batches, in one step from the same forward passes.
 
-    The private model's dropout is that of one trained alone, the proxy draws its own from the stream `purpose`. `loss`
-    is of both; what one of them holds constant it detaches.
+    The private model's dropout is the same as if it were trained alone; the proxy draws its own from the stream
+    `purpose`. `loss` returns the loss of both models and detaches what either of them treats as constant.
     """
     separate_randomness = SeparateRandomness(site, purpose)
 
@@ -65,31 +65,34 @@ def train_together(site: Site, private: nn.Module, proxy: nn.Module, loss: PairL
 
 
 def train_in_turns(site: Site, turns: Callable[[int], Iterable[Turn]]) -> None:
-    """Train networks in turns of one local epoch; optimisers go on from turn to turn.
+    """Train networks in turns of one local epoch; each optimiser keeps its state from turn to turn.
 
     Args:
         site: data and settings; its journal gets one report, of the first network.
-        turns: epoch -> its turns, asked for one after the other.
+        turns: epoch -> its turns, consumed one by one.
     """
-    once, reports = replace(site.for_epochs(1), journal=[]), list[FitReport]()
+    once = replace(site.for_epochs(1), journal=[])
+    reports = list[FitReport]()
     memory: dict[str, State] = {} if site.optimizer_states is None else site.optimizer_states
     for epoch in range(site.settings.epochs):
         purpose = f"local {epoch}" if epoch else "local"
-        for turn, (network, other, settings) in enumerate(turns(epoch)):
-            with evaluating(other):
+        for turn, (network, partner, settings) in enumerate(turns(epoch)):
+            with evaluating(partner):
                 before = memory.get(f"turn {turn}", {})
                 report = fit(network, once, **settings, purpose=purpose, optimizer_state=before)
+
             memory[f"turn {turn}"] = report.optimizer_state or {}
             reports += [] if turn else [report]
+
     site.journal.append(summed(reports))
 
 
 def optimizing_each(site: Site) -> Site:
-    """Return the site with an optimiser that treats each of several networks in a list as the site's treats one."""
+    """Return the site with an optimiser for a list of networks: each keeps the parameter groups that it has alone."""
 
     def optimizer(networks: nn.Module) -> torch.optim.Optimizer:
-        first, *others = (site.settings.optimizer(network) for network in networks.children())
-        for group in (group for other in others for group in other.param_groups):
+        first, *more = (site.settings.optimizer(network) for network in networks.children())
+        for group in (group for optimizer in more for group in optimizer.param_groups):
             first.add_param_group(group)
         return first
 

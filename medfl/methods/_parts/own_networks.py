@@ -1,4 +1,4 @@
-"""Methods whose sites keep their whole network, which need not be the same at all sites."""
+"""Methods whose sites keep their whole network; architectures may differ between sites."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from medfl.training import Site
 
 @dataclass(frozen=True)
 class OwnNetworks(Bodies, Method):
-    """No weights travel; each site is judged by its own network, the State's group `weights`."""
+    """No weights are sent; each site is scored with its own network, the State's group `weights`."""
 
     judged = "personal"
 

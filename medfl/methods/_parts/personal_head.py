@@ -44,4 +44,5 @@ class PersonalHead(Method):
                     "it trains a part of the network at a time",
                     "choose other head_layers, or another network or method",
                 )
+
         return network

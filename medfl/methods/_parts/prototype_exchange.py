@@ -36,7 +36,10 @@ class PrototypeExchange(OwnNetworks):
 
     def introduce(self, site: Site) -> Message:
         """Send the length d of a feature, where networks differ."""
-        return Message({}, {"features": feature_size(site.model(site.initial_weights))}) if self.bodies else Message()
+        if self.bodies:
+            return Message({}, {"features": feature_size(site.model(site.initial_weights))})
+
+        return Message()
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start without prototypes.
@@ -82,7 +85,10 @@ def received(down: Message, network: nn.Module) -> Tensor | None:
 def class_mean_groups(means: Tensor, counts: Tensor, *, with_counts: bool) -> dict[str, Weights]:
     """Return what a site's reply has of its class means (K, d) and the counts (K,) of its items."""
     groups: dict[str, Weights] = {"prototypes": by_class(means, counts)}
-    return {**groups, "counts": by_class(counts, counts)} if with_counts else groups
+    if with_counts:
+        return {**groups, "counts": by_class(counts, counts)}
+
+    return groups
 
 
 def by_class(values: Tensor, counts: Tensor) -> dict[str, Tensor]:
@@ -114,12 +120,14 @@ def average_prototypes(before: Weights, replies: Mapping[str, Message], *, by_sa
     sent = {name: prototypes_in(replies[name]) for name in names}
     check_lengths({who: len(next(iter(g.values()))) for who, g in [("earlier rounds", before), *sent.items()] if g})
     prototypes = dict(before)
+
     for c in sorted({c for group in sent.values() for c in group}):
         owners = [name for name in names if c in sent[name]]
         shares = [float(replies[name]["counts"][c]) if by_samples else 1.0 for name in owners]
         total = sum(share * sent[name][c].double() for share, name in zip(shares, owners, strict=True))
         assert isinstance(total, Tensor)
         prototypes[c] = (total / sum(shares)).to(sent[owners[0]][c].dtype)
+
     return prototypes
 
 
@@ -129,19 +137,28 @@ def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, 
     Returns:
         "own class", "other classes of the site" and "classes missing at the site", those of which there is a pair.
     """
-    names, lengths = list(prototypes), dict[str, list[Tensor]]()
+    names = list(prototypes)
+    lengths = dict[str, list[Tensor]]()
     for name in sorted(replies):
         sent = prototypes_in(replies[name])
         if not sent or not names:
             continue
+
         means, rows = (torch.stack(list(group.values())).double() for group in (sent, prototypes))
         apart = torch.cdist(means, rows.to(means.device), compute_mode="donot_use_mm_for_euclid_dist")
-        same = torch.tensor([[c == j for j in names] for c in sent], device=apart.device)
+        is_own_class = torch.tensor([[c == j for j in names] for c in sent], device=apart.device)
         has = torch.tensor([j in sent for j in names], device=apart.device)
-        for kind, pairs in {OWN: same, OTHERS: has & ~same, MISSING: ~has & ~same}.items():
-            lengths.setdefault(kind, []).append(apart[pairs])
-    pooled = {kind: torch.cat([part.cpu() for part in parts]) for kind, parts in sorted(lengths.items())}
-    return {kind: float(values.mean()) for kind, values in pooled.items() if len(values)}
+
+        for kind, pairs in {OWN: is_own_class, OTHERS: has & ~is_own_class, MISSING: ~has & ~is_own_class}.items():
+            lengths.setdefault(kind, []).append(apart[pairs].cpu())
+
+    observations: dict[str, float] = {}
+    for kind in sorted(lengths):
+        pooled = torch.cat(lengths[kind])
+        if len(pooled):
+            observations[kind] = float(pooled.mean())
+
+    return observations
 
 
 # Losses and logits
@@ -170,11 +187,14 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
     Raises:
         InputError: they differ; names the sites of each length.
     """
-    different = sorted({*lengths.values()})
-    if len(different) > 1:
-        sites = {d: ", ".join(name for name in sorted(lengths) if lengths[name] == d) for d in different}
+    sites_of: dict[int, list[str]] = {}
+    for site in sorted(lengths):
+        sites_of.setdefault(lengths[site], []).append(site)
+
+    if len(sites_of) > 1:
+        groups = [f"length {length} at {', '.join(sites_of[length])}" for length in sorted(sites_of)]
         raise InputError(
-            f"features of {'; '.join(f'length {d} at {sites[d]}' for d in different)}",
+            f"features of {'; '.join(groups)}",
             "networks may differ between sites, the length of their features may not",
-            "deal bodies with features of one length",
+            "choose bodies with features of the same length",
         )

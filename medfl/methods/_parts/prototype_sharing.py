@@ -76,7 +76,10 @@ class Sharing:
         """What messages have beside those of the method."""
         if not self.active:
             return ()
-        return (Group("prototypes", up=False, smaller=True),) if self.one_hot else prototype_groups(counts=True)
+        if self.one_hot:
+            return (Group("prototypes", up=False, smaller=True),)
+
+        return prototype_groups(counts=True)
 
     def check(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the network if its head is linear, with one output a class.
@@ -91,6 +94,7 @@ class Sharing:
                 "at least one feature a class",
                 "use a network with longer features, or one_hot=false",
             )
+
         return network
 
     # Server half
@@ -99,6 +103,7 @@ class Sharing:
         """Add prototypes to the server's first State, none yet, and the sites that send some where not all do."""
         if not self.active:
             return server
+
         network = host.model(host.networks.initial)
         unit = torch.eye(class_count(network), feature_size(network)).to(next(head(network).parameters()))
         started: State = {"prototypes": {str(c): row for c, row in enumerate(unit)} if self.one_hot else {}}
@@ -108,6 +113,7 @@ class Sharing:
             generator = torch.Generator().manual_seed(derive(host.seed, "prototypes"))
             chosen = torch.randperm(len(names), generator=generator)[:number].tolist()
             started["sharing"] = sorted(names[i] for i in chosen)
+
         return {**server, **started}
 
     def add_prototypes(self, server: State, site_name: str, down: Message) -> Message:
@@ -115,6 +121,7 @@ class Sharing:
         if not self.active:
             return down
         scalars = {"sharing": float(site_name in server["sharing"])} if "sharing" in server else {}
+
         return Message({**down.tensors, "prototypes": server["prototypes"]}, {**down.scalars, **scalars})
 
     def merged(self, server: State, replies: Mapping[str, Message]) -> State:
@@ -125,13 +132,18 @@ class Sharing:
         """
         if not self.active:
             return {}
+
         before = {} if self.stale == "drop" and not self.one_hot else server["prototypes"]
+
         sharing = {"sharing": server["sharing"]} if "sharing" in server else {}
         return {"prototypes": average_prototypes(before, replies, by_samples=True), **sharing}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
         """Return distances between class means and prototypes, if there are any."""
-        return distances(server["prototypes"], replies) if self.active else {}
+        if self.active:
+            return distances(server["prototypes"], replies)
+
+        return {}
 
     # Site half
 
@@ -144,17 +156,23 @@ class Sharing:
         prototypes = received(down, network)
         if not self.active or prototypes is None:
             return site
+
         check_lengths({site.name: feature_size(network), "the server": prototypes.shape[1]})
-        there, rows = has_prototype(prototypes), prototypes.nan_to_num()
+        there = has_prototype(prototypes)
+        rows = prototypes.nan_to_num()
         own_classes = None
+
         if self.inter_scope == "present":
             own_classes = (class_counts(site.train, len(rows)) > 0).to(site.device)
+
         draws = torch.Generator().manual_seed(derive(site.seed, "lite"))
 
         def loss(features: Tensor, labels: Tensor) -> Tensor:
             if 0 < self.lite < len(labels):
                 chosen = torch.randperm(len(labels), generator=draws)[: self.lite].to(site.device, non_blocking=True)
-                features, labels = features[chosen], labels[chosen]
+                features = features[chosen]
+                labels = labels[chosen]
+
             targets = rows.to(features.dtype)
             return self.mu2 * inter_class_loss(features, labels, targets, there, owned=own_classes, margin=self.margin)
 

@@ -27,7 +27,10 @@ OWN, OTHERS, MISSING = DISTANCES = ("own class", "other classes of the site", "c
 def prototype_groups(*, counts: bool) -> tuple[Group, ...]:
     """Return the groups of methods whose class prototypes travel both ways; the sizes of the classes go up, or not."""
     both = Group("prototypes", smaller=True)
-    return (both, Group("counts", down=False)) if counts else (both,)
+    if counts:
+        return (both, Group("counts", down=False))
+
+    return (both,)
 
 
 def class_indices(targets: Tensor) -> Tensor:
@@ -68,7 +71,10 @@ def class_prior(counts: Tensor, strength: float = 1.0) -> Tensor:
 
 def log_prior(site: Site, num_classes: int, gamma: float) -> Tensor | float:
     """Return what balanced softmax adds to a site's logits, (K,) on its device: gamma log n; 0 without gamma."""
-    return class_prior(class_counts(site.train, num_classes), gamma).to(site.device) if gamma else 0.0
+    if gamma:
+        return class_prior(class_counts(site.train, num_classes), gamma).to(site.device)
+
+    return 0.0
 
 
 def features(
@@ -121,6 +127,7 @@ def collect(
                     members = one_hot(labels, num_classes)
                     sums += members.T.double() @ values.T.double()
                     counts += members.sum(0)
+
     means = sums / counts.clamp(min=1)[:, None]
     return means.to(next(head(network).parameters()).dtype), counts
 
@@ -182,12 +189,14 @@ def gaussians(network: nn.Module, shard: Shard, batch_size: int, num_classes: in
     counts = torch.bincount(label, minlength=num_classes)
     means = value.new_zeros(num_classes, value.shape[1])
     covariances = value.new_zeros(num_classes, value.shape[1], value.shape[1])
+
     for c in counts.nonzero()[:, 0].tolist():
         members = value[label == c]
         means[c] = members.mean(0)
         if len(members) > 1:
             centred = members - means[c]
             covariances[c] = centred.T @ centred / (len(members) - 1)
+
     return Gaussians(counts, means, covariances)
 
 
@@ -205,4 +214,5 @@ def pool(parts: Sequence[Gaussians]) -> Gaussians:
     apart = means - mean
     within = torch.einsum("sk,skde->kde", (number - 1).clamp(min=0).double(), covariances)
     between = torch.einsum("sk,skd,ske->kde", number.double(), apart, apart)
+
     return Gaussians(counts, mean, (within + between) / (counts - 1).clamp(min=1)[:, None, None])

@@ -1,4 +1,4 @@
-"""What methods that learn from public data share; their options are those of `extras.PublicData`."""
+"""Shared code of the methods that learn from public data; `extras.PublicData` declares their options."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from medfl.training import Host, Site
 
 @dataclass(frozen=True)
 class PublicMethod(PublicData, Method):
-    """A method that learns from public data, of which there must be some."""
+    """A method that requires public data."""
 
     def check(self, site: Site) -> None:
-        """Raise InputError where there are no public data."""
+        """Raise InputError if the run has no public data."""
         public_data(site)
 
 
@@ -39,22 +39,24 @@ def public_data(owner: Site | Host) -> Public:
 
 
 class Scored(Prepared):
-    """Public items with scores in the place of their targets.
+    """Public items with scores in place of their targets.
 
     Args:
         public: the items.
-        positions: (N,), which of them.
-        scores: (N, ...), one each; None keeps the targets.
-        least: a last batch of fewer items joins the one before.
+        positions: (N,), the positions of the items used.
+        scores: (N, ...), one per item; None keeps the targets.
+        least: a last batch with fewer items is merged into the one before.
     """
 
     def __init__(self, public: Public, positions: Tensor, scores: Tensor | None = None, least: int = 1) -> None:
-        self.positions = positions.cpu()  # a State that was moved to a GPU has them there
+        self.positions = positions.cpu()  # they come from a State, which may be on a GPU
         super().__init__([public.shard.prepared.items[i] for i in public.shard.indices[self.positions].tolist()])
-        self.public, self.scores, self.least = public, scores, least
+        self.public = public
+        self.scores = scores
+        self.least = least
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
-        """Yield batches; `generator` is not used, public items are read without random transforms."""
+        """Yield batches. `generator` is unused: public items are read without random transforms."""
         chunks = list(torch.split(indices, size))
         if len(chunks) > 1 and len(chunks[-1]) < self.least:
             chunks[-2:] = [torch.cat(chunks[-2:])]
@@ -68,7 +70,7 @@ def on_public(
 ) -> Site:
     """Return a site that trains on public items instead of its own; the arguments are those of `Scored`.
 
-    Its journal is another: the one of the site is about its own data.
+    It has a journal of its own, since the site's reports training on its private data.
     """
     settings = replace(site.settings, epochs=epochs, batch_size=size)
     shard = Shard.of(Scored(public, positions, scores, least), range(len(positions)))

@@ -17,7 +17,9 @@ class Repeated(Prepared):
 
     def __init__(self, prepared: Prepared, times: int) -> None:
         super().__init__(prepared.items)
-        self.geometry, self.prepared, self.times = prepared.geometry, prepared, times
+        self.geometry = prepared.geometry
+        self.prepared = prepared
+        self.times = times
 
     def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
         """Yield each batch `times` times."""

@@ -52,11 +52,11 @@ class ScoreExchange(PublicMethod, OwnNetworks):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the positions of which scores are wanted and, once there is one, the last consensus with its own."""
-        asked = {"asked": server["positions"]}
+        request = {"asked": server["positions"]}
         if "consensus" not in server:
-            return Message({"positions": asked})
+            return Message({"positions": request})
         last = server["consensus"]
-        return Message({"positions": {**asked, "scored": last["positions"]}, "scores": {"public": last["scores"]}})
+        return Message({"positions": {**request, "scored": last["positions"]}, "scores": {"public": last["scores"]}})
 
     def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
         """Average the scores and draw the items of the next round."""
@@ -102,18 +102,21 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         def objective(network: nn.Module, x: Any, consensus: Any) -> Tensor:
             return loss(self.scores(network, site, x), consensus)
 
-        positions, scores = down["positions"]["scored"], down["scores"]["public"]
+        positions = down["positions"]["scored"]
+        scores = down["scores"]["public"]
         items = on_public(site, public_data(site), positions, scores, epochs, size, least)
         self.fit_public(model, items, objective, purpose)
 
     def scoring(self, network: nn.Module, site: Site, down: Message, size: int) -> Message:
         """Return the reply to a broadcast: scores (N, K[, h, w[, d]]) float32 of the items asked for."""
-        public, positions = public_data(site), down["positions"]["asked"].cpu()
+        public = public_data(site)
+        positions = down["positions"]["asked"].cpu()
         with evaluating(network), torch.no_grad():
             parts = [
                 self.scores(network, site, public.at(some)[0].to(site.device)).float()
                 for some in torch.split(positions, size)
             ]
+
         return Message({"scores": {"public": torch.cat(parts)}})
 
     def scores(self, network: nn.Module, site: Site, x: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Random numbers of their own for a part of each training step, which leave those of the rest as they are."""
+"""A random stream for one part of each training step, so that the other parts draw the same numbers without it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ class SeparateRandomness:
     """
 
     def __init__(self, site: Site, purpose: str, first: int = 0, each: int = 1) -> None:
-        self._site, self._purpose, self._first, self._each = site, purpose, first, each
-        self._done, self._silent = 0, False
+        self._site = site
+        self._purpose = purpose
+        self._first = first
+        self._each = each
+        self._done = 0
+        self._silent = False
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -36,6 +40,7 @@ class SeparateRandomness:
         if self._silent:
             yield
             return
+
         with stream(self._site.seed, self._purpose, self._first + self._done // self._each):
             before = None if self._done else _generator_states(self._site.device)
             yield

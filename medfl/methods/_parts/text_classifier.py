@@ -79,15 +79,18 @@ class TextGaussians:
         """Return F (B, K) = tau h mu_k + tau^2 / 2 q_k (eq. 4; eq. 5 is F / tau)."""
         with torch.autocast(h.device.type, enabled=False):  # half precision would blur tau^2
             logits: Tensor = self.tau * (h @ self.mean.T)
-            return logits if self.spread is None else logits + 0.5 * self.tau**2 * self.quadratic(h)
+            if self.spread is None:
+                return logits
+
+            return logits + 0.5 * self.tau**2 * self.quadratic(h)
 
     def surrogate(self, h: Tensor, labels: Tensor) -> Tensor:
         """Return the upper bound of eq. 3 for each sample (B,): CE(F, y) + tau^2 / 2 q_y (eq. 4).
 
         Computed as logsumexp_k F_k - tau h mu_y, the same number.
         """
-        own: Tensor = self.tau * (h * self.mean[labels]).sum(1)
-        return self.logits(h).logsumexp(1) - own
+        own_similarity: Tensor = self.tau * (h * self.mean[labels]).sum(1)
+        return self.logits(h).logsumexp(1) - own_similarity
 
     def draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
         """Draw z ~ N(mu_y, Sigma_y + 1e-4 I) for each label (eq. 9), on the CPU in the mean's precision.
@@ -95,18 +98,24 @@ class TextGaussians:
         With full covariance z = mu + sum_m xi_m A_m + 0.01 eps, which has exactly this law and needs no Cholesky
         factor.
         """
-        mean, dtype, labels = self.mean.cpu(), self.mean.dtype, labels.cpu()
+        mean = self.mean.cpu()
+        dtype = self.mean.dtype
+        labels = labels.cpu()
         noise = torch.randn(len(labels), mean.shape[1], generator=generator, dtype=dtype)
         z: Tensor = mean[labels] + math.sqrt(_JITTER) * noise
+
         if self.spread is None:
             return z
+
         spread = self.spread.cpu()
         if spread.ndim == 2:
             return z + spread[labels].sqrt() * torch.randn(z.shape, generator=generator, dtype=dtype)
+
         xi = torch.randn(len(labels), spread.shape[1], generator=generator, dtype=dtype)
         for index in range(len(spread)):  # class by class: (n, M, D) factors of all samples would be large
-            own = labels == index
-            z[own] += xi[own] @ spread[index]
+            of_class = labels == index
+            z[of_class] += xi[of_class] @ spread[index]
+
         return z
 
 
@@ -117,11 +126,15 @@ def finite_loss(h: Tensor, labels: Tensor, embeddings: Tensor, tau: float) -> Te
     """
     with torch.autocast(h.device.type, enabled=False):  # half precision would blur tau
         similarity = tau * torch.einsum("bd,kmd->bkm", h, embeddings)
+
     prompts = embeddings.shape[1]
-    own = nn.functional.one_hot(labels, len(embeddings)).bool()
-    others = similarity.logsumexp(2).masked_fill(own, -torch.inf).logsumexp(1, keepdim=True) - math.log(prompts)
-    positive = similarity[own]
-    return (torch.logaddexp(positive, others) - positive).mean(1)
+    is_own_class = nn.functional.one_hot(labels, len(embeddings)).bool()
+    other_classes = similarity.logsumexp(2).masked_fill(is_own_class, -torch.inf).logsumexp(1, keepdim=True) - math.log(
+        prompts
+    )
+    positive = similarity[is_own_class]
+
+    return (torch.logaddexp(positive, other_classes) - positive).mean(1)
 
 
 # The head
@@ -150,10 +163,14 @@ class TextHead(nn.Linear):
         unscaled_evaluation: bool,
     ) -> None:
         super().__init__(features, embeddings.shape[2])
-        self.tau, self.covariance, self.renormalise = tau, covariance, renormalise
+        self.tau = tau
+        self.covariance = covariance
+        self.renormalise = renormalise
         self.unscaled_evaluation = unscaled_evaluation
+
         for name in ("embeddings", "mean", "spread"):
             self.register_buffer(name, None, persistent=False)
+
         install(self, embeddings)
 
     @property
@@ -168,7 +185,10 @@ class TextHead(nn.Linear):
     def forward(self, features: Tensor) -> Tensor:
         """Return F (B, K); F / tau in evaluation mode where the authors' test-time scale is asked for."""
         logits = self.gaussians.logits(self.unit(features))
-        return logits / self.tau if self.unscaled_evaluation and not self.training else logits
+        if self.unscaled_evaluation and not self.training:
+            return logits / self.tau
+
+        return logits
 
 
 def install(layer: nn.Module, embeddings: Tensor) -> None:
@@ -177,10 +197,12 @@ def install(layer: nn.Module, embeddings: Tensor) -> None:
     placed = embeddings.detach().to(weight.device, weight.dtype)
     if "embeddings" not in layer._buffers:
         layer.register_buffer("embeddings", None, persistent=False)
+
     layer.embeddings = placed
     if isinstance(layer, TextHead):
         gaussians = TextGaussians.of(placed, layer.tau, layer.covariance, layer.renormalise)
-        layer.mean, layer.spread = gaussians.mean, gaussians.spread
+        layer.mean = gaussians.mean
+        layer.spread = gaussians.spread
 
 
 def embeddings_of(network: nn.Module) -> Tensor:
@@ -211,6 +233,7 @@ def adapt(
         for parameter in layer.parameters():
             parameter.requires_grad_(classifier == "trainable")
         return network
+
     assert embeddings is not None
     covariance = covariance if classifier == "text_distribution" else "none"
     if covariance != "none" and embeddings.shape[1] < 2:
@@ -219,10 +242,12 @@ def adapt(
             "a distribution needs two prompts or more",
             "add prompts, raise prompt_fraction, or set classifier=text_mean",
         )
+
     text_head = TextHead(
         feature_size(network), embeddings, tau, covariance,
         renormalise=renormalise, unscaled_evaluation=unscaled_evaluation,
     ).to(layer.weight.device, layer.weight.dtype)  # fmt: skip
+
     return replace_head(network, text_head)
 
 
@@ -233,9 +258,12 @@ def text_objective(finite: bool = False) -> Objective:
         features, _ = features_and_output(network, x)
         layer = head(network)
         assert isinstance(layer, TextHead)
-        h, labels = layer.unit(features), class_indices(y)
+        h = layer.unit(features)
+        labels = class_indices(y)
+
         if finite:
             return finite_loss(h, labels, layer.embeddings, layer.tau).mean()
+
         return layer.gaussians.surrogate(h, labels).mean()
 
     return objective
@@ -273,9 +301,11 @@ def swapped(embeddings: Tensor, classes: Sequence[str], pair: str) -> Tensor:
     """
     if not pair:
         return embeddings
+
     names = [name.strip() for name in pair.split(",")]
     if len(names) != 2 or not set(names) <= set(classes):
         raise InputError(f"swap={pair}", f"two of the classes {', '.join(classes)}", "write it as in swap=DR,MH")
+
     order = list(range(len(embeddings)))
     first, second = (list(classes).index(name) for name in names)
     order[first], order[second] = second, first
@@ -294,6 +324,7 @@ def check(embeddings: Tensor, classes: Sequence[str]) -> None:
             f"the bundle has {len(classes)}: {', '.join(classes)}",
             "make them anew with medfl concepts",
         )
+
     means = embeddings.double().mean(1)
     apart = torch.cdist(means, means, compute_mode="donot_use_mm_for_euclid_dist")
     apart.fill_diagonal_(torch.inf)

@@ -122,10 +122,13 @@ class TextClassified(TextEmbeddings, Method):
 
 def _embeddings(down: Message, layer: nn.Module) -> Tensor:
     """Return the embeddings of a broadcast, which have the form of those that a head was made with."""
-    received, like = down["text"].get("embeddings"), getattr(layer, "embeddings", None)
+    received = down["text"].get("embeddings")
+    like = getattr(layer, "embeddings", None)
     if like is None or received is None or received.shape != like.shape or not received.is_floating_point():
         form = "none" if received is None else f"{tuple(received.shape)} {received.dtype}"
+
         expected = "none" if like is None else f"{tuple(like.shape)} floating-point"
         with errors_safe_to_send():
             raise RunError(f"the server's text embeddings are {form}; expected {expected}")
+
     return received

@@ -28,11 +28,11 @@ from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.message import Message, is_finite
 from medfl.core.terminal import Print
 from medfl.core.untrusted import printable
-from medfl.methods._parts.robust import shares_under_cap, with_effective_counts
 from medfl.runtimes.attendance import Attendance, Tolerance
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import BrokenRule, check_state, check_unchanged, object_versions
 from medfl.runtimes.server.claims import check_shares, far_replies
+from medfl.runtimes.server.robust import shares_under_cap, with_effective_counts
 from medfl.storage.files import State, to_device
 from medfl.storage.run_folder import RunFolder
 

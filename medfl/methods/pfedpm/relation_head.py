@@ -64,7 +64,8 @@ class Judged(nn.Module):
         self, network: nn.Module, allowed: Tensor, relation: Relation | None = None, mixed: Tensor | None = None
     ) -> None:
         super().__init__()
-        self.relation, self.network = relation, network
+        self.relation = relation
+        self.network = network
         self.register_buffer("allowed", allowed)
         self.register_buffer("mixed", mixed)
 

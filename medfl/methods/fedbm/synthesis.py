@@ -51,10 +51,12 @@ class Conditions:
         """Draw z (count, dimension) for labels (count,), on the CPU."""
         if self.kind == "concept":
             return self.gaussians.draw(labels, self.draws)
+
         classes, size = self.gaussians.mean.shape
         z = torch.randn(len(labels), size, generator=self.draws)
         if self.kind == "noise+onehot":
             z = torch.cat([z, nn.functional.one_hot(labels, classes).to(z.dtype)], 1)
+
         return z
 
     def positions(self, count: int, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -78,6 +80,7 @@ def shape_of(images: Tensor, site: str) -> dict[str, float]:
             "the generator makes images (channels, height, width)",
             "set generator=false",
         )
+
     return dict(zip(AXES, map(float, images.shape[1:]), strict=True))
 
 
@@ -87,17 +90,24 @@ def common_shape(introductions: Mapping[str, Message]) -> list[int]:
     Raises:
         InputError: they differ, nobody has any, or the generator cannot make images of this size.
     """
-    shapes = {name: [int(m.scalars[axis]) for axis in AXES] for name, m in sorted(introductions.items()) if m.scalars}
+    shapes: dict[str, list[int]] = {}
+    for name in sorted(introductions):
+        scalars = introductions[name].scalars
+        if scalars:
+            shapes[name] = [int(scalars[axis]) for axis in AXES]
+
     if not shapes:
         raise InputError("no site has a training image", "the generator needs their size", "give sites images")
+
     first, shape = next(iter(shapes.items()))
-    for name, other in shapes.items():
-        if other != shape:
+    for name, shape_of_site in shapes.items():
+        if shape_of_site != shape:
             raise InputError(
-                f"site {name!r} has images of shape {other}, site {first!r} of {shape}",
+                f"site {name!r} has images of shape {shape_of_site}, site {first!r} of {shape}",
                 "the generator makes images of one size",
                 "let the bundle's transforms resize them, or set generator=false",
             )
+
     check_size(*shape[1:])
     return shape
 
@@ -115,9 +125,11 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
         f"{name} {number:g}" for name, number in numbers.items() if not (1 <= number < 2**31 and number == int(number))
     ]
     wrong += [f"{axis} {numbers[axis]:g}, not {own:g}" for axis, own in shape.items() if numbers[axis] != own]
+
     if not wrong:
         with torch.device("meta"):
             expected = Generator(dimension, *(int(numbers[axis]) for axis in AXES)).state_dict()
+
         weights = down["generator"]
         wrong = [f"{name!r}" for name in sorted(weights.keys() ^ expected.keys())]
         wrong += [
@@ -125,7 +137,9 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
             for name, like in expected.items()
             if not wrong and (weights[name].shape, weights[name].dtype) != (like.shape, like.dtype)
         ]
+
     if wrong:
         with errors_safe_to_send():
             raise RunError(f"the server's generator does not fit this site: {wrong[0]} ({len(wrong)} such)")
+
     return {name: int(number) for name, number in numbers.items()}

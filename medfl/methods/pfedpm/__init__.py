@@ -26,6 +26,7 @@ of one length.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -51,8 +52,8 @@ from medfl.methods._parts.prototype_exchange import (
     table,
 )
 from medfl.methods._parts.prototypes import class_counts, class_indices, class_means, prototype_groups
-from medfl.methods._parts.relation_head import OPTIMIZERS, Judged, Relation, after_steps, relation_for, relation_step
 from medfl.methods.base import Group, option
+from medfl.methods.pfedpm.relation_head import OPTIMIZERS, Judged, Relation, after_steps, relation_for, relation_step
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot
@@ -118,10 +119,15 @@ class PFedPM(PrototypeExchange):
         if self.predict == "relation":
             taught = replies if server["prototypes"] else ()
             after = {"taught": sorted({*server.get("taught", ()), *taught}), "sites": num_sites}
+
         fresh = average_prototypes(server["prototypes"], replies, by_samples=self.agg != "uniform")
         if self.agg == "literal":
-            owners = [c for reply in replies.values() for c in prototypes_in(reply)]
-            fresh = {c: value / owners.count(c) if c in owners else value for c, value in fresh.items()}
+            owners = Counter[str]()
+            for reply in replies.values():
+                owners.update(prototypes_in(reply).keys())
+
+            fresh = {c: value / max(1, owners[c]) for c, value in fresh.items()}
+
         return {"prototypes": fresh, **after}
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
@@ -149,20 +155,23 @@ class PFedPM(PrototypeExchange):
         common = received(down, model)
         mixed = None if common is None else mix(common, state["own"], self.a)
         relation = relation_for(site, model, state["relation"]) if "relation" in state and mixed is not None else None
+
         means, counts = self._trained(model, site, common if self.mix == "live" else mixed, mixed, relation)
         groups = class_mean_groups(means, counts, with_counts=self.agg != "uniform")
         after: State = {**state, "weights": snapshot(model), "own": groups["prototypes"]}
         if relation is not None and mixed is not None:
             after |= {"relation": snapshot(relation), "mixed": by_class(mixed, has_prototype(mixed))}
+
         return after, Message(groups)
 
     def _trained(
         self, model: nn.Module, site: Site, target: Tensor | None, mixed: Tensor | None, relation: Relation | None
     ) -> tuple[Tensor, Tensor]:
         """Train the network by (9) and the relation head by (12); return class means (K, d) and counts (K,), (6)."""
-        classes, last = class_count(model), list[Any]()
+        classes = class_count(model)
+        last = list[Any]()
         sums = torch.zeros(classes, feature_size(model), dtype=torch.float64, device=site.device)
-        seen = torch.zeros(classes, dtype=torch.int64, device=site.device)
+        counts = torch.zeros(classes, dtype=torch.int64, device=site.device)
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             h, output = features_and_output(network, x)
@@ -170,24 +179,30 @@ class PFedPM(PrototypeExchange):
             last[:] = x, label
             if self.features == "running":
                 sums.index_add_(0, label, h.detach().double())
-                seen.add_(torch.bincount(label, minlength=classes))
+                counts.add_(torch.bincount(label, minlength=classes))
+
             loss = site.loss(output, y)
-            return loss if self.lam == 0 or target is None else loss + self.lam * self._distance(h, label, target)
+            if self.lam == 0 or target is None:
+                return loss
+
+            return loss + self.lam * self._distance(h, label, target)
 
         if relation is None or mixed is None:
             fit(model, site, objective=objective)
         else:
             learn = partial(relation_step, relation, OPTIMIZERS[self.relation_optimizer](relation), mixed, model)
-            each = self.relation_update == "batch"
-            fit(model, after_steps(site, lambda: learn(*last)) if each else site, objective=objective)
-            if not each:
+            every_batch = self.relation_update == "batch"
+            fit(model, after_steps(site, lambda: learn(*last)) if every_batch else site, objective=objective)
+            if not every_batch:
                 with stream(site.seed, "relation epochs") as generator:
                     for _ in range(site.settings.epochs):
                         for x, y in site.train.batches(site.settings.batch_size, generator):
                             learn(x.to(site.device), class_indices(y).to(site.device))
+
         if self.features == "running":
-            means = (sums / seen.clamp(min=1)[:, None]).to(next(head(model).parameters()).dtype)
+            means = (sums / counts.clamp(min=1)[:, None]).to(next(head(model).parameters()).dtype)
             return means, class_counts(site.train, classes).to(site.device)
+
         return class_means(model, site)
 
     def _distance(self, h: Tensor, label: Tensor, target: Tensor) -> Tensor:
@@ -203,8 +218,13 @@ class PFedPM(PrototypeExchange):
         allowed = torch.ones(class_count(model), dtype=torch.bool, device=site.device)
         if self.mask_to_local:
             allowed = class_counts(site.train, len(allowed)).to(site.device) > 0
+
         if not state.get("mixed"):
-            return Judged(model, allowed) if self.mask_to_local else model
+            if self.mask_to_local:
+                return Judged(model, allowed)
+
+            return model
+
         mixed = table(state["mixed"], len(allowed)).to(site.device)
         scored = has_prototype(mixed)
         allowed = allowed & scored if (allowed & scored).any() else scored

@@ -11,14 +11,14 @@ Large:   G = L_j + lambda_F KL(p || p~) + lambda_B sum_(r in Omega) -log p[r] (e
          network, Omega the proxy's top classes. The first divergence trains the proxy only, the rest the large network.
 Server:  w <- sum_c n_c w_c / sum_c n_c over surrogates and proxies.
 In segmentation L and R are the bundle's loss, or as printed cross-entropies of pixels weighted by beta (`mask_loss`;
-eq. 8-11, medfl.methods._parts.weight_map). Judged by a site's small or large network, between training and aggregation.
+eq. 8-11, `pixel_weights`). Judged by a site's small or large network, between training and aggregation.
 
 Departures, and what the paper leaves open. Sums over a data set are means of mini-batches (`loss_reduction`; as printed
 the public loss of a small site would weigh P/K_i times as much, 3 to 11 times lambda_J's 0.2), with a public batch
 beside each private one (`public_schedule`); masks by the bundle's own loss (docs/results.md says why); the bundles'
 preset `paper` has all three as printed. The proxy sees no label (`proxy_ce`); both networks step together on the same
 forward passes (`schedule`). The larger divergence's teacher side is constant. alpha's rule is ours
-(medfl.methods._parts.teacher_weights), by the gradient of KL alone, whatever lambda_J. Public batches use their own
+(`lesson`), by the gradient of KL alone, whatever lambda_J. Public batches use their own
 BatchNorm statistics and leave the running ones alone (`public_bn`). Optimisers start anew each round (the run's
 `keep_optimizer`). Early stopping is the run's `patience`.
 """
@@ -42,9 +42,9 @@ from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.extras import SiteNetworks, deal
 from medfl.methods._parts.mutual_learning import Turn, optimizing_each, proxy_model, train_in_turns, train_together
 from medfl.methods._parts.public import public_data
-from medfl.methods._parts.public_lesson import Lesson, LessonOptions
-from medfl.methods._parts.weight_map import pixel_loss
 from medfl.methods.base import option
+from medfl.methods.fedhelp.lesson import Lesson, LessonOptions
+from medfl.methods.fedhelp.pixel_weights import pixel_loss
 from medfl.storage.files import State
 from medfl.training import Site, fit, snapshot
 
@@ -120,7 +120,10 @@ class FedHelp(LessonOptions, SiteNetworks):
     def settled(self, sizes: Mapping[str, int]) -> FedHelp:
         """Take the larger half of the sites, of equal ones the first, where the user names none."""
         larger = sorted(sizes, key=lambda name: -sizes[name])[: len(sizes) // 2]
-        return self if self.large != "auto" else replace(self, large=",".join(n for n in sizes if n in larger))
+        if self.large != "auto":
+            return self
+
+        return replace(self, large=",".join(n for n in sizes if n in larger))
 
     def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
         """Give the large sites the large network.
@@ -131,6 +134,7 @@ class FedHelp(LessonOptions, SiteNetworks):
         wrong = [name for name in self.large_sites if name not in names]
         if wrong:
             raise InputError(f"large={self.large}: {wrong[0]!r}", f"sites are {', '.join(names)}", "name some of them")
+
         if not self.large_sites or len(set(self.large_sites)) == len(names):
             missing = "small" if self.large_sites else "large"
             raise InputError(
@@ -138,6 +142,7 @@ class FedHelp(LessonOptions, SiteNetworks):
                 "there is at least one large site and one small site",
                 "name the large ones with --set large=SITE,SITE",
             )
+
         (config,) = deal(self.large_network, names[:1], "large_network").values()
         return {name: config if name in self.large_sites else {} for name in names}
 
@@ -169,8 +174,10 @@ class FedHelp(LessonOptions, SiteNetworks):
         state: State = {"weights": snapshot(network)}
         if self.weighs_pixels(site.task):
             state["balance"] = self.balance(site.train.deterministic(uncropped=True), class_count(network))
+
         if site.name in self.large_sites or not self.lambda_j:
             return state
+
         return {**state, **self.initial_lesson_state(site, network)}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
@@ -198,6 +205,7 @@ class FedHelp(LessonOptions, SiteNetworks):
         if not self.lambda_j:
             fit(network, site, objective=lambda net, x, y: loss(net(x), y))
             return snapshot(network), {"weights": snapshot(network)}
+
         lesson = Lesson(self, site, state, network)
         following = lesson.items(site)
         factor = self.lambda_j * (len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1)
@@ -206,6 +214,7 @@ class FedHelp(LessonOptions, SiteNetworks):
             return loss(network(x), y) + factor * lesson.loss(*items)  # eq. 3
 
         steady = replace(site, train=_passes(site, len(lesson.public))) if self.public_schedule == "full" else site
+
         both = nn.ModuleList([network, lesson.trained])
         fit(both, optimizing_each(steady), objective=objective, feed=lambda x, y: (x, y, *following(len(x))))
         trained = snapshot(network)
@@ -214,9 +223,11 @@ class FedHelp(LessonOptions, SiteNetworks):
     # Large sites
 
     def _train_large(self, site: Site, state: State, down: Message) -> tuple[dict[str, Tensor], State]:
-        large, proxy = site.model(state["weights"]), proxy_model(site, down["weights"])
+        large = site.model(state["weights"])
+        proxy = proxy_model(site, down["weights"])
         if not self.lambda_f and not self.proxy_ce:
             proxy.eval()  # it has nothing to learn, so its running statistics stay too
+
         loss = self._loss(site, state.get("balance"))
         train = self._in_turns if self.schedule == "alternate" else self._together
         train(site, large, proxy, loss)
@@ -242,6 +253,7 @@ class FedHelp(LessonOptions, SiteNetworks):
         turns: list[Turn] = [(large, proxy, {"objective": large_objective})]
         if self.lambda_f or self.proxy_ce:
             turns.append((proxy, large, {"objective": proxy_objective}))
+
         train_in_turns(site, lambda epoch: turns)
 
     def _large_loss(self, loss: SizedLoss, z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
@@ -258,7 +270,11 @@ class FedHelp(LessonOptions, SiteNetworks):
         total = z_proxy.new_zeros(())
         if self.lambda_f:
             total = total + self.lambda_f * self._divergence(z_proxy, z)
-        return total + self.proxy_ce * loss(z_proxy, y) if self.proxy_ce else total
+
+        if self.proxy_ce:
+            return total + self.proxy_ce * loss(z_proxy, y)
+
+        return total
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
         return divergence(student / self.temperature, teacher / self.temperature) * self.temperature**2

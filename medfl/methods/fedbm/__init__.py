@@ -28,10 +28,10 @@ from medfl.core.seeding import derive, stream
 from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
-from medfl.methods._parts.synthesis import AXES, CONDITIONS, Conditions, check_received, common_shape, shape_of
 from medfl.methods._parts.text_classifier import TextGaussians, TextHead, embeddings_of, text_objective
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import Group, option
+from medfl.methods.fedbm.synthesis import AXES, CONDITIONS, Conditions, check_received, common_shape, shape_of
 from medfl.networks.generator import (
     Augmentation,
     Generator,
@@ -107,14 +107,20 @@ class FedBM(MakesImages, TextClassified):
             check_images(images, self._constants(site.task))
 
     def _constants(self, task: Task) -> Constants:
-        return task.intensities() if self.normalise == "read" else normalisation(self.normalise)
+        if self.normalise == "read":
+            return task.intensities()
+
+        return normalisation(self.normalise)
 
     # Server half
 
     def introduce(self, site: Site) -> Message:
         """Tell the shape of the site's images."""
         images = self._first(site)
-        return Message() if images is None else Message(scalars=shape_of(images, site.name))
+        if images is None:
+            return Message()
+
+        return Message(scalars=shape_of(images, site.name))
 
     def _first(self, site: Site) -> Tensor | None:
         first = replace(site.train, indices=site.train.indices[:1])
@@ -164,8 +170,10 @@ class FedBM(MakesImages, TextClassified):
         teacher.zero_grad()
         source = self._source(host.task, embeddings_of(teacher), draws)
         network = Generator(source.dimension, *server["image"]).to(host.device)
+
         if server["generator"]:
             network.load_state_dict(server["generator"])
+
         optimizer = torch.optim.Adam(network.parameters(), self.g_lr, betas=_BETAS)
 
         def step(z: Tensor, labels: Tensor, positions: Tensor) -> None:
@@ -184,29 +192,36 @@ class FedBM(MakesImages, TextClassified):
         """Return L_G (eq. 10) of generated images; `teacher` is frozen and in evaluation mode."""
         with statistics_gap(teacher) as gaps:
             features, output = features_and_output(teacher, augment(images))
+
         layer = head(teacher)
         if isinstance(layer, TextHead):
-            h, gaussians = layer.unit(features), layer.gaussians
+            h = layer.unit(features)
+            gaussians = layer.gaussians
             if self.semantic_loss == "surrogate":
                 loss = gaussians.surrogate(h, labels).mean()
             else:  # scaled by tau whatever the test-time scale is
                 loss = nn.functional.cross_entropy(gaussians.logits(h), labels)  # eq. 6
         else:
             loss = nn.functional.cross_entropy(output, labels)
+
         if self.lambda_div:
             loss = loss + self.lambda_div * diversity_loss(images, z, labels, len(embeddings_of(teacher)))
+
         if self.lambda_dis and gaps:
             loss = loss + self.lambda_dis * torch.stack(gaps).sum()
+
         return loss
 
     def synthetic(self, host: Host, server: State, labels: Tensor, draws: torch.Generator) -> Synthetic | None:
         """Return images of the generator that the sites have, neither cropped nor flipped; None before there is one."""
         if not server.get("generator"):
             return None
+
         source = self._source(host.task, embeddings_of(host.model(server["weights"])), draws)
         network = Generator.restored(server["generator"], server["image"], host.device)
         with torch.no_grad():  # few at a time: their feature maps are large
             images = torch.cat([network(z.to(host.device)) for z in torch.split(source.conditions(labels), _AT_ONCE)])
+
         return Synthetic(images, source.augmentation.normalised(images))
 
     def _source(self, task: Task, embeddings: Tensor, draws: torch.Generator) -> Conditions:
@@ -224,6 +239,7 @@ class FedBM(MakesImages, TextClassified):
             dimension = self._source(site.task, embeddings_of(model), torch.Generator()).dimension
             sizes = check_received(down, dimension, self.introduce(site).scalars)
             state = {"embeddings": embeddings_of(model), **state, "generator": down["generator"], **sizes}
+
         objective = text_objective() if self.from_text else None
         feed = self.mixing(site, state) if state.get("generator") else None
         return self.train_and_reply(model, site, state, objective, feed)
@@ -233,19 +249,23 @@ class FedBM(MakesImages, TextClassified):
 
         What is generated is drawn on a stream of its own, so that real batches are those of a run without generator.
         """
-        draws, seed = torch.Generator(), derive(site.seed, "synthetic")
+        draws = torch.Generator()
+        seed = derive(site.seed, "synthetic")
         source = self._source(site.task, state["embeddings"], draws)
         network = Generator.restored(state["generator"], [state[axis] for axis in AXES], site.device)
-        steps, done = -(-len(site.train) // site.settings.batch_size), 0
+        steps = -(-len(site.train) // site.settings.batch_size)
+        done = 0
 
         def mix(x: Any, y: Any) -> tuple[Tensor, Tensor]:
             nonlocal done
             if done == 0 or (self.pool_per_round and done % steps == 0):
                 draws.manual_seed(seed)
+
             done += 1
             labels, z = source.draw(self.synthetic_batch, site.device)
             with torch.no_grad():
                 images = source.augment(network(z))
+
             return torch.cat([x, images.to(x.dtype)]), torch.cat([class_indices(y), labels])
 
         return mix

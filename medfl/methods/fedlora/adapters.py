@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import derive
-from medfl.methods._parts import low_rank
-from medfl.methods._parts.chosen_layers import matrices, whole_tensor_names
 from medfl.methods._parts.extras import SiteNetworks
-from medfl.methods._parts.low_rank import Pairs, factor_name, named_factors, padded, read_factor, truncated
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
+from medfl.methods.fedlora import low_rank
+from medfl.methods.fedlora.chosen_layers import matrices, whole_tensor_names
+from medfl.methods.fedlora.low_rank import Pairs, factor_name, named_factors, padded, read_factor, truncated
 from medfl.storage.files import State
 from medfl.training import Host, Site, merged
 
@@ -90,7 +90,8 @@ class Adapters(SiteNetworks, Method):
             InputError: a layer is not there or smaller than the rank, nothing is to be trained, or the bundle's
                 trainer takes the steps.
         """
-        weight_matrices, whole = self.matrices(network), self.whole(network)
+        weight_matrices = self.matrices(network)
+        full_names = self.whole(network)
         for name, matrix in weight_matrices.items():
             if min(matrix.shape) < self.max_rank:
                 raise InputError(
@@ -98,24 +99,30 @@ class Adapters(SiteNetworks, Method):
                     f"a rank is at most the smaller side, {min(matrix.shape)}",
                     "take a smaller rank, or choose larger layers=...",
                 )
-        if not weight_matrices and not any(p.requires_grad for name, p in network.named_parameters() if name in whole):
-            raise InputError(f"layers={self.layers} with full={self.full}", "one trained layer or more", "name one")
+
+        trains_full = any(p.requires_grad for name, p in network.named_parameters() if name in full_names)
+        if not weight_matrices and not trains_full:
+            raise InputError(f"layers={self.layers} with full={self.full}", "at least one layer is trained", "name one")
         if "custom_trainer" in vars(network):
             raise InputError(
-                "adapters with a trainer that takes its steps by itself",
-                "a trainer whose optimiser takes other parameters in",
-                "take another method, or another trainer",
+                "adapters with a trainer that takes the training steps itself",
+                "the trainer's optimiser accepts the adapters' parameters",
+                "choose another method, or another trainer",
             )
+
         return network
 
     @property
     def _ranks(self) -> dict[str, int]:
-        parts = [part.partition("=") for part in self.ranks.split(",") if part.strip()]
-        wrong = any(not name.strip() or not rank.strip().isdecimal() or int(rank) < 1 for name, _, rank in parts)
-        if wrong or len({name.strip() for name, _, _ in parts}) < len(parts):
-            allowed = "ranks is SITE=RANK,... with ranks from 1, each site once"
-            raise InputError(f"ranks={self.ranks}", allowed, "as ranks=a=2,b=8")
-        return {name.strip(): int(rank) for name, _, rank in parts}
+        ranks: dict[str, int] = {}
+        for part in filter(str.strip, self.ranks.split(",")):
+            site, _, rank = map(str.strip, part.partition("="))
+            if not site or site in ranks or not rank.isdecimal() or int(rank) < 1:
+                allowed = "ranks is SITE=RANK,... with ranks from 1, each site once"
+                raise InputError(f"ranks={self.ranks}", allowed, "as ranks=a=2,b=8")
+            ranks[site] = int(rank)
+
+        return ranks
 
     # Factors
 
@@ -131,17 +138,23 @@ class Adapters(SiteNetworks, Method):
 
     def first(self, where: Host | Site, matrices: Weights, rank: int) -> Pairs:
         """Return A as drawn from the run's seed, with `stack` in each round anew, and B = 0."""
-        seed, round_ = where.networks.seed, where.round if self.share == "stack" else 0
-        bank = {n: low_rank.initial(m, self.max_rank, derive(seed, "adapters", round_, n)) for n, m in matrices.items()}
-        return {name: (a[:rank], b[:, :rank]) for name, (a, b) in bank.items()}
+        seed = where.networks.seed
+        round_ = where.round if self.share == "stack" else 0
+        pairs: Pairs = {}
+        for name, matrix in matrices.items():
+            # Drawn at the largest rank, so that the sites of smaller ranks share its first rows.
+            a, b = low_rank.initial(matrix, self.max_rank, derive(seed, "adapters", round_, name))
+            pairs[name] = (a[:rank], b[:, :rank])
+
+        return pairs
 
     def pairs(self, site: Host | Site, state: State, down: Message, matrices: Weights, rank: int) -> Pairs:
-        """Return the factors that a site goes on from: its own, those that it received, else the first ones.
+        """Return the factors that a site continues from: its own, else the received ones, else the initial ones.
 
-        Where the trained network is scored its own reply stands for what it received.
+        To score the network that a site has just trained, pass its reply as `down`.
 
         Raises:
-            RunError: the server's message lacks a factor, or one has another form.
+            RunError: the server's message lacks a factor, or a factor has the wrong shape or type.
         """
         held = {**down.tensors.get("adapters", {}), **state.get("adapters", {})}
         first = self.first(site, matrices, rank)
@@ -155,35 +168,43 @@ class Adapters(SiteNetworks, Method):
         return {name: (factor(name, "A"), factor(name, "B")) for name in matrices}
 
     def server_factors(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
-        """Return the sites' factors as the server's: their mean by samples, or of `svd` those of the mean product.
+        """Return the server's factors: the sites' mean by samples, or with `svd` the factors of the mean product.
 
         Raises:
-            RunError: a reply lacks a factor, has others, or one of another form.
+            RunError: a reply lacks a factor, has an unknown one, or one of the wrong shape or type.
         """
         if self.share == "svd":
             means = self.mean_products(replies, matrices)
             pairs = {name: low_rank.refactored(mean, self.max_rank) for name, mean in means.items()}
             factors = named_factors(pairs, "AB")
             return {name: tensor.to(next(iter(matrices.values()))) for name, tensor in factors.items()}
+
         rank = self.max_rank
-        banks = {
-            site: {factor_name(n, f, rank): padded(t, f, rank) for n, ab in taken.items() for f, t in ab.items()}
-            for site, taken in self._taken(replies, matrices).items()
-        }
-        same = {site: Message({"adapters": bank}) for site, bank in banks.items()}
-        return weighted_mean(same, "adapters", sample_shares(replies))
+        padded_replies: dict[str, Message] = {}
+        for site, adapters in self._received(replies, matrices).items():
+            bank: dict[str, Tensor] = {}
+            for name, pair in adapters.items():
+                bank.update({factor_name(name, which, rank): padded(t, which, rank) for which, t in pair.items()})
+            padded_replies[site] = Message({"adapters": bank})
+
+        return weighted_mean(padded_replies, "adapters", sample_shares(replies))
 
     def mean_products(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
         """Return sum_k p_k B_k A_k of each matrix, float64.
 
         Raises:
-            RunError: as above.
+            RunError: as `server_factors`.
         """
-        taken, shares = self._taken(replies, matrices), sample_shares(replies)
-        pairs = {name: {site: (part[name]["A"], part[name]["B"]) for site, part in taken.items()} for name in matrices}
-        return {name: low_rank.mean_product(each, shares) for name, each in pairs.items()}
+        adapters = self._received(replies, matrices)
+        shares = sample_shares(replies)
+        means: dict[str, Tensor] = {}
+        for name in matrices:
+            pairs = {site: (factors[name]["A"], factors[name]["B"]) for site, factors in adapters.items()}
+            means[name] = low_rank.mean_product(pairs, shares)
 
-    def _taken(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, dict[str, dict[str, Tensor]]]:
+        return means
+
+    def _received(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, dict[str, dict[str, Tensor]]]:
         return {
             site: low_rank.read_factors(reply.tensors.get("adapters", {}), matrices, self.sent_up, self.rank_of(site))
             for site, reply in replies.items()

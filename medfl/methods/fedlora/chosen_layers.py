@@ -30,10 +30,12 @@ def whole_tensor_names(network: nn.Module, text: str) -> frozenset[str]:
     """
     layers = {name: layer for name, layer in network.named_modules() if name and layer.state_dict()}
     head = {"head": head_name(network)} if "head" in text.split(",") and "head" not in layers else {}
+
     names = {head.get(name, name) for name in _chosen({**layers, **dict.fromkeys(head)}, text.strip() or NONE, "full")}
     tensors = network.state_dict(keep_vars=True)
-    same = {id(tensor) for name, tensor in tensors.items() if any(name.startswith(f"{layer}.") for layer in names)}
-    return frozenset(name for name, tensor in tensors.items() if id(tensor) in same)
+    prefixes = tuple(f"{layer}." for layer in names)
+    tensor_ids = {id(tensor) for name, tensor in tensors.items() if name.startswith(prefixes)}
+    return frozenset(name for name, tensor in tensors.items() if id(tensor) in tensor_ids)
 
 
 def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[str, Tensor]:
@@ -51,12 +53,21 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[s
     fitting: dict[str, dict[str, Tensor]] = {}
     layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)}
     for name, layer in layers.items():
-        named = {f"{name}.{key}".lstrip("."): layer._parameters.get(key) for key in _WEIGHTS}
-        unshared = {key: w for key, w in named.items() if w is not None and ids.count(id(w)) == 1}
-        if weights := {key: w.detach().flatten(1) for key, w in unshared.items() if key not in but}:
+        weights: dict[str, Tensor] = {}
+        for key in _WEIGHTS:
+            weight = layer._parameters.get(key)
+            full_name = f"{name}.{key}".lstrip(".")
+            if weight is not None and ids.count(id(weight)) == 1 and full_name not in but:
+                weights[full_name] = weight.detach().flatten(1)
+
+        if weights:
             fitting[name] = weights
-    chosen = _chosen({name: layers[name] for name in fitting}, text, "layers")
-    return {key: matrix for name in chosen for key, matrix in fitting[name].items()}
+
+    chosen_matrices: dict[str, Tensor] = {}
+    for name in _chosen({name: layers[name] for name in fitting}, text, "layers"):
+        chosen_matrices.update(fitting[name])
+
+    return chosen_matrices
 
 
 def _chosen(layers: Mapping[str, nn.Module | None], text: str, option: str) -> list[str]:
@@ -64,13 +75,18 @@ def _chosen(layers: Mapping[str, nn.Module | None], text: str, option: str) -> l
     parts = [part.strip() for part in text.split(",")] if text.strip() else []
     for part in parts:
         if part != NONE and not any(_is(part, name, layer) for name, layer in layers.items()):
-            names, kinds = [name for name in layers if name], "linear, conv" if option == "layers" else "head, norm"
+            names = [name for name in layers if name]
+            kinds = "linear, conv" if option == "layers" else "head, norm"
             raise InputError(
                 f"{option}={part}: no layer of the network that fits",
                 f"layers that fit are {', '.join(names)[:400] or 'none'}",
                 f"name some, all of a kind ({kinds}), or {NONE}",
             )
-    return [name for name, layer in layers.items() if not parts or any(_is(part, name, layer) for part in parts)]
+
+    if not parts:
+        return list(layers)
+
+    return [name for name, layer in layers.items() if any(_is(part, name, layer) for part in parts)]
 
 
 def _is(part: str, name: str, layer: nn.Module | None) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from medfl.methods._parts.weight_map import CAP, Border, beta, class_balance
+from medfl.methods.fedhelp.pixel_weights import CAP, Border, beta, class_balance
 
 
 def disc() -> Tensor:

@@ -28,10 +28,9 @@ from torch import nn
 from medfl.core.errors import RunError
 from medfl.core.message import Message, Weights
 from medfl.core.task import Task
-from medfl.methods._parts.adapters import Adapters
-from medfl.methods._parts.adapting import adapting
-from medfl.methods._parts.low_rank import delta_name, named_factors
 from medfl.methods.base import Group
+from medfl.methods.fedlora.adapters import Adapters
+from medfl.methods.fedlora.low_rank import adapting, delta_name, named_factors
 from medfl.storage.files import State, weights_sha256
 from medfl.training import Host, Site, fit
 
@@ -54,15 +53,20 @@ class FedLoRA(Adapters):
     def groups(self) -> tuple[Group, ...]:
         """Declare the factors, and of `stack` the sum of the products."""
         factors = Group("adapters", down=self.share != "stack", smaller=True)
-        return (factors, Group("delta", up=False, smaller=True)) if self.share == "stack" else (factors,)
+        if self.share == "stack":
+            return (factors, Group("delta", up=False, smaller=True))
+
+        return (factors,)
 
     def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
         """Start from A as drawn and B = 0, or from D = 0."""
-        server, layers = super().init_server(host, weights, introductions), self.matrices(host.model(weights))
+        server = super().init_server(host, weights, introductions)
+        layers = self.matrices(host.model(weights))
         base_state = {"base": _base_hash(weights, server["weights"])}
         if self.share == "stack":
             zero = {delta_name(name): matrix.new_zeros(matrix.shape) for name, matrix in layers.items()}
             return {**server, **base_state, "delta": zero}
+
         first = named_factors(self.first(host, layers, self.max_rank), self.sent_down)
         return {**server, **base_state, "adapters": first}
 
@@ -77,13 +81,18 @@ class FedLoRA(Adapters):
         weight_matrices = self.matrices(host.model(host.networks.initial))
         if self.share != "stack":
             return {**after, "adapters": self.server_factors(replies, weight_matrices)}
-        old, means = server["delta"], self.mean_products(replies, weight_matrices)
+
+        old = server["delta"]
+        means = self.mean_products(replies, weight_matrices)
         sums = {delta_name(name): old[delta_name(name)].double() + self.scale * mean for name, mean in means.items()}
         return {**after, "delta": {name: total.to(old[name]) for name, total in sums.items()}}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
         """Return the base with the head and the products; None where each site has its own B."""
-        return None if self.share == "a" else self.complete(host, {}, self.broadcast(host, server, ""), self.max_rank)
+        if self.share == "a":
+            return None
+
+        return self.complete(host, {}, self.broadcast(host, server, ""), self.max_rank)
 
     def init_site(self, site: Site) -> State:
         """Return B = 0 where a site keeps it."""
@@ -94,14 +103,19 @@ class FedLoRA(Adapters):
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train the adapters and the head."""
-        model, rank = self.begun(site, down), self.rank_of(site.name)
-        whole, pairs = self.whole(model), self.pairs(site, state, down, self.matrices(model), rank)
-        base = _base_hash(site.initial_weights, whole)
+        model = self.begun(site, down)
+        rank = self.rank_of(site.name)
+        full_names = self.whole(model)
+        pairs = self.pairs(site, state, down, self.matrices(model), rank)
+        base = _base_hash(site.initial_weights, full_names)
+
         if int(base[:12], 16) != down.scalars.get("base"):
             raise RunError(f"site {site.name!r}: its base {base[:12]} is not the server's; give both the same --init")
-        with adapting(model, pairs, self.scale, whole, trains_a=self.share != "b") as trained:
+
+        with adapting(model, pairs, self.scale, full_names, trains_a=self.share != "b") as trained:
             fit(model, site)
-        weights = {name: t.detach().clone() for name, t in model.state_dict().items() if name in whole}
+
+        weights = {name: t.detach().clone() for name, t in model.state_dict().items() if name in full_names}
         sent = named_factors(trained, self.sent_up)
         reply = Message({"weights": weights, "adapters": sent}, {"samples": site.num_samples})
         return ({"adapters": named_factors(trained, "B")} if self.share == "a" else state), reply

@@ -2,17 +2,23 @@
 
 R = mean_p [CE(psi(theta(x_p)), y_p) + lambda_R KL(t_p || softmax psi(theta(x_p)))], t_p = sum_m alpha_p^m T_m(x_p):
 FedHelp (Wang et al., KDD 2025), eq. 1, of masks with every pixel weighted by beta, eq. 8.
+
+The paper calls alpha a "learned contribution score" and gives no rule. `table` is the literal one:
+a row of logits for each public item, alpha its softmax, trained by the gradient of eq. 1. That rule favours the
+teacher which agrees with the student; `ce` trains the same table on -log t(y) instead, `gate` makes alpha of the
+item's feature, `uniform` is 1/M.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.functional import cross_entropy, embedding, linear, log_softmax
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from medfl.core.seeding import derive, stream
@@ -21,12 +27,14 @@ from medfl.methods._parts.class_heads import head_like
 from medfl.methods._parts.extras import PublicData
 from medfl.methods._parts.public import public_data, untracked
 from medfl.methods._parts.separate_randomness import SeparateRandomness
-from medfl.methods._parts.teacher_weights import RULES, Contribution, distributions, divergence_from
-from medfl.methods._parts.weight_map import PixelWeights, beta, pixel_labels, weighted
 from medfl.methods.base import option
+from medfl.methods.fedhelp.pixel_weights import PixelWeights, beta, pixel_labels, weighted
 from medfl.networks.heads import entering_head, feature_size, head
 from medfl.storage.files import State
 from medfl.training import Site, snapshot, split_names
+
+RULES = ("table", "gate", "ce", "uniform")
+_LEAST = 1e-12  # a teacher's zero has no logarithm
 
 
 @dataclass(frozen=True)
@@ -51,13 +59,16 @@ class LessonOptions(PublicData, PixelWeights):
         public = public_data(site)
         with stream(derive(site.seed, "public head"), "draw"):
             layer = head_like(head(network), public.task.num_classes)
+
         alpha = Contribution.start(self.alpha, len(public), len(public.answers), feature_size(network))
         state: State = {"public_head": snapshot(layer), "alpha": alpha}
         if self.weighs_pixels(public.task):
             state["public_balance"] = self.balance(public.shard, public.task.num_classes)
+
         if self.public_bn == "separate":
             layers = split_names(network, (_BatchNorm,))
             state["public_norm"] = {name: site.initial_weights[name].clone() for name in sorted(layers)}
+
         return state
 
 
@@ -69,11 +80,15 @@ class Lesson:
     """
 
     def __init__(self, options: LessonOptions, site: Site, state: State, network: nn.Module) -> None:
-        self.options, self.network, self.public, self.device = options, network, public_data(site), site.device
+        self.options = options
+        self.network = network
+        self.public = public_data(site)
+        self.device = site.device
         self.head = head_like(head(network), self.public.task.num_classes).to(site.device)
         self.head.load_state_dict(state["public_head"])
         self.contribution = Contribution(options.alpha, state["alpha"], len(self.public.answers), options.lr_alpha)
-        self.balance, self.border = state.get("public_balance"), options.border()
+        self.balance = state.get("public_balance")
+        self.border = options.border()
         self.randomness = SeparateRandomness(site, "lesson")
         trainable = {name for name, _ in network.named_parameters()}
         norm = {name: tensor.to(site.device).clone() for name, tensor in state.get("public_norm", {}).items()}
@@ -102,6 +117,7 @@ class Lesson:
             batch = [x, torch.as_tensor(y), positions]
             if self.options.lambda_r and self.public.answers:
                 batch.append(self.public.answered(positions))
+
             return [part.to(self.device) for part in batch]
 
         return following
@@ -111,26 +127,114 @@ class Lesson:
         warm = self.options.temperature
         with self.randomness(), untracked(self.network, self.options.public_bn == "no_track"):
             features, z = self._outputs(x)
+
         exact = z.to(torch.promote_types(z.dtype, torch.float32))
         labels = y.long() if exact.ndim == 2 else pixel_labels(y, exact)
         weight = None if self.balance is None else beta(labels, self.balance, self.border)  # eq. 10
         ce = weighted(cross_entropy(exact, labels, reduction="none"), weight)
+
         if answers is None:
             return ce
+
         answers = distributions(answers, exact.ndim > 2)
         if warm != 1:
             answers = answers.clamp(min=1e-12).pow(1 / warm)
             answers = answers / answers.sum(2, keepdim=True)
+
         log_q = log_softmax(exact / warm, 1)
         pooled = features.detach() if features.ndim == 2 else features.detach().flatten(2).mean(2)
+
         with torch.enable_grad():
             t = self.contribution.mix(positions, pooled, answers, log_q, labels)
+
         return ce + self.options.lambda_r * warm**2 * weighted(divergence_from(t, log_q), weight)
 
     def _outputs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return what enters the head, and what psi makes of it."""
         depth = self.public.depth
         volume = x[..., None].expand(*x.shape, depth) if depth else x
-        with entering_head(self.network) as seen:
+        with entering_head(self.network) as entering:
             functional_call(self.network, self.norm, (volume,)) if self.norm else self.network(volume)
-        return seen[0], self.public.flat(self.head(seen[0]))
+        return entering[0], self.public.flat(self.head(entering[0]))
+
+
+# How much each teacher counts
+
+
+class Contribution:
+    """The teachers' shares alpha (M, B) on the public items of a batch, and one step of their training."""
+
+    def __init__(self, rule: str, state: Mapping[str, Tensor], teachers: int, lr: float) -> None:
+        """Continue from what `state` returned before."""
+        self.rule = rule
+        self.teachers = teachers
+        self.values = {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
+        self._optimizer: torch.optim.Optimizer | None = None
+
+        if self.values:  # only the rows of a batch move: with dense moments of Adam others would drift
+            kind: Any = torch.optim.Adam if rule == "gate" else torch.optim.SparseAdam
+            self._optimizer = kind(list(self.values.values()), lr=lr)
+
+    @staticmethod
+    def start(rule: str, items: int, teachers: int, features: int) -> dict[str, Tensor]:
+        """Return the first state: alpha = 1/M everywhere; nothing where nothing can be learned."""
+        if teachers < 2 or rule == "uniform":
+            return {}
+        if rule == "gate":
+            return {"weight": torch.zeros(teachers, features), "bias": torch.zeros(teachers)}
+        return {"table": torch.zeros(items, teachers)}
+
+    @property
+    def state(self) -> State:
+        """What survives the round."""
+        return {name: tensor.detach().clone() for name, tensor in self.values.items()}
+
+    def alpha(self, positions: Tensor, features: Tensor) -> Tensor:
+        """Return alpha (M, B) for the items at positions (B,) with features (B, d), which are held constant."""
+        if not self.values:
+            return torch.full((self.teachers, len(positions)), 1 / self.teachers, device=features.device)
+        if self.rule == "gate":
+            logits = linear(features.detach().float(), self.values["weight"], self.values["bias"])
+        else:
+            logits = embedding(positions.to(features.device), self.values["table"], sparse=True)
+
+        return logits.softmax(1).T
+
+    def mix(self, positions: Tensor, features: Tensor, answers: Tensor, log_q: Tensor, y: Tensor) -> Tensor:
+        """Return the teachers' mixture (B, C, ...), and train alpha by one step on what it was made of.
+
+        Args:
+            positions: (B,) of the public items.
+            features: (B, d) of the student.
+            answers: (M, B, C, ...) distributions.
+            log_q: (B, C, ...) the student's log-probabilities; held constant: the mixture's gradient is alpha's alone.
+            y: (B, ...) class indices, for the rule `ce`.
+        """
+        t = mixture(self.alpha(positions, features), answers)
+        if self._optimizer is not None:
+            nll = -t.clamp(min=_LEAST).log().gather(1, y[:, None])
+            loss = nll.mean() if self.rule == "ce" else divergence_from(t, log_q.detach()).mean()
+
+            self._optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+
+        return t.detach()
+
+
+def mixture(alpha: Tensor, answers: Tensor) -> Tensor:
+    """Return t = sum_m alpha^m T_m, (B, C, ...), of alpha (M, B) and distributions (M, B, C, ...)."""
+    return (alpha.reshape(*alpha.shape, *[1] * (answers.ndim - 2)) * answers).sum(0)
+
+
+def divergence_from(t: Tensor, log_q: Tensor) -> Tensor:
+    """Return KL(t || q) of each item or pixel, (B, ...), of t (B, C, ...) and log q; finite where t has zeros."""
+    safe = t.clamp(min=_LEAST)
+    return (safe * (safe.log() - log_q)).sum(1)
+
+
+def distributions(answers: Tensor, segmentation: bool) -> Tensor:
+    """Return teachers' answers as distributions (M, B, C, ...): a foreground logit l is [1 - sigma(l), sigma(l)]."""
+    if not segmentation:
+        return answers
+    return torch.stack([(-answers).sigmoid(), answers.sigmoid()], 2)

@@ -56,6 +56,7 @@ class Border:
         for index, border in enumerate(borders):
             if border is not None:
                 out[index] = border
+
         return out.to(masks.device)
 
     def _of(self, mask: NDArray[Any]) -> Tensor | None:
@@ -70,8 +71,10 @@ class Border:
         objects, number = ndimage.label(mask)
         if number == 0 or (number == 1 and self.single == "zero"):
             return None
+
         distances = np.stack([ndimage.distance_transform_edt(objects != 1 + k) for k in range(number)])
         sums = 2 * distances[0] if number == 1 else np.partition(distances, 1, axis=0)[:2].sum(0)
+
         term = self.beta_0 * np.exp(-(sums**2) / (2 * self.sigma**2))
         return torch.from_numpy(np.where(mask, 0.0, term) if not self.inside else term).float()
 
@@ -136,4 +139,7 @@ def pixel_labels(y: Any, z: Tensor) -> Tensor:
 
 def weighted(values: Tensor, weight: Tensor | None) -> Tensor:
     """Return the mean of values times their weights, where there are any."""
-    return values.mean() if weight is None else (values * weight).mean()
+    if weight is None:
+        return values.mean()
+
+    return (values * weight).mean()

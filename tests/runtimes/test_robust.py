@@ -13,9 +13,9 @@ from torch import Tensor
 
 from medfl.core.errors import InputError, RunError
 from medfl.core.message import Message, Weights
-from medfl.methods._parts import robust
-from medfl.methods._parts.robust import Aggregation, cap_counts
 from medfl.methods.base import sample_shares, uniform_shares, weighted_mean
+from medfl.runtimes.server import robust
+from medfl.runtimes.server.robust import Aggregation, cap_counts
 from medfl.runtimes.spilled_replies import Replies
 from tests.support.toy import bits
 

@@ -7,13 +7,17 @@ tensor and not the layer, so kernels of any dimension, transposed and grouped on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import parametrize
 
 from medfl.core.errors import RunError
 from medfl.core.message import Weights
+from medfl.training import train_only
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 """Name of an adapted tensor -> its A and B."""
@@ -45,7 +49,8 @@ def add(network: nn.Module, changes: Weights) -> None:
 
 def initial(matrix: Tensor, rank: int, seed: int) -> tuple[Tensor, Tensor]:
     """Return A uniform within 1 / sqrt(columns), as in LoRA's code, and B = 0, of the matrix's type and device."""
-    generator, columns = torch.Generator().manual_seed(seed), matrix.shape[1]
+    generator = torch.Generator().manual_seed(seed)
+    columns = matrix.shape[1]
     a = (2 * torch.rand(rank, columns, generator=generator) - 1) / columns**0.5
     return a.to(matrix), matrix.new_zeros(len(matrix), rank)
 
@@ -62,9 +67,71 @@ def refactored(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     The sign of each is such that the largest entry of its row of A is positive.
     """
     u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
-    a, b = v[:rank], u[:, :rank] * s[:rank]
+    a = v[:rank]
+    b = u[:, :rank] * s[:rank]
     sign = a.gather(1, a.abs().argmax(1, keepdim=True)).sign()
     return a * sign, b * sign.T
+
+
+# In training
+
+
+class _Adapter(nn.Module):
+    """The parametrisation of one tensor."""
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float, trains_a: bool) -> None:
+        super().__init__()
+        self.a = nn.Parameter(a.clone(), requires_grad=trains_a)
+        self.b = nn.Parameter(b.clone())
+        self.scale = scale
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return with_product(weight, self.a, self.b, self.scale)
+
+
+@contextmanager
+def adapting(
+    model: nn.Module, pairs: Pairs, scale: float, whole: Collection[str], *, trains_a: bool
+) -> Iterator[Pairs]:
+    """Give a network adapters inside the block and train nothing beside them but `whole`; the base is not written to.
+
+    Normalisation with running statistics that are not among `whole` goes by these, and they stay as they are.
+
+    Yields:
+        what holds the trained factors when the block ends.
+    """
+    trained: Pairs = {}
+    with train_only(model, whole), ExitStack() as stack:
+        for name, layer in model.named_modules():
+            if isinstance(layer, _NormBase) and f"{name}.running_mean" not in whole and layer.track_running_stats:
+                stack.callback(layer.train, layer.training)
+                layer.eval()
+
+        adapters = {
+            name: stack.enter_context(_adapted(model, name, _Adapter(a, b, scale, trains_a)))
+            for name, (a, b) in pairs.items()
+        }
+        yield trained
+        trained |= {
+            name: (adapter.a.detach().clone(), adapter.b.detach().clone()) for name, adapter in adapters.items()
+        }
+
+
+@contextmanager
+def _adapted(model: nn.Module, name: str, adapter: _Adapter) -> Iterator[_Adapter]:
+    """Register an adapter; at the end the layer has the same tensors in the same order as before."""
+    prefix, _, leaf = name.rpartition(".")
+    layer = model.get_submodule(prefix)
+    order = list(layer._parameters)
+    parametrize.register_parametrization(layer, leaf, adapter)
+
+    try:
+        yield adapter
+    finally:
+        parametrize.remove_parametrizations(layer, leaf, leave_parametrized=False)
+        parameters = dict(layer._parameters)
+        layer._parameters.clear()
+        layer._parameters.update({key: parameters[key] for key in order})
 
 
 # In messages
@@ -82,7 +149,13 @@ def delta_name(name: str) -> str:
 
 def named_factors(pairs: Pairs, factors: str) -> dict[str, Tensor]:
     """Return the factors A, B or both under their names, row by row as from a file: a product's bits depend on that."""
-    return {factor_name(n, f, len(pair[0])): pair[f == "B"].contiguous() for n, pair in pairs.items() for f in factors}
+    tensors: dict[str, Tensor] = {}
+    for name, (a, b) in pairs.items():
+        for factor in factors:
+            tensor = a if factor == "A" else b
+            tensors[factor_name(name, factor, len(a))] = tensor.contiguous()
+
+    return tensors
 
 
 def read_factor(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: int) -> Tensor:
@@ -105,14 +178,23 @@ def read_factors(tensors: Weights, matrices: Weights, factors: str, rank: int) -
     Raises:
         RunError: one is missing or of another form, or there are others.
     """
-    if odd := sorted(tensors.keys() - {factor_name(name, factor, rank) for name in matrices for factor in factors}):
-        raise RunError(f"'adapters/{odd[0]}' is no adapter of rank {rank} of this network")
+    expected: set[str] = set()
+    for name in matrices:
+        expected.update(factor_name(name, factor, rank) for factor in factors)
+
+    unknown = sorted(tensors.keys() - expected)
+    if unknown:
+        raise RunError(f"'adapters/{unknown[0]}' is no adapter of rank {rank} of this network")
+
     return {n: {f: read_factor(tensors, n, f, matrix, rank) for f in factors} for n, matrix in matrices.items()}
 
 
 def truncated(tensor: Tensor, factor: str, rank: int) -> Tensor:
     """Return the first rows of A or columns of B."""
-    return tensor[:rank] if factor == "A" else tensor[:, :rank].contiguous()
+    if factor == "A":
+        return tensor[:rank]
+
+    return tensor[:, :rank].contiguous()
 
 
 def padded(tensor: Tensor, factor: str, rank: int) -> Tensor:
