@@ -33,10 +33,10 @@ from medfl.compare.scheduling import CostGroup, Schedule, Start, kind_title
 from medfl.core import gpu_memory, terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
-from medfl.core.terminal import Print
 from medfl.data.on_device import within
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
+from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_atomic
 from medfl.storage.places import TRIAL
 from medfl.storage.run_documents import read_run, read_summary
@@ -135,25 +135,16 @@ class Grid:
 
 
 def compare(
-    grid: Grid,
-    out: Path,
-    *,
-    at_once: int | None = None,
-    against: str | None = None,
-    target: str | None = None,
-    progress: bool = False,
-    say: Print = str,
+    grid: Grid, launch: Launch, *, against: str | None = None, target: str | None = None
 ) -> tuple[Comparison | None, dict[str, str]]:
     """Run what is missing of a grid in a folder, and read what is there.
 
     Args:
         grid: the runs.
-        out: folder; a new one, or one of a grid with the same settings (methods, partitions and seeds may differ).
-        at_once: runs at the same time, each with one worker; default: the cores. On a GPU fewer where no more fit.
+        launch: `out` is a new folder, or one of a grid with the same settings (methods, partitions and seeds may
+            differ); `jobs` are the runs at the same time, each with one worker. On a GPU fewer where no more fit.
         against: as for `tables.write_tables`, checked before any run.
         target: likewise.
-        progress: show a bar on stderr.
-        say: where lines for the user go.
 
     Returns:
         The comparison of all finished runs of the grid, None where none finished; and title -> error of those that
@@ -162,23 +153,18 @@ def compare(
     Raises:
         InputError: a folder of other settings, or anything that a run would refuse.
     """
-    cells, failed = run_missing(grid, out, at_once, against, target, progress, say)
+    cells, failed = run_missing(grid, launch, against, target)
     finished = [cell.folder for cell in cells if cell.done(grid.requested.get("rounds"))]
     return (read(finished) if finished else None), failed
 
 
 def run_missing(
-    grid: Grid,
-    out: Path,
-    at_once: int | None = None,
-    against: str | None = None,
-    target: str | None = None,
-    progress: bool = False,
-    say: Print = str,
+    grid: Grid, launch: Launch, against: str | None = None, target: str | None = None
 ) -> tuple[list[Cell], dict[str, str]]:
     """Run what is missing of a grid; return its runs, and title -> error of those that failed. As `compare`."""
-    if at_once is not None and at_once < 1:
-        raise InputError(f"--jobs {at_once}", "a whole number of at least 1", "leave it out to use all cores")
+    out = launch.folder
+    if launch.jobs is not None and launch.jobs < 1:
+        raise InputError(f"--jobs {launch.jobs}", "a whole number of at least 1", "leave it out to use all cores")
     checks.check_folder(grid.settings(), out)
     for entry in grid.entries:
         trust_module(entry.method)
@@ -202,8 +188,8 @@ def run_missing(
     gpu = None if device == "cpu" else gpu_memory.Gpu.query(device)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
-    say(f"{len(cells)} runs, {len(done)} of them there already")
-    return cells, _run_all(grid, missing, done, shared, at_once or os.cpu_count() or 1, gpu, progress, say)
+    launch.say(f"{len(cells)} runs, {len(done)} of them there already")
+    return cells, _run_all(grid, missing, done, shared, launch, gpu)
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
@@ -218,22 +204,23 @@ def _run_all(
     cells: Sequence[Cell],
     measured: Sequence[Cell],
     shared: Shared,
-    at_once: int,
+    launch: Launch,
     gpu: gpu_memory.Gpu | None,
-    progress: bool,
-    say: Print,
 ) -> dict[str, str]:
-    """Run the cells, at most `at_once` at a time; return title -> error of the failed ones.
+    """Run the cells, at most `launch.jobs` at a time; return title -> error of the failed ones.
 
     The finished runs `measured` tell the time and memory of their kinds.
     """
     context, failed = multiprocessing.get_context("fork"), dict[str, str]()
     busy: dict[int, tuple[Any, Start[Cell], float]] = {}
-    schedule = Schedule(cells, at_once, gpu.free if gpu else None)
+    say = launch.say
+    schedule = Schedule(cells, launch.jobs or os.cpu_count() or 1, gpu.free if gpu else None)
     for cell in measured:
         schedule.learn(cell, cell.seconds(), cell.peak())
     form = "{desc} {n}/{total} {bar:8}{postfix}"
-    with terminal.bar(total=len(cells), desc="runs", unit="run", shown=progress, bar_format=form, leave=True) as bar:
+    with terminal.bar(
+        total=len(cells), desc="runs", unit="run", shown=launch.progress, bar_format=form, leave=True
+    ) as bar:
         try:
             while schedule.left or busy:
                 for line in schedule.messages():
@@ -251,7 +238,7 @@ def _run_all(
                     f"running {', '.join(cell.entry.label for cell, _ in running)}"[:40]
                     + f"; {len(schedule.left)} left{time_left}"
                 )
-                for sentinel in wait([*busy], timeout=5 if progress else None):
+                for sentinel in wait([*busy], timeout=5 if launch.progress else None):
                     process, start, since = busy.pop(int(str(sentinel)))
                     process.join()
                     cell, seconds = start.run, time.monotonic() - since
@@ -294,13 +281,23 @@ def _run(grid: Grid, start: Start[Cell], shared: Shared, gpu: gpu_memory.Gpu | N
             if gpu and allowance is not None:
                 tensors = gpu.limit_process(allowance)
                 shared.free = within(tensors, gpu.free) if allowance < gpu.free else None
-            resume = (cell.folder / "run.json").is_file()
+            launch = Launch(
+                out=cell.folder,
+                resume=(cell.folder / "run.json").is_file(),
+                jobs=1,
+                untested=cell.untested,
+                command=f"a run of medfl compare {grid.bundle}",
+                say=partial(print, file=log, flush=True),
+            )
             requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
             federate(
-                grid.bundle, options=request.options, config=request.config, requested=requested, out=cell.folder,
-                resume=resume, jobs=1, shared=shared, untested=cell.untested,
-                command=f"a run of medfl compare {grid.bundle}", say=partial(print, file=log, flush=True),
-            )  # fmt: skip
+                grid.bundle,
+                options=request.options,
+                config=request.config,
+                requested=requested,
+                shared=shared,
+                launch=launch,
+            )
         except Exception as error:  # of any kind: the other runs go on, and the parent reports it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
             if gpu and allowance is not None and gpu_memory.is_out_of_memory(error):

@@ -30,8 +30,9 @@ from medfl.core.gpu_memory import (
     peak_memory,
     without_cuda_init,
 )
-from medfl.runs import launch
 from medfl.runs import plan as planning
+from medfl.runs.launch import Shared, federate
+from medfl.runtimes.launch import Launch
 
 SMALL = (
     "--config", "network=small_cnn", "--config", "image_size=16", "--sites", "2", "--rounds", "2", "--local-epochs",
@@ -91,29 +92,31 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pretended:
     monkeypatch.setattr(torch.cuda, "memory_allocated", elsewhere(0))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", bind)
 
-    def federate(*arguments: Any, requested: dict[str, Any], shared: launch.Shared, out: Path, **named: Any) -> None:
+    def federate_on_cpu(
+        *arguments: Any, requested: dict[str, Any], shared: Shared, launch: Launch, **named: Any
+    ) -> None:
         """Do on the CPU what is asked of the GPU; where that does not fit, the first round only."""
         method, seed, allowed = requested["method"], requested["seed"], bound["tensors"]
         free = shared.free(torch.device("cuda")) if shared.free else None
         monkeypatch.undo()  # in this process, which now goes on without a GPU
         with made.seen.open("a") as file:
-            print(json.dumps([method, seed, allowed, free, named["resume"]]), file=file)
+            print(json.dumps([method, seed, allowed, free, launch.resume]), file=file)
         assert requested["device"] in ("cuda", "auto")
         short = allowed < made.need[method]
-        record = out / "run.json"
+        record = launch.folder / "run.json"
         if record.is_file():
             record.write_text(json.dumps({**json.loads(record.read_text()), "device": "cpu"}))
         settings = {**requested, "device": "cpu", **({"rounds": 1} if short else {})}
-        launch.federate(*arguments, requested=settings, shared=shared, out=out, **named)
+        federate(*arguments, requested=settings, shared=shared, launch=launch, **named)
         record.write_text(json.dumps({**json.loads(record.read_text()), "device": "cuda"}))
-        summary = out / "summary.json"
+        summary = launch.folder / "summary.json"
         if short:
             summary.unlink()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         told = {**json.loads(summary.read_text()), "peak_device_bytes": made.need[method] + CONTEXT_BYTES}
         summary.write_text(json.dumps(told))
 
-    monkeypatch.setattr(importlib.import_module("medfl.compare.grid"), "federate", federate)
+    monkeypatch.setattr(importlib.import_module("medfl.compare.grid"), "federate", federate_on_cpu)
     return made
 
 
