@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
@@ -40,15 +40,30 @@ from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 from medfl.storage.places import PHANTOM
 
 
+def _left_open(settings: type) -> type:
+    """Return a dataclass that has the fields of these settings, each None unless it is given."""
+    hints = get_type_hints(settings)
+    declared = dataclasses.fields(settings)
+    fields = [(setting.name, hints[setting.name] | None, field(default=None)) for setting in declared]
+    return dataclasses.make_dataclass(f"Open{settings.__name__}", fields, frozen=True, kw_only=True)
+
+
+if TYPE_CHECKING:
+    OpenProtocolSettings = ProtocolSettings
+else:
+    OpenProtocolSettings = _left_open(ProtocolSettings)
+
+
 @dataclass(frozen=True)
-class Request(GeneralSettings):
+class Request(GeneralSettings, OpenProtocolSettings):
     """What a user asks for; None means the bundle's protocol, then medfl's default.
+
+    Beside these it has every setting of a run, as `medfl.core.settings` declares them.
 
     Attributes:
         config: ids of the bundle's configuration to override; values may be text as typed.
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
-        cohort ... partial_loss: as in `medfl.core.settings.ProtocolSettings`.
     """
 
     bundle: str
@@ -58,19 +73,6 @@ class Request(GeneralSettings):
     data: str | None = None
     sites: int | None = None
     partition: str | None = None
-    cohort: float | None = None
-    rounds: int | None = None
-    local_epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    lr_decay: float | None = None
-    patience: int | None = None
-    decay_per: str | None = None
-    site_weights: str | None = None
-    keep_optimizer: bool | None = None
-    site_labels: str | None = None
-    site_channels: str | None = None
-    partial_loss: str | None = None
     presets: Sequence[str] = ()
 
 
@@ -122,51 +124,48 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     Raises:
         InputError: anything in the request that is not allowed.
     """
-    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-    check_kinds(values)
-    check_limits(values)
-    messages, aggregation = str(Compression.parse(request.messages)), str(Aggregation.parse(request.aggregation))
-    device = device_named(request.device)
+    # Everything up to the images is refused before they are looked for
+    general_settings = _general_settings(request)
+    device = general_settings["device"]
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = {**protocol["config"], **{key: override_value(value) for key, value in request.config.items()}}
     bundle = without_data(request.bundle, config, device, policy)
-    init = initial_weights.begin_with(bundle, request.init)
-    protocol_settings = {
-        name: _typed(name, protocol[name] if (value := getattr(request, name)) is None else value)
-        for name in (field.name for field in dataclasses.fields(ProtocolSettings))
-    }
-    check_limits({name: value for name, value in protocol_settings.items() if value != AUTO})
+    general_settings["init"] = initial_weights.begin_with(bundle, request.init)
+    general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
+    protocol_settings = _protocol_settings(request, protocol)
     given_options = {**options_for(protocol, request.method), **request.options}
-    method_as_asked = methods.load(request.method, given_options)  # refused before the images are looked for
+    method_as_asked = methods.load(request.method, given_options)
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
-    seed, split = request.seed, protocol["split"]
+
     opened = with_data(
         request.bundle, request.data, config, device,
-        say=say, seed=seed, preferred=split, bundle=bundle, unlabelled=bool(request.unlabelled),
+        say=say, seed=request.seed, preferred=protocol["split"], bundle=bundle, unlabelled=bool(request.unlabelled),
     )  # fmt: skip
     sections = _items(bundle)
-    sites = request.sites if request.sites is not None or kind in OWN_SITES else protocol["sites"]
-    partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=seed)
+
+    # Which site has which images
+    sites = request.sites
+    if sites is None and kind not in OWN_SITES:
+        sites = protocol["sites"]
+    partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=request.seed)
     site_ids = partition.to_ids(sections)
-    site_ids = {site: next(iter(site_ids.values()))} if site else site_ids
-    sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
+    if site:
+        site_ids = {site: next(iter(site_ids.values()))}
     site_labels.check(protocol_settings["site_labels"], bundle, method_as_asked, site_ids)
     site_channels.check(protocol_settings["site_channels"], request.channel_drop, bundle, site_ids)
     if not site:
         check_unlabelled(request.unlabelled, request.method, method_as_asked, site_ids, sections["train"])
+
+    # What depends on how many images the sites have
+    sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
-    schedule = {"rounds": int(settings["rounds"])} if methods.has_option(request.method, "rounds") else {}
-    method = methods.load(request.method, {**schedule, **given_options})
-    asked, method = methods.values_of(method), methods.settled(method, sizes)
-    for own in {repr(own): own for own in methods.site_networks(method, [*site_ids]).values() if own}.values():
-        without_data(request.bundle, {**config, **own}, device, policy)
+    settings["batch_size"] = settings["batch_size"] or bundle.batch_size
+    method, option_notes = _settled_method(request.method, given_options, int(settings["rounds"]), sizes)
+    _check_site_networks(method, site_ids, request.bundle, config, device, policy)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
-    general_settings = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
-    general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
-    general_settings["capture"] = request.capture or request.pack > 1
-    text = text_record.make_record(bundle, method)
+
     run = Run(
         bundle=bundle.name,
         bundle_path=str(bundle.root),
@@ -178,19 +177,73 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), site_ids),
         versions=versions(),
         public=public.record if public else None,
-        text=text,
+        text=text_record.make_record(bundle, method),
         adapted=bundle.adapted,
-        **{**settings, "batch_size": settings["batch_size"] or bundle.batch_size},
-        **{**general_settings, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
+        **settings,
+        **general_settings,
     )
     incomplete_data.apply_to(bundle, run)
-    changed = tuple(f"{key}={options[key]}, by the sites' sizes" for key in options if options[key] != asked[key])
-    notes = (*opened.notes, *changed, *rounds_note(protocol_settings, run))
-    notes += tuple(public.notes(bundle, sections)) if public else ()
+
+    notes = (*opened.notes, *option_notes, *rounds_note(protocol_settings, run))
+    if public:
+        notes += tuple(public.notes(bundle, sections))
     if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes)))
         notes += site_notes
     return Plan(run, bundle, method, notes, public)
+
+
+def _general_settings(request: Request) -> dict[str, Any]:
+    """Return the settings that need no bundle, as a run records them; InputError if any of the request is wrong."""
+    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    check_kinds(values)
+    check_limits(values)
+    settings = {field.name: values[field.name] for field in dataclasses.fields(GeneralSettings)}
+    settings["messages"] = str(Compression.parse(request.messages))
+    settings["aggregation"] = str(Aggregation.parse(request.aggregation))
+    settings["device"] = device_named(request.device)
+    settings["capture"] = request.capture or request.pack > 1
+    return settings
+
+
+def _protocol_settings(request: Request, protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a request leaves to the protocol, from the one or the other; some may be "auto"."""
+    settings: dict[str, Any] = {}
+    for setting in dataclasses.fields(ProtocolSettings):
+        value = getattr(request, setting.name)
+        if value is None:
+            value = protocol[setting.name]
+        settings[setting.name] = _typed(setting.name, value)
+    check_limits({name: value for name, value in settings.items() if value != AUTO})
+    return settings
+
+
+def _settled_method(
+    name: str, options: Mapping[str, Any], rounds: int, sizes: Mapping[str, int]
+) -> tuple[Method, tuple[str, ...]]:
+    """Return a method with options that suit the sites' training images, and a note on each that was changed."""
+    schedule = {"rounds": rounds} if methods.has_option(name, "rounds") else {}
+    method = methods.load(name, {**schedule, **options})
+    before = methods.values_of(method)
+    method = methods.settled(method, sizes)
+    after = methods.values_of(method)
+    notes = [f"{key}={after[key]}, by the sites' sizes" for key in after if after[key] != before[key]]
+    return method, tuple(notes)
+
+
+def _check_site_networks(
+    method: Method,
+    sites: Iterable[str],
+    bundle: str,
+    config: Mapping[str, Any],
+    device: str,
+    policy: Policy | None,
+) -> None:
+    """Raise an InputError if the bundle cannot be read with the network that the method gives a site."""
+    configs = methods.site_networks(method, [*sites]).values()
+    different = {repr(changes): changes for changes in configs if changes}
+    for changes in different.values():
+        without_data(bundle, {**config, **changes}, device, policy)
 
 
 def request_of(
