@@ -58,8 +58,10 @@ def cross_validate(
         "options": dict(options or {}), "config": dict(config or {}), "requested": _wherever(requested or {}),
         "settings": {name: getattr(launch, name) for name in _SETTINGS}, "command": launch.command,
     }  # fmt: skip
+
     if launch.out is not None:
         require_unused(launch.out)
+
     plans = list(_plans(record, range(1, folds + 1)))
     _require_disjoint(plans)
     run = plans[0].run
@@ -68,6 +70,7 @@ def cross_validate(
     folder.mkdir(parents=True, exist_ok=True)
     record["images"] = [plan.run.data.checksum for plan in plans]
     write_atomic(folder / FOLDS, (json.dumps(record, indent=1) + "\n").encode())
+
     return _run(folder, record, {}, launch)
 
 
@@ -90,19 +93,23 @@ def resume(
     asked = dict(requested or {})
     record = report.read_record(root)
     require_plain(root)
-    allowed = {"settings": {*_SETTINGS}, "requested": {one.name for one in fields(Request)} - _OWN}
+    allowed = {"settings": {*_SETTINGS}, "requested": {field.name for field in fields(Request)} - _OWN}
     odd = [f"{key!r} under {name}" for name, known in allowed.items() for key in sorted(record[name].keys() - known)]
     odd += type_errors(record["settings"], _SETTINGS, "settings.")
+
     if odd:
         raise InputError(f"{root / FOLDS}: {odd[0]}", "a cross-validation as medfl run --folds writes it", "restore it")
+
     for what, where in (("method", "requested"), ("runtime", "settings")):
         refuse_untrusted_module(str(record[where].get(what, "")), what, root / FOLDS)
+
     if other := sorted(asked.keys() - _CHANGES):
         raise InputError(
             f"--resume of a cross-validation with {', '.join(other)}",
             "it is resumed with its own settings; only --rounds may grow",
             "leave them out, or start in another folder",
         )
+
     new = [number for number in range(1, record["folds"] + 1) if not _begun(root, number)]
     for number, plan in zip(new, _plans({**record, "requested": {**record["requested"], **asked}}, new), strict=True):
         if plan.run.data.checksum != record["images"][number - 1]:
@@ -111,6 +118,7 @@ def resume(
                 "folds divide the same images",
                 "restore them, or start in another folder",
             )
+
     recorded = {name: record["settings"].get(name, getattr(Launch(), name)) for name in _SETTINGS}
     return _run(root, record, asked, launch.having(**recorded, command=record["command"], resume=False))
 
@@ -118,8 +126,10 @@ def resume(
 def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that mean the same in another working folder."""
     data = requested.get("data")
-    where = {} if data in (None, PHANTOM) else {"data": str(Path(str(data)).expanduser().resolve())}
-    return {**requested, **where}
+    if data in (None, PHANTOM):
+        return dict(requested)
+
+    return {**requested, "data": str(Path(str(data)).expanduser().resolve())}
 
 
 def _plans(record: Mapping[str, Any], numbers: Iterable[int]) -> Iterator[Plan]:
@@ -158,6 +168,7 @@ def _run(folder: Path, record: Mapping[str, Any], asked: Mapping[str, Any], laun
         fold_folder = report.fold_folder(folder, number)
         if _is_done(fold_folder, asked):
             continue
+
         launch.say(f"fold {number} of {record['folds']}")
         of_fold = replace(launch, out=fold_folder, command=f"{launch.command} (fold {number})")
         if _begun(folder, number):

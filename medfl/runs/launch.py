@@ -70,8 +70,9 @@ class Shared:
     @staticmethod
     def key(plan: Plan) -> str:
         """Return what is the same for plans that share their images."""
-        run, said = plan.run, [plan.run.unlabelled, plan.run.site_channels]
-        lacking = [said, run.partition.sites] if any(said) else None
+        run = plan.run
+        incomplete = [run.unlabelled, run.site_channels]
+        lacking = [incomplete, run.partition.sites] if any(incomplete) else None
         same = [plan.bundle.root, run.config, run.data.folder, run.data.split, lacking]
         return json.dumps(same, sort_keys=True, default=str)
 
@@ -127,7 +128,9 @@ def federate(
             plan = resumed_plan(launch.out, bundle, options, config, requested, say)
         else:
             plan = make_plan(Request(str(bundle), options=options, config=config, **requested), say)
+
         plan = with_notes(plan)
+
     run = plan.run
     _check_plan(plan, launch, runtime)
 
@@ -136,11 +139,13 @@ def federate(
         _require_same_runtime(path, launch.runtime)
     else:
         require_unused(path, LOCAL_REFERENCE)
+
     _say_notes(plan, say)
 
     workers = launch.jobs
     if workers is None:
         workers = min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
+
     with threads(run.threads), run_precision(run):
         with tf32(False):
             public = plan.public.prepare(jobs=workers, progress=launch.progress, say=say) if plan.public else None
@@ -149,20 +154,26 @@ def federate(
             plan.bundle, plan.method, run, prepared=prepared, public=public, jobs=workers, progress=launch.progress
         )
         tolerance.check(federation)
+
         if config and not launch.resume:
             try_training_step(federation, config)
+
         if launch.save_predictions:
             _require_geometry(federation)
+
         if run.device != "cpu" and not runtime.remote:
             say(federation.hold((shared.free if shared is not None else None) or free_gpu_memory))
+
         if launch.jobs is None:
             workers = jobs_that_fit(federation, workers, say)
 
         launch = replace(launch, out=path, jobs=workers)
         summary = _execute(plan, federation, path, launch, runtime, {"runtime": launch.runtime, **tolerance.record()})
+
     if not launch.untested:
         write_report(path)
         _say_if_rising(path, run, say)
+
     return {**summary, "folder": str(path)}
 
 
@@ -183,6 +194,7 @@ def _check_plan(plan: Plan, launch: Launch, runtime: registry.Runtime) -> None:
         raise InputError(
             "--profile with --compile", "it watches every step, and a compiled one cannot be watched", "leave one out"
         )
+
     if launch.save_predictions:
         _require_segmentation(plan)
 
@@ -192,11 +204,14 @@ def _say_notes(plan: Plan, say: Print) -> None:
     run = plan.run
     for note in plan.notes:
         say(f"note: {note}")
+
     used = {"--tf32": run.tf32, "--capture": run.capture and run.pack == 1, "--pack": run.pack > 1}
     if idle := [flag for flag, is_used in used.items() if is_used and run.device == "cpu"]:
         say(f"note: {' and '.join(idle)}: of no effect on a CPU")
+
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
+
     say(_division(plan))
     say(steps_note(run))
 
@@ -222,15 +237,18 @@ def _execute(
         alone = Federation(local.bundle, local.method, local.run, prepared=federation.sections)
         is_local_due = is_due(local.run, path / "local")
         opened = open_folder(plan, federation, path, launch.command, {**record, "with_local": True})
+
         if is_local_due:
             launch.say("first the Local reference")
             with discarding(*opened):
                 local_folder = open_folder(local, alone, path / "local", launch.command, record)
                 _execute_in(*local_folder, alone, _of_reference(launch), runtime)
+
             launch.say(f"now {plan.run.method}")
 
     if launch.callbacks:
         opened[0].add_to_run({"callbacks": callback_names(launch.callbacks)})
+
     summary = _execute_in(*opened, federation, launch, runtime)
     return _add_local(path) if with_local else summary
 
@@ -254,9 +272,11 @@ def _say_if_rising(path: Path, run: Run, say: Print) -> None:
     rise = RunFiles.read(path).rise
     if not rise:
         return
+
     further = f"medfl run --resume --out {folder_to_resume(path)} --rounds {2 * run.rounds}"
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
+
     say(f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}")
 
 
@@ -298,6 +318,7 @@ def site_algo(
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require(TRAINING)
+
     of_site = site_settings.of_request_for(name, bundle, requested or {})
     whole = {**(requested or {}), "sites": 1, "partition": "iid", **of_site}
     asked = Request(bundle, options=options or {}, config=config or {}, **whole)
@@ -308,6 +329,7 @@ def site_algo(
         built = Federation(plan.bundle, plan.method, plan.run, public=public)
         if plan.run.device != "cpu":
             say(built.hold(free_gpu_memory))
+
         return built
 
     outbound = None if site_policy is None else site_policy.outbound
@@ -333,6 +355,7 @@ def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: registry.Run
         objects = "callbacks"
     elif is_parts(str(plan.bundle.root)):
         objects = "parts in Python"
+
     if objects and runtime.remote:
         allowed = "its server and sites are processes of their own"
         raise InputError(f"{objects} with --runtime {launch.runtime}", allowed, "use the runtime simulator or monai-fl")
@@ -348,6 +371,7 @@ def _division(plan: Plan) -> str:
     record = plan.run.partition
     if len(record.sites) <= _LISTED:
         return partition_table(plan.partition, plan.sections, plan.counted or None)
+
     sizes = sorted(len(ids["train"]) for ids in record.sites.values())
     summary = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
     lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"]
@@ -359,9 +383,13 @@ def _same_networks(plan: Plan) -> str:
     bodies = methods.extra(plan.method, methods.Bodies)
     if bodies is not None:
         return bodies.bodies
+
     configs = methods.site_networks(plan.method, list(plan.run.partition.sites)).values()
     network_name = plan.bundle.get("network_name") if any(configs) else ""
-    return ",".join(str(config.get("network") or network_name) for config in configs) if network_name else ""
+    if network_name:
+        return ",".join(str(config.get("network") or network_name) for config in configs)
+
+    return ""
 
 
 def _require_segmentation(plan: Plan) -> None:
@@ -395,13 +423,16 @@ def _local(plan: Plan) -> Plan:
 
 def _add_local(path: Path) -> dict[str, Any]:
     """Fill the `local_` columns of sites.csv, and the summary's "local", from the Local reference beside it."""
-    folder, summary = RunFolder(path), read_summary(path / "summary.json")
+    folder = RunFolder(path)
+    summary = read_summary(path / "summary.json")
     summary["local"] = read_summary(path / "local" / "summary.json").get("site_models")
     folder.write_summary(summary)
     local = {row["site"]: row for _, row in read_rows(path / "local" / "sites.csv")}
     rows = [row for _, row in read_rows(path / "sites.csv")]
+
     for row in rows:
         reference = local.get(row["site"], {})
         row |= {f"local_{k.removeprefix('personal_')}": v for k, v in reference.items() if k.startswith("personal_")}
+
     folder.write_table("sites.csv", rows)
     return dict(summary)

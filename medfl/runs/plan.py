@@ -94,7 +94,10 @@ class Plan:
     @cached_property
     def counted(self) -> tuple[str, ...]:
         """The classes where the data list says which item is of which; () where that is only known from the images."""
-        return self.bundle.classes if any("label" in item for item in self.sections["train"]) else ()
+        if any("label" in item for item in self.sections["train"]):
+            return self.bundle.classes
+
+        return ()
 
     @cached_property
     def partition(self) -> Partition:
@@ -104,7 +107,10 @@ class Plan:
 
     def extra(self, command: str) -> dict[str, Any]:
         """Return what run.json tells a reader beyond the run itself."""
-        counts = self.partition.counts(self.sections, len(self.counted)) if self.counted else {}
+        counts: dict[str, list[int]] = {}
+        if self.counted:
+            counts = self.partition.counts(self.sections, len(self.counted))
+
         return {
             "medfl": self.run.versions["medfl"],
             "task": self.bundle.task,
@@ -148,10 +154,12 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     sites = request.sites
     if sites is None and kind not in OWN_SITES:
         sites = protocol["sites"]
+
     partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=request.seed)
     site_ids = partition.to_ids(sections)
     if site:
         site_ids = {site: next(iter(site_ids.values()))}
+
     site_labels.check(protocol_settings["site_labels"], bundle, method_as_asked, site_ids)
     site_channels.check(protocol_settings["site_channels"], request.channel_drop, bundle, site_ids)
     if not site:
@@ -187,9 +195,11 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     notes = (*opened.notes, *option_notes, *rounds_note(protocol_settings, run))
     if public:
         notes += tuple(public.notes(bundle, sections))
+
     if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes)))
         notes += site_notes
+
     return Plan(run, bundle, method, notes, public)
 
 
@@ -203,6 +213,7 @@ def _general_settings(request: Request) -> dict[str, Any]:
     settings["aggregation"] = str(Aggregation.parse(request.aggregation))
     settings["device"] = device_named(request.device)
     settings["capture"] = request.capture or request.pack > 1
+
     return settings
 
 
@@ -214,6 +225,7 @@ def _protocol_settings(request: Request, protocol: Mapping[str, Any]) -> dict[st
         if value is None:
             value = protocol[setting.name]
         settings[setting.name] = _typed(setting.name, value)
+
     check_limits({name: value for name, value in settings.items() if value != AUTO})
     return settings
 
@@ -228,6 +240,7 @@ def _settled_method(
     method = methods.settled(method, sizes)
     after = methods.values_of(method)
     notes = [f"{key}={after[key]}, by the sites' sizes" for key in after if after[key] != before[key]]
+
     return method, tuple(notes)
 
 
@@ -259,10 +272,12 @@ def request_of(
     recorded |= {"data": _recorded_data(run, is_shipped), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
+
     presets = requested.get("presets", ())
     offered = protocol_of(bundle or bundle_of(run)).get("presets") or {}
     for name in {key for preset in presets for key in offered.get(preset, {})}:
         recorded.pop(name, None)  # what a preset asks for is compared with what was recorded
+
     other = requested.get("method", run.method) != run.method
     return Request(
         bundle or bundle_of(run),
@@ -288,20 +303,24 @@ def repeat(
     config = {**run.config, **({"split": run.data.split} if is_shipped else {})}
     bundle = reopened(run, run.config, device := device_named(run.device), given=bundle_path, folder=folder)
     method = methods.load(run.method, run.options)
-    images, unlabelled = data or _recorded_data(run, is_shipped), bool(run.unlabelled)
+    images = data or _recorded_data(run, is_shipped)
+    unlabelled = bool(run.unlabelled)
     opened = with_data(name, images, config, device, say=say, bundle=bundle, unlabelled=unlabelled)
     record = opened.record()
+
     if record.checksum != run.data.checksum:
         raise InputError(
             f"the data in {record.folder} (checksum {record.checksum[:12]})",
             f"the run used {run.data.source} data with checksum {run.data.checksum[:12]}",
             "give the same data with --data",
         )
+
     text_record.restore(opened.bundle, run, method, folder)
     public = _repeated_public(run, method, opened.bundle, say)
     notes = opened.notes + tuple(public.notes(opened.bundle, _items(opened.bundle)) if public else ())
     run = dataclasses.replace(run, data=record, public=public.record if public else None, bundle_path=str(bundle.root))
     incomplete_data.apply_to(opened.bundle, run)
+
     return Plan(run, opened.bundle, method, notes, public)
 
 
@@ -309,6 +328,7 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> Pu
     """Open a recorded run's public data again; InputError if they, or the teachers, are not the recorded ones."""
     if run.public is None:
         return None
+
     folder = run.public.data.folder if Path(run.public.data.folder).is_dir() else None
     plan = plan_public(method, run.options, bundle, run.device, folder=folder, say=say)
     if plan is None:
@@ -317,7 +337,8 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> Pu
             "in this version the method uses none with these options",
             "start a new run",
         )
-    for what, was, now in (
+
+    for name, was, now in (
         ("public data", run.public.data.checksum, plan.record.data.checksum),
         ("choice of public items", run.public.ids_sha256, plan.record.ids_sha256),
         ("configuration of the public bundle", run.public.bundle_sha256, plan.record.bundle_sha256),
@@ -325,8 +346,9 @@ def _repeated_public(run: Run, method: Method, bundle: Bundle, say: Print) -> Pu
     ):
         if was != now:
             raise InputError(
-                f"other {what} than the run's: {str(now)[:40]}", f"it used {str(was)[:40]}", "restore them, or run anew"
+                f"other {name} than the run's: {str(now)[:40]}", f"it used {str(was)[:40]}", "restore them, or run anew"
             )
+
     return plan
 
 
@@ -348,23 +370,25 @@ def _items(bundle: Bundle) -> dict[str, list[Any]]:
 
 def _typed(name: str, value: Any) -> Any:
     """Return a setting's value in the setting's kind, None and "auto" as they are; InputError if it is of another."""
-    one = SETTINGS[name]
+    setting = SETTINGS[name]
     try:
-        return value if value in (None, AUTO) else one.kind(value)
+        return value if value in (None, AUTO) else setting.kind(value)
     except (TypeError, ValueError) as error:
         given = f"{name} {str(value)!r:.40} in the bundle's federated.yaml"
-        raise InputError(given, one.allowed, f"correct it there, or give {one.flag}") from error
+        raise InputError(given, setting.allowed, f"correct it there, or give {setting.flag}") from error
 
 
 def device_named(name: str) -> str:
     """Return the device of this name, "auto" resolved, which may initialise CUDA; InputError if it is not here."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+
     kind, index = device(name)
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise InputError(
             f"--device {name}", f"this machine has {torch.cuda.device_count()} CUDA devices", "choose cpu or auto"
         )
+
     return name
 
 
@@ -381,5 +405,8 @@ def check_kinds(requested: Mapping[str, Any]) -> None:
     """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
     check_names(requested, [field.name for field in dataclasses.fields(Request)])
     for name, value, allowed in type_mismatches(Request, requested):
-        flag = name if name in ("bundle", "options", "config") else f"--{name.replace('_', '-')}"
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("bundle", "options", "config"):
+            flag = name
+
         raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", f"change the value of {flag}")
