@@ -28,6 +28,7 @@ from medfl.runs.launch import federate
 from medfl.runs.plan import Request, check_names
 from medfl.runs.result import Result
 from medfl.runtimes.callbacks import Callback
+from medfl.runtimes.launch import Launch
 
 _APART = ("bundle", "method", "options", "config")
 
@@ -75,12 +76,11 @@ def run(
         RunError: it failed while running; what was saved can be continued with `resume`.
     """
     requested = {"method": method, **_known(settings)}
+    launch = _launch(out, jobs, say).having(
+        with_local=with_local, resume=resume, callbacks=callbacks, track=track, runtime=runtime
+    )
     with trusting(trust):
-        summary = federate(
-            given(bundle), options=options, config=config, requested=requested, out=out, jobs=jobs,
-            with_local=with_local, resume=resume, callbacks=callbacks, track=track, runtime=runtime,
-            progress=sys.stderr.isatty(), command="medfl.run(...)", say=say,
-        )  # fmt: skip
+        summary = federate(given(bundle), options=options, config=config, requested=requested, launch=launch)
     return Result(summary["folder"])
 
 
@@ -129,7 +129,7 @@ def compare(
         raise InputError("no seeds", "whole numbers, as (0, 1, 2)", "give at least one")
     grid = Grid(given(bundle), entries, specs, tuple(seeds), dict(options or {}), dict(config or {}), requested)
     with trusting(trust):
-        comparison, failed = run_grid(grid, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say)
+        comparison, failed = run_grid(grid, _launch(out, jobs, say))
     if failed or comparison is None:
         failures = "; ".join(f"{title}: {text}" for title, text in failed.items())
         raise RunError(f"{len(failed)} runs failed, the others are kept in {out}: {failures}")
@@ -183,7 +183,7 @@ def tune(
         given(bundle), method, values, trials, tuple(seeds), partition, options or {}, config or {}, requested
     )
     with trusting(trust):
-        best, comparison, failed = run_search(search, Path(out), at_once=jobs, progress=sys.stderr.isatty(), say=say)
+        best, comparison, failed = run_search(search, _launch(out, jobs, say))
     if comparison is None:
         raise RunError(f"the chosen run failed; the trials are kept in {out}: {'; '.join(failed.values())}")
     return best
@@ -192,6 +192,12 @@ def tune(
 def bundles() -> tuple[str, ...]:
     """Return the names of the shipped bundles; `medfl bundles NAME` says what each is."""
     return shipped()
+
+
+def _launch(out: str | Path | None, jobs: int | None, say: Print) -> Launch:
+    """Return how these calls carry out their runs."""
+    folder = Path(out) if out else None
+    return Launch(out=folder, jobs=jobs, progress=sys.stderr.isatty(), command="medfl.run(...)", say=say)
 
 
 def _known(settings: Mapping[str, Any], never: Sequence[str] = ()) -> dict[str, Any]:

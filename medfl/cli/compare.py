@@ -12,6 +12,7 @@ from medfl.cli.parser import add_verb, show, telling
 from medfl.compare import papers
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
+from medfl.runtimes.launch import Launch
 
 _EXAMPLES = """\
 examples
@@ -91,7 +92,7 @@ def _compare(args: Any) -> int:
 
     grid = Grid(args.bundle, tuple(entries), tuple(args.partition or (None,)), seeds, **shared)
     tests = {"against": args.against, "target": args.target}
-    comparison, failed = compare(grid, args.out, at_once=args.jobs, **telling(args), **tests)
+    comparison, failed = compare(grid, Launch(out=args.out, jobs=args.jobs, **telling(args)), **tests)
     document: dict[str, Any] = {"folder": str(args.out), "failed": failed}
     if tuned:
         document["trials"] = {one.label: one.trials or 0 for one in entries}
@@ -122,11 +123,11 @@ def _paper(args: Any) -> int:
         from medfl.compare.papers import runs as paper_runs
         from medfl.compare.papers import tables as paper_tables
     lines, code, document = paper_runs.run(
-        paper_tables.load(args.paper), args.out, bundle=args.bundle,
+        paper_tables.load(args.paper), Launch(out=args.out, jobs=args.jobs, **telling(args)), bundle=args.bundle,
         methods=arguments.parse_names(args.methods), partitions=args.partition,
         seeds=None if args.seeds is None else arguments.parse_seeds(args.seeds),
         scale=1.0 if args.scale is None else args.scale,
-        at_once=args.jobs, **_shared(args), **telling(args),
+        **_shared(args),
     )  # fmt: skip
     show(args, document, lambda: "\n".join(lines))
     return code

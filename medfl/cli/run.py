@@ -16,6 +16,7 @@ from medfl.core import portable
 from medfl.core.errors import InputError
 from medfl.core.importing import without_gc
 from medfl.core.untrusted import Refused, json_values
+from medfl.runtimes.launch import Launch
 from medfl.storage.places import FOLDS, record_of
 
 EXAMPLES = """\
@@ -107,30 +108,36 @@ def run(args: Any) -> int:
     from medfl.bundle.files import find
     from medfl.runs import request_checks
 
+    launch = _launch(args)
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
-        return _cross_validate(args, values, config, requested, again=True)
+        return _cross_validate(args, values, config, requested, launch, again=True)
     request_checks.check_before_imports(
-        args.bundle, requested, has_overrides=bool(values or config), out=args.out, resume=args.resume,
-        source=args.source, runtime=args.runtime,
-    )  # fmt: skip
+        args.bundle, requested, has_overrides=bool(values or config), source=args.source, launch=launch
+    )
     if args.bundle is not None and not args.resume:
         check_options(args.method or "fedavg", values)
         find(args.bundle)
     if args.folds is not None:
-        return _cross_validate(args, values, config, requested, again=False)
+        return _cross_validate(args, values, config, requested, launch, again=False)
     if args.sandbox:
         enter_sandbox(args)
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
     document = federate(
-        bundle=args.bundle, options=values, config=config, requested=requested, out=args.out,
-        resume=args.resume, source=args.source, jobs=args.jobs, with_local=args.with_local,
-        save_predictions=args.save_predictions, profile=args.profile, track=args.track,
-        runtime=args.runtime, min_replies=args.min_replies, deadline=args.deadline,
-        command="medfl " + shlex.join(args.given), **telling(args),
-    )  # fmt: skip
+        args.bundle, options=values, config=config, requested=requested, source=args.source, launch=launch
+    )
     return show(args, document, lambda: _result(Path(document["folder"])))
+
+
+def _launch(args: Any) -> Launch:
+    """Return how the run is carried out."""
+    flags = (
+        "out", "resume", "jobs", "with_local", "save_predictions", "profile", "track", "runtime", "min_replies",
+        "deadline",
+    )  # fmt: skip
+    command = "medfl " + shlex.join(args.given)
+    return Launch(command=command, **{name: getattr(args, name) for name in flags}, **telling(args))
 
 
 def _was_portable(args: Any) -> bool:
@@ -144,7 +151,7 @@ def _was_portable(args: Any) -> bool:
     return False
 
 
-def _cross_validate(args: Any, values: Any, config: Any, requested: Any, again: bool) -> int:
+def _cross_validate(args: Any, values: Any, config: Any, requested: Any, launch: Launch, again: bool) -> int:
     refused = {"--sandbox": args.sandbox, "--from": args.source, "--profile": args.profile}
     refused |= {"--resume, where no cross-validation is": args.resume and not again}
     refused |= {"--resume and other settings": again and any((args.folds, args.bundle, values, config))}
@@ -158,16 +165,12 @@ def _cross_validate(args: Any, values: Any, config: Any, requested: Any, again: 
         check_folds(args.folds)
     with without_gc():
         from medfl.runs import folds
-    machine = {"jobs": args.jobs, "track": args.track, **telling(args)}
     if again:
-        document = folds.resume(args.out, requested, **machine)
+        document = folds.resume(args.out, requested, launch=launch)
     else:
-        names = ("with_local", "save_predictions", "runtime", "min_replies", "deadline")
         document = folds.cross_validate(
-            args.bundle, args.folds, options=values, config=config, requested=requested, out=args.out,
-            command="medfl " + shlex.join(args.given), settings={name: getattr(args, name) for name in names},
-            **machine,
-        )  # fmt: skip
+            args.bundle, args.folds, options=values, config=config, requested=requested, launch=launch
+        )
     return show(args, document, lambda: _of_folds(Path(document["folder"])))
 
 

@@ -9,6 +9,7 @@ from medfl.cli import arguments
 from medfl.cli.method_pages import check_options
 from medfl.cli.parser import add_verb, show, telling
 from medfl.core.importing import without_gc
+from medfl.runtimes.launch import Launch
 
 _EXAMPLES = """\
 examples
@@ -53,7 +54,7 @@ def _tune(args: Any) -> int:
         from medfl.compare.tune import searched, tune
     config = arguments.parse_pairs("--config", args.config)
     grid = searched(args.bundle, args.method, values, args.trials, seeds, args.partition, fixed, config, requested)
-    document, comparison, failed = tune(grid, args.out, at_once=args.jobs, **telling(args))
+    document, comparison, failed = tune(grid, Launch(out=args.out, jobs=args.jobs, **telling(args)))
     if comparison is not None:
         document["tables"] = str(write_tables(comparison, args.out / "best")["md"])
     show(args, document, lambda: _text(document, comparison, failed, args.out))

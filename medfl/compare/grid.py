@@ -34,9 +34,9 @@ from medfl.compare.entry import Entry
 from medfl.core import terminal
 from medfl.core.errors import InputError, MedflError
 from medfl.core.names import trust_module
-from medfl.core.terminal import Print
 from medfl.runs.launch import Shared, federate
 from medfl.runs.plan import Plan, Request, device_named, make_plan
+from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_atomic
 from medfl.storage.places import TRIAL
 from medfl.storage.run_documents import read_run, read_summary
@@ -123,25 +123,16 @@ class Grid:
 
 
 def compare(
-    grid: Grid,
-    out: Path,
-    *,
-    at_once: int | None = None,
-    against: str | None = None,
-    target: str | None = None,
-    progress: bool = False,
-    say: Print = str,
+    grid: Grid, launch: Launch, *, against: str | None = None, target: str | None = None
 ) -> tuple[Comparison | None, dict[str, str]]:
     """Run what is missing of a grid in a folder, and read what is there.
 
     Args:
         grid: the runs.
-        out: folder; a new one, or one of a grid with the same settings (methods, partitions and seeds may differ).
-        at_once: runs at the same time, each with one worker; default: the cores, or 1 on a GPU.
+        launch: `out` is a new folder, or one of a grid with the same settings (methods, partitions and seeds may
+            differ); `jobs` are the runs at the same time, each with one worker; default: the cores, or 1 on a GPU.
         against: as for `tables.write_tables`, checked before any run.
         target: likewise.
-        progress: show a bar on stderr.
-        say: where lines for the user go.
 
     Returns:
         The comparison of all finished runs of the grid, None where none finished; and title -> error of those that
@@ -150,23 +141,18 @@ def compare(
     Raises:
         InputError: a folder of other settings, or anything that a run would refuse.
     """
-    cells, failed = run_missing(grid, out, at_once, against, target, progress, say)
+    cells, failed = run_missing(grid, launch, against, target)
     finished = [cell.folder for cell in cells if cell.done(grid.requested.get("rounds"))]
     return (read(finished) if finished else None), failed
 
 
 def run_missing(
-    grid: Grid,
-    out: Path,
-    at_once: int | None = None,
-    against: str | None = None,
-    target: str | None = None,
-    progress: bool = False,
-    say: Print = str,
+    grid: Grid, launch: Launch, against: str | None = None, target: str | None = None
 ) -> tuple[list[Cell], dict[str, str]]:
     """Run what is missing of a grid; return its runs, and title -> error of those that failed. As `compare`."""
-    if at_once is not None and at_once < 1:
-        raise InputError(f"--jobs {at_once}", "a whole number of at least 1", "leave it out to use all cores")
+    out = launch.folder
+    if launch.jobs is not None and launch.jobs < 1:
+        raise InputError(f"--jobs {launch.jobs}", "a whole number of at least 1", "leave it out to use all cores")
     checks.check_folder(grid.settings(), out)
     for entry in grid.entries:
         trust_module(entry.method)
@@ -195,10 +181,11 @@ def run_missing(
             shared.sections(planned)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
-    say(f"{len(cells)} runs, {len(done)} of them there already")
-    if at_once is None:
-        at_once = (os.cpu_count() or 1) if device == "cpu" else 1
-    return cells, _run_all(grid, missing, shared, at_once, progress, say)
+    launch.say(f"{len(cells)} runs, {len(done)} of them there already")
+    if launch.jobs is None:
+        launch = dataclasses.replace(launch, jobs=(os.cpu_count() or 1) if device == "cpu" else 1)
+
+    return cells, _run_all(grid, missing, shared, launch)
 
 
 @contextmanager
@@ -222,19 +209,20 @@ def _request(grid: Grid, cell: Cell) -> Request:
     return Request(grid.bundle, options={**taken_options, **cell.entry.options}, config=grid.config, **requested)
 
 
-def _run_all(
-    grid: Grid, cells: Sequence[Cell], shared: Shared, at_once: int, progress: bool, say: Print
-) -> dict[str, str]:
-    """Run the cells in order, at most `at_once` at a time; return title -> error of the failed ones."""
+def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) -> dict[str, str]:
+    """Run the cells in order, at most `launch.jobs` at a time; return title -> error of the failed ones."""
     context = multiprocessing.get_context("fork")
+    say = launch.say
     left = deque(cells)
     busy: dict[int, tuple[Any, Cell, float]] = {}
     failed: dict[str, str] = {}
     form = "{desc} {n}/{total} {bar:8} {elapsed}<{remaining}{postfix}"
-    with terminal.bar(total=len(cells), desc="runs", unit="run", shown=progress, bar_format=form, leave=True) as bar:
+    with terminal.bar(
+        total=len(cells), desc="runs", unit="run", shown=launch.progress, bar_format=form, leave=True
+    ) as bar:
         try:
             while left or busy:
-                while left and len(busy) < at_once:
+                while left and len(busy) < (launch.jobs or 1):
                     cell = left.popleft()
                     process = context.Process(target=_run, args=(grid, cell, shared), daemon=False)
                     process.start()
@@ -243,7 +231,7 @@ def _run_all(
                 running = ", ".join(cell.entry.label for _, cell, _ in busy.values())
                 bar.set_postfix_str(f"running {running}"[:40] + f"; {len(left)} left")
 
-                for sentinel in wait([*busy], timeout=5 if progress else None):
+                for sentinel in wait([*busy], timeout=5 if launch.progress else None):
                     process, cell, since = busy.pop(int(str(sentinel)))
                     process.join()
                     if process.exitcode == 0:
@@ -277,13 +265,23 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
     request = _request(grid, cell)
     with cell.folder.with_name(f"{cell.folder.name}-log.txt").open("a") as log:
         try:
-            resume = (cell.folder / "run.json").is_file()
+            launch = Launch(
+                out=cell.folder,
+                resume=(cell.folder / "run.json").is_file(),
+                jobs=1,
+                untested=cell.untested,
+                command=f"a run of medfl compare {grid.bundle}",
+                say=partial(print, file=log, flush=True),
+            )
             requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
             federate(
-                grid.bundle, options=request.options, config=request.config, requested=requested, out=cell.folder,
-                resume=resume, jobs=1, shared=shared, untested=cell.untested,
-                command=f"a run of medfl compare {grid.bundle}", say=partial(print, file=log, flush=True),
-            )  # fmt: skip
+                grid.bundle,
+                options=request.options,
+                config=request.config,
+                requested=requested,
+                shared=shared,
+                launch=launch,
+            )
         except Exception as error:  # of any kind: the other runs go on, and the parent reports it
             text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
             if isinstance(error, MedflError):

@@ -6,7 +6,6 @@ import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from medfl.compare.comparison import Comparison
@@ -14,8 +13,8 @@ from medfl.compare.entry import Entry
 from medfl.compare.grid import Cell, Grid, compare, run_missing
 from medfl.compare.search import BEST, trials
 from medfl.core.errors import RunError
-from medfl.core.terminal import Print
 from medfl.evaluation.metrics import higher_is_better
+from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_atomic
 from medfl.storage.run_documents import read_run
 
@@ -41,9 +40,7 @@ def searched(
     return Grid(bundle, entries, (partition,), seeds, options, config, {**requested, "method": method}, text)
 
 
-def tune(
-    grid: Grid, out: Path, *, at_once: int | None = None, progress: bool = False, say: Print = str
-) -> tuple[dict[str, Any], Comparison | None, dict[str, str]]:
+def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None, dict[str, str]]:
     """Run what is missing of a search in a folder, write best.json, and run the chosen settings whole.
 
     The grid has the trials as its entries; what is not told here is as for `compare`. Of several seeds the mean of the
@@ -56,7 +53,7 @@ def tune(
         InputError: a folder of another search, or anything that a run would refuse.
         RunError: no trial could be validated.
     """
-    cells, failed = run_missing(grid, out, at_once, progress=progress, say=say)
+    cells, failed = run_missing(grid, launch)
     done = [cell for cell in cells if cell.done(None)]
     key = str(read_run(done[0].folder / "run.json")[1]["key_metric"]) if done else ""
     figures = [_mean([cell for cell in cells if cell.entry == entry], key) for entry in grid.entries]
@@ -71,10 +68,10 @@ def tune(
         "tried": [{**_settings({}, entry), "validation": v} for entry, v in zip(grid.entries, figures, strict=True)],
         "tested": TESTED,
     }  # fmt: skip
-    write_atomic(out / BEST, (json.dumps(document, indent=1) + "\n").encode())
-    say(f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test")
+    write_atomic(launch.folder / BEST, (json.dumps(document, indent=1) + "\n").encode())
+    launch.say(f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test")
     whole = replace(grid, entries=(winner,), search="")
-    comparison, more = compare(whole, out / TESTED, at_once=at_once, progress=progress, say=say)
+    comparison, more = compare(whole, replace(launch, out=launch.folder / TESTED))
     return document, comparison, {**failed, **more}
 
 

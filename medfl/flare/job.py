@@ -109,11 +109,14 @@ def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings
 
 def _executed(asked: Execution, poc: bool) -> dict[str, Any]:
     """Execute what `medfl run` asks for."""
-    settings = {"save_predictions": asked.save_predictions, **asked.tolerance.record()}
-    settings |= {"track": asked.track} if asked.track is not None else {}
-    return execute(asked.federation.run, asked.folder.path, say=asked.say, poc=poc, **settings)
+    launch = asked.launch
+    settings: dict[str, Any] = {"save_predictions": launch.save_predictions}
+    settings |= {name: value for name in _OPTIONAL if (value := getattr(launch, name)) is not None}
+    return execute(asked.federation.run, asked.folder.path, say=launch.say, poc=poc, **settings)
 
 
+_OPTIONAL = ("min_replies", "deadline", "track")
+"""Settings of a launch that the server's process is told where they are given."""
 _PROCESSES = "each of its sites is a process"
 SIMULATOR = Runtime(partial(_executed, poc=False), _PROCESSES, remote=True, require=require_flare)
 POC = Runtime(partial(_executed, poc=True), _PROCESSES, remote=True, require=require_flare)

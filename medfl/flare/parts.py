@@ -44,8 +44,8 @@ from medfl.flare.wire import Payload, from_model, to_model
 from medfl.report import write_report
 from medfl.runs import text_record
 from medfl.runs.plan import repeat
-from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
@@ -127,9 +127,10 @@ class _Controller(ModelController):  # type: ignore[misc]
                 folder.workers = flare_workers
             return flare_workers
 
-        tolerance = Tolerance(self.min_replies or None, self.deadline or None, None if simulated else _SHARE)
-        execution = Execution(federation, folder, resume=True, say=say, tolerance=tolerance, **settings)
-        Simulator(execution, workers).execute()
+        launch = Launch(
+            resume=True, say=say, min_replies=self.min_replies or None, deadline=self.deadline or None, **settings
+        )
+        Simulator(Execution(federation, folder, launch, None if simulated else _SHARE), workers).execute()
 
     # Link
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from medfl.bundle.bundle import Bundle, shipped
 from medfl.core.errors import InputError
 from medfl.core.names import refuse_untrusted_module
-from medfl.core.terminal import Print
 from medfl.core.type_checks import type_errors
 from medfl.datasets.readers.splitting import check_folds
 from medfl.report import folds as report
 from medfl.report.run_files import RunFiles
 from medfl.runs.launch import federate
 from medfl.runs.plan import Plan, Request, make_plan
+from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_atomic
 from medfl.storage.places import FOLDS, PHANTOM, default_run_folder, require_unused
 from medfl.storage.run_documents import require_plain
@@ -25,7 +25,7 @@ from medfl.storage.run_documents import require_plain
 _SETTINGS: Mapping[str, Any] = {
     "with_local": bool, "save_predictions": bool, "runtime": str, "min_replies": int | None, "deadline": float | None,
 }  # fmt: skip
-"""Arguments of `medfl.federate` that a record may have."""
+"""Fields of a `Launch` that a record has; a cross-validation is resumed with them."""
 _OWN = {"bundle", "options", "config"}
 _CHANGES = {"rounds", "data"}
 """What a resumed cross-validation may be asked for."""
@@ -38,65 +38,78 @@ def cross_validate(
     options: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     requested: Mapping[str, Any] | None = None,
-    out: str | Path | None = None,
-    command: str = "medfl.runs.folds.cross_validate(...)",
-    say: Print = str,
-    settings: Mapping[str, Any] | None = None,
-    **machine: Any,
+    launch: Launch | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Run the folds of a bundle and return the content of summary.json, with the folder under "folder".
 
     Each fold is a run of its own, with `split=fold:NUMBER/COUNT` in its configuration; patients stay together where
-    they are known. Of what a fold does not test, an eighth validates. `settings` are the arguments of `medfl.federate`
-    by which runs differ (with_local, save_predictions, runtime, ...), `machine` its others, as jobs.
+    they are known. Of what a fold does not test, an eighth validates. `launch` says how each fold is run, `settings`
+    are fields of it by name, as of `medfl.federate`.
 
     Raises:
         InputError: bad input; nothing was written.
         RunError: a fold failed; `resume` goes on.
     """
     check_folds(folds)
+    launch = (launch or Launch(command="medfl.runs.folds.cross_validate(...)")).having(**settings)
     record = {
         "folds": folds, "bundle": bundle if bundle in shipped() else str(Path(bundle).expanduser().resolve()),
         "options": dict(options or {}), "config": dict(config or {}), "requested": _wherever(requested or {}),
-        "settings": dict(settings or {}), "command": command,
+        "settings": {name: getattr(launch, name) for name in _SETTINGS}, "command": launch.command,
     }  # fmt: skip
-    if out is not None:
-        require_unused(Path(out))
+
+    if launch.out is not None:
+        require_unused(launch.out)
+
     plans = list(_plans(record, range(1, folds + 1)))
     _require_disjoint(plans)
     run = plans[0].run
-    folder = Path(out or f"{default_run_folder(plans[0].bundle.name, run.method, run.seed)}-folds")
+    folder = launch.out or Path(f"{default_run_folder(plans[0].bundle.name, run.method, run.seed)}-folds")
     require_unused(folder)
     folder.mkdir(parents=True, exist_ok=True)
     record["images"] = [plan.run.data.checksum for plan in plans]
     write_atomic(folder / FOLDS, (json.dumps(record, indent=1) + "\n").encode())
-    return _run(folder, record, {}, say, machine)
+
+    return _run(folder, record, {}, launch)
 
 
 def resume(
-    folder: str | Path, requested: Mapping[str, Any] | None = None, say: Print = str, **machine: Any
+    folder: str | Path,
+    requested: Mapping[str, Any] | None = None,
+    *,
+    launch: Launch | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Go on with the cross-validation in a folder, perhaps for more rounds; as `cross_validate`.
+
+    Of the launch only what a record does not have counts: jobs, track, progress, say.
 
     Raises:
         InputError: there is none, its images have changed, or other settings are asked for than its own.
     """
-    root, asked = Path(folder), dict(requested or {})
+    launch = (launch or Launch()).having(**settings)
+    root = Path(folder)
+    asked = dict(requested or {})
     record = report.read_record(root)
     require_plain(root)
-    allowed = {"settings": {*_SETTINGS}, "requested": {one.name for one in fields(Request)} - _OWN}
+    allowed = {"settings": {*_SETTINGS}, "requested": {field.name for field in fields(Request)} - _OWN}
     odd = [f"{key!r} under {name}" for name, known in allowed.items() for key in sorted(record[name].keys() - known)]
     odd += type_errors(record["settings"], _SETTINGS, "settings.")
+
     if odd:
         raise InputError(f"{root / FOLDS}: {odd[0]}", "a cross-validation as medfl run --folds writes it", "restore it")
+
     for what, where in (("method", "requested"), ("runtime", "settings")):
         refuse_untrusted_module(str(record[where].get(what, "")), what, root / FOLDS)
+
     if other := sorted(asked.keys() - _CHANGES):
         raise InputError(
             f"--resume of a cross-validation with {', '.join(other)}",
             "it is resumed with its own settings; only --rounds may grow",
             "leave them out, or start in another folder",
         )
+
     new = [number for number in range(1, record["folds"] + 1) if not _begun(root, number)]
     for number, plan in zip(new, _plans({**record, "requested": {**record["requested"], **asked}}, new), strict=True):
         if plan.run.data.checksum != record["images"][number - 1]:
@@ -105,14 +118,18 @@ def resume(
                 "folds divide the same images",
                 "restore them, or start in another folder",
             )
-    return _run(root, record, asked, say, machine)
+
+    recorded = {name: record["settings"].get(name, getattr(Launch(), name)) for name in _SETTINGS}
+    return _run(root, record, asked, launch.having(**recorded, command=record["command"], resume=False))
 
 
 def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that mean the same in another working folder."""
     data = requested.get("data")
-    where = {} if data in (None, PHANTOM) else {"data": str(Path(str(data)).expanduser().resolve())}
-    return {**requested, **where}
+    if data in (None, PHANTOM):
+        return dict(requested)
+
+    return {**requested, "data": str(Path(str(data)).expanduser().resolve())}
 
 
 def _plans(record: Mapping[str, Any], numbers: Iterable[int]) -> Iterator[Plan]:
@@ -145,24 +162,27 @@ def _require_disjoint(plans: list[Plan]) -> None:
         )
 
 
-def _run(
-    folder: Path, record: Mapping[str, Any], asked: Mapping[str, Any], say: Print, machine: Mapping[str, Any]
-) -> dict[str, Any]:
+def _run(folder: Path, record: Mapping[str, Any], asked: Mapping[str, Any], launch: Launch) -> dict[str, Any]:
     """Run what is missing of the folds, and write what all of them say."""
     for number in range(1, record["folds"] + 1):
         fold_folder = report.fold_folder(folder, number)
         if _is_done(fold_folder, asked):
             continue
-        say(f"fold {number} of {record['folds']}")
-        shared = {"out": fold_folder, "command": f"{record['command']} (fold {number})", "say": say, **machine}
-        settings = {name: value for name, value in record["settings"].items() if name != "with_local"}
+
+        launch.say(f"fold {number} of {record['folds']}")
+        of_fold = replace(launch, out=fold_folder, command=f"{launch.command} (fold {number})")
         if _begun(folder, number):
-            federate(requested=asked, resume=True, **settings, **shared)
+            # the fold's own record says whether it has a Local reference
+            federate(requested=asked, launch=replace(of_fold, resume=True, with_local=False))
         else:
             federate(
-                record["bundle"], options=record["options"], config=_config(record, number),
-                requested={**record["requested"], **asked}, **record["settings"], **shared,
-            )  # fmt: skip
+                record["bundle"],
+                options=record["options"],
+                config=_config(record, number),
+                requested={**record["requested"], **asked},
+                launch=of_fold,
+            )
+
     folds = report.write(folder)
     return {**folds.summary(), "folder": str(folder)}
 

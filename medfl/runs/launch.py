@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from medfl import methods
 from medfl.bundle.files import shipped_folders
 from medfl.core.errors import InputError
 from medfl.core.names import check_name, refuse_untrusted_module
+from medfl.core.run import Run
 from medfl.core.settings import LOSSLESS, MEAN
 from medfl.core.terminal import Print
 from medfl.core.type_checks import check_arguments
@@ -33,8 +33,9 @@ from medfl.runs.resume import LISTED as _LISTED
 from medfl.runs.resume import discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
 from medfl.runtimes import registry, site_settings
 from medfl.runtimes.attendance import Tolerance
-from medfl.runtimes.callbacks import Callback, EarlyStopping, callback_names
+from medfl.runtimes.callbacks import EarlyStopping, callback_names
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
@@ -64,8 +65,9 @@ class Shared:
     @staticmethod
     def key(plan: Plan) -> str:
         """Return what is the same for plans that share their images."""
-        run, said = plan.run, [plan.run.unlabelled, plan.run.site_channels]
-        lacking = [said, run.partition.sites] if any(said) else None
+        run = plan.run
+        incomplete = [run.unlabelled, run.site_channels]
+        lacking = [incomplete, run.partition.sites] if any(incomplete) else None
         same = [plan.bundle.source, run.config, run.data.folder, run.data.split, lacking]
         return json.dumps(same, sort_keys=True, default=str)
 
@@ -77,23 +79,10 @@ def federate(
     options: Mapping[str, Any] | None = None,
     config: Mapping[str, Any] | None = None,
     requested: Mapping[str, Any] | None = None,
-    out: str | Path | None = None,
-    resume: bool = False,
     source: str | Path | None = None,
-    jobs: int | None = None,
-    with_local: bool = False,
-    save_predictions: bool = False,
-    profile: bool = False,
-    track: str | None = None,
     shared: Shared | None = None,
-    runtime: str = "simulator",
-    min_replies: int | None = None,
-    deadline: float | None = None,
-    callbacks: Sequence[Callback] = (),
-    untested: bool = False,
-    progress: bool = False,
-    command: str = "medfl.federate(...)",
-    say: Print = str,
+    launch: Launch | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Run a federation and return its summary with the run folder under "folder".
 
@@ -102,120 +91,187 @@ def federate(
         options: options of the method.
         config: overrides of the bundle's configuration.
         requested: other settings by name (method, data, sites, partition, rounds, ...; see `runs.plan.Request`).
-        out: run folder.
-        resume: continue the run in `out`, perhaps with more rounds.
         source: run.json of a recorded run to repeat.
-        jobs: worker processes; None: the cores, at most the cohort and what fits in memory.
-        with_local: run the method Local first, into `out`/local, as each site's reference; a run that has one is
-            resumed with it.
-        save_predictions: write the masks that are predicted for the test items, on the grid of their images' files.
-        profile: say where the time of the rounds went, and write profile.json, a trace for a viewer.
-        track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": write the numbers there as well.
         shared: images that other runs have prepared, or will take.
-        runtime: "simulator", or with the same results "monai-fl", whose sites are `ClientAlgo`s of MONAI FL, or
-            "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator, or "flare-poc", where
-            they are a FLARE federation with certificates on this machine.
-        min_replies: sites of a cohort that have to reply in a round; the others are left out of it. None: all.
-        deadline: seconds that the sites have for a round, with the runtime "flare".
-        callbacks: called after each round with a `medfl.RoundEnd`; one that returns True or a reason ends the run.
-        untested: end before anything is scored on test items, with trial.json in the place of summary.json: the best
-            round by the validation metric. With `resume` it can be tested later.
-        progress: show bars on stderr.
-        command: what run.json says about how it was made.
-        say: where lines for the user go.
+        launch: how the run is carried out, none of which changes its weights.
+        settings: fields of `launch` by name: out, resume, jobs, with_local, save_predictions, profile, track, runtime,
+            min_replies, deadline, callbacks, untested, progress, command, say; see `medfl.runtimes.launch.Launch`.
 
     Raises:
         InputError: bad input; nothing was written.
         RunError: failed while running; the last committed round is intact.
     """
-    options, config, requested = options or {}, config or {}, dict(requested or {})
-    out, source = Path(out) if out else None, None if source is None else Path(source)
+    launch = (launch or Launch()).having(**settings)
+    options = options or {}
+    config = config or {}
+    requested = dict(requested or {})
+    source = None if source is None else Path(source)
+    say = launch.say
+
+    # What is refused before the data are looked at
     check_kinds(requested)
     request_checks.check_before_imports(
-        bundle, requested, has_overrides=bool(options or config), out=out, resume=resume, source=source, runtime=runtime
+        bundle, requested, has_overrides=bool(options or config), source=source, launch=launch
     )
-    chosen = registry.load(runtime)
-    chosen.check(runtime, jobs=jobs, profile=profile, deadline=deadline)
-    if untested and (with_local or chosen.remote):
-        raise InputError("untested with a Local reference or on FLARE", "a run in this process alone", "leave it out")
-    if track is not None:
-        tracking.parse(track)
-    tolerance = Tolerance(min_replies, deadline)
+    runtime = registry.load(launch.runtime)
+    tolerance = _checked_tolerance(launch, runtime)
+
     with tf32(False):  # what teachers know and answer is kept for other runs too
         if source is not None:
             plan = recorded_plan(source, requested.get("data"), say, bundle)
-        elif resume and out is not None:
-            plan = resumed_plan(out, bundle, options, config, requested, say)
+        elif launch.resume and launch.out is not None:
+            plan = resumed_plan(launch.out, bundle, options, config, requested, say)
         else:
             plan = make_plan(Request(str(bundle), options=options, config=config, **requested), say)
+
         plan = with_notes(plan)
+
     run = plan.run
-    _check_runs_in_one_process(plan, callbacks, runtime)
-    if profile and run.compile:
+    _check_plan(plan, launch, runtime)
+
+    path = launch.out or default_run_folder(plan.bundle.name, run.method, run.seed)
+    if launch.resume:
+        _require_same_runtime(path, launch.runtime)
+    else:
+        require_unused(path, LOCAL_REFERENCE)
+
+    _say_notes(plan, say)
+
+    workers = launch.jobs
+    if workers is None:
+        workers = min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
+
+    with threads(run.threads), run_precision(run):
+        with tf32(False):
+            public = plan.public.prepare(jobs=workers, progress=launch.progress, say=say) if plan.public else None
+        prepared = shared.sections(plan) if shared is not None else None
+        federation = Federation(
+            plan.bundle, plan.method, run, prepared=prepared, public=public, jobs=workers, progress=launch.progress
+        )
+        tolerance.check(federation)
+
+        if config and not launch.resume:
+            try_training_step(federation, config)
+
+        if launch.save_predictions:
+            _require_geometry(federation)
+
+        if run.device != "cpu" and not runtime.remote:
+            say(federation.hold(free_gpu_memory))
+
+        if launch.jobs is None:
+            workers = jobs_that_fit(federation, workers, say)
+
+        launch = replace(launch, out=path, jobs=workers)
+        summary = _execute(plan, federation, path, launch, runtime, {"runtime": launch.runtime, **tolerance.record()})
+
+    if not launch.untested:
+        write_report(path)
+        _say_if_rising(path, run, say)
+
+    return {**summary, "folder": str(path)}
+
+
+def _checked_tolerance(launch: Launch, runtime: registry.Runtime) -> Tolerance:
+    """Return what a run bears; raise an InputError if a launch contradicts itself, or its runtime cannot do it."""
+    runtime.check(launch)
+    if launch.untested and (launch.with_local or runtime.remote):
+        raise InputError("untested with a Local reference or on FLARE", "a run in this process alone", "leave it out")
+    if launch.track is not None:
+        tracking.parse(launch.track)
+    return Tolerance(launch.min_replies, launch.deadline)
+
+
+def _check_plan(plan: Plan, launch: Launch, runtime: registry.Runtime) -> None:
+    """Raise an InputError if a run cannot be carried out in this way."""
+    _check_runs_in_one_process(plan, launch, runtime)
+    if launch.profile and plan.run.compile:
         raise InputError(
             "--profile with --compile", "it watches every step, and a compiled one cannot be watched", "leave one out"
         )
-    if save_predictions:
+
+    if launch.save_predictions:
         _require_segmentation(plan)
-    path = out or default_run_folder(plan.bundle.name, run.method, run.seed)
-    if not resume:
-        require_unused(path, LOCAL_REFERENCE)
-    else:
-        _require_same_runtime(path, runtime)
+
+
+def _say_notes(plan: Plan, say: Print) -> None:
+    """Say what the user should know of a run before it begins, and how its images are divided."""
+    run = plan.run
     for note in plan.notes:
         say(f"note: {note}")
+
     if run.tf32 and run.device == "cpu":
         say("note: --tf32: of no effect on a CPU")
+
     if run.compile:
         say("note: --compile: the first training steps wait for the compiler, seconds to minutes")
+
     say(_division(plan))
     say(steps_note(run))
-    workers = jobs if jobs is not None else min(os.cpu_count() or 1, max(1, int(run.cohort * len(run.partition.sites))))
-    with threads(run.threads), run_precision(run):
-        with tf32(False):
-            public = plan.public.prepare(jobs=workers, progress=progress, say=say) if plan.public else None
-        prepared = shared.sections(plan) if shared is not None else None
-        federation = Federation(
-            plan.bundle, plan.method, run, prepared=prepared, public=public, jobs=workers, progress=progress
-        )
-        tolerance.check(federation)
-        if config and not resume:
-            try_training_step(federation, config)
-        if save_predictions:
-            _require_geometry(federation)
-        if run.device != "cpu" and not chosen.remote:
-            say(federation.hold(free_gpu_memory))
-        workers = workers if jobs is not None else jobs_that_fit(federation, workers, say)
-        record = {"runtime": runtime, **tolerance.record()}
-        execute = partial(_execute, chosen, jobs=workers, tolerance=tolerance, progress=progress, say=say)
-        with_local = run.method != "local" and (with_local or (resume and has_local(path)))
-        if not with_local:
-            opened = open_folder(plan, federation, path, command, record)
-        else:
-            local = _local(plan)
-            alone = Federation(local.bundle, local.method, local.run, prepared=federation.sections)
-            due = is_due(local.run, path / "local")
-            opened = open_folder(plan, federation, path, command, {**record, "with_local": True})
-            if due:
-                say("first the Local reference")
-                with discarding(*opened):
-                    execute(alone, *open_folder(local, alone, path / "local", command, record))
-                say(f"now {run.method}")
-        if callbacks:
-            opened[0].add_to_run({"callbacks": callback_names(callbacks)})
-        output: dict[str, Any] = {"save_predictions": save_predictions, "profile": profile, "track": track}
-        summary = execute(federation, *opened, callbacks=callbacks, untested=untested, **output)
-        if with_local:
-            summary = _add_local(path)
-    if untested:
-        return {**summary, "folder": str(path)}
-    write_report(path)
+
+
+def _execute(
+    plan: Plan,
+    federation: Federation,
+    path: Path,
+    launch: Launch,
+    runtime: registry.Runtime,
+    record: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Execute a run in its folder, after its Local reference where it has one; return its summary.
+
+    `record` is what run.json tells beside the plan.
+    """
+    with_local = plan.run.method != "local" and (launch.with_local or (launch.resume and has_local(path)))
+    if not with_local:
+        opened = open_folder(plan, federation, path, launch.command, record)
+    else:
+        # The folder of the reference lies in that of the run, which is therefore made first
+        local = _local(plan)
+        alone = Federation(local.bundle, local.method, local.run, prepared=federation.sections)
+        is_local_due = is_due(local.run, path / "local")
+        opened = open_folder(plan, federation, path, launch.command, {**record, "with_local": True})
+
+        if is_local_due:
+            launch.say("first the Local reference")
+            with discarding(*opened):
+                local_folder = open_folder(local, alone, path / "local", launch.command, record)
+                _execute_in(*local_folder, alone, _of_reference(launch), runtime)
+
+            launch.say(f"now {plan.run.method}")
+
+    if launch.callbacks:
+        opened[0].add_to_run({"callbacks": callback_names(launch.callbacks)})
+
+    summary = _execute_in(*opened, federation, launch, runtime)
+    return _add_local(path) if with_local else summary
+
+
+def _of_reference(launch: Launch) -> Launch:
+    """Return how the Local reference of a run is carried out: without what is for the run itself."""
+    return replace(launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False)
+
+
+def _execute_in(
+    folder: RunFolder, resumed: bool, federation: Federation, launch: Launch, runtime: registry.Runtime
+) -> dict[str, Any]:
+    """Run a federation in its folder, or continue the run that is there."""
+    execution = registry.Execution(federation, folder, replace(launch, resume=resumed))
+    with discarding(folder, resumed):  # the server's half may refuse the sites' introductions
+        return runtime.execute(execution)
+
+
+def _say_if_rising(path: Path, run: Run, say: Print) -> None:
+    """Say how to go on where the validation metric still rose at the end."""
+    rise = RunFiles(path).rise
+    if not rise:
+        return
+
     further = f"medfl run --resume --out {folder_to_resume(path)} --rounds {2 * run.rounds}"
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
-    if rise := RunFiles(path).rise:
-        say(f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}")
-    return {**summary, "folder": str(path)}
+
+    say(f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}")
 
 
 def site_algo(
@@ -256,6 +312,7 @@ def site_algo(
     site_policy = None if policy is None else Policy.read(Path(policy))
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require(TRAINING)
+
     of_site = site_settings.of_request_for(name, bundle, requested or {})
     whole = {**(requested or {}), "sites": 1, "partition": "iid", **of_site}
     asked = Request(bundle, options=options or {}, config=config or {}, **whole)
@@ -266,6 +323,7 @@ def site_algo(
         built = Federation(plan.bundle, plan.method, plan.run, public=public)
         if plan.run.device != "cpu":
             say(built.hold(free_gpu_memory))
+
         return built
 
     outbound = None if site_policy is None else site_policy.outbound
@@ -284,13 +342,19 @@ def _require_same_runtime(path: Path, runtime: str) -> None:
         )
 
 
-def _check_runs_in_one_process(plan: Plan, callbacks: Sequence[Callback], runtime: str) -> None:
+def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: registry.Runtime) -> None:
     """Raise an InputError if objects of this process were to go to others, or to wait for what is not measured."""
-    what = "callbacks" if callbacks else "parts in Python" if is_parts(plan.bundle.source) else ""
-    if what and registry.load(runtime).remote:
+    objects = ""
+    if launch.callbacks:
+        objects = "callbacks"
+    elif is_parts(plan.bundle.source):
+        objects = "parts in Python"
+
+    if objects and runtime.remote:
         allowed = "its server and sites are processes of their own"
-        raise InputError(f"{what} with --runtime {runtime}", allowed, "use the runtime simulator or monai-fl")
-    stops_early = plan.run.patience or any(isinstance(one, EarlyStopping) for one in callbacks)
+        raise InputError(f"{objects} with --runtime {launch.runtime}", allowed, "use the runtime simulator or monai-fl")
+
+    stops_early = plan.run.patience or any(isinstance(callback, EarlyStopping) for callback in launch.callbacks)
     if plan.run.eval_every == 0 and stops_early:
         given = "EarlyStopping or --patience with eval_every 0"
         raise InputError(given, "rounds that are evaluated", "leave eval_every out")
@@ -301,6 +365,7 @@ def _division(plan: Plan) -> str:
     record = plan.run.partition
     if len(record.sites) <= _LISTED:
         return partition_table(plan.partition, plan.sections, plan.counted or None)
+
     sizes = sorted(len(ids["train"]) for ids in record.sites.values())
     summary = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
     lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"]
@@ -312,9 +377,13 @@ def _same_networks(plan: Plan) -> str:
     bodies = methods.extra(plan.method, methods.Bodies)
     if bodies is not None:
         return bodies.bodies
+
     configs = methods.site_networks(plan.method, list(plan.run.partition.sites)).values()
     network_name = plan.bundle.get("network_name") if any(configs) else ""
-    return ",".join(str(config.get("network") or network_name) for config in configs) if network_name else ""
+    if network_name:
+        return ",".join(str(config.get("network") or network_name) for config in configs)
+
+    return ""
 
 
 def _require_segmentation(plan: Plan) -> None:
@@ -346,23 +415,18 @@ def _local(plan: Plan) -> Plan:
     return replace(plan, run=replace(run, messages=LOSSLESS, aggregation=MEAN), method=method, public=None)
 
 
-def _execute(
-    runtime: registry.Runtime, federation: Federation, folder: RunFolder, resume: bool, **settings: Any
-) -> dict[str, Any]:
-    """Run a federation in its folder, or continue the run that is there."""
-    with discarding(folder, resume):  # the server's half may refuse the sites' introductions
-        return runtime.execute(registry.Execution(federation, folder, resume, **settings))
-
-
 def _add_local(path: Path) -> dict[str, Any]:
     """Fill the `local_` columns of sites.csv, and the summary's "local", from the Local reference beside it."""
-    folder, summary = RunFolder(path), read_summary(path / "summary.json")
+    folder = RunFolder(path)
+    summary = read_summary(path / "summary.json")
     summary["local"] = read_summary(path / "local" / "summary.json").get("site_models")
     folder.write_summary(summary)
     local = {row["site"]: row for _, row in read_rows(path / "local" / "sites.csv")}
     rows = [row for _, row in read_rows(path / "sites.csv")]
+
     for row in rows:
         reference = local.get(row["site"], {})
         row |= {f"local_{k.removeprefix('personal_')}": v for k, v in reference.items() if k.startswith("personal_")}
+
     folder.write_table("sites.csv", rows)
     return dict(summary)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import torch
 
@@ -41,15 +41,30 @@ from medfl.runtimes.unlabelled import check_unlabelled, unlabelled_notes
 from medfl.storage.places import PHANTOM
 
 
+def _left_open(settings: type) -> type:
+    """Return a dataclass that has the fields of these settings, each None unless it is given."""
+    hints = get_type_hints(settings)
+    declared = dataclasses.fields(settings)
+    fields = [(setting.name, hints[setting.name] | None, field(default=None)) for setting in declared]
+    return dataclasses.make_dataclass(f"Open{settings.__name__}", fields, frozen=True, kw_only=True)
+
+
+if TYPE_CHECKING:
+    OpenProtocolSettings = ProtocolSettings
+else:
+    OpenProtocolSettings = _left_open(ProtocolSettings)
+
+
 @dataclass(frozen=True)
-class Request(GeneralSettings):
+class Request(GeneralSettings, OpenProtocolSettings):
     """What a user asks for; None means the bundle's protocol, then medfl's default.
+
+    Beside these it has every setting of a run, as `medfl.core.settings` declares them.
 
     Attributes:
         config: ids of the bundle's configuration to override; values may be text as typed.
         data: a folder, "phantom", or None for a folder below $MEDFL_DATA and else the phantom.
         presets: names of presets of the bundle's protocol, laid over it in this order.
-        cohort ... partial_loss: as in `medfl.core.settings.ProtocolSettings`.
     """
 
     bundle: str
@@ -59,19 +74,6 @@ class Request(GeneralSettings):
     data: str | None = None
     sites: int | None = None
     partition: str | None = None
-    cohort: float | None = None
-    rounds: int | None = None
-    local_epochs: int | None = None
-    batch_size: int | None = None
-    lr: float | None = None
-    lr_decay: float | None = None
-    patience: int | None = None
-    decay_per: str | None = None
-    site_weights: str | None = None
-    keep_optimizer: bool | None = None
-    site_labels: str | None = None
-    site_channels: str | None = None
-    partial_loss: str | None = None
     presets: Sequence[str] = ()
 
 
@@ -93,7 +95,10 @@ class Plan:
     @cached_property
     def counted(self) -> tuple[str, ...]:
         """The classes where the data list says which item is of which; () where that is only known from the images."""
-        return self.bundle.classes if any("label" in item for item in self.sections["train"]) else ()
+        if any("label" in item for item in self.sections["train"]):
+            return self.bundle.classes
+
+        return ()
 
     @cached_property
     def partition(self) -> Partition:
@@ -103,7 +108,10 @@ class Plan:
 
     def extra(self, command: str) -> dict[str, Any]:
         """Return what run.json tells a reader beyond the run itself."""
-        counts = self.partition.counts(self.sections, len(self.counted)) if self.counted else {}
+        counts: dict[str, list[int]] = {}
+        if self.counted:
+            counts = self.partition.counts(self.sections, len(self.counted))
+
         return {
             "medfl": self.run.versions["medfl"],
             "task": self.bundle.task,
@@ -123,51 +131,57 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     Raises:
         InputError: anything in the request that is not allowed.
     """
-    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
-    check_kinds(values)
-    check_limits(values)
-    messages, aggregation = str(Compression.parse(request.messages)), str(Aggregation.parse(request.aggregation))
-    device = device_named(request.device)
+    # Everything up to the images is refused before they are looked for
+    general_settings = _general_settings(request)
+    device = general_settings["device"]
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
     config = {**protocol["config"], **{key: override_value(value) for key, value in request.config.items()}}
     bundle = open_problem(request.bundle, config, device, policy)
     require_buildable(bundle, config)
-    bundle, init = initial_weights.begin_with(bundle, request.init)
-    protocol_settings = {
-        name: _typed(name, protocol[name] if (value := getattr(request, name)) is None else value)
-        for name in (field.name for field in dataclasses.fields(ProtocolSettings))
-    }
-    check_limits({name: value for name, value in protocol_settings.items() if value != AUTO})
+    bundle, general_settings["init"] = initial_weights.begin_with(bundle, request.init)
+    general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
+    protocol_settings = _protocol_settings(request, protocol)
     given_options = {**options_for(protocol, request.method), **request.options}
-    method_as_asked = methods.load(request.method, given_options)  # refused before the images are looked for
+    method_as_asked = methods.load(request.method, given_options)
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
-    seed, split = request.seed, protocol["split"]
+
     opened = with_data(
-        bundle, request.data, config, say=say, seed=seed, preferred=split, unlabelled=bool(request.unlabelled)
+        bundle,
+        request.data,
+        config,
+        say=say,
+        seed=request.seed,
+        preferred=protocol["split"],
+        unlabelled=bool(request.unlabelled),
     )
     bundle = opened.bundle
     sections = _items(bundle)
-    sites = request.sites if request.sites is not None or kind in OWN_SITES else protocol["sites"]
-    partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=seed)
+
+    # Which site has which images
+    sites = request.sites
+    if sites is None and kind not in OWN_SITES:
+        sites = protocol["sites"]
+
+    partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=request.seed)
     site_ids = partition.to_ids(sections)
-    site_ids = {site: next(iter(site_ids.values()))} if site else site_ids
-    sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
+    if site:
+        site_ids = {site: next(iter(site_ids.values()))}
+
     site_labels.check(protocol_settings["site_labels"], bundle, method_as_asked, site_ids)
     site_channels.check(protocol_settings["site_channels"], request.channel_drop, bundle, site_ids)
     if not site:
         check_unlabelled(request.unlabelled, request.method, method_as_asked, site_ids, sections["train"])
+
+    # What depends on how many images the sites have
+    sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
-    schedule = {"rounds": int(settings["rounds"])} if methods.has_option(request.method, "rounds") else {}
-    method = methods.load(request.method, {**schedule, **given_options})
-    asked, method = methods.values_of(method), methods.settled(method, sizes)
-    for own in {repr(own): own for own in methods.site_networks(method, [*site_ids]).values() if own}.values():
-        require_buildable(bundle.variant(own), {**config, **own})
+    settings["batch_size"] = settings["batch_size"] or bundle.batch_size
+    method, option_notes = _settled_method(request.method, given_options, int(settings["rounds"]), sizes)
+    _check_site_networks(method, site_ids, bundle, config)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
-    general_settings = {field.name: getattr(request, field.name) for field in dataclasses.fields(GeneralSettings)}
-    general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
-    text = text_record.make_record(bundle, method)
+
     run = Run(
         bundle=bundle.name,
         bundle_path=bundle.source,
@@ -179,19 +193,69 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
         partition=PartitionRecord(partition.spec, request.seed, tuple(partition.notes), site_ids),
         versions=versions(),
         public=public.record if public else None,
-        text=text,
+        text=text_record.make_record(bundle, method),
         adapted=bundle.adapted,
-        **{**settings, "batch_size": settings["batch_size"] or bundle.batch_size},
-        **{**general_settings, "device": device, "messages": messages, "aggregation": aggregation, "init": init},
+        **settings,
+        **general_settings,
     )
     bundle = incomplete_data.without_absent(bundle, run)
-    changed = tuple(f"{key}={options[key]}, by the sites' sizes" for key in options if options[key] != asked[key])
-    notes = (*opened.notes, *changed, *rounds_note(protocol_settings, run))
-    notes += tuple(public.notes(bundle, sections)) if public else ()
+
+    notes = (*opened.notes, *option_notes, *rounds_note(protocol_settings, run))
+    if public:
+        notes += tuple(public.notes(bundle, sections))
+
     if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes)))
         notes += site_notes
+
     return Plan(run, bundle, method, notes, public)
+
+
+def _general_settings(request: Request) -> dict[str, Any]:
+    """Return the settings that need no bundle, as a run records them; InputError if any of the request is wrong."""
+    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    check_kinds(values)
+    check_limits(values)
+    settings = {field.name: values[field.name] for field in dataclasses.fields(GeneralSettings)}
+    settings["messages"] = str(Compression.parse(request.messages))
+    settings["aggregation"] = str(Aggregation.parse(request.aggregation))
+    settings["device"] = device_named(request.device)
+    return settings
+
+
+def _protocol_settings(request: Request, protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a request leaves to the protocol, from the one or the other; some may be "auto"."""
+    settings: dict[str, Any] = {}
+    for setting in dataclasses.fields(ProtocolSettings):
+        value = getattr(request, setting.name)
+        if value is None:
+            value = protocol[setting.name]
+        settings[setting.name] = _typed(setting.name, value)
+
+    check_limits({name: value for name, value in settings.items() if value != AUTO})
+    return settings
+
+
+def _settled_method(
+    name: str, options: Mapping[str, Any], rounds: int, sizes: Mapping[str, int]
+) -> tuple[Method, tuple[str, ...]]:
+    """Return a method with options that suit the sites' training images, and a note on each that was changed."""
+    schedule = {"rounds": rounds} if methods.has_option(name, "rounds") else {}
+    method = methods.load(name, {**schedule, **options})
+    before = methods.values_of(method)
+    method = methods.settled(method, sizes)
+    after = methods.values_of(method)
+    notes = [f"{key}={after[key]}, by the sites' sizes" for key in after if after[key] != before[key]]
+
+    return method, tuple(notes)
+
+
+def _check_site_networks(method: Method, sites: Iterable[str], bundle: Problem, config: Mapping[str, Any]) -> None:
+    """Raise an InputError if the bundle cannot be read with the network that the method gives a site."""
+    configs = methods.site_networks(method, [*sites]).values()
+    different = {repr(changes): changes for changes in configs if changes}
+    for changes in different.values():
+        require_buildable(bundle.variant(changes), {**config, **changes})
 
 
 def request_of(
@@ -207,10 +271,12 @@ def request_of(
     recorded |= {"data": _recorded_data(run, is_shipped), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
+
     presets = requested.get("presets", ())
     offered = protocol_of(bundle or bundle_of(run)).get("presets") or {}
     for name in {key for preset in presets for key in offered.get(preset, {})}:
         recorded.pop(name, None)  # what a preset asks for is compared with what was recorded
+
     other = requested.get("method", run.method) != run.method
     return Request(
         bundle or bundle_of(run),
@@ -236,19 +302,26 @@ def repeat(
     config = {**run.config, **({"split": run.data.split} if is_shipped else {})}
     bundle = reopened(run, run.config, device_named(run.device), given=bundle_path, folder=folder)
     method = methods.load(run.method, run.options)
-    images, unlabelled = data or _recorded_data(run, is_shipped), bool(run.unlabelled)
+    images = data or _recorded_data(run, is_shipped)
+    unlabelled = bool(run.unlabelled)
     opened = with_data(bundle, images, config, say=say, unlabelled=unlabelled)
     record = opened.record()
+
     if record.checksum != run.data.checksum:
         raise InputError(
             f"the data in {record.folder} (checksum {record.checksum[:12]})",
             f"the run used {run.data.source} data with checksum {run.data.checksum[:12]}",
             "give the same data with --data",
         )
+
     bundle = text_record.restored(opened.bundle, run, method, folder)
     public = _repeated_public(run, method, bundle, say)
-    notes = opened.notes + tuple(public.notes(bundle, _items(bundle)) if public else ())
+    notes = opened.notes
+    if public:
+        notes += tuple(public.notes(bundle, _items(bundle)))
+
     run = dataclasses.replace(run, data=record, public=public.record if public else None, bundle_path=bundle.source)
+
     return Plan(run, incomplete_data.without_absent(bundle, run), method, notes, public)
 
 
@@ -256,6 +329,7 @@ def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> P
     """Open a recorded run's public data again; InputError if they, or the teachers, are not the recorded ones."""
     if run.public is None:
         return None
+
     folder = run.public.data.folder if Path(run.public.data.folder).is_dir() else None
     plan = plan_public(method, run.options, bundle, run.device, folder=folder, say=say)
     if plan is None:
@@ -264,7 +338,8 @@ def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> P
             "in this version the method uses none with these options",
             "start a new run",
         )
-    for what, was, now in (
+
+    for name, was, now in (
         ("public data", run.public.data.checksum, plan.record.data.checksum),
         ("choice of public items", run.public.ids_sha256, plan.record.ids_sha256),
         ("configuration of the public bundle", run.public.bundle_sha256, plan.record.bundle_sha256),
@@ -272,8 +347,9 @@ def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> P
     ):
         if was != now:
             raise InputError(
-                f"other {what} than the run's: {str(now)[:40]}", f"it used {str(was)[:40]}", "restore them, or run anew"
+                f"other {name} than the run's: {str(now)[:40]}", f"it used {str(was)[:40]}", "restore them, or run anew"
             )
+
     return plan
 
 
@@ -295,23 +371,25 @@ def _items(bundle: Problem) -> dict[str, list[Any]]:
 
 def _typed(name: str, value: Any) -> Any:
     """Return a setting's value in the setting's kind, None and "auto" as they are; InputError if it is of another."""
-    one = SETTINGS[name]
+    setting = SETTINGS[name]
     try:
-        return value if value in (None, AUTO) else one.kind(value)
+        return value if value in (None, AUTO) else setting.kind(value)
     except (TypeError, ValueError) as error:
         given = f"{name} {str(value)!r:.40} in the bundle's federated.yaml"
-        raise InputError(given, one.allowed, f"correct it there, or give {one.flag}") from error
+        raise InputError(given, setting.allowed, f"correct it there, or give {setting.flag}") from error
 
 
 def device_named(name: str) -> str:
     """Return the device of this name, "auto" resolved, which may initialise CUDA; InputError if it is not here."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+
     kind, index = device(name)
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise InputError(
             f"--device {name}", f"this machine has {torch.cuda.device_count()} CUDA devices", "choose cpu or auto"
         )
+
     return name
 
 
@@ -328,5 +406,8 @@ def check_kinds(requested: Mapping[str, Any]) -> None:
     """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
     check_names(requested, [field.name for field in dataclasses.fields(Request)])
     for name, value, allowed in type_mismatches(Request, requested):
-        flag = name if name in ("bundle", "options", "config") else f"--{name.replace('_', '-')}"
+        flag = f"--{name.replace('_', '-')}"
+        if name in ("bundle", "options", "config"):
+            flag = name
+
         raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", f"change the value of {flag}")

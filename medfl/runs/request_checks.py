@@ -14,6 +14,7 @@ from medfl.core.errors import InputError
 from medfl.core.names import trust_module
 from medfl.core.settings import check_limits
 from medfl.runtimes import registry
+from medfl.runtimes.launch import Launch
 from medfl.storage.places import LOCAL_REFERENCE, PHANTOM, record_of, require_run, require_unused, weights_file
 from medfl.storage.run_documents import read_run
 
@@ -23,25 +24,25 @@ def check_before_imports(
     requested: Mapping[str, Any],
     *,
     has_overrides: bool,
-    out: Path | None,
-    resume: bool,
     source: Path | None,
-    runtime: str,
+    launch: Launch,
 ) -> None:
     """Refuse, by an InputError, what needs neither data nor a bundle's content to be refused; nothing was written."""
-    registry.check_name(runtime)
-    for module in (runtime, requested.get("method")):
+    out = launch.out
+    registry.check_name(launch.runtime)
+    for module in (launch.runtime, requested.get("method")):
         trust_module(module)
     check_limits(requested)
     if source is not None and (has_overrides or set(requested) - {"data"}):
         raise InputError(
             "--from together with other settings", "--from repeats a recorded run as it was", "leave them out"
         )
-    if resume and source is None:
+    if launch.resume and source is None:
         if out is None:
             raise InputError("--resume without --out", "--out names the folder of the run to continue", "add --out DIR")
         require_run(out)
-    folder, recorded = source or (out if resume else None), False
+    folder = source or (out if launch.resume else None)
+    recorded = False
     if folder is not None:
         recorded = read_run(record_of(folder))[0].portable
     elif bundle is None:
@@ -54,5 +55,5 @@ def check_before_imports(
         portable.enable()
     if requested.get("init"):
         weights_file(requested["init"])
-    if out is not None and not resume:
+    if out is not None and not launch.resume:
         require_unused(out, LOCAL_REFERENCE)

@@ -7,16 +7,14 @@ A runtime is a `Runtime` in a module; its dotted path, `mypackage.mymodule:RUNTI
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from medfl.core.errors import InputError, did_you_mean
-from medfl.core.terminal import Print
+from medfl.runtimes.launch import Launch
 
 if TYPE_CHECKING:
-    from medfl.runtimes.attendance import Tolerance
-    from medfl.runtimes.callbacks import Callback
     from medfl.runtimes.federation import Federation
     from medfl.storage.run_folder import RunFolder
 
@@ -26,36 +24,23 @@ SHIPPED = {
     "flare": "medfl.flare.job:SIMULATOR",
     "flare-poc": "medfl.flare.job:POC",
 }
-_ATTENDANCE = "medfl.runtimes.attendance"  # imported late: names are checked before PyTorch is imported
 
 
 @dataclass(frozen=True)
 class Execution:
-    """What a runtime is asked for: a run in its folder, and the settings that never change a result.
+    """What a runtime is asked for: a run in its folder.
 
     Attributes:
         federation: sites and server.
         folder: where the run is written; `run.json` is there already.
-        resume: whether the folder holds rounds to go on from.
-        jobs: worker processes.
-        tolerance: how many sites may fail to answer, and how long they have.
-        progress: show a bar on stderr.
-        say: where lines for the user go.
-        save_predictions, profile, track, callbacks, untested: as `medfl.federate`.
+        launch: how; `resume` says here whether the folder holds rounds to go on from, `jobs` is a number (None: 1).
+        max_share: of the weight that one of three or more sites may have where the run has no cap; None: any.
     """
 
     federation: Federation
     folder: RunFolder
-    resume: bool = False
-    jobs: int = 1
-    tolerance: Tolerance = field(default_factory=lambda: importlib.import_module(_ATTENDANCE).Tolerance())
-    progress: bool = False
-    say: Print = str
-    save_predictions: bool = False
-    profile: bool = False
-    track: str | None = None
-    callbacks: Sequence[Callback] = ()
-    untested: bool = False
+    launch: Launch = field(default_factory=Launch)
+    max_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +60,11 @@ class Runtime:
     remote: bool = False
     require: Callable[[], object] = lambda: None
 
-    def check(self, name: str, *, jobs: int | None, profile: bool, deadline: float | None) -> None:
-        """Raise an InputError if it cannot be asked for these settings."""
+    def check(self, launch: Launch) -> None:
+        """Raise an InputError if it cannot carry out a launch."""
+        jobs = launch.jobs
+        deadline = launch.deadline
+        name = launch.runtime
         if jobs is not None and jobs < 1:
             raise InputError(f"--jobs {jobs}", "a whole number of at least 1, or None for the cores", "give 1 or more")
         if self.no_jobs and jobs not in (None, 1):
@@ -88,7 +76,7 @@ class Runtime:
                 "leave it out, or use --runtime flare",
             )
         self.require()
-        if profile and self.remote:
+        if launch.profile and self.remote:
             raise InputError(f"--profile with --runtime {name}", "it times the work of one process", "leave one out")
 
 

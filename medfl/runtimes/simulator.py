@@ -17,6 +17,7 @@ from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.runtimes import profiling
+from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import Callback, EarlyStopping, RoundEnd, asked_to_stop
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
@@ -46,20 +47,25 @@ class Simulator:
     """
 
     def __init__(self, execution: Execution, workers: Callable[[Federation, int], Workers] = Workers) -> None:
-        self.execution, self.federation, self.folder = execution, execution.federation, execution.folder
-        self.say, self.tolerance, federation = execution.say, execution.tolerance, execution.federation
+        launch = execution.launch
+        federation = execution.federation
+        self.launch = launch
+        self.federation = federation
+        self.folder = execution.folder
+        self.say = launch.say
+        self.tolerance = Tolerance(launch.min_replies, launch.deadline, execution.max_share)
         self.tolerance.check(federation)
         self._make_workers = workers
         # masks that an earlier part of the run wrote are kept up to date
-        self.save_predictions = execution.save_predictions or (self.folder.path / "predictions").is_dir()
+        self.save_predictions = launch.save_predictions or (self.folder.path / "predictions").is_dir()
         self.method, self.run = federation.method, federation.run
-        self.jobs = 1 if self.run.device != "cpu" else execution.jobs
+        self.jobs = 1 if self.run.device != "cpu" else launch.jobs or 1
         self.key = federation.bundle.key_metric
-        self.recorder = profiling.Recorder(self.run.device) if execution.profile else None
+        self.recorder = profiling.Recorder(self.run.device) if launch.profile else None
         self.server: State = {}
         self.done, self.stopped = 0, ""
         stopping = [EarlyStopping(self.run.patience)] if self.run.patience else []
-        self.callbacks: tuple[Callback, ...] = (*execution.callbacks, *stopping)
+        self.callbacks: tuple[Callback, ...] = (*launch.callbacks, *stopping)
         self.record: dict[str, Any] = {
             "best": None,
             "best_test": None,
@@ -78,7 +84,7 @@ class Simulator:
             InputError: a run to be resumed is damaged, or has more rounds; nothing was changed.
             RunError: training failed; the last committed round is intact.
         """
-        manifest = verified_manifest(self.folder) if self.execution.resume else None
+        manifest = verified_manifest(self.folder) if self.launch.resume else None
         if manifest:
             self.done, self.record = manifest["round"], {**self.record, **manifest["record"]}
             self.federation.leave_out(self.record["absent"])
@@ -98,9 +104,9 @@ class Simulator:
             self.workers.facts = self.record.setdefault("facts", {})
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
-            self.scoring.untested = self.execution.untested
+            self.scoring.untested = self.launch.untested
             summary = self._execute(bool(manifest))
-        (self.folder.write_trial if self.execution.untested else self.folder.write_summary)(summary)
+        (self.folder.write_trial if self.launch.untested else self.folder.write_summary)(summary)
         if self.recorder is not None:
             self.say(self.recorder.table())
             write_atomic(self.folder.path / "profile.json", json.dumps(self.recorder.trace()).encode())
@@ -113,14 +119,14 @@ class Simulator:
         if not resumed:
             self._start()
         with Events(
-            self.folder.path / "events", self.done, *tracked(self.folder, self.execution.track, self.say)
+            self.folder.path / "events", self.done, *tracked(self.folder, self.launch.track, self.say)
         ) as events:
             pictures = Pictures(self.federation, self.folder, events, self.done)
             if not resumed:
                 pictures.begin()
             with self._bar() as bar:
                 self._rounds(events, pictures, bar)
-            if self.execution.untested:
+            if self.launch.untested:
                 return self._trial_summary()
             summary, cases = self._finish()
             masks, written = self.scoring.masks(self.server, cases, self.save_predictions)
@@ -155,7 +161,7 @@ class Simulator:
             total=self.run.rounds * size,
             initial=self.done * size,
             unit="site",
-            shown=self.execution.progress,
+            shown=self.launch.progress,
             dynamic_ncols=True,
             bar_format="{desc}{bar:8} {elapsed}<{remaining}{postfix}",
         )
@@ -283,7 +289,7 @@ class Simulator:
         started, run, record = time.perf_counter(), self.run, self.record
         self.say("scoring on the test items")
         self.scoring.last = self.done
-        self.dispatcher.progress = self.execution.progress  # the rounds' bar is closed
+        self.dispatcher.progress = self.launch.progress  # the rounds' bar is closed
         scores, cases = self.scoring.finish(self.server)
         record["seconds"] += time.perf_counter() - started
         public: dict[str, Any] = {}

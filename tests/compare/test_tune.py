@@ -21,6 +21,7 @@ from medfl.compare.grid import Grid
 from medfl.compare.tune import tune
 from medfl.core.errors import InputError, RunError
 from medfl.runs.launch import federate
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.server.scoring import Scoring
 from tests.support.programs import python_path
 
@@ -192,5 +193,5 @@ def test_no_trial_that_could_be_validated_is_an_error(scans: Path, tmp_path: Pat
     asked = {"data": str(scans), "sites": 2, "rounds": 1, "method": "fedprox"}
     grid = Grid("mednist", entries, seeds=(0,), config=CONFIG, requested=asked, search="lr=1e30")
     with pytest.raises(RunError, match="no trial was validated: "):
-        tune(grid, tmp_path / "out", at_once=1)
+        tune(grid, Launch(out=tmp_path / "out", jobs=1))
     assert not (tmp_path / "out" / "best.json").exists()

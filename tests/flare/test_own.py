@@ -35,6 +35,7 @@ from medfl.flare.site import FlareSite
 from medfl.flare.site_config import SiteConfig, accepted_run, open_server, open_site
 from medfl.runs import launch, text_record
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
@@ -390,7 +391,7 @@ def executed(
         folder.workers = FlareWorkers(made, link, simulated=False, say=say)
         return folder.workers
 
-    Simulator(Execution(federation, folder, resume=True), workers).execute()
+    Simulator(Execution(federation, folder, Launch(resume=True)), workers).execute()
     return folder, link
 
 

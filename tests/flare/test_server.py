@@ -27,6 +27,7 @@ from medfl.flare.wire import Payload, from_model, to_model
 from medfl.methods import load
 from medfl.runtimes.attendance import FailedReply, Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.registry import Execution
@@ -88,12 +89,19 @@ class Near:
 
 
 def executed(
-    out: Path, made: Federation, workers: Callable[[Federation, int], Workers], **settings: Any
+    out: Path,
+    made: Federation,
+    workers: Callable[[Federation, int], Workers],
+    *,
+    tolerance: Tolerance | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Run, and return what is left but for times and for where States lie."""
     folder = RunFolder(out) if (out / "run.json").is_file() else RunFolder.create(out)
     folder.write_run(made.run, {})
-    Simulator(Execution(made, folder, resume=True, **settings), workers).execute()
+    bearing = tolerance or Tolerance()
+    launch = Launch(resume=True, min_replies=bearing.min_replies, deadline=bearing.deadline, **settings)
+    Simulator(Execution(made, folder, launch, bearing.max_share), workers).execute()
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     return {

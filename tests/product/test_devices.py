@@ -22,6 +22,7 @@ from medfl.runs import launch
 from medfl.runs.result import Result
 from medfl.runs.teachers.answers import obtain, open_teacher
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.registry import Execution
@@ -161,7 +162,7 @@ def run(
     assert {made.sections[section].device.type for section in made.sections} == {kind}
     folder = RunFolder.existing(out) if out.exists() else RunFolder.create(out)
     folder.write_run(made.run, {})
-    Simulator(Execution(made, folder, resume=folder.manifest() is not None), workers).execute()
+    Simulator(Execution(made, folder, Launch(resume=folder.manifest() is not None)), workers).execute()
     found = left(out)
     found["summary"].pop("run_hash")
     return found

@@ -31,6 +31,7 @@ from medfl.report.picture import Picture, render
 from medfl.report.saved_pictures import mask_pictures
 from medfl.runs.launch import federate
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
 from medfl.storage.run_folder import RunFolder
@@ -295,7 +296,7 @@ def simulate(out: Path, method: str = "fedavg", jobs: int = 1, save: bool = True
     folder = RunFolder.create(out)
     folder.write_run(record, {"task": "segmentation", "key_metric": "dice", "classes": [], "command": ""})
     federation = Federation(Masks(), load(method), record)  # type: ignore[arg-type]
-    return Simulator(Execution(federation, folder, jobs=jobs, save_predictions=save)).execute()
+    return Simulator(Execution(federation, folder, Launch(jobs=jobs, save_predictions=save))).execute()
 
 
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("local", marks=pytest.mark.slow)])

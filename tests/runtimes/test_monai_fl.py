@@ -30,6 +30,7 @@ from medfl.methods import has_fedavg_server, load, names
 from medfl.runs import launch
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.client import MedflClientAlgo
 from medfl.runtimes.monai_fl.exchange import Exchange
@@ -98,7 +99,7 @@ def test_a_profile_has_the_parts_of_a_site_s_work(tmp_path: Path) -> None:
     made, said = federation("ditto", rounds=2), []
     folder = RunFolder.create(tmp_path / "run")
     folder.write_run(made.run, {})
-    Simulator(Execution(made, folder, profile=True, say=said.append), Exchange).execute()
+    Simulator(Execution(made, folder, Launch(profile=True, say=said.append)), Exchange).execute()
     spans = json.loads((tmp_path / "run" / "profile.json").read_text())["traceEvents"]
     assert {"x", "y", "z"} < {span["name"] for span in spans}
     assert {profiling.DATA, profiling.PASSES, profiling.OPTIMISER, profiling.EVALUATION, profiling.MESSAGES} < {

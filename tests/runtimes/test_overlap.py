@@ -20,8 +20,8 @@ import pytest
 from medfl.core.errors import RunError
 from medfl.methods import load
 from medfl.runtimes import spilled_replies
-from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.pool import Pool
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.registry import Execution
@@ -57,15 +57,16 @@ class Left:
 
 def simulate(out: Path, method: Any = "fedavg", jobs: int = 2, workers: Any = Workers, **changes: Any) -> Left:
     """Run, or continue, five rounds at three sites; a run that fails is looked at too."""
-    tolerance = Tolerance(changes.pop("min_replies", None))
+    min_replies = changes.pop("min_replies", None)
     made_by = load(method) if isinstance(method, str) else method
     record = run_record(**{"method": str(method), "rounds": ROUNDS, **changes})
     resume, said, error = (out / "run.json").is_file(), [], ""
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
     federation = Federation(ToyBundle(), made_by, record)
+    launch = Launch(resume=resume, jobs=jobs, min_replies=min_replies, say=said.append)
     try:
-        Simulator(Execution(federation, folder, resume, jobs, tolerance, say=said.append), workers).execute()
+        Simulator(Execution(federation, folder, launch), workers).execute()
     except RunError as failed:
         error = str(failed)
     return left(out, said, error)

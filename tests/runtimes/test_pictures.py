@@ -20,6 +20,7 @@ from medfl.methods.base import Method
 from medfl.methods.fedbm import FedBM
 from medfl.report.picture import Picture
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.output import pictures
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.simulator import Simulator
@@ -63,7 +64,7 @@ def simulate(out: Path, method: Method | None = None, bundle: ToyBundle | None =
     record = run_record(**changes)
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
-    Simulator(Execution(Federation(bundle or Images(), method, record), folder, resume)).execute()
+    Simulator(Execution(Federation(bundle or Images(), method, record), folder, Launch(resume=resume))).execute()
     return sorted(path.stem for path in (out / "pictures").glob("*"))
 
 

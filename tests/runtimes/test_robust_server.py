@@ -21,6 +21,7 @@ from medfl.methods.base import sample_shares, weighted_mean
 from medfl.runs.launch import federate
 from medfl.runtimes.attendance import FailedReply, Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.workers import Workers
 from medfl.runtimes.monai_fl.exchange import Exchange
 from medfl.runtimes.registry import Execution
@@ -103,8 +104,9 @@ def run(out: Path, made_by: Any, workers: Any = Workers, tolerance: Tolerance | 
     resume, said = (out / "run.json").is_file(), []
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
-    execution = Execution(made, folder, resume, tolerance=tolerance or Tolerance(), say=said.append)
-    summary = Simulator(execution, workers).execute()
+    bearing = tolerance or Tolerance()
+    launch = Launch(resume=resume, min_replies=bearing.min_replies, deadline=bearing.deadline, say=said.append)
+    summary = Simulator(Execution(made, folder, launch, bearing.max_share), workers).execute()
     return Ran(summary, said, [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()], out)
 
 

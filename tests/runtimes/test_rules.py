@@ -14,8 +14,8 @@ from torch import Tensor
 from medfl.core.errors import InputError
 from medfl.core.message import Message
 from medfl.methods import Method, load
-from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.rules import check_state
 from medfl.runtimes.simulator import Simulator
@@ -108,7 +108,7 @@ def test_a_mistake_ends_the_run_in_one_line(tmp_path: Path, method: type[Method]
     folder = RunFolder.create(tmp_path / "run")
     folder.write_run(record, {})
     with pytest.raises(InputError, match=said) as caught:
-        Simulator(Execution(Federation(ToyBundle(), method(), record), folder, tolerance=Tolerance(1))).execute()
+        Simulator(Execution(Federation(ToyBundle(), method(), record), folder, Launch(min_replies=1))).execute()
     assert "\n" not in str(caught.value)
 
 

@@ -17,6 +17,7 @@ from medfl.core.run import PartitionRecord
 from medfl.methods import load
 from medfl.runtimes import profiling, spilled_replies
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.launch import Launch
 from medfl.runtimes.registry import Execution
 from medfl.runtimes.server import scoring
 from medfl.runtimes.simulator import Simulator
@@ -69,7 +70,7 @@ def simulate(
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
     federation = Federation(bundle or ToyBundle(), load(method, options), record)
-    return Simulator(Execution(federation, folder, resume, jobs, profile=profile)).execute()
+    return Simulator(Execution(federation, folder, Launch(resume=resume, jobs=jobs, profile=profile))).execute()
 
 
 def left(out: Path) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from medfl.bundle.bundle import Bundle
@@ -18,8 +17,8 @@ from medfl.compare.papers.tables import PaperTable
 from medfl.compare.tables import write_tables
 from medfl.core.errors import InputError
 from medfl.core.tables import formatted_table
-from medfl.core.terminal import Print
 from medfl.methods import load, values_of
+from medfl.runtimes.launch import Launch
 from medfl.storage.files import write_atomic
 
 PAPER = "paper"
@@ -29,7 +28,7 @@ _HEADS = ("partition", "method", "metric, %", "ours", "published", "difference")
 
 def run(
     table: PaperTable,
-    out: Path,
+    launch: Launch,
     *,
     bundle: str | None = None,
     methods: Sequence[str] = (),
@@ -39,9 +38,6 @@ def run(
     options: Mapping[str, Any],
     config: Mapping[str, Any],
     requested: Mapping[str, Any],
-    at_once: int | None = None,
-    progress: bool = False,
-    say: Print = str,
 ) -> tuple[list[str], int, dict[str, Any]]:
     """Run what is missing of a published table, a folder for each grid, and compare.
 
@@ -66,6 +62,7 @@ def run(
             f"partitions {', '.join(dict.fromkeys(_spec(grid, p) for grid in table.grids for p in grid.partitions))}",
             "give --methods and --partition from these lists, and one of the bundles",
         )
+    out = launch.folder
     lines, code = [f"# {table.paper}: {table.title}"], 0
     collected: list[tuple[Comparison, dict[str, str]]] = []
     document: dict[str, Any] = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
@@ -81,9 +78,9 @@ def run(
         )
         changed = [f"{name}={value}" for part in (options, config, requested) for name, value in part.items()]
         heading = f"{grid.bundle}, {rounds}" + (f", changed: {', '.join(changed)}" if changed else "")
-        say(f"{table.key}: {heading}")
+        launch.say(f"{table.key}: {heading}")
         folder = out / (grid.bundle if len(table.grids) == 1 else f"{number}-{grid.bundle}")
-        comparison, failed = compare(grid, folder, at_once=at_once, progress=progress, say=say)
+        comparison, failed = compare(grid, replace(launch, out=folder))
         document["failed"] |= failed
         phantom = "PHANTOM images, not the paper's: " if comparison is not None and comparison.phantom else ""
         lines += ["", f"## {phantom}{heading}"]
