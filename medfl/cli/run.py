@@ -57,9 +57,9 @@ def add_flags(run: Any) -> None:
     arguments.add_trust(machine)
     arguments.add_jobs(machine, "worker processes; they never change a result")
     machine.add_argument(
-        "--runtime", default="simulator", metavar="simulator|monai-fl|flare|flare-poc",
-        help="who runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this one, a job on "
-        "NVIDIA FLARE's simulator, or one on a FLARE federation with certificates on this machine",
+        "--runtime", default="simulator", metavar="simulator|monai-fl|flare",
+        help="who runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this one, or a job "
+        "on NVIDIA FLARE's simulator",
     )  # fmt: skip
     output = run.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default runs/BUNDLE-METHOD-SEED")
