@@ -124,7 +124,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         def workers(whole: Federation, _: int) -> FlareWorkers:
             flare_workers = FlareWorkers(whole, self, simulated, roster, say)
             if isinstance(folder, ReportedRunFolder):
-                folder.workers = flare_workers
+                folder.follow(flare_workers)
             return flare_workers
 
         tolerance = Tolerance(self.min_replies or None, self.deadline or None, None if simulated else _SHARE)

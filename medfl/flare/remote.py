@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +39,19 @@ class ReportedRunFolder(RunFolder):
     this mean differs from the value of the pooled cases.
     """
 
-    workers: FlareWorkers
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._workers: FlareWorkers | None = None
+
+    def follow(self, workers: FlareWorkers) -> None:
+        """Write from now on what the sites report to these workers."""
+        self._workers = workers
+
+    @property
+    def workers(self) -> FlareWorkers:
+        """What the sites report to."""
+        assert self._workers is not None
+        return self._workers
 
     def append_round(self, entry: Mapping[str, Any]) -> None:
         """Append a line, with the metrics reported in this round."""

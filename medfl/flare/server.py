@@ -149,6 +149,10 @@ class FlareWorkers(Workers):
                 questions.append(self._question(index, task))
         yield from self._answers(questions)
 
+    def set_deadline(self, seconds: float | None) -> None:
+        """Limit how long the sites may take for a round."""
+        self.deadline = seconds
+
     # Asking
 
     def _question(self, index: int, task: SiteTask) -> _Question:
@@ -249,7 +253,7 @@ class FlareWorkers(Workers):
 
     def _introduction(self, name: str, payload: Payload) -> Message:
         message = self._federation.decode_reply(name, payload.group("message"))
-        self._federation.check_message(name, message)
+        self._federation.message_rules(name).check_reply(message)
         self.introduced_counts.pop(name, None)
         self.facts.pop(name, None)
         self.samples[name] = self._checked_count(name, payload)
@@ -288,7 +292,7 @@ class FlareWorkers(Workers):
         federation, name = self._federation, task.site
         arrived = federation.decode_reply(name, payload.group("message"))
         reply = federation.compression.decompress_reply(arrived, task.broadcast, f"site {name!r}")
-        federation.check_message(name, reply)
+        federation.message_rules(name).check_reply(reply)
         cases = self._cases(name, task.sections, payload)
         steps, self.samples[name] = payload.whole_number(wire.STEPS), self._checked_count(name, payload)
         self._check_facts(name, payload)

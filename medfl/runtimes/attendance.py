@@ -63,20 +63,6 @@ class Tolerance:
             needed = f"{aggregation} needs at least {aggregation.least} replies"
             raise InputError(f"{flag} with --aggregation {aggregation}", needed, f"give {aggregation.least} or more")
 
-    def set_deadline(self, workers: object) -> None:
-        """Tell the deadline to what runs the tasks, if it is anything that can hold to one.
-
-        Raises:
-            InputError: it is not: it waits for each site's answer.
-        """
-        if self.deadline is None:
-            return
-        if not hasattr(workers, "deadline"):
-            raise InputError(
-                f"--deadline {self.deadline:g}", "a runtime whose sites run by themselves", "use --runtime flare"
-            )
-        workers.deadline = self.deadline
-
     def record(self) -> dict[str, Any]:
         """Return what run.json tells of it."""
         return {name: value for name, value in asdict(self).items() if value is not None}

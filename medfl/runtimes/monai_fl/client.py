@@ -47,7 +47,7 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
-from medfl.runtimes.monai_fl.view import Aborted, AtSite
+from medfl.runtimes.monai_fl.view import Aborted, SiteView
 from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
 from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
@@ -115,11 +115,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._made = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
         self._stop = threading.Event()
-        self._own: AtSite | None = None
+        self._own: SiteView | None = None
         self._reply: ExchangeObject | None = None
 
-    def initialize(self, extra: dict[str, Any] | None = None) -> None:
+    def initialize(self, extra: dict[str, Any] | None = None, states: States | None = None) -> None:
         """Prepare the site; of `extra` only `ExtraItems.CLIENT_NAME` is read.
+
+        `states` stand in for the folder.
 
         Raises:
             InputError: there is no such site in the run, or a plain averaging host lacks the method's server half.
@@ -132,11 +134,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         if self.host == "averaging":
             refuse_other_servers(federation)
         self.name, self._training_begun = called, False
-        self._own = AtSite(federation, called, self._stop)
+        self._own = SiteView(federation, called, self._stop)
         if self.folder is not None:
             run = without_round_limit(federation.run)
             path = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
             self.states = StatesInFolder(path, federation.networks.device)
+        if states is not None:
+            self.states = states
         self._guard.open_account(called, federation.run.data.folder)
 
     @property
@@ -158,7 +162,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             round_, base, received = self._decoded(view, data, activity)
             with errors_safe_to_send():
                 before_it = f"a State of round {base}" if base else "none; rounds count from 1"
-                view.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
+                view.rules.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
             result = self._call_step(profiling.REST, site_step, round_, before, received, score_on)
@@ -261,7 +265,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self.abort()
         self._own, self._reply, self.cases, self.states = None, None, {}, States()
 
-    def _ready(self) -> AtSite:
+    def _ready(self) -> SiteView:
         if self._own is None:
             raise RunError(f"site {self.name!r} is not initialized; call initialize first")
         return self._own
@@ -305,21 +309,27 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             named.safe_to_send = error.safe_to_send
             raise named from error
 
-    def _decoded(self, view: AtSite, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
+    def _decoded(self, view: SiteView, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
+            require = view.rules.require
             with errors_safe_to_send():
-                view.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
+                require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
                 named: Any = data.weights
-                view.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
-                view.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
-                view.require(data.optim is None, "it has the state of an optimiser")
+                require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
+                require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
+                require(data.optim is None, "it has the state of an optimiser")
+
                 numbers = {ROUND: activity.round, **(data.statistics or {})}
-                round_, base = numbers[ROUND], numbers.get(BASE_ROUND)
+                round_ = numbers[ROUND]
+                base = numbers.get(BASE_ROUND)
                 for value in (round_, 0 if base is None else base):
                     is_whole = type(value) is int and value >= 0
-                    view.require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
-                received = view.averaged(named) if self.host == "averaging" else view.received(named)
+                    require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
+                if self.host == "averaging":
+                    received = view.averaged(named)
+                else:
+                    received = view.received(named)
             self._guard.admit_received(Activity(activity.kind, round_), partial(self._as_message, named))
             return round_, base, received
 
@@ -330,10 +340,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         }
         return Message({"weights": tensors}) if self.host == "averaging" else Message.from_flat(tensors)
 
-    def _reply_of(self, view: AtSite, round_: int, step: StepResult, received: Message) -> tuple[ExchangeObject, State]:
+    def _reply_of(
+        self, view: SiteView, round_: int, step: StepResult, received: Message
+    ) -> tuple[ExchangeObject, State]:
         """Return what leaves after a step, and the State with what was left out of it."""
         seed = derive(view.site(self.name, round_).seed, "messages")
-        averaging, samples = self.host == "averaging", len(view.participant_shard(self.name, "train"))
+        averaging, samples = self.host == "averaging", view.training_items()
         reply = Message({"weights": step.reply["weights"]}) if averaging else step.reply
         unsent = step.state.get(UNSENT, {})
         if self._guard.clips_or_noises and unsent:  # what earlier rounds left is part of the change that is clipped
@@ -346,16 +358,16 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         exchanged = self._outgoing(view, wire, numbers, Activity("train", round_))
         return exchanged, {**state, UNSENT: unsent} if unsent else state
 
-    def _introduction(self, view: AtSite) -> Message:
+    def _introduction(self, view: SiteView) -> Message:
         if self.host == "averaging":
-            return Message({"weights": {name: view.networks.initial[name] for name in view.leaves}})
+            return Message({"weights": {name: view.networks.initial[name] for name in view.rules.leaves}})
         return introduce(view, self.name)
 
     def _outgoing(
-        self, view: AtSite, message: Message, numbers: Mapping[str, Any], activity: Activity
+        self, view: SiteView, message: Message, numbers: Mapping[str, Any], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
-        samples = len(view.participant_shard(self.name, "train"))
+        samples = view.training_items()
         facts = self._guard.allowed_numbers(view.facts if self.host == "medfl" else {}, *view.facts)
         numbers = {**numbers, FlStatistics.DATA_COUNT: samples, **facts}
         self._guard.admit_sent(activity, message, numbers, from_images=self.host == "medfl")

@@ -58,7 +58,7 @@ class Exchange(Workers):
     def _introduction(self, name: str) -> Message:
         with self._at(name, States()) as site:
             message = self._arrived(name, site.get_weights())
-        self._federation.check_message(name, message)
+        self._federation.message_rules(name).check_reply(message)
         return message
 
     def _train(self, task: Train) -> tuple[StepResult, bool]:
@@ -70,7 +70,7 @@ class Exchange(Workers):
         with profiling.during(profiling.MESSAGES):
             wire = self._arrived(task.site, answer)
             reply = federation.compression.decompress_reply(wire, task.broadcast, f"site {task.site!r}")
-            federation.check_message(task.site, reply)
+            federation.message_rules(task.site).check_reply(reply)
         loss, steps = (answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS))
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
@@ -85,8 +85,7 @@ class Exchange(Workers):
         """Be at a site; what it holds in memory is let go of afterwards, for there may be thousands."""
         site = self.sites[name]
         with profiling.visit(name):
-            site.initialize({ExtraItems.CLIENT_NAME: name})
-            site.states = states
+            site.initialize({ExtraItems.CLIENT_NAME: name}, states)
             try:
                 yield site
             finally:

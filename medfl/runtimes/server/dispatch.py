@@ -88,7 +88,7 @@ class Dispatcher:
         message = result if isinstance(result, Message) else result[0].reply
         try:
             if message is not result:
-                self.federation.check_complete(name, message)
+                self.federation.message_rules(name).check_complete(message)
             check_counts(self.federation, name, message, self.workers.item_count(name))
         except RunError as error:
             return FailedReply(name, str(error))

@@ -1,6 +1,6 @@
 """Which replies of a round the server's aggregation can use; the others are refused, and their sites named.
 
-A reply is checked on arrival for all that is known of every method's (`Federation.check_message`, `check_complete`).
+A reply is checked on arrival for all that is known of every method's (`MessageRules`).
 What else a method puts into its replies only its own server half knows: class means of the classes that a site has,
 covariances, a selector. So it is asked. A reply is refused
 
@@ -59,7 +59,7 @@ def next_state(
 ) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
 
-    They are those of the cohort that passed `Federation.check_message`. `left_out` has the reason of each site without
+    They are those of the cohort that passed `MessageRules.check_reply`. `left_out` has the reason of each site without
     one, and takes those of the refused.
 
     Raises:
@@ -94,7 +94,7 @@ def first_state(
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
 
-    They passed `Federation.check_message`; `absent` has each site without one, and takes the refused, with reasons.
+    They passed `MessageRules.check_reply`; `absent` has each site without one, and takes the refused, with reasons.
 
     Raises:
         RunError: an introduction is refused and too few are left, or the server's half fails with each.
@@ -130,7 +130,8 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
         with federation.scope():
             name = federation.cohort(round_)[0]
             down = method.broadcast(federation.host(round_), server, name)
-            federation.check_message(name, Message({"weights": down.tensors.get("weights", {})}))  # of the same forms
+            weights = Message({"weights": down.tensors.get("weights", {})})  # of the forms of a reply's
+            federation.message_rules(name).check_reply(weights)
             method.global_predictor(federation.host(round_), server)
     except Exception as error:  # a State of any form may make it fail in any way
         raise InputError(
