@@ -53,9 +53,11 @@ def recipe(run: Run, carried: Sequence[Path], controller: Any, executor: Any, le
     job.to_server(controller)
     job.to_server({"server": {"task_request_interval": REQUEST_INTERVAL}})
     job.to_clients(executor, tasks=["*"])
+
     for path in carried:
         job.to_server(_ConfigFile(path))
         job.to_clients(_ConfigFile(path))
+
     return Recipe(job)
 
 
@@ -85,6 +87,7 @@ def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: An
             f"at most {MOST_SITES}: each is a process with all libraries loaded",
             "take fewer sites, or --runtime simulator",
         )
+
     inside = (str(folder.resolve()), os.getcwd())
     controller = MedflController(*inside, min_replies=min_replies, **settings)
     executor = MedflExecutor(*inside)
@@ -108,6 +111,7 @@ def execute_with(run_job: RunJob) -> Callable[[Execution], dict[str, Any]]:
         settings = {"save_predictions": execution.save_predictions, **execution.tolerance.record()}
         if execution.track is not None:
             settings["track"] = execution.track
+
         folder = execution.folder.path
         flare_folder = folder.resolve() / FLARE_FOLDER
         _remove(flare_folder)
@@ -115,6 +119,7 @@ def execute_with(run_job: RunJob) -> Callable[[Execution], dict[str, Any]]:
         job, clients = local_recipe(execution.federation.run, folder, **settings)
         write_job(job, flare_folder)
         output = run_job(flare_folder, job.name, clients, execution.say)
+
         return _result(folder, output)
 
     return execute
@@ -136,14 +141,17 @@ def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) 
     allow_classes(workspace / "local" / "resources.json", SIMULATED)
     command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(flare_folder / job)]
     command += ["-w", str(workspace), "-c", ",".join(clients), "-t", str(len(clients))]
+
     with log.open("wb") as output:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+
     try:
         follow(lambda: child.poll() is not None, flare_folder, say)
     finally:
         kill_tree(child)
+
     return log
 
 
@@ -152,8 +160,10 @@ def _result(folder: Path, output: Path) -> dict[str, Any]:
     flare_folder = folder / FLARE_FOLDER
     if (flare_folder / ERROR_FILE).is_file():
         raise_error(read_json(flare_folder / ERROR_FILE, "an error that medfl wrote", f"look into {output}"))
+
     if not (flare_folder / DONE_FILE).is_file():
         raise RunError(f"NVIDIA FLARE ended without a result; its output is in {output}; continue with --resume")
+
     _remove(flare_folder)
     return read_summary(folder / "summary.json")
 
@@ -170,14 +180,15 @@ def _remove(flare_folder: Path) -> None:
 def follow(ended: Callable[[], bool], flare_folder: Path, say: Print) -> None:
     """Pass on the server's lines until the run is over; FLARE itself would take seconds more to end."""
     file = flare_folder / LINES_FILE
-    seen = 0
+    passed_on = 0
     over = False
     while not over:
         over = (flare_folder / DONE_FILE).is_file() or ended()
         lines = file.read_text().splitlines() if file.is_file() else []
-        for line in lines[seen:]:
+        for line in lines[passed_on:]:
             say(json.loads(line))
-        seen = len(lines)
+
+        passed_on = len(lines)
         time.sleep(0 if over else 0.1)
 
 
@@ -188,11 +199,13 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     descendants: list[Any] = []
     with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
         descendants = psutil.Process(process.pid).children(recursive=True)
+
     process.kill()
     process.wait()
     for descendant in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its parent
             descendant.kill()
+
     end = time.monotonic() + 10
     while any(map(_works, descendants)) and time.monotonic() < end:
         time.sleep(0.05)

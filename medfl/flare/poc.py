@@ -23,7 +23,9 @@ from medfl.runtimes.registry import Runtime
 if TYPE_CHECKING:
     from nvflare.fuel.flare_api.flare_api import Session
 
-SERVER, _ADMIN, _PROJECT = "server", "admin@nvidia.com", "example_project"
+SERVER = "server"
+_ADMIN = "admin@nvidia.com"
+_PROJECT = "example_project"
 
 
 class ProofOfConcept:
@@ -60,6 +62,7 @@ class ProofOfConcept:
         flags = ["--he"] if encryption else []
         # FLARE lists the kits that it made in a file below HOME: this user's own stays as it is
         self._command("prepare", "-c", *self.sites, *flags, HOME=str(self.folder))
+
         for name in (SERVER, *self.sites):
             allow_classes(self.kit(name) / "local" / "resources.json", classes)
 
@@ -78,6 +81,7 @@ class ProofOfConcept:
         except BaseException:
             self._stop()
             raise
+
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -112,6 +116,7 @@ class ProofOfConcept:
             text=True,
             env={**self._environment, **variables},
         )
+
         if done.returncode:
             last_words = (done.stderr or done.stdout).strip()[-400:]
             raise RunError(f"nvflare poc {action} failed; its files are in {self.folder}: {last_words}")
@@ -125,6 +130,7 @@ def _run_job(flare_folder: Path, job: str, clients: list[str], say: Print) -> Pa
         say(f"a FLARE server and {len(clients)} sites are up")
         number = federation.submit(flare_folder / job)
         follow(lambda: federation.status(number).startswith("FINISHED"), flare_folder, say)
+
     return federation.folder
 
 

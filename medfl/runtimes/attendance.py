@@ -56,9 +56,13 @@ class Tolerance:
         """
         if self.min_replies is None:
             return
-        flag, size, aggregation = f"--min-replies {self.min_replies}", len(federation.cohort(1)), federation.aggregation
+
+        flag = f"--min-replies {self.min_replies}"
+        size = len(federation.cohort(1))
+        aggregation = federation.aggregation
         if self.min_replies > size:
             raise InputError(flag, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
+
         if self.min_replies < aggregation.least:
             needed = f"{aggregation} needs at least {aggregation.least} replies"
             raise InputError(f"{flag} with --aggregation {aggregation}", needed, f"give {aggregation.least} or more")
@@ -94,9 +98,11 @@ class Attendance:
         sender = "site {!r}".format
         if self.least is None and reasons:
             raise RunError("; ".join(r if r.startswith(sender(n)) else f"{sender(n)}: {r}" for n, r in reasons.items()))
+
         for name, reason in reasons.items():
             self.left_out[name] = reason.replace(_KEPT, "").removeprefix(sender(name)).lstrip(":, ")
             self.say(f"{self.what}: without site {name!r}: {self.left_out[name]}")
+
         if reasons and len(self.names) - len(self.left_out) < (self.least or 0):
             listed = "; ".join(f"{site}: {why}" for site, why in self.left_out.items())
             raise RunError(

@@ -53,13 +53,13 @@ class MessageRules:
 
     # What the server receives
 
-    def decode_reply(self, named: Mapping[Any, Any]) -> Message:
+    def decode_reply(self, arrived: Mapping[Any, Any]) -> Message:
         """Return what a site sent, restored by some transport under the names of `Message.flat`.
 
         Raises:
             RunError: it is no message, or more than the limits; names the site.
         """
-        return Message.from_wire(self.limits.checked(named, self.sender), self.sender)
+        return Message.from_wire(self.limits.checked(arrived, self.sender), self.sender)
 
     def check_reply(self, message: Message) -> None:
         """Check what a site says: declared groups, no personal tensor, known forms, finite values.
@@ -79,6 +79,7 @@ class MessageRules:
                 raise RunError(f"{self.sender}: tensor {key!r} must not leave it")
             if group in undeclared:
                 raise RunError(f"{self.sender}: {key!r} is in a group that the method's groups() does not declare")
+
             self._check_form(self.sender, group, name, tensor)
             if not is_finite(tensor):
                 raise RunError(f"{self.sender}: {key!r} has NaN or infinite values; the last good round is kept")
@@ -94,12 +95,13 @@ class MessageRules:
             if missing:
                 first = f"'weights/{min(missing)}'"
                 raise RunError(f"{self.sender}: {first} is missing in its reply ({len(missing)} such)")
+
         if self.fedavg and "samples" not in reply.scalars:
             raise RunError(f"{self.sender}: its reply does not say of how many items it is")
 
     # What the site receives
 
-    def decode_broadcast(self, named: Mapping[Any, Any], compression: Compression) -> Message:
+    def decode_broadcast(self, tensors_arrived: Mapping[Any, Any], compression: Compression) -> Message:
         """Return a broadcast that arrived under the names of `Message.flat`, made smaller by `compression`.
 
         Its weights are all that leave a site, or none at all; groups that only the method knows are limited in size.
@@ -108,7 +110,7 @@ class MessageRules:
             RunError: something in it is not what it should be; names the site and the tensor.
         """
         sender = self._sender_of_broadcast
-        arrived = Message.from_wire(self.limits.checked(named, sender), sender)
+        arrived = Message.from_wire(self.limits.checked(tensors_arrived, sender), sender)
         message = compression.decompress_broadcast(arrived, f"{self.sender}: the server")
 
         for group, tensors in message.tensors.items():
@@ -117,14 +119,16 @@ class MessageRules:
             for name, tensor in tensors.items():
                 self._check_form(sender, group, name, tensor)
                 self._check_finite(f"{group}/{name}", tensor)
+
         count = len(message.scalars)
         self.require(count <= _MOST_NUMBERS, f"it has {count} numbers; at most {_MOST_NUMBERS}")
         self.require(len(message.tensors) <= _MOST_GROUPS, f"it has {len(message.tensors)} groups of tensors")
         for name, number in message.scalars.items():
             self.require(math.isfinite(number), f"'scalars/{name}' is {number}")
+
         return message
 
-    def decode_average(self, named: Mapping[Any, Any]) -> Message:
+    def decode_average(self, arrived: Mapping[Any, Any]) -> Message:
         """Return weights that arrived under their own names, from a host that knows of nothing else.
 
         Such hosts average in a precision of their own, counters too: numbers are brought back to the network's types,
@@ -133,7 +137,7 @@ class MessageRules:
         Raises:
             RunError: they are not all that leave a site, or not finite; names the site and the tensor.
         """
-        weights = self.limits.checked(named, self._sender_of_broadcast)
+        weights = self.limits.checked(arrived, self._sender_of_broadcast)
         for name, tensor in weights.items():
             self._check_finite(f"weights/{name}", tensor)
             dtype = self.leaves[name][1] if name in self.leaves else tensor.dtype
@@ -145,6 +149,7 @@ class MessageRules:
         self._check_same_names(weights)
         for name, tensor in weights.items():
             self._check_form(self._sender_of_broadcast, "weights", name, tensor)
+
         return Message({"weights": weights})
 
     def require(self, holds: bool, problem: str) -> None:
@@ -174,8 +179,10 @@ class MessageRules:
             forms = self.network
         else:
             return
+
         if name not in forms:
             raise RunError(f"{sender}: '{group}/{name}' is no tensor of the network")
+
         shape, dtype = forms[name]
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             sent = f"{tuple(tensor.shape)} {tensor.dtype}"

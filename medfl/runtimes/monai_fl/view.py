@@ -66,14 +66,17 @@ class SiteView:
         bundle = self.bundle
         sites = self._federation.names
         facts: dict[str, list[int]] = {}
+
         if self.name in site_labels.read(run.site_labels, bundle.structures, sites):
-            known = self._federation.known.get(self.name)
+            annotated = self._federation.known.get(self.name)
             everything = site_labels.foreground_classes(bundle.structures)
-            facts["labels"] = sorted(everything) if known is None else [*known.classes]
+            facts["labels"] = sorted(everything) if annotated is None else [*annotated.classes]
+
         if run.site_channels:
             channels = site_channels.read(run.site_channels, site_channels.names(bundle), sites)
             if self.name in channels:
                 facts["channels"] = [*channels[self.name]]
+
         return facts
 
     def is_held_out(self, section: str) -> bool:
@@ -94,12 +97,15 @@ class SiteView:
         patients: set[str] = set()
         source = self.bundle.section(section).source
         entries = source.entries if source.is_list else []
+
         for index in self._federation.shard(self.name, section).indices.tolist():
             entry = entries[index] if index < len(entries) else None
             images = entry.get("image") if isinstance(entry, Mapping) else None
             for image in images if isinstance(images, list | tuple) else [images]:
                 files.add(stored_key(image) if isinstance(image, str | Path) else "")
+
             patients.add(str(self._federation.sections[section].items[index].get("group", "")))
+
         return files, patients
 
     # What a step needs
@@ -144,13 +150,13 @@ class SiteView:
 
     # What arrives
 
-    def received(self, named: Mapping[Any, Any]) -> Message:
+    def received(self, arrived: Mapping[Any, Any]) -> Message:
         """Return a broadcast that arrived, checked and opened, on this site's device; errors of `decode_broadcast`."""
-        return self._on_device(self.rules.decode_broadcast(named, self.wire_compression))
+        return self._on_device(self.rules.decode_broadcast(arrived, self.wire_compression))
 
-    def averaged(self, named: Mapping[Any, Any]) -> Message:
+    def averaged(self, arrived: Mapping[Any, Any]) -> Message:
         """Return weights that a plain averaging host sent, likewise; errors of `decode_average`."""
-        return self._on_device(self.rules.decode_average(named))
+        return self._on_device(self.rules.decode_average(arrived))
 
     def _on_device(self, message: Message) -> Message:
         return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
