@@ -21,8 +21,9 @@ examples
   medfl flare simulate pneumonia --data phantom --sites 2 --rounds 2"""
 
 _POC = """\
-The same as medfl run --runtime flare-poc: certificates are made, a FLARE server
-and its sites are started on this machine, and the job is submitted to them.
+The run as a job of nvflare poc: FLARE makes certificates and starts a server and
+its sites on this machine, on the ports 8002 and 8003, and the job is submitted to
+them. The flags, and the results bit for bit, are those of medfl run.
 
 examples
   medfl flare poc pneumonia --data phantom --sites 2 --rounds 2"""

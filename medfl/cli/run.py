@@ -58,9 +58,9 @@ def add_flags(run: Any) -> None:
     arguments.add_trust(machine)
     arguments.add_jobs(machine, "number of worker processes; does not change results")
     machine.add_argument(
-        "--runtime", default="simulator", metavar="simulator|monai-fl|flare|flare-poc",
+        "--runtime", default="simulator", metavar="simulator|monai-fl|flare",
         help="what runs the sites, with the same results: worker processes, MONAI FL's ClientAlgo in this "
-             "process, NVIDIA FLARE's simulator, or a local FLARE federation with certificates",
+             "process, or a job on NVIDIA FLARE's simulator",
     )  # fmt: skip
     output = run.add_argument_group("output")
     output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default: runs/BUNDLE-METHOD-SEED")

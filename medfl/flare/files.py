@@ -29,7 +29,10 @@ OWN_IMAGES = "own"
 
 def participants(run: Run) -> list[str]:
     """Return the participants of a run, as `Federation.participants`."""
-    return [POOLED] if methods.load(run.method, run.options).pools_data else list(run.partition.sites)
+    if methods.load(run.method, run.options).pools_data:
+        return [POOLED]
+
+    return list(run.partition.sites)
 
 
 def read_run(app: str) -> Run:
@@ -66,7 +69,10 @@ def read_kit_file(path: Path) -> dict[str, Any]:
 def read_resources(path: Path) -> dict[str, Any]:
     """Return the content of a startup kit's `local/resources.json`, or of the default beside it."""
     source = path if path.is_file() else path.with_name(f"{path.name}.default")
-    return read_kit_file(source) if source.is_file() else {"format_version": 2}
+    if source.is_file():
+        return read_kit_file(source)
+
+    return {"format_version": 2}
 
 
 def allow_classes(resources: Path, classes: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Runs as NVIDIA FLARE jobs: a recipe for every environment of FLARE, and FLARE's simulator and POC on one machine."""
+"""Runs as NVIDIA FLARE jobs: a recipe for every environment of FLARE, and a run in FLARE's simulator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +53,11 @@ def recipe(run: Run, carried: Sequence[Path], controller: Any, executor: Any, le
     job.to_server(controller)
     job.to_server({"server": {"task_request_interval": REQUEST_INTERVAL}})
     job.to_clients(executor, tasks=["*"])
+
     for path in carried:
         job.to_server(_ConfigFile(path))
         job.to_clients(_ConfigFile(path))
+
     return Recipe(job)
 
 
@@ -86,40 +87,44 @@ def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: An
             f"at most {MOST_SITES}: each is a process with all libraries loaded",
             "take fewer sites, or --runtime simulator",
         )
+
     inside = (str(folder.resolve()), os.getcwd())
     controller = MedflController(*inside, min_replies=min_replies, **settings)
     executor = MedflExecutor(*inside)
     return recipe(run, [folder / "run.json"], controller, executor, min_replies or len(clients)), clients
 
 
-def execute(run: Run, folder: Path, *, say: Print, poc: bool = False, **settings: Any) -> dict[str, Any]:
-    """Execute the run in a folder on FLARE, in processes on this machine, and return the summary.
+RunJob = Callable[[Path, str, list[str], Print], Path]
+"""Runs the job of this name in a folder, with sites of these FLARE names, until it is over; returns where the output
+is."""
+EACH_SITE_IS_A_PROCESS = "each of its sites is a process"
 
-    They are those of FLARE's simulator, or with `poc` of a federation with certificates, server and sites. Their output
-    goes to `flare/` in the folder; `flare/` is removed unless the run fails. Errors are those of `Simulator.execute`.
+
+def execute_with(run_job: RunJob) -> Callable[[Execution], dict[str, Any]]:
+    """Return what executes a run as a FLARE job, in processes on this machine, and returns the summary.
+
+    The processes' output goes to `flare/` in the run folder, which is removed unless the run fails. Errors are those of
+    `Simulator.execute`.
     """
-    flare_folder = folder.resolve() / FLARE_FOLDER
-    _remove(flare_folder)
-    flare_folder.mkdir()
-    job, clients = local_recipe(run, folder, **settings)
-    write_job(job, flare_folder)
-    output = (_on_poc if poc else _on_simulator)(flare_folder, job.name, clients, say)
-    return _result(folder, output)
 
+    def execute(execution: Execution) -> dict[str, Any]:
+        launch = execution.launch
+        settings: dict[str, Any] = {"save_predictions": launch.save_predictions}
+        for name in ("min_replies", "deadline", "track"):
+            if getattr(launch, name) is not None:
+                settings[name] = getattr(launch, name)
 
-def _executed(asked: Execution, poc: bool) -> dict[str, Any]:
-    """Execute what `medfl run` asks for."""
-    launch = asked.launch
-    settings: dict[str, Any] = {"save_predictions": launch.save_predictions}
-    settings |= {name: value for name in _OPTIONAL if (value := getattr(launch, name)) is not None}
-    return execute(asked.federation.run, asked.folder.path, say=launch.say, poc=poc, **settings)
+        folder = execution.folder.path
+        flare_folder = folder.resolve() / FLARE_FOLDER
+        _remove(flare_folder)
+        flare_folder.mkdir()
+        job, clients = local_recipe(execution.federation.run, folder, **settings)
+        write_job(job, flare_folder)
+        output = run_job(flare_folder, job.name, clients, launch.say)
 
+        return _result(folder, output)
 
-_OPTIONAL = ("min_replies", "deadline", "track")
-"""Settings of a launch that the server's process is told where they are given."""
-_PROCESSES = "each of its sites is a process"
-SIMULATOR = Runtime(partial(_executed, poc=False), _PROCESSES, remote=True, require=require_flare)
-POC = Runtime(partial(_executed, poc=True), _PROCESSES, remote=True, require=require_flare)
+    return execute
 
 
 def write_job(recipe: Any, folder: Path) -> Path:
@@ -131,36 +136,25 @@ def write_job(recipe: Any, folder: Path) -> Path:
 
 def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) -> Path:
     """Run a job as `SimEnv` does, except for output and end; return the output's file."""
-    from medfl.flare.local_federation import kill_tree
     from medfl.flare.parts import SIMULATED
 
-    workspace, log = flare_folder / "workspace", flare_folder / "output.txt"
+    workspace = flare_folder / "workspace"
+    log = flare_folder / "output.txt"
     allow_classes(workspace / "local" / "resources.json", SIMULATED)
     command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(flare_folder / job)]
     command += ["-w", str(workspace), "-c", ",".join(clients), "-t", str(len(clients))]
+
     with log.open("wb") as output:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+
     try:
-        _follow(lambda: child.poll() is not None, flare_folder, say)
+        follow(lambda: child.poll() is not None, flare_folder, say)
     finally:
         kill_tree(child)
+
     return log
-
-
-def _on_poc(flare_folder: Path, job: str, clients: list[str], say: Print) -> Path:
-    """Run a job in a local federation; return the folder of the output."""
-    from medfl.flare.local_federation import LocalFederation
-    from medfl.flare.parts import SIMULATED
-
-    with LocalFederation(flare_folder / "federation", clients, SIMULATED) as federation:
-        federation.start()
-        federation.ready()
-        say(f"a FLARE server and {len(clients)} sites are up")
-        number = federation.submit(flare_folder / job)
-        _follow(lambda: federation.status(number).startswith("FINISHED"), flare_folder, say)
-        return federation.folder
 
 
 def _result(folder: Path, output: Path) -> dict[str, Any]:
@@ -168,8 +162,10 @@ def _result(folder: Path, output: Path) -> dict[str, Any]:
     flare_folder = folder / FLARE_FOLDER
     if (flare_folder / ERROR_FILE).is_file():
         raise_error(read_json(flare_folder / ERROR_FILE, "an error that medfl wrote", f"look into {output}"))
+
     if not (flare_folder / DONE_FILE).is_file():
         raise RunError(f"NVIDIA FLARE ended without a result; its output is in {output}; continue with --resume")
+
     _remove(flare_folder)
     return read_summary(folder / "summary.json")
 
@@ -183,13 +179,47 @@ def _remove(flare_folder: Path) -> None:
         time.sleep(0.2)
 
 
-def _follow(ended: Callable[[], bool], flare_folder: Path, say: Print) -> None:
+def follow(ended: Callable[[], bool], flare_folder: Path, say: Print) -> None:
     """Pass on the server's lines until the run is over; FLARE itself would take seconds more to end."""
-    seen, over, file = 0, False, flare_folder / LINES_FILE
+    file = flare_folder / LINES_FILE
+    passed_on = 0
+    over = False
     while not over:
         over = (flare_folder / DONE_FILE).is_file() or ended()
         lines = file.read_text().splitlines() if file.is_file() else []
-        for line in lines[seen:]:
+        for line in lines[passed_on:]:
             say(json.loads(line))
-        seen = len(lines)
+
+        passed_on = len(lines)
         time.sleep(0 if over else 0.1)
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process with all that it has started, and wait, at most ten seconds, until none writes any more."""
+    import psutil  # type: ignore[import-untyped]  # comes with FLARE and has no types
+
+    descendants: list[Any] = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+        descendants = psutil.Process(process.pid).children(recursive=True)
+
+    process.kill()
+    process.wait()
+    for descendant in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its parent
+            descendant.kill()
+
+    end = time.monotonic() + 10
+    while any(map(_works, descendants)) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _works(process: Any) -> bool:
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+RUNTIME = Runtime(execute_with(_on_simulator), EACH_SITE_IS_A_PROCESS, remote=True, require=require_flare)

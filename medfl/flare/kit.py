@@ -16,7 +16,8 @@ from medfl.core.errors import InputError
 from medfl.flare.files import read_kit_file, read_resources
 from medfl.storage.files import write_atomic
 
-RESOURCES, AUTHORIZATION = "resources.json", "authorization.json"
+RESOURCES = "resources.json"
+AUTHORIZATION = "authorization.json"
 _SENTRY = "medfl.flare.sentry.Sentry"
 _ROLES = ("project_admin", "org_admin", "lead", "member")
 _CODE = ("byoc", "server-predeployed-flwr")
@@ -45,6 +46,7 @@ def _authorize(path: Path, kind: str) -> None:
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, json.dumps(_permissions(path, kind), indent=4).encode())
+
     for role, right in _granted(read_kit_file(path), _NEVER[kind]):
         raise InputError(
             f"{path} grants {right} to {role}",
@@ -58,13 +60,19 @@ def _permissions(path: Path, kind: str) -> dict[str, Any]:
     if kind == "site":
         rights = {**dict.fromkeys(_JOBS, "any"), **dict.fromkeys(_WITHHELD, "none")}
         return {"format_version": "1.0", "permissions": {role: rights for role in _ROLES}}
+
     default = path.with_name(f"{path.name}.default")
-    permissions = read_kit_file(default).get("permissions", {}) if default.is_file() else {"project_admin": "any"}
+    if default.is_file():
+        permissions = read_kit_file(default).get("permissions", {})
+    else:
+        permissions = {"project_admin": "any"}
+
     never = dict.fromkeys(_CODE, "none")
     roles = {
         role: {**(rights if isinstance(rights, dict) else dict.fromkeys((*_JOBS, *_OPERATION), rights)), **never}
         for role, rights in permissions.items()
     }
+
     return {"format_version": "1.0", "permissions": roles}
 
 
@@ -76,6 +84,7 @@ def _granted(document: dict[str, Any], never: Sequence[str]) -> Iterator[tuple[s
     policy, error = parse_policy_config(document, COMMAND_CATEGORIES)
     if error:
         raise InputError(f"an authorization policy ({error})", "one that FLARE can read", "repair it, or remove it")
+
     for role in policy.roles:
         for right in never:
             conditions = policy.role_right_map.get(f"{role}:*") or policy.role_right_map.get(f"{role}:{right}")
@@ -96,7 +105,11 @@ def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
     document = read_resources(path)
     document |= {"class_list_enforcement_mode": "enforce", "class_allow_list": list(classes)}
     document |= {"allow_log_streaming": False}
-    document["components"] = [one for one in document.get("components", []) if "LogStreamer" not in str(one)]
+    document["components"] = [
+        component for component in document.get("components", []) if "LogStreamer" not in str(component)
+    ]
+
     if kind == "site":
         document["app_validator"] = {"path": _SENTRY, "args": {"classes": list(classes)}}
+
     write_atomic(path, json.dumps(document, indent=4).encode())

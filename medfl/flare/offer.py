@@ -48,28 +48,34 @@ def offer(
         raise InputError(
             f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
         )
+
     data = PHANTOM if bundle in shipped() else None
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **site_settings.EMPTY}
-    plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **whole))
-    run, method = plan.run, plan.method
+    settings = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **site_settings.EMPTY}
+    plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **settings))
+    run = plan.run
+    method = plan.method
+
     if run.method not in methods.names():
         raise InputError(f"--method {run.method}", "a shipped method: sites take no other code", "see medfl methods")
+
     check_name(run.bundle, "bundle")
-    if what := needs_in_one_place(method):
-        raise InputError(f"method {run.method!r}, which needs {what}", "one that does without", "see medfl methods")
+    if need := needs_in_one_place(method):
+        raise InputError(f"method {run.method!r}, which needs {need}", "one that does without", "see medfl methods")
     if text := odd_option({**run.options, "plm": ""}):  # a language model's path becomes a name
         raise InputError(text, f"{PLAIN}: sites take no others", "write out what a pattern or path stands for")
-    said = site_settings.of_request(bundle, requested or {})
-    check_unlabelled(said["unlabelled"], run.method, method, {site: {} for site in sites})
+
+    site_texts = site_settings.of_request(bundle, requested or {})
+    check_unlabelled(site_texts["unlabelled"], run.method, method, {site: {} for site in sites})
     source = PHANTOM if rehearsal else "real"
     offered = replace(
         run,
         bundle_path="",
         data=DataRecord(source, "", "", "", {}),
         partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
-        **said,
+        **site_texts,
     )
     federation_of_names(plan.bundle, method, offered, held_out=False)  # what the server would refuse is refused here
+
     return offered
 
 
@@ -97,19 +103,24 @@ def export(
     require_unused(out)
     run = offer(bundle, sites, **asked)
     least = min_replies or len(sites)
+
     if least > len(sites):
         raise InputError(f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many")
+
     with tempfile.TemporaryDirectory() as temporary:
         method = methods.load(run.method, run.options)
         source, _ = initial_weights.begin_with(Bundle(bundle), (asked.get("requested") or {}).get("init", ""))
         files = text_record.write_for_job(source, run, method, Path(temporary))
+
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere
             plm = _named(run.text.plm)
             run = replace(run, options={**run.options, "plm": plm}, text=replace(run.text, plm=plm))
+
         carried = Path(temporary) / RUN_FILE
         carried.write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}, indent=1))
         controller = RemoteController(resume=resume, **tolerance.record())
         job = write_job(recipe(run, [carried, *files], controller, RemoteExecutor(), least), out)
+
     return {
         "job": str(job), "sites": list(sites), "bundle": run.bundle, "bundle_sha256": run.bundle_sha256,
         "method": run.method, "rounds": run.rounds, "run_hash": run.run_hash, "data_source": run.data.source,

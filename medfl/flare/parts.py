@@ -70,9 +70,11 @@ class _Controller(ModelController):  # type: ignore[misc]
     def __init__(self, min_replies: int = 0, deadline: float = 0.0) -> None:
         """Store the arguments as attributes, from which FLARE writes them into the job."""
         super().__init__(persistor_id="", task_check_period=0.1)
-        self.min_replies, self.deadline = min_replies, deadline
+        self.min_replies = min_replies
+        self.deadline = deadline
         self._questions: dict[int, tuple[Task, set[str]]] = {}  # with the sites that have not answered
-        self._count, self._lock = 0, threading.Lock()
+        self._count = 0
+        self._lock = threading.Lock()
         self._disconnected: dict[str, str] = {}
         self._flare_names: dict[str, str] = {}
 
@@ -89,6 +91,7 @@ class _Controller(ModelController):  # type: ignore[misc]
             if folder is not None:
                 with (folder / LINES_FILE).open("a") as file:
                     file.write(json.dumps(text) + "\n")
+
             self.info(text)
 
         try:
@@ -97,6 +100,7 @@ class _Controller(ModelController):  # type: ignore[misc]
             folder.mkdir(exist_ok=True)
             for name in (LINES_FILE, ERROR_FILE, DONE_FILE):
                 (folder / name).unlink(missing_ok=True)
+
             self._execute(path, say)
             (folder / DONE_FILE).touch()
         except Exception as error:  # reported to the process that started the job, and to FLARE
@@ -124,7 +128,7 @@ class _Controller(ModelController):  # type: ignore[misc]
         def workers(whole: Federation, _: int) -> FlareWorkers:
             flare_workers = FlareWorkers(whole, self, simulated, roster, say)
             if isinstance(folder, ReportedRunFolder):
-                folder.workers = flare_workers
+                folder.follow(flare_workers)
             return flare_workers
 
         launch = Launch(
@@ -139,10 +143,14 @@ class _Controller(ModelController):  # type: ignore[misc]
         with self._lock:
             self._count += 1
             number = self._count
-        inverse, waiting = {self._flare_names[site]: site for site in sites}, set(sites)
+
+        inverse = {self._flare_names[site]: site for site in sites}
+        waiting = set(sites)
 
         def arrived(client_task: ClientTask, fl_ctx: FLContext) -> None:
-            site, result, client_task.result = inverse[client_task.client.name], client_task.result, None
+            site = inverse[client_task.client.name]
+            result = client_task.result
+            client_task.result = None
             waiting.discard(site)
             answers.put(Answer(number, site, _read(result, site)))
 
@@ -196,7 +204,10 @@ class MedflController(_Controller):
         deadline: float = 0.0,
     ) -> None:
         super().__init__(min_replies, deadline)
-        self.folder, self.start, self.save_predictions, self.track = folder, start, save_predictions, track
+        self.folder = folder
+        self.start = start
+        self.save_predictions = save_predictions
+        self.track = track
 
     def _open_run_folder(self) -> Path:
         return Path(self.folder)
@@ -232,15 +243,19 @@ class RemoteController(_Controller):
         run_hash = without_round_limit(self._run).run_hash
         path = Path(self._config.folder) / f"{self._run.bundle}-{self._run.method}-{run_hash[:16]}"
         there = (path / "run.json").is_file()
+
         if there and not self.resume:
             raise InputError(f"the server has this run in {path}", "a new one", "export the job with --resume")
+
         if not there:
             RunFolder.create(path)
+
         return path
 
     def _execute(self, path: Path, say: Print) -> None:
         federation = open_server(self._run, self._config, self._carried)
-        run, bundle = federation.run, federation.bundle
+        run = federation.run
+        bundle = federation.bundle
         torch.set_num_threads(run.threads)
         folder = ReportedRunFolder(path)
         about = {"medfl": run.versions.get("medfl", ""), "task": bundle.task, "classes": list(bundle.classes)}
@@ -273,14 +288,17 @@ class _Executor(Executor):  # type: ignore[misc]
             if self._site is None:
                 workspace = fl_ctx.get_engine().get_workspace()
                 app = workspace.get_app_dir(fl_ctx.get_job_id())
-                run, self._carried = read_run(app), Path(app) / "config"
+                run = read_run(app)
+                self._carried = Path(app) / "config"
                 self._site = self._opened(run, str(fl_ctx.get_identity_name()), workspace)
                 torch.set_num_threads(run.threads)
+
             with errors_safe_to_send():
                 question = from_model(FLModelUtils.from_shareable(shareable), "the server")
             answer = self._site.answer(task_name, question, lambda: bool(abort_signal.triggered))
         except Exception as error:  # FLARE would fail the whole job
             answer = self._failed(error, str(fl_ctx.get_identity_name()))
+
         return FLModelUtils.to_shareable(to_model(answer))
 
     @abstractmethod
@@ -297,7 +315,8 @@ class MedflExecutor(_Executor):
 
     def __init__(self, folder: str, start: str) -> None:
         super().__init__()
-        self.folder, self.start = folder, start
+        self.folder = folder
+        self.start = start
 
     def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
         from medfl.flare.site import FlareSite  # imports all of MONAI FL, which the server does not need
@@ -307,6 +326,7 @@ class MedflExecutor(_Executor):
         folder = Path(self.folder)
         plan = repeat(run, folder=folder)
         names = {there: name for name, there in wire.wire_names(participants(run)).items()}
+
         if flare_name not in names:
             raise InputError(f"site {flare_name!r}", f"sites are {', '.join(names)}", "use these names")
 
@@ -338,6 +358,7 @@ class RemoteExecutor(_Executor):
             lambda: open_site(run, flare_name, config, self._carried, self._say), flare_name,
             folder=config.folder, outbound=policy.outbound, audit=config.audit or None, say=self._say,
         )  # fmt: skip
+
         return FlareSite(algo, flare_name)
 
     def _say(self, text: str) -> None:

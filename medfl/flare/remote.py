@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,19 +38,34 @@ class ReportedRunFolder(RunFolder):
     this mean differs from the value of the pooled cases.
     """
 
-    workers: FlareWorkers
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._workers: FlareWorkers | None = None
+
+    def follow(self, workers: FlareWorkers) -> None:
+        """Write from now on what the sites report to these workers."""
+        self._workers = workers
+
+    @property
+    def workers(self) -> FlareWorkers:
+        """What the sites report to."""
+        assert self._workers is not None
+        return self._workers
 
     def append_round(self, entry: Mapping[str, Any]) -> None:
         """Append a line, with the metrics reported in this round."""
         assert isinstance(entry, dict)
-        workers, sites = self.workers, entry["sites"]
+        workers = self.workers
+        sites = entry["sites"]
         samples = {name: workers.samples.get(name, 0) for name in sites}
         losses = {name: site.get("train_loss", math.nan) for name, site in sites.items()}
         entry["train_loss"] = _mean(losses, samples)
+
         for name, site in sites.items():
             site["samples"] = samples[name]
             if name in workers.reported:
                 site["told"] = dict(workers.reported[name])
+
         entry["told"] = mean_reported(workers.reported)
         super().append_round(entry)
         workers.reported = {}
@@ -82,6 +98,7 @@ def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:
         values = {name: metrics[key] for name, metrics in reported.items() if key in metrics}
         counts = {name: int(reported[name].get(f"{section}/cases", 0)) for name in values}
         means[key] = float(sum(counts.values())) if metric == "cases" else _mean(values, counts)
+
     return means
 
 
@@ -89,4 +106,7 @@ def _mean(values: Mapping[str, float], weights: Mapping[str, int]) -> float:
     """Return the weighted mean of the values that are not NaN, NaN if there are none."""
     numbers = {name: value for name, value in values.items() if value == value}
     total = sum(weights[name] for name in numbers)
-    return sum(value * weights[name] for name, value in numbers.items()) / total if total else math.nan
+    if total:
+        return sum(value * weights[name] for name, value in numbers.items()) / total
+
+    return math.nan

@@ -45,7 +45,9 @@ class Sentry(AppValidator):  # type: ignore[misc]
         return next(self._problems(Path(app_folder)), ""), {}
 
     def _problems(self, app: Path) -> Iterator[str]:
-        for path in sorted(Path(at, one) for at, inner, files in folders_below(app) for one in (*inner, *files)):
+        for path in sorted(
+            Path(at, name_in_folder) for at, inner, files in folders_below(app) for name_in_folder in (*inner, *files)
+        ):
             name = printable(path.relative_to(app))
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
                 yield f"{name} is neither a file nor a folder"
@@ -60,6 +62,7 @@ class Sentry(AppValidator):  # type: ignore[misc]
         except Refused as error:
             yield str(error)
             return
+
         while todo:
             node = todo.pop()
             if isinstance(node, list):

@@ -68,6 +68,7 @@ def _serve(args: Any, show: Callable[..., int]) -> int:
     document = prepare(kit, kind)
     sandbox, document["sandbox"] = _sandbox(kit, kind, args)
     show(args, document, lambda: "\n".join(f"{key}: {value}" for key, value in document.items()))
+
     return 0 if args.check else start(kit, sandbox)
 
 
@@ -79,11 +80,18 @@ def _sandbox(kit: Path, kind: str, args: Any) -> tuple[SiteSandbox | None, str]:
 
     if kind != "site":
         return None, "none at a server, which runs the bundle of its own operator"
+
     if args.no_sandbox or not abi():
-        why = "--no-sandbox" if args.no_sandbox else "this kernel has no Landlock, or it is switched off"
+        if args.no_sandbox:
+            why = "--no-sandbox"
+        else:
+            why = "this kernel has no Landlock, or it is switched off"
+
         return None, f"WARNING: NOT IN FORCE ({why}): the bundle may do what this user may"
+
     if args.check:
         return None, f"Landlock ABI {abi()}"
+
     sandbox = SiteSandbox(kit, SiteConfig.read(kit / "local" / CONFIG_FILE))
     return sandbox, sandbox.line
 
@@ -104,13 +112,16 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
 
     config = SiteConfig.read(kit / "local" / CONFIG_FILE)
     policy = config.checked_policy()
+
     if kind == "site" and not (config.data and Path(config.data).is_dir()):
         raise InputError(f"data {config.data or 'not given'}", "the folder of the site's images", "give it with --data")
+
     bundle = Bundle(config.bundle, policy=policy)
     check_declared_data(config, bundle, kit.name)
     for path in (config.folder, config.audit and str(Path(config.audit).parent)):
         if path:
             Path(path).mkdir(parents=True, exist_ok=True)
+
     classes = [*ALLOWED, *(name for name in config.classes if name not in (*ALLOWED, *SIMULATED))]
     secure(kit, kind, classes)
     return {
@@ -130,19 +141,23 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
     bash = shutil.which("bash")
     if bash is None:
         raise RunError("there is no bash, which the startup kit needs")
+
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # its python3 is this one
     folder, variables = (sandbox.workspace, sandbox.variables) if sandbox else (kit, {})
     command = [bash, str(folder / "startup" / "sub_start.sh"), "--once"]
     begin = partial(_begin, sandbox.enter if sandbox else None)
     process = subprocess.Popen(command, env={**os.environ, "PATH": path, **variables}, preexec_fn=begin)
+
     try:
         code = process.wait()
     except KeyboardInterrupt:
         process.terminate()
         process.wait()
         raise
+
     if code:
         raise RunError(f"NVIDIA FLARE's process ended with code {code}; see {folder / 'log.txt'}")
+
     return 0
 
 
@@ -177,20 +192,26 @@ def _write_own(args: Any, kit: Path) -> None:
     names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")
     settings = {name: value for name in names if (value := getattr(args, name)) is not None}
     settings = {k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in settings.items()}
+
     if not settings:
         if not path.is_file():
-            what = f"--kit {kit} without local/{CONFIG_FILE}"
-            raise InputError(what, "it is written the first time", "give BUNDLE and --folder")
+            problem = f"--kit {kit} without local/{CONFIG_FILE}"
+            raise InputError(problem, "it is written the first time", "give BUNDLE and --folder")
+
         return
+
     if not {"bundle", "folder"} <= settings.keys():
         raise InputError("no BUNDLE, or no --folder", "both are needed the first time", "add what is missing")
+
     if settings["bundle"] not in shipped_folders():
         settings["bundle"] = str(Path(settings["bundle"]).expanduser().resolve())
+
     text = yaml.safe_dump(settings, sort_keys=False, width=1000)
     if path.is_file():
         if yaml.safe_load(path.read_text()) != settings:
             raise InputError(f"{path} says something else", "what a site said is not overwritten", "edit or remove it")
         return
+
     write_atomic(path, text.encode())
     try:
         SiteConfig.read(path)

@@ -41,7 +41,10 @@ from medfl.runtimes.tasks import (
     WorkerTask,
 )
 
-FLARE_FOLDER, LINES_FILE, ERROR_FILE, DONE_FILE = "flare", "said.txt", "failed.json", "done"
+FLARE_FOLDER = "flare"
+LINES_FILE = "said.txt"
+ERROR_FILE = "failed.json"
+DONE_FILE = "done"
 """Folder of a job in the run folder; in it the server's lines for the user, its error, and a mark that it is done."""
 _SILENCE = 1.0
 """Seconds between two checks that the sites are still connected."""
@@ -130,7 +133,10 @@ class FlareWorkers(Workers):
     ) -> None:
         """Start nothing: the sites run already."""
         super().__init__(federation, 1)
-        self._link, self._simulated, self._roster, self._say = link, simulated, roster or {}, say
+        self._link = link
+        self._simulated = simulated
+        self._roster = roster or {}
+        self._say = say
         self.samples: dict[str, int] = {}
         self.deadline: float | None = None
         self.reported: dict[str, dict[str, float]] = {}
@@ -147,7 +153,12 @@ class FlareWorkers(Workers):
                 yield index, _EMPTY_RESULTS[type(task)]
             else:
                 questions.append(self._question(index, task))
+
         yield from self._answers(questions)
+
+    def set_deadline(self, seconds: float | None) -> None:
+        """Limit how long the sites may take for a round."""
+        self.deadline = seconds
 
     # Asking
 
@@ -157,31 +168,40 @@ class FlareWorkers(Workers):
         if isinstance(task, Introduce):
             numbers = wire.question_numbers(0)
             return _Question(index, name, wire.INTRODUCE, numbers, None, partial(self._introduction, name))
+
         assert isinstance(task, RoundTask)
         with profiling.during(profiling.MESSAGES):
             message = self._federation.compress_broadcast(task.round, name, task.broadcast)
+
         sections: Sequence[str] = ()
         save: dict[str, float] = {}
         extra: dict[str, torch.Tensor] = {}
         read: Callable[[Payload], Any]
         match task:
             case Train(sections=sections):
-                kind, read = wire.TRAIN, partial(self._trained, task, message.num_bytes)
+                kind = wire.TRAIN
+                read = partial(self._trained, task, message.num_bytes)
             case TrainToScore(sections=sections):
-                kind, read = wire.TRAIN_TO_SCORE, partial(self._cases, name, sections)
+                kind = wire.TRAIN_TO_SCORE
+                read = partial(self._cases, name, sections)
             case ScoreSite(sections=sections):
-                kind, read = wire.SCORE_SITE, partial(self._cases, name, sections)
+                kind = wire.SCORE_SITE
+                read = partial(self._cases, name, sections)
             case ScoreSiteOnAll():
-                kind, read = wire.SCORE_ON_ALL, partial(self._cases_of_all, name)
+                kind = wire.SCORE_ON_ALL
+                read = partial(self._cases_of_all, name)
             case CopyWeights():
-                kind, read = wire.COPY_WEIGHTS, _weights
+                kind = wire.COPY_WEIGHTS
+                read = _weights
             case SegmentSite():
                 ids = self._federation.shard(name, "test").ids
-                kind, read = wire.SEGMENT, partial(_masks, ids)
+                kind = wire.SEGMENT
+                read = partial(_masks, ids)
                 save = {wire.SAVE: int(task.folder is not None)}
                 extra = {"positions/test": torch.tensor([ids.index(ident) for ident in task.ids], dtype=torch.int64)}
             case _:
                 raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
+
         numbers = wire.question_numbers(task.round, sections, **save)
         state_round = 0 if task.state is None else task.state.round
         return _Question(index, name, kind, numbers, message, read, extra, state_round)
@@ -198,8 +218,13 @@ class FlareWorkers(Workers):
             payload = wire.message_payload(first.message or Message(), first.numbers, extra)
             number = self._link.ask(first.task_name, [question.site for question in group], payload, answers)
             waiting |= {(number, question.site): question for question in group}
+
         preparing = 0.0 if self._started else _START
-        end = None if self.deadline is None else time.monotonic() + self.deadline + preparing
+        if self.deadline is None:
+            end = None
+        else:
+            end = time.monotonic() + self.deadline + preparing
+
         self._started = True
         numbers = {number for number, _ in waiting}
         try:
@@ -215,7 +240,11 @@ class FlareWorkers(Workers):
         self, answers: queue.SimpleQueue[Answer], waiting: Mapping[tuple[int, str], _Question], end: float | None
     ) -> list[tuple[tuple[int, str], Payload]]:
         """Return the next answer, or failures for the sites that will not answer any more."""
-        patience = _SILENCE if end is None else max(0.0, min(_SILENCE, end - time.monotonic()))
+        if end is None:
+            patience = _SILENCE
+        else:
+            patience = max(0.0, min(_SILENCE, end - time.monotonic()))
+
         try:
             with profiling.during(None):
                 answer = answers.get(timeout=patience)
@@ -223,11 +252,14 @@ class FlareWorkers(Workers):
             if end is not None and time.monotonic() >= end:
                 late = f"no answer within {self.deadline:g} s"
                 return [(key, wire.failure(late)) for key in list(waiting)]
+
             lost = {key: self._link.why_lost(key[1]) for key in waiting}
             if not any(lost.values()) and self._link.is_aborted():
                 problem = "the job was ended from outside; the last round is intact, continue with --resume"
                 raise RunError(problem) from None
+
             return [(key, wire.failure(why)) for key, why in lost.items() if why]
+
         key = (answer.question, answer.site)
         return [(key, answer.payload)] if key in waiting else []
 
@@ -243,40 +275,56 @@ class FlareWorkers(Workers):
             why = str(error)
         except (KeyError, TypeError, ValueError) as error:  # what a site sends may have any form
             why = wire.failure(error).failure_reason
+
         return FailedReply(question.site, why if why.startswith(sender) else f"{sender}: {why}")
 
     # Reading
 
     def _introduction(self, name: str, payload: Payload) -> Message:
         message = self._federation.decode_reply(name, payload.group("message"))
-        self._federation.check_message(name, message)
+        self._federation.message_rules(name).check_reply(message)
         self.introduced_counts.pop(name, None)
         self.facts.pop(name, None)
         self.samples[name] = self._checked_count(name, payload)
         self._check_facts(name, payload)
+
         return message
 
     def item_count(self, name: str) -> int:
         """Return how many training items a site has; where they are its own, what it told first."""
-        return super().item_count(name) if self._simulated else self.introduced_counts.get(name, 0)
+        if self._simulated:
+            return super().item_count(name)
+
+        return self.introduced_counts.get(name, 0)
 
     def _checked_count(self, name: str, payload: Payload) -> int:
         """Return the number of training items that a site tells, at most what roster and introduction say."""
-        count, most = payload.whole_number(wire.SAMPLES), self._roster.get(name)
+        count = payload.whole_number(wire.SAMPLES)
+        most = self._roster.get(name)
         if most is not None and count > most:
             raise RunError(f"it tells of {count:,} training images; the server's roster has it with at most {most:,}")
-        at_first = self.item_count(name) if self._simulated else self.introduced_counts.setdefault(name, count)
+
+        if self._simulated:
+            at_first = self.item_count(name)
+        else:
+            at_first = self.introduced_counts.setdefault(name, count)
+
         if count > at_first:
             raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {at_first:,}")
+
         return count
 
     def _check_facts(self, name: str, payload: Payload) -> None:
         """Note what a site with images of its own tells of them, the same each time, and say it the first time."""
-        facts = {} if self._simulated else site_facts.read(payload, self._federation.bundle)
+        if self._simulated:
+            facts = {}
+        else:
+            facts = site_facts.read(payload, self._federation.bundle)
+
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.describe(facts)}")
         if facts != (before := self.facts.setdefault(name, facts)):
-            statement, first = (site_facts.describe(one) or "nothing" for one in (facts, before))
+            statement, first = (site_facts.describe(told_facts) or "nothing" for told_facts in (facts, before))
             raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
     def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,15 +333,18 @@ class FlareWorkers(Workers):
 
     def _trained(self, task: Train, bytes_down: int, payload: Payload) -> tuple[StepResult, bool]:
         """Return what `task` asked for, and whether the site has a new State."""
-        federation, name = self._federation, task.site
+        federation = self._federation
+        name = task.site
         arrived = federation.decode_reply(name, payload.group("message"))
         reply = federation.compression.decompress_reply(arrived, task.broadcast, f"site {name!r}")
-        federation.check_message(name, reply)
+        federation.message_rules(name).check_reply(reply)
         cases = self._cases(name, task.sections, payload)
-        steps, self.samples[name] = payload.whole_number(wire.STEPS), self._checked_count(name, payload)
+        steps = payload.whole_number(wire.STEPS)
+        self.samples[name] = self._checked_count(name, payload)
         self._check_facts(name, payload)
         loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site's policy may withhold it
         renewed = bool(payload.whole_number(wire.RENEWED))
+
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
 
     def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
@@ -321,8 +372,8 @@ def _masks(ids: Sequence[str], payload: Payload) -> dict[str, Masks]:
     return {ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in parts.items()}
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one is other or (one.dtype == other.dtype and torch.equal(one, other))
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left is right or (left.dtype == right.dtype and torch.equal(left, right))
 
 
 def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, float]:
@@ -347,4 +398,5 @@ def _grouped(questions: Sequence[_Question]) -> list[list[_Question]]:
             groups.append([question])
         else:
             group.append(question)
+
     return groups

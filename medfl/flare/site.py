@@ -46,7 +46,10 @@ class FlareSite:
 
     def __init__(self, algo: MedflClientAlgo, name: str, shows: RunFolder | None = None) -> None:
         """Store the arguments; the first question prepares the site."""
-        self.algo, self.name, self._simulation, self._ready = algo, name, shows, False
+        self.algo = algo
+        self.name = name
+        self._simulation = shows
+        self._ready = False
 
     def answer(self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None) -> Payload:
         """Return the answer to a question, or a failure; raises nothing."""
@@ -59,20 +62,24 @@ class FlareSite:
             wire.COPY_WEIGHTS: self._copy_weights,
             wire.SEGMENT: self._segment,
         }
+
         try:
             with errors_safe_to_send():
                 if task_name not in answers:
-                    asked = f"site {self.name!r} is asked for '{printable(task_name, 40)}'"
-                    raise RunError(f"{asked}; it answers {', '.join(answers)}")
+                    problem = f"site {self.name!r} is asked for '{printable(task_name, 40)}'"
+                    raise RunError(f"{problem}; it answers {', '.join(answers)}")
+
             with _stopped(self.algo, stop):
                 if not self._ready:
                     self.algo.initialize({ExtraItems.CLIENT_NAME: self.name})
                     self._ready = True
+
                 return answers[task_name](payload)
         except Exception as error:  # an answer, too: the process must not end, see above
             if self._simulation is not None:
                 expected = isinstance(error, MedflError)
                 return wire.failure(error if expected else f"site {self.name!r}: {task_name}: {in_words(error)}")
+
             with suppress(MedflError):  # an audit log that cannot be written stops replies; a failure has no data
                 self.algo.log_failure(printable(task_name, 40), error)
             return hidden_failure(self.name, error)
@@ -82,12 +89,15 @@ class FlareSite:
         return Payload(self._outgoing_tensors(reply), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]})
 
     def _train(self, payload: Payload) -> Payload:
-        data, sections = self._exchange_object(payload), payload.sections
+        data = self._exchange_object(payload)
+        sections = payload.sections
         metrics: dict[str, float] = {}
         if sections and not self._simulation:  # of what was received, before it is trained on
             metrics = _metrics_of(self.algo.visit(score_site, data, sections))
+
         self.algo.train(data, {SCORED_SECTIONS: sections if self._simulation else ()})
-        reply, cases = self.algo.get_weights(), self.algo.cases
+        reply = self.algo.get_weights()
+        cases = self.algo.cases
         loss = reply.statistics.get(LOSS)
         numbers = {
             **({} if loss is None else {wire.LOSS: loss}),  # the site's policy may withhold it
@@ -96,7 +106,11 @@ class FlareSite:
             wire.RENEWED: int(self.algo.renewed),
         }
         answer = Payload(self._outgoing_tensors(reply), numbers, metrics=metrics)
-        return wire.with_cases(answer, cases) if self._simulation else answer
+
+        if self._simulation:
+            return wire.with_cases(answer, cases)
+
+        return answer
 
     def _train_to_score(self, payload: Payload) -> Payload:
         """Train once more, only to score the result."""
@@ -111,14 +125,17 @@ class FlareSite:
 
     def _copy_weights(self, payload: Payload) -> Payload:
         self._in_simulation(wire.COPY_WEIGHTS)
-        named = self.algo.visit(copy_site_weights, self._exchange_object(payload))
-        return Payload(wire.cpu_copies({f"own/{name}": tensor for name, tensor in named.items()}))
+        weights = self.algo.visit(copy_site_weights, self._exchange_object(payload))
+        return Payload(wire.cpu_copies({f"own/{name}": tensor for name, tensor in weights.items()}))
 
     def _segment(self, payload: Payload) -> Payload:
         """Segment the test items at the positions that the server asks for."""
         folder = self._in_simulation(wire.SEGMENT)
         positions = [int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()]
-        target = str(folder.predictions_folder(self.name)) if payload.numbers.get(wire.SAVE) else None
+        if payload.numbers.get(wire.SAVE):
+            target = str(folder.predictions_folder(self.name))
+        else:
+            target = None
 
         def _masks_at(  # this name stands in audit logs
             federation: Federation, round_: int, name: str, state: State | None, down: Message
@@ -127,17 +144,21 @@ class FlareSite:
             by_id = segment_site(federation, round_, name, state, down, [ids[i] for i in positions], target)
             return {i: by_id[ids[i]] for i in positions if ids[i] in by_id}
 
-        named: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         masks = self.algo.visit(_masks_at, self._exchange_object(payload))
         for position, (prediction, reference, classes) in masks.items():
-            named |= {f"masks/{position}/prediction": prediction, f"masks/{position}/reference": reference}
-            named[f"masks/{position}/classes"] = torch.tensor(classes)
-        return Payload(wire.cpu_copies(named))
+            tensors |= {f"masks/{position}/prediction": prediction, f"masks/{position}/reference": reference}
+            tensors[f"masks/{position}/classes"] = torch.tensor(classes)
+
+        return Payload(wire.cpu_copies(tensors))
 
     def _outgoing_tensors(self, reply: ExchangeObject) -> dict[str, Any]:
         """Return a message's tensors, and unless everything is shown what the site tells of its data."""
-        named = {f"message/{name}": tensor for name, tensor in (reply.weights or {}).items()}
-        return named if self._simulation else {**named, **site_facts.tensors(reply.statistics)}
+        tensors = {f"message/{name}": tensor for name, tensor in (reply.weights or {}).items()}
+        if self._simulation:
+            return tensors
+
+        return {**tensors, **site_facts.tensors(reply.statistics)}
 
     def _exchange_object(self, payload: Payload) -> Any:
         with errors_safe_to_send():
@@ -145,13 +166,18 @@ class FlareSite:
         return ExchangeObject(weights=payload.group("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
 
     def _scored(self, cases: Mapping[str, Cases]) -> Payload:
-        return wire.with_cases(Payload(), cases) if self._simulation else Payload(metrics=_metrics_of(cases))
+        if self._simulation:
+            return wire.with_cases(Payload(), cases)
 
-    def _in_simulation(self, what: str) -> RunFolder:
+        return Payload(metrics=_metrics_of(cases))
+
+    def _in_simulation(self, task_name: str) -> RunFolder:
         with errors_safe_to_send():
             if self._simulation is None:
                 raise InputError(
-                    f"site {self.name!r} is asked for {what}", "sites of a simulation alone answer it", "do not ask"
+                    f"site {self.name!r} is asked for {task_name}",
+                    "sites of a simulation alone answer it",
+                    "do not ask",
                 )
         return self._simulation
 

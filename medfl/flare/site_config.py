@@ -111,33 +111,42 @@ class SiteConfig:
             raise InputError(f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice) from error
         except (Refused, yaml.YAMLError) as error:
             raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
+
         keys = [field.name for field in fields(cls)]
         if not isinstance(settings, dict) or not {"bundle", "folder"} <= settings.keys() <= set(keys):
             raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(keys)} as you like", advice)
+
         settings |= {name: _listed(settings[name]) for name in ("labels", "channels") if name in settings}
         kinds: dict[str, Any] = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
         for name, value in settings.items():
             kind = kinds.get(name, str)
             if not matches_type(value, kind):
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
+
         if settings.get("threads", 1) < 1:
             raise InputError(f"{path}: threads: {settings['threads']}", "a whole number from 1 on", advice)
+
         for site, most in settings.get("roster", {}).items():
             if not is_flare_name(site) or type(most) is not int or most < 1:
                 raise InputError(f"{path}: roster: {printable(site, 60)}", "sites with whole numbers from 1 on", advice)
+
         for one in settings.get("classes", ()):
             if not _CLASS.fullmatch(one):
                 allowed = "whole class paths, as package.module.Class"
                 raise InputError(f"{path}: classes: {printable(one)}", allowed, advice)
+
         for name in ("labels", "channels"):
             if name in settings and not (settings[name] and all(map(_DECLARED_NAME.fullmatch, settings[name]))):
                 raise InputError(f"{path}: {name}", f"names of the bundle's {_OWN[name]}", f"as {name}: [NAME, NAME]")
+
         settings |= {name: tuple(settings[name]) for name in _LISTS if name in settings}
         here = path.parent
         given_paths = [name for name in ("folder", "data", "policy", "audit") if settings.get(name)]
         absolute = {name: str(here / settings[name]) for name in given_paths}
+
         if settings["bundle"] not in shipped_folders():
             absolute["bundle"] = str(here / settings["bundle"])
+
         return cls(**{**settings, **absolute})
 
     def checked_policy(self) -> Policy:
@@ -153,15 +162,15 @@ class SiteConfig:
 
 def _listed(value: Any) -> Any:
     """Return one name, or a list with names and numbers, as a list of texts; anything else as it is."""
-    whole = value if isinstance(value, list) else [value]
-    return [str(one) if type(one) is int else one for one in whole]
+    values = value if isinstance(value, list) else [value]
+    return [str(value_of_list) if type(value_of_list) is int else value_of_list for value_of_list in values]
 
 
 def check_declared_data(config: SiteConfig, bundle: Problem, site: str) -> None:
     """Raise an InputError where what a site says of its labels and channels does not fit its bundle."""
-    said = site_settings.as_texts({name: {site: names} for name, names in config.declared_data.items() if names})
-    site_labels.check(said.get("site_labels", ""), bundle, methods.load("fedavg"), [site])
-    site_channels.check(said.get("site_channels", ""), 0.0, bundle, [site])
+    texts = site_settings.as_texts({name: {site: names} for name, names in config.declared_data.items() if names})
+    site_labels.check(texts.get("site_labels", ""), bundle, methods.load("fedavg"), [site])
+    site_channels.check(texts.get("site_channels", ""), 0.0, bundle, [site])
 
 
 _NUMBER = {"type": "number"}
@@ -207,8 +216,8 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     """
     who = "the server" if name is None else f"site {name!r}"
 
-    def refuse(given: str, allowed: str) -> InputError:
-        error = InputError(f"{who} refuses the run: {given}", allowed, "ask its administrator")
+    def refuse(problem: str, allowed: str) -> InputError:
+        error = InputError(f"{who} refuses the run: {problem}", allowed, "ask its administrator")
         error.safe_to_send = True
         return error
 
@@ -216,39 +225,52 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     error = min(Draft202012Validator(_SCHEMA).iter_errors(document), key=str, default=None)
     if error is not None:
         where = ".".join(str(part) for part in error.absolute_path) or "the run"
-        given = f"{printable(where, 60)} is {printable(error.instance, 60)}"
-        raise refuse(given, "numbers and names as medfl writes them")
+        problem = f"{printable(where, 60)} is {printable(error.instance, 60)}"
+        raise refuse(problem, "numbers and names as medfl writes them")
+
     _check_names(run, name, config.roster, refuse)
     for setting in SETTINGS:
         text = vars(run).get(setting)
         if isinstance(text, str) and not text.isprintable():
             raise refuse(f"{setting} {printable(text, 60)}", "text of visible characters, on one line")
+
     with errors_safe_to_send():
         portable.enable_if_requested(vars(run))
+
     policy = config.checked_policy()
     bundle = Bundle(config.bundle, policy=policy)
     if (run.bundle, run.bundle_sha256) != (bundle.name, bundle.sha256):
         offered = f"it is for bundle {printable(run.bundle)!r} ({run.bundle_sha256[:12]})"
         raise refuse(offered, f"{bundle.name!r} ({bundle.sha256[:12]})")
+
     if odd := odd_option(run.options):
         raise refuse(odd, PLAIN)
+
     method = methods.load(run.method, run.options)
     try:
         check_unlabelled(run.unlabelled, run.method, method, run.partition.sites)
     except InputError as error:
-        given = str(error).partition(";")[0]
-        raise refuse(given, "sites of the run, not all of them, and a method for them") from error
-    permits = tuple(run.config) if name is None and not config.permits else config.permits
+        problem = str(error).partition(";")[0]
+        raise refuse(problem, "sites of the run, not all of them, and a method for them") from error
+
+    if name is None and not config.permits:
+        permits = tuple(run.config)
+    else:
+        permits = config.permits
+
     _check_config(run, resolved(config.bundle, bundle.protocol, ())["config"], permits, refuse)
     if run.threads > config.threads:
         raise refuse(f"it asks for {run.threads} threads", f"at most {config.threads}")
     if not re.fullmatch("cpu|(cuda|mps|xpu)(:[0-9]{1,2})?", run.device):
         raise refuse(f"device {printable(run.device, 60)}", "a device of PyTorch, as cpu or cuda:0")
-    if what := needs_in_one_place(method):
-        raise refuse(f"method {run.method} needs {what}", "methods whose sites keep their images")
+    if need := needs_in_one_place(method):
+        raise refuse(f"method {run.method} needs {need}", "methods whose sites keep their images")
     if disagreement := policy.disagreement(run):
         raise refuse(*disagreement)
-    return run if name is None else replace(run, device=config.device)
+    if name is None:
+        return run
+
+    return replace(run, device=config.device)
 
 
 def odd_option(options: Mapping[str, Any]) -> str:
@@ -264,21 +286,27 @@ def needs_in_one_place(method: methods.Method) -> str:
     public = methods.extra(method, methods.PublicData)
     if method.pools_data:
         return "everybody's images in one place"
-    return "public data" if public is not None and public.uses_public else ""
+    if public is not None and public.uses_public:
+        return "public data"
+
+    return ""
 
 
 def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: Any) -> None:
     """Refuse sites, a bundle and a language model that have no names, and everything of places and other images."""
-    sites, text = run.partition.sites, run.text
+    sites = run.partition.sites
+    text = run.text
     if (name is not None and name not in sites) or not all(map(is_flare_name, sites)):
         raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
     if unknown := sorted(sites.keys() - roster.keys()) if roster else []:
         raise refuse(f"its site {unknown[0]!r} is not in the roster", f"the sites {', '.join(roster)}")
-    named = {"bundle": run.bundle, "language model": text.plm if text else "none"}
-    named |= {f"option {option}": run.options[option] for option in _NAMES & run.options.keys()}
-    for what, value in named.items():
+
+    names_by_use = {"bundle": run.bundle, "language model": text.plm if text else "none"}
+    names_by_use |= {f"option {option}": run.options[option] for option in _NAMES & run.options.keys()}
+    for use, value in names_by_use.items():
         if not is_name(value):
-            raise refuse(f"{what} {printable(value, 60)!r}", "names of letters, digits, '_', '-' and '.'")
+            raise refuse(f"{use} {printable(value, 60)!r}", "names of letters, digits, '_', '-' and '.'")
+
     plain = replace(run.partition, spec=OWN_IMAGES, notes=())
     offered = replace(run, bundle_path="", data=DataRecord(run.data.source, "", "", "", {}), partition=plain)
     if offered != run or not all(_PLAIN.fullmatch(str(version)) for version in run.versions.values()):
@@ -290,10 +318,15 @@ def _check_config(run: Run, protocol: Mapping[str, Any], permits: Sequence[str],
     for key, value in run.config.items():
         if key in protocol and protocol[key] == value:
             continue
-        whole = value if isinstance(value, list) else [value]
-        plain = all(isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v)) for v in whole)
+
+        values = value if isinstance(value, list) else [value]
+        plain = all(isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v)) for v in values)
         if key not in permits or not plain:
-            permitted = f"plain values of {', '.join(permits)}" if permits else "the bundle as it is (permits)"
+            if permits:
+                permitted = f"plain values of {', '.join(permits)}"
+            else:
+                permitted = "the bundle as it is (permits)"
+
             raise refuse(f"config {printable(key)}={printable(value, 60)}", permitted)
 
 
@@ -323,16 +356,19 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
         unlabelled=name in site_names(run.unlabelled),
     )
     record = opened.record()
+
     if record.source != run.data.source:
         raise InputError(
             f"site {name!r} has {record.source} images", f"the run is one with {run.data.source} ones", "name such data"
         )
+
     items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
     sites = {site: items if site == name else {} for site in run.partition.sites}
     run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=opened.bundle.source)
     bundle = text_record.restored(opened.bundle, run, method, carried)
     federation = Federation(incomplete_data.without_absent(bundle, run), method, run)
     federation.hold()
+
     return federation
 
 
@@ -349,6 +385,7 @@ def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -
     problem = bundle.replaced(items=_no_items)  # its images are elsewhere
     if config.data:
         problem = with_data(bundle, config.data, run.config).bundle
+
     problem = text_record.restored(problem, run, method, carried)
     return federation_of_names(problem, method, run, bool(config.data))
 

@@ -41,11 +41,13 @@ def read(payload: Payload, bundle: Problem) -> dict[str, list[str]]:
 def _named(kind: str, tensor: Tensor, bundle: Problem) -> list[str]:
     if kind not in _DESCRIPTIONS:
         raise RunError(f"it tells of its {printable(kind, 40)!r}; of its data a site tells {', '.join(_DESCRIPTIONS)}")
+
     names = _names(kind, bundle)
     small = tensor.dtype == torch.int64 and tensor.ndim == 1 and len(tensor) <= len(names)
     positions = tensor.tolist() if small else []
     if not positions or positions != sorted({*positions} & names.keys()):
         raise RunError(f"its {kind} are not ascending positions among the {len(names)} of the bundle")
+
     return [names[position] for position in positions]
 
 
@@ -64,8 +66,9 @@ def by_kind(facts: Mapping[str, Facts], summary: Mapping[str, Any], bundle: Prob
     """Return kind -> site -> names, of the sites that lack some; of one that has not told what the job says."""
     names_by_kind: dict[str, dict[str, list[str]]] = {}
     for kind in _DESCRIPTIONS:
-        reports = {site: one[kind] for site, one in sorted(facts.items()) if kind in one}
-        if each := {**(summary.get(kind) or {}), **reports}:
+        reports = {site: site_facts[kind] for site, site_facts in sorted(facts.items()) if kind in site_facts}
+        if names_by_site := {**(summary.get(kind) or {}), **reports}:
             every = len(_names(kind, bundle))
-            names_by_kind[kind] = {site: names for site, names in each.items() if len(names) < every}
+            names_by_kind[kind] = {site: names for site, names in names_by_site.items() if len(names) < every}
+
     return names_by_kind

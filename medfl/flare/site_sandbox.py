@@ -46,8 +46,10 @@ class SiteSandbox:
     def __init__(self, kit: Path, config: SiteConfig) -> None:
         """Make the workspace, and hand the rules to the kernel."""
         folder = Path(config.folder)
-        inside, outside = _internal_port(kit / "local" / "comm_config.json"), _server_ports(kit)
-        self.workspace, self.variables = _workspace(kit, folder, config), private_folders(folder / "sandbox")
+        inside = _internal_port(kit / "local" / "comm_config.json")
+        outside = _server_ports(kit)
+        self.workspace = _workspace(kit, folder, config)
+        self.variables = private_folders(folder / "sandbox")
         bundle = shipped_folders().get(config.bundle, Path(config.bundle))
         read = [bundle, *(Path(path) for path in (config.data, config.policy) if path)]
         programs = [sys.executable, *_PROGRAMS, *(["nvidia-smi"] if config.device != "cpu" else [])]
@@ -59,7 +61,8 @@ class SiteSandbox:
             programs=program_files(programs),
         )
         sandbox = Sandbox(allowed)
-        self.enter, self.line = sandbox.enter, sandbox.line(folder)
+        self.enter = sandbox.enter
+        self.line = sandbox.line(folder)
 
 
 def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
@@ -67,6 +70,7 @@ def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
     workspace = folder / f"flare-{kit.name}"
     if workspace.is_symlink():
         workspace.unlink()
+
     workspace.mkdir(exist_ok=True)
     for name in ("startup", "local"):
         target = workspace / name
@@ -74,7 +78,9 @@ def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
             target.unlink()
         elif target.exists():
             shutil.rmtree(target)
+
         shutil.copytree(kit / name, target)  # FLARE follows no links
+
     settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items() if v}
     (workspace / "local" / CONFIG_FILE).write_text(yaml.safe_dump(settings))  # whose paths are whole
     return workspace
@@ -105,6 +111,7 @@ def _internal_port(path: Path) -> int:
             port = free.getsockname()[1]
         resources["port"] = port
         write_atomic(path, json.dumps(document, indent=4).encode())
+
     return port
 
 

@@ -35,10 +35,13 @@ class Tensors(TensorDecomposer):  # type: ignore[misc]
         try:
             error, items = super().download(*args, **settings)
         except Exception as failed:  # of any kind: the bytes are somebody else's
-            error, items = str(failed), None
+            error = str(failed)
+            items = None
+
         if error:
             self.logger.warning(f"tensors that cannot be read: {error}")
             return "", _AllUnreadable()
+
         return "", items
 
     def native_recompose(self, data: bytes, manager: Any = None) -> Any:

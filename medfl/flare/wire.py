@@ -27,13 +27,19 @@ INTRODUCE, TRAIN, TRAIN_TO_SCORE, SCORE_SITE, SCORE_ON_ALL, COPY_WEIGHTS, SEGMEN
 )  # fmt: skip
 """Questions to a site. The last three are for simulations: elsewhere their answers stay at the sites."""
 
-ROUND, LOSS, STEPS, SAMPLES, SAVE, FAILED = "round", "train_loss", "steps", "samples", "save", "failed"
+ROUND = "round"
+LOSS = "train_loss"
+STEPS = "steps"
+SAMPLES = "samples"
+SAVE = "save"
+FAILED = "failed"
 RENEWED = "renewed"
 NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
 """Names of the numbers in `meta`: a section is 1 if it is asked for, `RENEWED` if training left a State."""
 
 _RESERVED = frozenset({"server", "admin", "relay"})
-_WHY, _LONGEST = 400, 63
+_WHY = 400
+_LONGEST = 63
 _METRICS, _NAME, _LARGEST = 10_000, 200, 2**53  # metrics of a site, characters of the name of one, a whole number
 
 
@@ -76,13 +82,13 @@ class Payload:
 
 def message_payload(message: Message, numbers: Mapping[str, float], extra: Weights) -> Payload:
     """Return a payload with a message, its tensors copied to the CPU: a network's own continue to change."""
-    named = {f"message/{name}": tensor for name, tensor in message.flat().items()}
-    return Payload(cpu_copies({**named, **extra}), dict(numbers))
+    tensors = {f"message/{name}": tensor for name, tensor in message.flat().items()}
+    return Payload(cpu_copies({**tensors, **extra}), dict(numbers))
 
 
-def cpu_copies(named: Weights) -> dict[str, Tensor]:
+def cpu_copies(weights: Weights) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in named.items()}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
 
 
 def question_numbers(round_: int, sections: Iterable[str] = (), **numbers: float) -> dict[str, float]:
@@ -90,12 +96,12 @@ def question_numbers(round_: int, sections: Iterable[str] = (), **numbers: float
     return {ROUND: round_, **dict.fromkeys(sections, 1), **numbers}
 
 
-def state_rounds(kept: Mapping[str, int]) -> dict[str, Tensor]:
+def state_rounds(rounds: Mapping[str, int]) -> dict[str, Tensor]:
     """Return the round of the State that each site continues from (0: none), as tensors `kept/<site>`.
 
     As tensors they leave questions to several sites equal, so that these are sent as one.
     """
-    return {f"kept/{site}": torch.tensor(round_, dtype=torch.int64) for site, round_ in kept.items()}
+    return {f"kept/{site}": torch.tensor(round_, dtype=torch.int64) for site, round_ in rounds.items()}
 
 
 def state_round(payload: Payload, site: str) -> int:
@@ -135,8 +141,9 @@ def from_model(model: Any, sender: str) -> Payload:
         RunError: a value is neither a dense tensor of real numbers nor a number.
     """
     params, meta, metrics = ({} if part is None else part for part in (model.params, model.meta, model.metrics))
-    for what in (params, meta, metrics):
-        _require(isinstance(what, Mapping), sender, f"a {type(what).__name__} in the place of names and values")
+    for mapping in (params, meta, metrics):
+        _require(isinstance(mapping, Mapping), sender, f"a {type(mapping).__name__} in the place of names and values")
+
     tensors: dict[str, Tensor] = {}
     for name, value in params.items():
         _require(isinstance(name, str), sender, f"the name {printable(name, 40)!r} is no text")
@@ -146,13 +153,16 @@ def from_model(model: Any, sender: str) -> Payload:
         _require(dense, sender, f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor")
         _require(not value.is_complex(), sender, f"{printable(name)!r} has the type {value.dtype}")
         tensors[name] = value.detach()
+
     unreadable = [name for name in metrics if not (isinstance(name, str) and name.isprintable() and len(name) <= _NAME)]
     _require(not unreadable, sender, f"a metric is called {printable(unreadable[:1], 60)}")
     _require(len(metrics) <= _METRICS, sender, f"it tells {len(metrics)} metrics; at most {_METRICS}")
     numbers = {name: value for name, value in meta.items() if name in NUMBERS}
+
     for name, value in {**numbers, **metrics}.items():
         plain = isinstance(name, str) and isinstance(value, int | float) and abs(value) < 1e300
         _require(plain, sender, f"the number {printable(name)!r} is {printable(value, 40)}")
+
     failed = meta.get(FAILED, "")
     _require(isinstance(failed, str), sender, "the reason of its failure is no text")
     return Payload(tensors, numbers, _line(failed), {str(name): float(v) for name, v in metrics.items()})
@@ -161,12 +171,15 @@ def from_model(model: Any, sender: str) -> Payload:
 def _line(text: str) -> str:
     """Return another machine's text as one line of printable characters, shortened."""
     plain = "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
-    return plain if len(plain) <= _WHY else plain[: _WHY - 3] + "..."
+    if len(plain) <= _WHY:
+        return plain
+
+    return plain[: _WHY - 3] + "..."
 
 
-def _require(holds: bool, sender: str, what: str) -> None:
+def _require(holds: bool, sender: str, problem: str) -> None:
     if not holds:
-        raise RunError(f"{sender}: {what}")
+        raise RunError(f"{sender}: {problem}")
 
 
 # Cases
@@ -174,9 +187,9 @@ def _require(holds: bool, sender: str, what: str) -> None:
 
 def with_cases(payload: Payload, cases: Mapping[str, Cases]) -> Payload:
     """Add outcomes, section -> cases, as `cases/<section>/<value>`, without their ids, which both ends know."""
-    named = {f"cases/{section}/{name}": t for section, outcome in cases.items() for name, t in outcome.values.items()}
+    tensors = {f"cases/{section}/{name}": t for section, outcome in cases.items() for name, t in outcome.values.items()}
     numbers = {**payload.numbers, **dict.fromkeys(cases, 1)}
-    return replace(payload, tensors={**payload.tensors, **cpu_copies(named)}, numbers=numbers)
+    return replace(payload, tensors={**payload.tensors, **cpu_copies(tensors)}, numbers=numbers)
 
 
 def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) -> dict[str, Cases]:
@@ -192,11 +205,13 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
         section, _, name = key.partition("/")
         _require(section in values, sender, f"outcomes of {printable(section)!r}, which it does not announce")
         values[section][name] = tensor
-    for section, named in values.items():
+
+    for section, tensors in values.items():
         _require(section in ids, sender, f"outcomes of {section!r}, which nobody asked for")
-        _require(bool(named) or not ids[section], sender, f"no outcomes of {section!r}")
+        _require(bool(tensors) or not ids[section], sender, f"no outcomes of {section!r}")
+
     try:
-        return {section: Cases(tuple(ids[section]), named) for section, named in values.items()}
+        return {section: Cases(tuple(ids[section]), tensors) for section, tensors in values.items()}
     except ValueError as error:
         raise RunError(f"{sender}: {printable(error, 200)}") from error
 

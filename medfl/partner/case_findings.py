@@ -62,12 +62,16 @@ class Findings:
         if item.image is None:
             self.unreadable.append(item.problem)
             return
-        image, name = item.image, f"{item.section} {item.id}"
+
+        image = item.image
+        name = f"{item.section} {item.id}"
         self._read += 1
         self.bytes[item.section] += image.nbytes + (item.label.nbytes if isinstance(item.label, Tensor) else 0)
         self._shapes[name] = item.shape
+
         if item.spacing:
             self._spacing[name] = item.spacing
+
         self._channels[image.shape[0]].append(name)
         values = image.float()
         if not bool(torch.isfinite(values).all()):
@@ -80,10 +84,12 @@ class Findings:
                 self._empty = empty
             elif self._empty.shape == empty.shape:
                 self._empty = self._empty & empty
+
             if bool(empty.all()):
                 self._flat.append(name)
             else:
                 self._hashes[item.content].append((item.section, item.id))
+
         self._label(item.label)
 
     def _label(self, label: Any) -> None:
@@ -101,18 +107,23 @@ class Findings:
         """Yield a line for each thing that was looked at."""
         for problem in self.unreadable[:_NAMED]:
             yield Finding("files", "FAILED", problem, "restore it from a copy, or remove it")
+
         if count := len(self.unreadable):
             yield Finding("files", "FAILED", f"{count} of {count + self._read} items cannot be read", "see above")
         else:
             yield Finding("files", "ok", f"all {self._read} items can be read")
+
         if not self._read:
             return
+
         if self._broken:
             yield Finding(
                 "intensity", "FAILED", f"NaN or infinite values in {named(self._broken)}", "repair or remove them"
             )
+
         if bare := sum(NO_LABEL in item for item in self._bundle.items("train")):
             yield Finding("labels", "warning", f"{bare} images have no label", "have the run say --unlabelled SITE")
+
         yield from self._classes()
         yield from self._structures()
         yield from self._sizes()
@@ -123,21 +134,26 @@ class Findings:
     def _classes(self) -> Iterator[Finding]:
         if self._bundle.task != "classification":
             return
+
         classes = self._bundle.classes  # raises where a label is none of them
         counts = [self._labels[label] for label in range(len(classes))]
         counts_text = ", ".join(f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True))
         yield Finding("labels", "ok", f"all within the {len(classes)} classes: {counts_text}")
+
         if absent := [name for name, count in zip(classes, counts, strict=True) if not count]:
             yield Finding("labels", "warning", f"no image of {named(absent)}", "nothing, if this is so at your site")
 
     def _structures(self) -> Iterator[Finding]:
         if not self._masked:
             return
-        declared, values = self._bundle.structures, sorted(self._masks)
-        whole = all(value.is_integer() and value >= 0 for value in values)
+
+        declared = self._bundle.structures
+        values = sorted(self._masks)
+        are_whole = all(value.is_integer() and value >= 0 for value in values)
         counts_text = ", ".join(f"{value:g} in {self._masks[value]}" for value in values[:10])
         text = f"values of {self._masked} masks: {counts_text}{', ...' if values[10:] else ''}"
-        if not whole:
+
+        if not are_whole:
             yield Finding("masks", "warning", f"{text}: not whole numbers of at least 0", "see that these are masks")
         elif declared and values[-1] >= len(declared) and len(values) > 1:
             text += f": more than the {len(declared)} declared"
@@ -145,6 +161,7 @@ class Findings:
         else:
             yield Finding("masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""))
             yield from self._unannotated(declared, values)
+
         if values == [0.0]:
             yield Finding("masks", "warning", "no mask has anything but background", "see that these are the masks")
 
@@ -164,16 +181,20 @@ class Findings:
         for topic, of, unit in (("size", self._shapes, ""), ("spacing", self._spacing, "mm")):
             if not of:
                 continue
+
             dimensions = Counter(len(value) for value in of.values())
             usual = dimensions.most_common(1)[0][0]
             rows = np.array([value for value in of.values() if len(value) == usual], np.float64)
             text = " x ".join(_span(column) for column in rows.T)
             unit = unit or ("pixels" if usual == 2 else "voxels")
             yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")
+
             if odd := [name for name, value in of.items() if len(value) != usual]:
                 yield Finding(topic, "warning", f"other dimensions: {named(odd)}", "see whether they belong here")
+
             if far := _far([name for name, value in of.items() if len(value) == usual], rows):
                 yield Finding(topic, "warning", f"unlike the others: {named(far)}", "see whether they belong here")
+
         if len(self._channels) > 1:
             minority = min(self._channels.values(), key=len)
             text = f"{', '.join(map(str, sorted(self._channels)))} channels; in the minority: {named(minority)}"
@@ -196,11 +217,13 @@ class Findings:
     def _intensities(self) -> Iterator[Finding]:
         if not self._range:
             return
+
         rows = np.array(list(self._range.values()))
         low, mean, high = (_span(column) for column in rows.T)
         yield Finding("intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them")
         if far := _far(self._range, rows):
             yield Finding("intensity", "warning", f"unlike the others: {named(far)}", "look at them")
+
         if self._flat:
             yield Finding("intensity", "warning", f"of one value all over: {named(self._flat)}", "look at them")
 
@@ -209,24 +232,27 @@ class Findings:
         across = [copies for copies in twins if len({section for section, _ in copies}) > 1]
         if not twins:
             yield Finding("duplicates", "ok", "no two images are the same")
-        for groups, what, advice in (
+
+        for groups, problem, advice in (
             (across, "are in several sections", "scores on them are too good: remove one of each"),
             ([copies for copies in twins if copies not in across], "come more than once", "remove the copies"),
         ):
             if groups:
                 pairs = [" = ".join(f"{section} {name}" for section, name in copies[:3]) for copies in groups]
-                yield Finding("duplicates", "warning", f"{len(pairs)} images {what}: {named(pairs)}", advice)
+                yield Finding("duplicates", "warning", f"{len(pairs)} images {problem}: {named(pairs)}", advice)
 
     def _leakage(self) -> Iterator[Finding]:
         """Find patients or lesions with images in several sections."""
-        seen: dict[str, set[str]] = defaultdict(set)
+        places: dict[str, set[str]] = defaultdict(set)
         for section in sections(self._bundle):
             for item in self._bundle.items(section):
                 if "group" in item:
-                    seen[item["group"]].add(section)
-        if not seen:
+                    places[item["group"]].add(section)
+
+        if not places:
             return
-        if leaking := sum(len(names) > 1 for names in seen.values()):
+
+        if leaking := sum(len(names) > 1 for names in places.values()):
             text = f"{leaking} patients or lesions have images in several sections"
             yield Finding("patients", "warning", text, "scores on them are too good: choose another split")
         else:
@@ -240,7 +266,10 @@ def named(names: Sequence[str], limit: int = _NAMED_CASES) -> str:
 
 def _span(column: Any) -> str:
     low, middle, high = (f"{float(value):.4g}" for value in (np.min(column), np.median(column), np.max(column)))
-    return middle if low == high else f"{middle} ({low} to {high})"
+    if low == high:
+        return middle
+
+    return f"{middle} ({low} to {high})"
 
 
 def _far(names: Iterable[str], rows: NDArray[np.float64]) -> list[str]:

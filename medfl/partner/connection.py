@@ -12,7 +12,8 @@ from typing import Any
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, json_values, printable
 
-_SECONDS, _PATIENCE = 5.0, 2.0
+_SECONDS = 5.0
+_PATIENCE = 2.0
 _FILES = ("rootCA.pem", "client.crt", "client.key")
 
 
@@ -68,6 +69,7 @@ def reach(server: tuple[str, int] | None, kit: Kit | None = None) -> str:
     server = server or (kit.server if kit else None)
     if server is None:
         raise InputError("no server", "--server HOST:PORT, or a kit that names one", "add --server")
+
     where = f"{printable(server[0])}:{server[1]}"
     try:
         with socket.create_connection(server, _SECONDS) as plain:
@@ -116,4 +118,5 @@ def _subject(certificate: Any, kit: Kit) -> str:
     if kit.name and kit.name not in names:
         problem = f"the server's certificate is of {printable(name)}"
         raise InputError(problem, f"the kit is for {printable(kit.name)}", "check the address")
+
     return f"certificate of {printable(name)}, valid until {printable(certificate.get('notAfter', '?'))}"

@@ -17,9 +17,11 @@ def differences(before: Inspection, now: Inspection) -> Iterator[str]:
     """Yield what was added, removed and changed since a version; of text files line by line, safe for a terminal."""
     old, new = ({file.path: file for file in version.files} for version in (before, now))
     for path in sorted(old.keys() | new.keys()):
-        a, b = old.get(path), new.get(path)
+        a = old.get(path)
+        b = new.get(path)
         if a is not None and b is not None and a.sha256 == b.sha256:
             continue
+
         yield f"{'added' if a is None else 'removed' if b is None else 'changed'}: {printable(path)}"
         if path.lower().endswith(_TEXT):
             changes = difflib.unified_diff(_lines(before.folder, a), _lines(now.folder, b), lineterm="", n=1)

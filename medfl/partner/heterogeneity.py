@@ -58,6 +58,7 @@ class SiteStatistics:
         total = self.images.get("train")
         if total is None or not self.classes:
             return np.full(len(self.classes), math.nan)
+
         counts = [count for count in self.classes.values() if count is not None]
         hidden = len(self.classes) - len(counts)
         rest = max(0, total - sum(counts)) / hidden if hidden else 0.0
@@ -85,10 +86,11 @@ class FederationStatistics:
         histograms = [site.shares for site in self.sites if site.shares is not None]
         if len(histograms) < len(self.sites):
             return [math.nan] * len(self.sites)
+
         weights = [site.images.get("train") or 0 for site in self.sites]
         rows = [np.nan_to_num(shares) * n for shares, n in zip(histograms, weights, strict=True)]
-        each = [_distances(list(channel)) for channel in zip(*rows, strict=True)]
-        return [float(np.mean(column)) for column in zip(*each, strict=True)]
+        matrices = [_distances(list(channel)) for channel in zip(*rows, strict=True)]
+        return [float(np.mean(column)) for column in zip(*matrices, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         """Return what is computed, for JSON."""
@@ -99,6 +101,7 @@ class FederationStatistics:
             }
             for site, of_classes, of_intensities in self._with_distances()
         ]  # fmt: skip
+
         return {"bundle": self.bundle, "sites": sites}
 
     def _with_distances(self) -> Iterator[tuple[SiteStatistics, float, float]]:
@@ -118,6 +121,7 @@ class FederationStatistics:
             for site, of_classes, of_intensities in self._with_distances()
         ]
         note = "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
+
         return [*tables.text_table(head, rows, width), "", *terminal.hanging_indent("", note, width)]
 
 
@@ -132,16 +136,19 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
             ("classes", list(site.classes), list(sites[0].classes)),
             ("sections", list(site.images), list(sites[0].images)),
         ]
+
         if site.shares is not None and histograms.shares is not None:
             pairs.append(("range of intensities", (site.low, site.high), (histograms.low, histograms.high)))
             pairs.append(("form of histograms", site.shares.shape, histograms.shares.shape))
-        for what, value, expected in pairs:
+
+        for label, value, expected in pairs:
             if value != expected:
                 raise InputError(
-                    f"{printable(path)} has another {what} than the others",
+                    f"{printable(path)} has another {label} than the others",
                     "sites of one federation use one bundle, --bins and --range",
                     "ask the site to write it again with those of the others",
                 )
+
     return FederationStatistics(str(documents[0]["bundle"]), sites)
 
 
@@ -154,6 +161,7 @@ def _document(path: Path) -> Mapping[str, Any]:
             raise Refused(f"it is no {DOCUMENT_FORM!r} of a bundle")
     except Refused as error:
         raise InputError(f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one") from error
+
     return document
 
 
@@ -165,10 +173,16 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
         cells = train["tables"].get("class", {})
         classes = {str(name): None if count is None else max(0, int(count)) for name, count in cells.items()}
         about = train["intensity"]
-        rows = [] if about is None else [channel["shares"] for channel in about["channels"]]
+
+        if about is None:
+            rows = []
+        else:
+            rows = [channel["shares"] for channel in about["channels"]]
+
         shares = np.array(rows, np.float64) if rows else None  # None becomes NaN
         if shares is not None and (shares.ndim != 2 or bool(((shares < 0) | (shares > 1)).any())):
             raise ValueError("shares")
+
         low, high = (math.nan, math.nan) if about is None else (float(about["low"]), float(about["high"]))
         int(document["min_count"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -176,6 +190,7 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
             f"{printable(path)} is incomplete or has another form ({printable(error)})",
             "a file that medfl site stats --out wrote", "ask the site to write it again",
         ) from error  # fmt: skip
+
     return SiteStatistics(path.stem, images, classes, low, high, shares)
 
 
@@ -206,7 +221,8 @@ def draw(federation: FederationStatistics, path: Path) -> None:
     """Draw class shares, sizes and intensities of the sites; the kind of picture follows the ending of `path`."""
     from matplotlib.figure import Figure  # importing it takes longer than most verbs of the command line
 
-    sites, classes = federation.sites, federation.classes
+    sites = federation.sites
+    classes = federation.classes
     channels = min(_CHANNELS, max((len(s.shares) for s in sites if s.shares is not None), default=0))
     high = max(1.6, 0.36 * min(len(sites), 60))
     columns = max(4.0, 0.85 * len(classes))
@@ -216,16 +232,19 @@ def draw(federation: FederationStatistics, path: Path) -> None:
         f"{shorten(federation.bundle, 40)}: {len(sites)} sites", x=0.01, ha="left", size=13, weight="bold", color=INK
     )
     grid = figure.add_gridspec(2 if channels else 1, 1, height_ratios=(high + 1.0, 2.8) if channels else None)
+
     if classes:
         upper = grid[0].subgridspec(1, 2, width_ratios=(columns, 3.0))
         _draw_classes(figure.add_subplot(upper[0]), federation)
         _draw_sizes(figure.add_subplot(upper[1]), federation)
     else:
         _draw_sizes(figure.add_subplot(grid[0]), federation, named=True)
+
     if channels:
         lower = grid[1].subgridspec(1, channels)
         for channel in range(channels):
             _draw_intensities(figure.add_subplot(lower[channel]), federation, channel, channels)
+
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
@@ -253,6 +272,7 @@ def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
     shares = np.divide(counts, totals, out=np.full_like(counts, math.nan), where=totals > 0)
     axes.imshow(np.nan_to_num(shares), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     distances = federation.class_distances()
+
     for y, site in enumerate(federation.sites):
         for x, count in enumerate(site.classes.values()):
             if count is None:
@@ -260,12 +280,18 @@ def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
             if len(federation.sites) <= _ROOM:
                 text = "?" if count is None else f"{count:,}"
                 color = "white" if count is not None and shares[y, x] > 0.55 else INK
-                box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2} if count is None else None
+                if count is None:
+                    box = {"facecolor": "white", "edgecolor": "none", "pad": 1.2}
+                else:
+                    box = None
+
                 axes.text(x, y, text, ha="center", va="center", size=8, color=color, bbox=box)
+
         if len(federation.sites) <= _ROOM and math.isfinite(distances[y]):
             label = f"{distances[y]:.2f}"
             axes.annotate(label, (1, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
                           va="center", size=8, color=SOFT, annotation_clip=False)  # fmt: skip
+
     axes.annotate("JS", (1, 1), (6, 4), xycoords="axes fraction", textcoords="offset points", size=8, color=SOFT)
     slant: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
     axes.set_xticks(range(len(federation.classes)), [shorten(name, 24) for name in federation.classes], size=9, **slant)
@@ -283,11 +309,14 @@ def _draw_sizes(axes: Axes, federation: FederationStatistics, *, named: bool = F
         part = np.array([site.images.get(name) or 0 for site in federation.sites], np.float64)
         axes.barh(range(len(federation.sites)), part, left=start, height=0.62, color=TINTS[name], label=TITLES[name])
         start += part
+
     for y, site in enumerate(federation.sites):
         if any(count is None for count in site.images.values()):
             axes.annotate("+ ?", (start[y], y), (4, 0), textcoords="offset points", va="center", size=8, color=SOFT)
+
     if not named:
         axes.set_yticks([])
+
     axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, max(1.0, float(start.max()) * 1.12)))
     axes.set_title("Images; ?: not told", loc="left", size=10, color=INK)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False, fontsize=8, handlelength=1)
@@ -304,10 +333,12 @@ def _draw_intensities(axes: Axes, federation: FederationStatistics, channel: int
     for site, colour in zip(federation.sites, colours, strict=True):
         if site.shares is None or len(site.shares) <= channel:
             continue
+
         row = site.shares[channel]
         edges = np.linspace(site.low, site.high, len(row) + 1)
         label = shorten(site.name, 20) if with_names else None
         axes.stairs(row, edges, baseline=None, color=colour, linewidth=1.4, alpha=0.9, label=label)
+
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0, labelcolor=SOFT, labelsize=8)
     axes.grid(axis="y", color=BAND)
@@ -315,7 +346,9 @@ def _draw_intensities(axes: Axes, federation: FederationStatistics, channel: int
     axes.set_ylim(bottom=0)
     title = "Intensities as networks get them" + (f", channel {channel}" if channels > 1 else "")
     axes.set_title(title if channel == 0 else f"channel {channel}", loc="left", size=10, color=INK)
+
     if channel == 0:
         axes.set_ylabel("share of an image", color=SOFT, size=8)
+
     if with_names:
         axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8)

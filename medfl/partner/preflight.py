@@ -44,7 +44,9 @@ from medfl.storage.places import cache_folder
 from medfl.training.loop import fit
 from medfl.training.site import snapshot
 
-OK, WARNING, FAILED = "ok", "warning", "FAILED"
+OK = "ok"
+WARNING = "warning"
+FAILED = "FAILED"
 _STATES = 8
 """Copies of the weights that a site's disk may have to hold: two States of methods that keep up to four each."""
 _PACKAGES = {"monai_version": "monai", "pytorch_version": "torch", "numpy_version": "numpy"}
@@ -99,6 +101,7 @@ class Preflight:
         for line in self.lines:
             advice = f" -> {line.advice}" if line.advice and line.level != OK else ""
             lines += terminal.hanging_indent(f"{line.level:8} {line.topic:{size}}  ", line.text + advice, width)
+
         counts = {level: sum(line.level == level for line in self.lines) for level in (FAILED, WARNING)}
         summary = ", ".join(f"{n} {level}{'s' * (level == WARNING and n > 1)}" for level, n in counts.items() if n)
         return [*lines, "", f"{'READY' if self.ok else 'NOT READY'}{f': {summary}' if summary else ''}"]
@@ -137,23 +140,28 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
     accepted = _check_inspection(report, options)
     installed = ", ".join(f"{name} {version}" for name, version in versions().items())
     report.add("versions", OK, f"{installed}, Python {platform.python_version()}")
+
     if accepted and (bundle := _open(report, options)) is not None:
         _check_packages(report, bundle)
         with report.errors_as("images"):
             findings = Findings(bundle)
             for section in sections(bundle):
-                for seen in scan(bundle, section, progress=progress):
-                    findings.add(seen)
+                for item in scan(bundle, section, progress=progress):
+                    findings.add(item)
+
             for finding in findings.lines():
                 report.add(*finding)
+
             if not findings.unreadable:
                 with report.errors_as("memory"):
                     if bundle.section("train").first[2]:
                         _memory(report, _one_batch(options, bundle))
                     _disk(report, options, findings, sum(t.nbytes for t in snapshot(bundle.network()).values()))
+
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
             report.add("server", OK, reach(options.server, None if options.kit is None else Kit.open(options.kit)))
+
     return report
 
 
@@ -163,6 +171,7 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
     refusals = result.refused(TRAINING)
     for refusal in refusals[:5]:
         report.add("inspection", FAILED, str(refusal), f"see medfl site inspect {printable(options.bundle)}")
+
     if refusals:
         report.add("inspection", FAILED, f"REFUSED, for {len(refusals)} reasons: nothing of it was run")
     elif result.pinned:
@@ -172,6 +181,7 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
             "inspection", WARNING, "accepted, but not pinned: its files may change unnoticed",
             "medfl site inspect --write-policy FILE, then give --policy FILE",
         )  # fmt: skip
+
     if not refusals and options.policy is not None:
         outbound = options.policy.outbound
         for text in outbound.lines():
@@ -182,6 +192,7 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
 
                 first = epsilon_of({outbound.multiplier: 1}, outbound.delta)
                 report.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {outbound.delta:g}")
+
     return not refusals
 
 
@@ -196,6 +207,7 @@ def _check_packages(report: Preflight, bundle: Problem) -> None:
             advice = f"install {printable(package)} {printable(least)}"
             report.add("versions", WARNING, f"{printable(package)} is not installed", advice)
             continue
+
         if _older(installed, least):
             text = f"{package} {installed} is older than the bundle's {printable(least)}"
             report.add("versions", WARNING, text, "update it")
@@ -222,14 +234,18 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
             problems = read_table(bundle.dataset, opened.folder).problems if layout else []
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
+
             if problems:
                 report.add("data", FAILED, f"{len(problems)} problems in the tables of the folder")
                 return None
+
         counts = ", ".join(f"{len(bundle.items(name))} {name}" for name in sections(bundle))
         report.add("data", OK, f"items: {counts}" + ("" if bundle.has_test else "; no test data of their own"))
         for note in opened.notes:
             report.add("data", OK, note)
+
         return bundle
+
     return None
 
 
@@ -238,12 +254,16 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
 
 def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
     """Return a federation of one site with one batch of the training images, whose step is measured."""
-    asked = bundle.protocol.get("batch_size")
-    size = options.batch_size or (asked if isinstance(asked, int) else bundle.batch_size)
+    batch_size = bundle.protocol.get("batch_size")
+    size = options.batch_size or (batch_size if isinstance(batch_size, int) else bundle.batch_size)
     data = bundle.section("train")
-    items, entries = data.items, data.source.entries
+    items = data.items
+    entries = data.source.entries
+
     if data.source.is_list:
-        items, entries = items[:size], entries[:size]
+        items = items[:size]
+        entries = entries[:size]
+
     source = Source(entries, data.source.transforms, data.source.repeatable)
     prepared = prepare(items, source, data.collate, data.prepare_batch)
     ids = prepared.ids(range(len(prepared)))
@@ -254,6 +274,7 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
         partition=PartitionRecord("iid", 0, (), sites), cohort=1.0, rounds=1, local_epochs=1, batch_size=size,
         lr=None, lr_decay=1.0, device=device_named(options.device),
     )  # fmt: skip
+
     return Federation(bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared))
 
 
@@ -261,14 +282,26 @@ def _memory(report: Preflight, federation: Federation) -> None:
     """Measure one training step: on a GPU its peak there, on the CPU what it adds to a process."""
     run = federation.run
     if run.device.startswith("cuda"):
-        needed, free, where = _cuda_step(federation), on_device.free_gpu_memory(torch.device(run.device)), "on the GPU"
+        needed = _cuda_step(federation)
+        free = on_device.free_gpu_memory(torch.device(run.device))
+        where = "on the GPU"
     else:
-        needed, free, where = step_bytes(federation), free_ram(), "of memory"
+        needed = step_bytes(federation)
+        free = free_ram()
+        where = "of memory"
+
     if not needed:
         report.add("memory", FAILED, "one training step fails", "see that the bundle trains by itself")
         return
+
     text = f"one step with {run.batch_size} images takes {_gib(needed)} {where}; {_gib(free)} are free"
-    level = OK if needed < 0.8 * free else WARNING if needed < free else FAILED
+    if needed < 0.8 * free:
+        level = OK
+    elif needed < free:
+        level = WARNING
+    else:
+        level = FAILED
+
     report.add("memory", level, text, "end other programs, or ask for a smaller --batch-size")
 
 
@@ -283,23 +316,37 @@ def _cuda_step(federation: Federation) -> int:
     except torch.cuda.OutOfMemoryError as error:
         problem = "one training step does not fit into the GPU's memory"
         raise InputError(problem, "it has to", "ask for a smaller --batch-size") from error
+
     return int(torch.cuda.max_memory_allocated(federation.run.device)) + 4 * weights
 
 
 def _disk(report: Preflight, options: PreflightOptions, findings: Findings, network: int) -> None:
     """Compare what images that are too large for memory, and the State, take with what the disks have."""
     cache = sum(bytes_ for bytes_ in findings.bytes.values() if bytes_ > budget())
-    for what, folder, needed in (
+    for label, folder, needed in (
         ("cache of prepared images", cache_folder("prepared"), cache),
         ("State", options.folder, _STATES * network),
     ):
         existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
         free = shutil.disk_usage(existing).free
-        text = f"{what}: {_gib(needed)} needed, {_gib(free)} free in {existing}"
-        text = f"{what}: none, the images fit in memory" if what.startswith("cache") and not needed else text
-        level = OK if needed < 0.8 * free else WARNING if needed < free else FAILED
+        text = f"{label}: {_gib(needed)} needed, {_gib(free)} free in {existing}"
+        if label.startswith("cache") and not needed:
+            text = f"{label}: none, the images fit in memory"
+        else:
+            text = text
+
+        if needed < 0.8 * free:
+            level = OK
+        elif needed < free:
+            level = WARNING
+        else:
+            level = FAILED
+
         report.add("disk", level, text, "free some space, or set XDG_CACHE_HOME to a larger disk")
 
 
 def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    if size >= 2**30:
+        return f"{size / 2**30:.1f} GiB"
+
+    return f"{size / 2**20:.0f} MiB"

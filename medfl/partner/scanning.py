@@ -63,16 +63,19 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
     samples = SampleMaker(data.items, data.source)
     shown = terminal.bar(data.items, desc=f"reading {section} images", unit="image", shown=progress)
     for index, item in enumerate(shown):
-        ident, entry = str(item["id"]), data.source.entries[index] if data.source.is_list else None
+        ident = str(item["id"])
+        entry = data.source.entries[index] if data.source.is_list else None
         try:
             sample = samples.after_deterministic(index)
         except (MedflError, *UNREADABLE) as error:
             yield ScannedItem(section, ident, problem=" ".join(str(error).split()))
             continue
+
         image, label = _parts(sample)
         if image is None:
             yield ScannedItem(section, ident, problem=f"item {ident!r} has no image tensor")
             continue
+
         shape, spacing = _file(image, entry)
         label = item.get("label", label) if NO_LABEL not in item else None
         yield ScannedItem(section, ident, image.as_subclass(Tensor), label, shape, spacing)
@@ -81,13 +84,16 @@ def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[S
 def _parts(sample: Any) -> tuple[Tensor | None, Any]:
     """Return image and label of a sample, whatever the bundle calls them."""
     if isinstance(sample, Mapping):
-        image, label = sample.get("image"), sample.get("label")
+        image = sample.get("image")
+        label = sample.get("label")
         if image is None:
             image = next((value for value in sample.values() if isinstance(value, Tensor) and value.ndim > 2), None)
     elif isinstance(sample, list | tuple) and len(sample) == 2:
         image, label = sample
     else:
-        image, label = sample, None
+        image = sample
+        label = None
+
     image = torch.from_numpy(image) if isinstance(image, np.ndarray) else image
     return (image if isinstance(image, Tensor) and image.ndim > 1 else None), label
 
@@ -101,10 +107,12 @@ def _file(image: Tensor, entry: Any) -> tuple[tuple[int, ...], tuple[float, ...]
         has_spacing = len(shape) > 2 or not np.array_equal(affine, np.eye(len(affine)))  # pictures know no millimetres
         sides = np.linalg.norm(affine[:3, : len(shape)], axis=0)
         return shape, tuple(round(float(side), 4) for side in sides) if has_spacing else ()
+
     uri = entry.get("image") if isinstance(entry, Mapping) else None
     with suppress(*UNREADABLE, MedflError):
         if isinstance(uri, str | Path) and (picture_shape := _picture(str(uri))):
             return picture_shape, ()
+
     return tuple(image.shape[1:]), ()
 
 
@@ -113,6 +121,10 @@ def _picture(uri: str) -> tuple[int, ...]:
     path, part = split_uri(uri)
     if not (part or path).lower().endswith(IMAGE_SUFFIXES) or (part and not path.endswith(".zip")):
         return ()
+
     source: Any = io.BytesIO(archive(path).read(part)) if part else path
     with Image.open(source) as image:
-        return (image.height, image.width) if orientation(image) < 5 else (image.width, image.height)
+        if orientation(image) < 5:
+            return (image.height, image.width)
+
+        return (image.width, image.height)

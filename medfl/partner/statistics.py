@@ -35,7 +35,9 @@ from medfl.problem.problem import Problem
 from medfl.runtimes.monai_fl.data_stats import Bins, Sums, sums, value_range
 
 DOCUMENT_FORM = "medfl site statistics 1"
-HIDDEN, OTHERS, UNRECORDED = "not told", "others", "not recorded"
+HIDDEN = "not told"
+OTHERS = "others"
+UNRECORDED = "not recorded"
 _SEXES = {"f": "female", "female": "female", "m": "male", "male": "male", case_metadata.UNKNOWN: UNRECORDED}
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _SPACINGS = (0.5, 1, 1.5, 2.5, 5)
@@ -59,9 +61,9 @@ class StatisticsOptions:
     entropy: Entropy = os.urandom
 
 
-def bins_of(bundle: Problem, number: int, given: str | None) -> Bins:
+def bins_of(bundle: Problem, number: int, text: str | None) -> Bins:
     """Return bins over the range LOW,HIGH, or that metadata.json has for network inputs; InputError for none."""
-    ends: Any = given.split(",") if given else value_range(bundle.metadata)
+    ends: Any = text.split(",") if text else value_range(bundle.metadata)
     if not ends:
         raise InputError(f"bundle {bundle.name!r} without a value_range", "--range LOW,HIGH", "add it, as --range 0,1")
     if number > 1000:
@@ -81,7 +83,9 @@ def gather(bundle: Problem, folder: str, options: StatisticsOptions, *, progress
         counts = _Counts(bundle, options.bins)
         for item in scan(bundle, section, progress=progress):
             counts.add(item, metadata.get(item.id, {}))
+
         summaries[section] = counts.released(options)
+
     return {
         "form": DOCUMENT_FORM,
         "bundle": bundle.name,
@@ -98,29 +102,35 @@ class _Counts:
     """Tables of one section; those whose cells the data name are released without the names of rare ones."""
 
     def __init__(self, bundle: Problem, bins: Bins) -> None:
-        self._bundle, self._bins = bundle, bins
+        self._bundle = bundle
+        self._bins = bins
         self._images = 0
         self._preset: dict[str, Counter[str]] = {}
+
         if bundle.task == "classification":
             self._preset["class"] = Counter(dict.fromkeys(bundle.classes, 0))
+
         self._named_by_data: dict[str, Counter[str]] = {}
         self._sums: Sums | None = None
 
     def add(self, item: ScannedItem, metadata: Mapping[str, Any]) -> None:
         if item.image is None:
             raise InputError(f"{item.section} {item.id}: {item.problem}", "every item can be read", "medfl site check")
+
         self._images += 1
         if "class" in self._preset and item.label is not None:
             self._preset["class"][self._bundle.classes[int(item.label)]] += 1
         elif isinstance(item.label, Tensor):
             self._structures(item.label)
+
         cells = {name: str(metadata[name]) for name in ("sex", "centre") if name in metadata}
         cells |= {"age": case_metadata.band(metadata["age"])} if "age" in metadata else {}
         cells |= {"widest spacing": _band(max(item.spacing), _SPACINGS, "mm")} if item.spacing else {}
         for name, cell in {"longest side": _band(max(item.shape), _SIDES, "px"), **cells}.items():
             self._named_by_data.setdefault(name, Counter())[cell] += 1
-        one = sums(item.image[None].float(), self._bins)
-        self._sums = one if self._sums is None else self._sums.add(one)
+
+        item_sums = sums(item.image[None].float(), self._bins)
+        self._sums = item_sums if self._sums is None else self._sums.add(item_sums)
 
     def _structures(self, mask: Tensor) -> None:
         """Count a structure as present or absent: a case may have several."""
@@ -130,7 +140,11 @@ class _Counts:
             present = [index in values for index in range(len(names))]
         else:
             present = [bool(channel.any()) for channel in mask.as_subclass(Tensor)]
-            names = names if len(names) == len(present) else tuple(f"channel {i}" for i in range(len(present)))
+            if len(names) == len(present):
+                names = names
+            else:
+                names = tuple(f"channel {i}" for i in range(len(present)))
+
         for name, there in list(zip(names, present, strict=True))[names[:1] == ("background",) :]:
             table = self._preset.setdefault(f"structure {name}", Counter({"present": 0, "absent": 0}))
             table["present" if there else "absent"] += 1
@@ -139,14 +153,17 @@ class _Counts:
         images = self._images
         if options.epsilon is not None:
             images = max(0, int(add_noise({"all": images}, options.epsilon, options.entropy)["all"]))
+
         if images < options.min_count:
             return {"images": None, "tables": {}, "intensity": None}
+
         if options.epsilon is not None:
             tables = {name: _released_counts(counts, options) for name, counts in self._preset_tables().items()}
         else:
             counts_of = {**self._preset, **self._named_by_data}
             all_cells = {n: _released_counts(self._with_unrecorded(counts_of[n]), options) for n in counts_of}
-            tables = {n: one if n in self._preset else _without_hidden_names(one) for n, one in all_cells.items()}
+            tables = {n: cells if n in self._preset else _without_hidden_names(cells) for n, cells in all_cells.items()}
+
         return {"images": images, "tables": tables, "intensity": self._intensity(options, images)}
 
     def _with_unrecorded(self, counts: Mapping[str, int]) -> Counter[str]:
@@ -161,28 +178,36 @@ class _Counts:
             if name != "background":
                 cells = self._preset.get(f"structure {name}", Counter())
                 tables[f"structure {name}"] = _recount(("present", "absent"), cells)
+
         for name, domain in _DOMAINS.items():
             tables[name] = _recount(domain, self._named_by_data.get(name, Counter()), _SEXES if name == "sex" else {})
+
         for cells in tables.values():
             if UNRECORDED in cells:
                 cells[UNRECORDED] += self._images - cells.total()
+
         return tables
 
     def _intensity(self, options: StatisticsOptions, images: int) -> dict[str, Any] | None:
         if (totals := self._sums) is None:
             return None
+
         channels = []
         for channel, thousandths in enumerate(totals.shares):
-            mean, deviation = totals.mean[channel], totals.deviation[channel]
+            mean = totals.mean[channel]
+            deviation = totals.deviation[channel]
             shares = thousandths / _UNIT / images
             hidden = hidden_bins(totals.images[channel].tolist(), options.min_count)
+
             if options.epsilon is not None:
                 noise = geometric(len(shares), options.epsilon / _UNIT, options.entropy)
                 shares = np.maximum((thousandths + np.array(noise)) / _UNIT / images, 0)
                 mean, deviation = _moments(shares, options.bins)
                 hidden = [False] * len(shares)
+
             histogram = [None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)]
             channels.append({"mean": _rounded(mean), "sd": _rounded(deviation), "shares": histogram})
+
         return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
 
@@ -207,22 +232,28 @@ def _released_counts(counts: Mapping[str, int], options: StatisticsOptions) -> d
 def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | None]:
     """Return a table without the names of cells that are not told."""
     order = sorted(cells, key=lambda name: (_ORDER.get(name, 0), name))
-    named: dict[str, int | None] = {name: cells[name] for name in order if cells[name] is not None}
-    return named if len(named) == len(cells) else {**named, OTHERS: None}
+    shown: dict[str, int | None] = {name: cells[name] for name in order if cells[name] is not None}
+    if len(shown) == len(cells):
+        return shown
+
+    return {**shown, OTHERS: None}
 
 
 def _moments(shares: Any, bins: Bins) -> tuple[float, float]:
     """Return mean and deviation of a histogram, as if all of a bin lay in its middle."""
     middles = (np.array(bins.edges[1:]) + np.array(bins.edges[:-1])) / 2
-    whole = float(shares.sum())
-    if whole <= 0:
+    total = float(shares.sum())
+    if total <= 0:
         return math.nan, math.nan
-    mean = float((shares * middles).sum() / whole)
-    return mean, float(np.sqrt((shares * (middles - mean) ** 2).sum() / whole))
+    mean = float((shares * middles).sum() / total)
+    return mean, float(np.sqrt((shares * (middles - mean) ** 2).sum() / total))
 
 
 def _rounded(value: float) -> float | None:
-    return float(f"{value:.4g}") if math.isfinite(value) else None
+    if math.isfinite(value):
+        return float(f"{value:.4g}")
+
+    return None
 
 
 def _bands(ends: Sequence[float], unit: str) -> list[str]:
@@ -253,7 +284,10 @@ def _tables(statistics: Mapping[str, Any]) -> int:
 
 def _channels(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Return what is told of the channels of a section's images."""
-    return part["intensity"]["channels"] if part["intensity"] else ()
+    channels: Sequence[Mapping[str, Any]] = ()
+    if part["intensity"]:
+        channels = part["intensity"]["channels"]
+    return channels
 
 
 # For the eye
@@ -267,10 +301,12 @@ def text(document: Mapping[str, Any], width: int) -> list[str]:
         lines += ["", f"{section}: " + (HIDDEN if images is None else f"{images:,} images")]
         rows = {f"  {name}": _cells_text(cells) for name, cells in part["tables"].items()}
         lines += terminal.definitions(rows, width) if rows else []
+
         for index, channel in enumerate(_channels(part)):
             bar = "".join(_block(share, channel["shares"]) for share in channel["shares"])
             lines.append(f"  channel {index}  mean {channel['mean']}, sd {channel['sd']}  |{bar}|")
-    lines += ["", *(line for said in covered(document) for line in terminal.hanging_indent("", said, width))]
+
+    lines += ["", *(line for sentence in covered(document) for line in terminal.hanging_indent("", sentence, width))]
     return lines
 
 
@@ -282,22 +318,31 @@ def _cells_text(cells: Mapping[str, int | None]) -> str:
 
 def _block(share: float | None, shares: Sequence[float | None]) -> str:
     most = max((one for one in shares if one is not None), default=0) or 1
-    return "?" if share is None else " ▁▂▃▄▅▆▇█"[math.ceil(8 * share / most)]
+    if share is None:
+        return "?"
+
+    return " ▁▂▃▄▅▆▇█"[math.ceil(8 * share / most)]
 
 
 def covered(document: Mapping[str, Any]) -> list[str]:
     """Say in plain words what the rules cover, and what they do not."""
-    least, epsilon = document["min_count"], document["epsilon"]
-    said = [f"Counts below {least} are hidden, and others where they would follow from the total."] if least else []
+    least = document["min_count"]
+    epsilon = document["epsilon"]
+    if least:
+        notes = [f"Counts below {least} are hidden, and others where they would follow from the total."]
+    else:
+        notes = []
+
     if epsilon is None:
-        return [*said, "No noise: somebody who knows all images but one may learn about that one."]
+        return [*notes, "No noise: somebody who knows all images but one may learn about that one."]
+
     together = document["epsilon_of_one_image"]
     return [
         f"Each count, of empty cells too, and each histogram has noise with epsilon {epsilon:g} for one image that is "
         f"there or not; an image is in several of them, together epsilon {together:g}.",
         "Not told with noise: centres, and whatever else has cells whose names come from the data.",
         "The noise does not cover a patient with several images; another call adds to it.",
-        *said,
+        *notes,
     ]
 
 

@@ -56,26 +56,16 @@ class Tolerance:
         """
         if self.min_replies is None:
             return
-        flag, size, aggregation = f"--min-replies {self.min_replies}", len(federation.cohort(1)), federation.aggregation
+
+        flag = f"--min-replies {self.min_replies}"
+        size = len(federation.cohort(1))
+        aggregation = federation.aggregation
         if self.min_replies > size:
             raise InputError(flag, f"a round's cohort has {size} sites", f"ask for {size} or fewer")
+
         if self.min_replies < aggregation.least:
             needed = f"{aggregation} needs at least {aggregation.least} replies"
             raise InputError(f"{flag} with --aggregation {aggregation}", needed, f"give {aggregation.least} or more")
-
-    def set_deadline(self, workers: object) -> None:
-        """Tell the deadline to what runs the tasks, if it is anything that can hold to one.
-
-        Raises:
-            InputError: it is not: it waits for each site's answer.
-        """
-        if self.deadline is None:
-            return
-        if not hasattr(workers, "deadline"):
-            raise InputError(
-                f"--deadline {self.deadline:g}", "a runtime whose sites run by themselves", "use --runtime flare"
-            )
-        workers.deadline = self.deadline
 
     def record(self) -> dict[str, Any]:
         """Return what run.json tells of it."""
@@ -108,9 +98,11 @@ class Attendance:
         sender = "site {!r}".format
         if self.least is None and reasons:
             raise RunError("; ".join(r if r.startswith(sender(n)) else f"{sender(n)}: {r}" for n, r in reasons.items()))
+
         for name, reason in reasons.items():
             self.left_out[name] = reason.replace(_KEPT, "").removeprefix(sender(name)).lstrip(":, ")
             self.say(f"{self.what}: without site {name!r}: {self.left_out[name]}")
+
         if reasons and len(self.names) - len(self.left_out) < (self.least or 0):
             listed = "; ".join(f"{site}: {why}" for site, why in self.left_out.items())
             raise RunError(

@@ -14,8 +14,8 @@ from torch import nn
 
 from medfl import methods
 from medfl.core.compression import Compression
-from medfl.core.errors import InputError, RunError
-from medfl.core.message import Message, is_finite
+from medfl.core.errors import InputError
+from medfl.core.message import Message
 from medfl.core.message_limits import MessageLimits
 from medfl.core.run import Run
 from medfl.core.seeding import derive
@@ -29,6 +29,7 @@ from medfl.methods.base import Method
 from medfl.problem.problem import Problem, prepared_sections
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.initial_state import initial_state_dict, refuse_init_of_mixed_networks
+from medfl.runtimes.message_rules import Form, MessageRules
 from medfl.runtimes.server.robust import Aggregation, with_effective_counts
 from medfl.runtimes.unlabelled import check_sites, hide_labels
 from medfl.storage.files import State, to_device
@@ -51,7 +52,7 @@ class _Architecture:
 
     bundle: Problem
     networks: Networks
-    leaves: Mapping[str, tuple[torch.Size, torch.dtype]]
+    leaves: Mapping[str, Form]
     personal: frozenset[str]
     stays: int
 
@@ -303,60 +304,26 @@ class Federation:
         text += "; replies" if self.compression.kind == "topk" else "; replies and broadcasts"
         return f"{text}: {self.compression}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
 
-    def check_message(self, name: str, message: Message) -> None:
-        """Enforce the policy on what a site says: declared groups, no personal tensor, known forms, finite values.
-
-        A tensor is personal by its name in the network, whichever group it is in.
-
-        Raises:
-            RunError: names the site and the tensor, or what is too large.
-        """
-        flat, arch = message.flat(), self._architectures[name]
-        self.message_limits.checked(flat, f"site {name!r}")
-        undeclared = message.tensors.keys() - {"weights", *(group.name for group in self.method.groups() if group.up)}
-        for key, tensor in flat.items():
-            group, _, member = key.partition("/")
-            form = arch.leaves.get(member) if group == "weights" else None
-            if member in arch.personal or (group == "weights" and form is None):
-                raise RunError(f"site {name!r}: tensor {key!r} must not leave it")
-            if group in undeclared:
-                raise RunError(f"site {name!r}: {key!r} is in a group that the method's groups() does not declare")
-            if group in self.like_weights:
-                like = arch.networks.initial.get(member)
-                if like is None:
-                    raise RunError(f"site {name!r}: {key!r} is no tensor of the network")
-                form = like.shape, like.dtype
-            if form is not None and form != (tensor.shape, tensor.dtype):
-                sent, expected = f"{tuple(tensor.shape)} {tensor.dtype}", f"{tuple(form[0])} {form[1]}"
-                raise RunError(f"site {name!r}: {key!r} is {sent}; expected {expected}")
-            if not is_finite(tensor):
-                raise RunError(f"site {name!r}: {key!r} has NaN or infinite values; the last good round is kept")
-
-    def check_complete(self, name: str, reply: Message) -> None:
-        """Make sure that a reply lacks none of the weights, and for FedAvg's server half has the number of items.
-
-        Raises:
-            RunError: names the site and what is missing.
-        """
-        plain = methods.has_fedavg_server(self.method)
-        if plain or "weights" in reply:
-            missing = self._architectures[name].leaves.keys() - reply.tensors.get("weights", {}).keys()
-            if missing:
-                raise RunError(f"site {name!r}: 'weights/{min(missing)}' is missing in its reply ({len(missing)} such)")
-        if plain and "samples" not in reply.scalars:
-            raise RunError(f"site {name!r}: its reply lacks the number of training samples")
+    def message_rules(self, name: str) -> MessageRules:
+        """Return what a message between the server and a participant may have in it."""
+        arch = self._architectures[name]
+        network = {key: (tensor.shape, tensor.dtype) for key, tensor in arch.networks.initial.items()}
+        groups = self.method.groups()
+        return MessageRules(
+            name, arch.leaves, network, arch.personal,
+            uploads=frozenset(["weights", *(group.name for group in groups if group.up)]),
+            like_weights=self.like_weights,
+            fedavg=methods.has_fedavg_server(self.method),
+            limits=self.message_limits,
+        )  # fmt: skip
 
     def compress_broadcast(self, round_: int, name: str, broadcast: Message) -> Message:
         """Return a broadcast as it crosses to a site, made smaller."""
         return self.compression.broadcast(broadcast, derive(self.host(round_).seed, "messages", name))
 
     def decode_reply(self, name: str, named: Mapping[Any, Any]) -> Message:
-        """Return what a site sent, restored by some transport under the names of `Message.flat`, on this device.
-
-        Raises:
-            RunError: it is no message, or more than the limits; names the site.
-        """
-        message = Message.from_wire(self.message_limits.checked(named, f"site {name!r}"), f"site {name!r}")
+        """Return what a site sent, as `MessageRules.decode_reply`, on this device."""
+        message = self.message_rules(name).decode_reply(named)
         return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
 
     def aggregate(self, round_: int, server: State, replies: Mapping[str, Message]) -> State:

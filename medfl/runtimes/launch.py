@@ -28,8 +28,7 @@ class Launch:
         profile: say where the time of the rounds went, and write profile.json, a trace for a viewer.
         track: "mlflow", "mlflow:URI", "wandb" or "wandb:PROJECT": write the numbers there as well.
         runtime: "simulator", or with the same results "monai-fl", whose sites are `ClientAlgo`s of MONAI FL, or
-            "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator, or "flare-poc", where
-            they are a FLARE federation with certificates on this machine.
+            "flare", where server and sites are processes of a job on NVIDIA FLARE's simulator.
         min_replies: sites of a cohort that have to reply in a round; the others are left out of it. None: all.
         deadline: seconds that the sites have for a round, with the runtime "flare".
         callbacks: called after each round with a `medfl.RoundEnd`; one that returns True or a reason ends the run.

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 SHIPPED = {
     "simulator": "medfl.runtimes.simulator:RUNTIME",
     "monai-fl": "medfl.runtimes.monai_fl.exchange:RUNTIME",
-    "flare": "medfl.flare.job:SIMULATOR",
-    "flare-poc": "medfl.flare.job:POC",
+    "flare": "medfl.flare.job",
 }
+_OF_COMMANDS = {"flare-poc": "medfl.flare.poc"}
+"""Runtimes that a command of their own asks for, and that the records of its runs name."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Runtime:
 
 def check_name(name: str) -> None:
     """Raise an InputError if this is neither a shipped runtime nor a dotted path."""
-    if name not in SHIPPED and "." not in name and ":" not in name:
+    if name not in {**SHIPPED, **_OF_COMMANDS} and "." not in name and ":" not in name:
         allowed = f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path"
         raise InputError(f"--runtime {name}", allowed, did_you_mean(name, tuple(SHIPPED), "choose one"))
 
@@ -94,7 +95,7 @@ def load(name: str) -> Runtime:
         InputError: there is none.
     """
     check_name(name)
-    module, _, attribute = SHIPPED.get(name, name).partition(":")
+    module, _, attribute = {**SHIPPED, **_OF_COMMANDS}.get(name, name).partition(":")
     try:
         runtime = getattr(importlib.import_module(module), attribute or "RUNTIME", None)
     except ModuleNotFoundError as error:

@@ -5,7 +5,7 @@ A mistake of the method's is no site's fault, so it ends the run and is nobody's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +41,7 @@ def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
             "it returns the site's next State and the reply, a Message",
             "return both",
         )
+
     check_state(method, "a site's State", result[0])
     if not site.journal:
         raise BrokenRule(
@@ -48,6 +49,7 @@ def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
             "a site is trained by medfl.training.loop.fit, which keeps the loss and counts the steps",
             "call it, in train or in local_update",
         )
+
     return result
 
 
@@ -57,7 +59,11 @@ def check_state(method: str, which: str, state: Any) -> None:
     Raises:
         BrokenRule: something in it is neither a tensor, a number nor text; names it.
     """
-    wrong = _flaw(state, "") if isinstance(state, dict) else f"it is a {type(state).__name__}"
+    if isinstance(state, dict):
+        wrong = _flaw(state, "")
+    else:
+        wrong = f"it is a {type(state).__name__}"
+
     if wrong:
         raise BrokenRule(
             f"{which} of method {method!r}: {wrong}",
@@ -70,11 +76,20 @@ def object_versions(state: Any, path: str = "") -> Versions:
     """Note what is in a State, to see later whether it was changed in place."""
     if isinstance(state, Tensor):
         return {path: (id(state), 0 if state.is_inference() else state._version)}
+
     # not into other mappings: one on disk makes new tensors whenever it is read
-    parts = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list) else ()
+    parts: Iterable[tuple[Any, Any]]
+    if isinstance(state, dict):
+        parts = state.items()
+    elif isinstance(state, list):
+        parts = enumerate(state)
+    else:
+        parts = ()
+
     noted = {path: (id(state), len(state) if isinstance(state, dict | list) else 0)}
     for name, part in parts:
         noted |= object_versions(part, f"{path}/{name}".removeprefix("/"))
+
     return noted
 
 
@@ -101,6 +116,10 @@ def _flaw(node: Any, path: str) -> str:
         if odd is not None:
             return f"the key {odd!r}{f' in {path!r}' if path else ''} is a {type(odd).__name__}"
         return next((flaw for key, part in node.items() if (flaw := _flaw(part, f"{path}/{key}".lstrip("/")))), "")
+
     if isinstance(node, list | tuple):
         return next((flaw for i, part in enumerate(node) if (flaw := _flaw(part, f"{path}/{i}"))), "")
-    return "" if isinstance(node, _VALUES) else f"{path!r} is a {type(node).__name__}"
+    if isinstance(node, _VALUES):
+        return ""
+
+    return f"{path!r} is a {type(node).__name__}"

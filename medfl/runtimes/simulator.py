@@ -99,9 +99,8 @@ class Simulator:
             )
         self.folder.truncate_rounds(self.done)
         with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
-            self.tolerance.set_deadline(self.workers)
-            self.workers.introduced_counts = self.record.setdefault("told", {})
-            self.workers.facts = self.record.setdefault("facts", {})
+            self.workers.set_deadline(self.tolerance.deadline)
+            self.workers.keep_statements(self.record)
             self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
             self.scoring.untested = self.launch.untested

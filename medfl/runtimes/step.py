@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -18,11 +18,17 @@ from medfl.data.prepared import Shard
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator, Masks
 from medfl.evaluation.metrics import Cases
 from medfl.evaluation.save_masks import save
-from medfl.runtimes.federation import Federation
 from medfl.runtimes.rules import check_update
 from medfl.storage.files import State
 from medfl.training.loop import summed
 from medfl.training.site import Site
+
+if TYPE_CHECKING:
+    from medfl.runtimes.federation import Federation
+    from medfl.runtimes.monai_fl.view import SiteView
+
+    SiteContext: TypeAlias = "Federation | SiteView"
+    """What a step needs of a federation: all of it in a simulation, one site's view of it elsewhere."""
 
 UNSENT, OPTIMIZERS = "unsent", "optimizers"
 """Keys of a site's State under which its error feedback and the optimisers that it keeps are; no method sees them."""
@@ -51,7 +57,7 @@ class StepResult:
 
 
 def site_step(
-    federation: Federation, round_: int, name: str, state: State | None, down: Message, score_on: Sequence[str] = ()
+    federation: SiteContext, round_: int, name: str, state: State | None, down: Message, score_on: Sequence[str] = ()
 ) -> StepResult:
     """Train at one site; for globally judged methods also score the trained model on its own sections `score_on`.
 
@@ -66,21 +72,21 @@ def site_step(
         result = method.local_update(site, _own(federation, site, state), received)
         state, reply = check_update(federation.run.method, site, result)
         assert not {UNSENT, OPTIMIZERS} & state.keys(), f"a method's State has no keys {UNSENT!r} and {OPTIMIZERS!r}"
-        federation.check_message(name, reply)
+        federation.message_rules(name).check_reply(reply)
         cases = {}
         if score_on and "weights" in reply:
             cases = _scores(federation, _trained(federation, site, state, received, reply), name, score_on)
         wire, unsent = compression.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = compression.decompress_reply(wire, down, f"site {name!r}")
         if not compression.lossless:
-            federation.check_message(name, arrived)
+            federation.message_rules(name).check_reply(arrived)
     report = summed(site.journal)
     beside = {UNSENT: unsent, OPTIMIZERS: site.optimizer_states or {}}
     next_state = {**state, **{key: value for key, value in beside.items() if value}}
     return StepResult(next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down)
 
 
-def _trained(federation: Federation, site: Site, state: State, received: Message, reply: Message) -> nn.Module:
+def _trained(federation: SiteContext, site: Site, state: State, received: Message, reply: Message) -> nn.Module:
     """Return the network as trained: that of a whole reply, or what the site would make of its own reply."""
     if reply["weights"].keys() == site.initial_weights.keys():
         return site.model(reply["weights"])
@@ -89,27 +95,27 @@ def _trained(federation: Federation, site: Site, state: State, received: Message
 
 
 def score_site(
-    federation: Federation, round_: int, name: str, state: State | None, down: Message, sections: Sequence[str]
+    federation: SiteContext, round_: int, name: str, state: State | None, down: Message, sections: Sequence[str]
 ) -> dict[str, Cases]:
     """Score the network that the site is judged by on its own items; nothing is trained."""
     with judged(federation, round_, name, state, down) as network:
         return _scores(federation, network, name, sections)
 
 
-def score_site_on_all(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Cases:
+def score_site_on_all(federation: SiteContext, round_: int, name: str, state: State | None, down: Message) -> Cases:
     """Score the network that a site is judged by on everybody's test items."""
     with judged(federation, round_, name, state, down) as network:
         return score(federation, network, federation.pooled("test"), "test")
 
 
-def copy_site_weights(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> State:
+def copy_site_weights(federation: SiteContext, round_: int, name: str, state: State | None, down: Message) -> State:
     """Return a copy of the weights that the site is judged by (leaves the site in a simulation only)."""
     with judged(federation, round_, name, state, down) as network:
         return copied_weights(network)
 
 
 def segment_site(
-    federation: Federation,
+    federation: SiteContext,
     round_: int,
     name: str,
     state: State | None,
@@ -128,28 +134,28 @@ def segment_site(
         return segment(federation, network, name, wanted, folder)
 
 
-def introduce(federation: Federation, name: str) -> Message:
+def introduce(federation: SiteContext, name: str) -> Message:
     """Return what a site tells the server before round 1."""
     with federation.scope():
         message = federation.method.introduce(federation.site(name, 0))
-        federation.check_message(name, message)
+        federation.message_rules(name).check_reply(message)
     return message
 
 
-def _delivered(federation: Federation, round_: int, name: str, down: Message) -> tuple[Message, int]:
+def _delivered(federation: SiteContext, round_: int, name: str, down: Message) -> tuple[Message, int]:
     """Return a broadcast as a site receives it, and its bytes as it crossed."""
     wire = federation.compress_broadcast(round_, name, down)
     return federation.compression.decompress_broadcast(wire), wire.num_bytes
 
 
-def _own(federation: Federation, site: Site, state: State | None) -> State:
+def _own(federation: SiteContext, site: Site, state: State | None) -> State:
     """Return the State that the method knows: without what is kept beside it; the first one where nothing is left."""
     entries = {key: value for key, value in (state or {}).items() if key not in (UNSENT, OPTIMIZERS)}
     return entries if entries or state == {} else federation.method.init_site(site)
 
 
 def refuse_other_state(
-    federation: Federation, round_: int, name: str, state: State, path: Path, error: Exception
+    federation: SiteContext, round_: int, name: str, state: State, path: Path, error: Exception
 ) -> None:
     """Say that a step failed because of a State of another form than the method's, if it is one.
 
@@ -177,7 +183,7 @@ def _unlike(state: Any, first: Any, path: str) -> str:
 
 
 @contextmanager
-def judged(federation: Federation, round_: int, name: str, state: State | None, down: Message) -> Iterator[nn.Module]:
+def judged(federation: SiteContext, round_: int, name: str, state: State | None, down: Message) -> Iterator[nn.Module]:
     """Give the network that a site is judged by."""
     site = federation.site(name, round_)
     with federation.scope():
@@ -190,19 +196,19 @@ def copied_weights(network: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
 
 
-def _scores(federation: Federation, network: nn.Module, site: str, sections: Sequence[str]) -> dict[str, Cases]:
+def _scores(federation: SiteContext, network: nn.Module, site: str, sections: Sequence[str]) -> dict[str, Cases]:
     """Score a network on a site's own sections."""
     return {section: score(federation, network, federation.shard(site, section), section) for section in sections}
 
 
-def score(federation: Federation, network: nn.Module, items: Shard, section: str) -> Cases:
+def score(federation: SiteContext, network: nn.Module, items: Shard, section: str) -> Cases:
     """Score a network on items of a section; what takes long is computed on test items only."""
     surface_metrics = federation.surface_metrics if section == "test" else ()
     return federation.bundle.evaluator(network, items, federation.networks.device, surface_metrics=surface_metrics)
 
 
 def segment(
-    federation: Federation, network: nn.Module, name: str, wanted: Sequence[str], folder: str | None
+    federation: SiteContext, network: nn.Module, name: str, wanted: Sequence[str], folder: str | None
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network, as `segment_site`."""
     shard, evaluator = federation.shard(name, "test"), federation.bundle.evaluator

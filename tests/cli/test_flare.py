@@ -20,8 +20,8 @@ from medfl.core.errors import InputError
 
 pytest.importorskip("nvflare")
 
-from medfl.flare.local_federation import ADMIN, LocalFederation
 from medfl.flare.parts import ALLOWED, SIMULATED
+from tests.support.local_federation import ADMIN, LocalFederation
 
 
 def parse(*given: str) -> Any:

@@ -19,7 +19,7 @@ from medfl.core.errors import RunError
 from medfl.core.message import Message
 from medfl.methods import load
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl.view import AtSite
+from medfl.runtimes.monai_fl.view import SiteView
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.toy import bits, run_record
 
@@ -126,9 +126,9 @@ def decodes_or_refuses(data: bytes) -> None:
 
 
 @lru_cache
-def at_site(form: str) -> AtSite:
+def at_site(form: str) -> SiteView:
     made = Federation(Wide(), load("scaffold"), run_record(messages=form))
-    return AtSite(made, "x", threading.Event())
+    return SiteView(made, "x", threading.Event())
 
 
 WEIGHTS = {name: tuple(t.shape) for name, t in Wide().network().state_dict().items()}
@@ -159,7 +159,7 @@ def arriving(draw: st.DrawFn) -> tuple[str, str, dict[Any, Any]]:
     """A form of messages, which check it meets, and what arrives: a right broadcast with some of it exchanged."""
     form = draw(st.sampled_from(["lossless", "float16", "int8", "topk:0.1"]))
     whole = at_site("lossless")
-    right = {f"weights/{name}": torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in whole.leaves.items()}
+    right = {f"weights/{name}": torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in whole.rules.leaves.items()}
     start = draw(st.sampled_from([{}, right]))
     check = draw(st.sampled_from(["received", "averaged", "arrived"]))
     return form, check, {**start, **draw(mappings)}
@@ -169,14 +169,14 @@ def takes_or_refuses(case: tuple[str, str, dict[Any, Any]]) -> None:
     form, check, named = case
     site = at_site(form)
     take: Callable[..., Message] = {
-        "received": site.received, "averaged": site.averaged, "arrived": lambda n: site.decode_reply("x", n)
+        "received": site.received, "averaged": site.averaged, "arrived": site.rules.decode_reply
     }[check]  # fmt: skip
     with suppress(RunError):
         message = take(named)
         assert isinstance(message, Message)
         with suppress(RunError):
-            site.check_message("x", message)
-            site.check_complete("x", message)
+            site.rules.check_reply(message)
+            site.rules.check_complete(message)
 
 
 def few(count: int) -> Any:

@@ -231,13 +231,13 @@ def test_a_server_with_ciphertexts_only_gives_the_simulator_s_mean(
     }  # fmt: skip
     assert found["numbers"] == 60506
     # What it keeps: the mean, which a site's keys open and its own do not.
-    (stored,) = out.glob("federation/storage/jobs-storage/*/workspace")
+    (stored,) = out.glob("federation/**/jobs-storage/*/workspace")
     with zipfile.ZipFile(stored) as archive:
         file = "app_server/FL_global_model.pt"
         model = torch.load(io.BytesIO(archive.read(file)), weights_only=True)["model"]
         every = b"".join(archive.read(name) for name in archive.namelist())
     assert list(model) == ["weights"]
-    kits = out / "federation" / "kits" / "medfl" / "prod_00"
+    kits = out / "federation" / "workspace" / "example_project" / "prod_00"
     server = ts.context_from((kits / "server" / example.server.SERVER_KEYS).read_bytes())
     with pytest.raises(ValueError, match="secret_key"):
         ts.ckks_vector_from(server, model["weights"]).decrypt()

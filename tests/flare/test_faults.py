@@ -14,11 +14,11 @@ pytest.importorskip("nvflare")
 
 from medfl import datasets
 from medfl.flare import job as flare_job
-from medfl.flare.local_federation import SERVER, LocalFederation, descendants
 from medfl.flare.parts import SIMULATED
 from medfl.runs import launch
 from medfl.storage.run_folder import RunFolder
 from tests.flare.test_parity import CONFIG, left
+from tests.support.local_federation import SERVER, LocalFederation
 from tests.support.programs import python_path
 
 pytestmark = [
@@ -148,8 +148,7 @@ def test_law1_a_run_goes_on_after_a_full_disk_a_killed_job_and_a_killed_server(
 
     number = federation.submit(job.exported({3: "slow"}))
     until((job.out / "flare" / "site-2-3.json").is_file, 240)
-    for started in descendants(federation._processes["site-2"].pid):
-        started.kill()
+    federation.kill_jobs("site-2")
     assert "COMPLETED" not in federation.wait(number)
     assert len(job.rounds()) == 2
 

@@ -388,8 +388,9 @@ def executed(
     folder.write_run(run, {})
 
     def workers(made: Federation, _: int) -> FlareWorkers:
-        folder.workers = FlareWorkers(made, link, simulated=False, say=say)
-        return folder.workers
+        flare_workers = FlareWorkers(made, link, simulated=False, say=say)
+        folder.follow(flare_workers)
+        return flare_workers
 
     Simulator(Execution(federation, folder, Launch(resume=True)), workers).execute()
     return folder, link

@@ -24,7 +24,7 @@ from tests.support.toy import bits
 pytest.importorskip("nvflare")
 
 from medfl.flare import job
-from medfl.flare.local_federation import kill_tree
+from medfl.flare.job import kill_tree
 
 pytestmark = pytest.mark.flare
 

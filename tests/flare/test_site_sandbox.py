@@ -20,11 +20,11 @@ from medfl import datasets
 from medfl.cli import verbs as cli
 from medfl.flare import offer as flare_offer
 from medfl.flare import serve
-from medfl.flare.local_federation import SERVER, LocalFederation
 from medfl.flare.parts import ALLOWED
 from medfl.flare.site_config import SiteConfig
 from medfl.flare.site_sandbox import SiteSandbox
 from medfl.safety import sandbox
+from tests.support.local_federation import SERVER, LocalFederation
 from tests.support.programs import python_path
 
 landlock = pytest.mark.skipif(sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4")

@@ -306,14 +306,14 @@ def test_what_leaves_is_checked_for_each_site() -> None:
 
     made = Federation(Wide(), Shared(bodies="width=5,5,7"), run_record())
     with pytest.raises(RunError, match="site 'z': tensor 'control/4.bias' must not leave it"):
-        made.check_message("z", Message({"control": {"4.bias": torch.zeros(3)}}))
+        made.message_rules("z").check_reply(Message({"control": {"4.bias": torch.zeros(3)}}))
     assert made.describe_exchange() == "0 to 1 tensors leave each site, 3 to 4 stay"
     reply = Message({"weights": {"4.bias": torch.zeros(3)}})
-    made.check_message("x", reply)
+    made.message_rules("x").check_reply(reply)
     with pytest.raises(RunError, match="site 'z': tensor 'weights/4.bias' must not leave it"):
-        made.check_message("z", reply)
+        made.message_rules("z").check_reply(reply)
     with pytest.raises(RunError, match=r"site 'x': 'weights/4.bias' is \(5,\) torch.float32; expected \(3,\)"):
-        made.check_message("x", Message({"weights": {"4.bias": torch.zeros(5)}}))
+        made.message_rules("x").check_reply(Message({"weights": {"4.bias": torch.zeros(5)}}))
 
 
 def test_features_of_other_lengths_are_refused_before_round_1() -> None:
@@ -396,7 +396,7 @@ def test_the_policy_counts_tensors() -> None:
 def test_replies_are_held_to_the_policy() -> None:
     made = federation("fedbn")
     weights = {name: t for name, t in made.networks.initial.items() if not name.startswith("1.")}
-    made.check_message("x", Message({"weights": weights}, {"samples": 1}))
+    made.message_rules("x").check_reply(Message({"weights": weights}, {"samples": 1}))
     wrong = [
         ({**weights, "1.running_mean": torch.zeros(6)}, "tensor 'weights/1.running_mean' must not leave it"),
         ({**weights, "secret": torch.zeros(1)}, "tensor 'weights/secret' must not leave it"),
@@ -406,25 +406,25 @@ def test_replies_are_held_to_the_policy() -> None:
     ]
     for tensors, text in wrong:
         with pytest.raises(RunError, match=f"site 'x': {text}"):
-            made.check_message("x", Message({"weights": tensors}))
+            made.message_rules("x").check_reply(Message({"weights": tensors}))
     for group in ("control", "features", "scalars"):
         hidden = torch.zeros(() if group == "scalars" else 6)
         with pytest.raises(RunError, match=f"site 'x': tensor '{group}/1.bias' must not leave it"):
-            made.check_message("x", Message.from_flat({f"{group}/1.bias": hidden}))
+            made.message_rules("x").check_reply(Message.from_flat({f"{group}/1.bias": hidden}))
     with pytest.raises(RunError, match="'control/0.bias' is in a group that the method's .* does not declare"):
-        made.check_message("x", Message({"control": {"0.bias": torch.zeros(6)}}))
+        made.message_rules("x").check_reply(Message({"control": {"0.bias": torch.zeros(6)}}))
     with pytest.raises(RunError, match="'scalars/samples' has NaN"):
-        made.check_message("x", Message({}, {"samples": float("nan")}))
+        made.message_rules("x").check_reply(Message({}, {"samples": float("nan")}))
 
 
 def test_groups_of_the_networks_form_are_held_to_it() -> None:
     made = federation("scaffold")
     with pytest.raises(RunError, match="'control/c' is no tensor of the network"):
-        made.check_message("x", Message({"control": {"c": torch.zeros(6)}}))
+        made.message_rules("x").check_reply(Message({"control": {"c": torch.zeros(6)}}))
     with pytest.raises(RunError, match=r"'control/0.bias' is \(7,\) torch.float32; expected \(6,\)"):
-        made.check_message("x", Message({"control": {"0.bias": torch.zeros(7)}}))
+        made.message_rules("x").check_reply(Message({"control": {"0.bias": torch.zeros(7)}}))
     with pytest.raises(RunError, match="'control/0.bias' has NaN"):
-        made.check_message("x", Message({"control": {"0.bias": torch.full((6,), torch.inf)}}))
+        made.message_rules("x").check_reply(Message({"control": {"0.bias": torch.full((6,), torch.inf)}}))
 
 
 def test_a_method_that_sends_what_is_personal_is_stopped() -> None:

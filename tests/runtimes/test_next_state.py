@@ -85,8 +85,8 @@ def settled(
     made, left_out, said, arrived = played.federation, dict[str, str](), [], {}
     for name, reply in replies.items():
         try:
-            made.check_message(name, reply)
-            made.check_complete(name, reply)
+            made.message_rules(name).check_reply(reply)
+            made.message_rules(name).check_complete(reply)
             check_counts(made, name, reply, len(made.participant_shard(name, "train")))
         except RunError as error:
             expect(str(error).startswith(f"site {name!r}"), error)

@@ -38,7 +38,7 @@ def test_the_runtimes_of_medfl_are_found_by_their_names(name: str, remote: bool)
     [
         (
             "simulater",
-            "--runtime simulater; runtimes here are: simulator, monai-fl, flare, flare-poc, or a dotted path",
+            "--runtime simulater; runtimes here are: simulator, monai-fl, flare, or a dotted path",
         ),
         ("nowhere.at_all", "--runtime nowhere.at_all (No module named 'nowhere'); a module that Python finds; check"),
         ("medfl.core.errors", "module medfl.core.errors has a Runtime called RUNTIME; add it there"),

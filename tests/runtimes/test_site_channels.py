@@ -23,7 +23,7 @@ from medfl.runs.launch import federate
 from medfl.runs.plan import Request, make_plan
 from medfl.runtimes import site_channels, site_settings
 from medfl.runtimes.federation import Federation
-from medfl.runtimes.monai_fl.view import AtSite
+from medfl.runtimes.monai_fl.view import SiteView
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_a_site_sees_zeros_wherever_its_images_are_used(skin: Path) -> None:
             for ident, (x, _) in zip(shard.ids, shard.batches(1), strict=True):
                 assert bool((x[:, 1] == 0).all()) == (ident in lacking)
                 assert (x[:, 0] != 0).any()
-    assert [AtSite(made, name, Event()).facts for name in made.names] == [{}, {"channels": [0, 2]}]
+    assert [SiteView(made, name, Event()).facts for name in made.names] == [{}, {"channels": [0, 2]}]
     site = make_plan(Request("ham10000", config=CONFIG, data=str(skin), **ASKED))
     dropping = Federation(site.bundle, site.method, site.run, prepared=made.sections)
     generator = torch.Generator().manual_seed(0)

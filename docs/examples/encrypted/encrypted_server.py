@@ -34,8 +34,6 @@ from tenseal import CKKSVector  # type: ignore[import-untyped]
 from medfl.core.run import Run
 from medfl.flare.job import REQUEST_INTERVAL
 
-BUILDER = {"path": "nvflare.lighter.impl.he.HEBuilder", "args": {}}
-"""What makes the keys when the federation is provisioned, before the kits are signed; FLARE's defaults."""
 SERVER_KEYS, SITE_KEYS = "startup/server_context.tenseal", "startup/client_context.tenseal"
 """In a kit: what the server has of the keys, and what every site has: the same secret key."""
 CAME, WENT = "came", "went"

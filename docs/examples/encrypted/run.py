@@ -17,6 +17,7 @@ import os
 import re
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -30,7 +31,7 @@ from medfl.core.errors import InputError, MedflError, RunError
 from medfl.core.release import pip_install
 from medfl.flare.files import participants
 from medfl.flare.job import require_flare
-from medfl.flare.local_federation import SERVER, LocalFederation
+from medfl.flare.poc import SERVER, ProofOfConcept
 from medfl.flare.wire import wire_names
 from medfl.runs.launch import federate
 from medfl.storage.files import load_weights
@@ -62,7 +63,7 @@ def executed(
     if find_spec("tenseal") is None:
         raise InputError("encrypted averages", "they need TenSEAL", pip_install("encryption"))
     import tenseal  # type: ignore[import-untyped]
-    from encrypted_server import BUILDER, NEEDED, SERVER_KEYS, SITE_KEYS, job
+    from encrypted_server import NEEDED, SERVER_KEYS, SITE_KEYS, job
     from encrypted_site import MEAN, RULES, SITES, EncryptedSite
 
     require_unused(out)
@@ -83,14 +84,17 @@ def executed(
     allowed = [*NEEDED, f"{EncryptedSite.__module__}.{EncryptedSite.__name__}"]
     path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(run.threads)}
-    with LocalFederation(out / FEDERATION, clients, allowed, environment, [BUILDER]) as federation:
-        for name in clients:
-            (federation.kit(name) / "local" / "privacy.json").write_text(json.dumps(RULES, indent=1))
-        federation.start()
-        federation.ready()
+    federation = ProofOfConcept(out / FEDERATION, clients, allowed, encryption=True, environment=environment)
+    for name in clients:
+        (federation.kit(name) / "local" / "privacy.json").write_text(json.dumps(RULES, indent=1))
+    with federation:
         say(f"a FLARE server and {len(clients)} sites are up")
-        status = federation.wait(federation.submit(folder.path / made.name))
-        logs = {name: federation.log(name) for name in clients}
+        number = federation.submit(folder.path / made.name)
+        status = ""
+        while not status.startswith("FINISHED"):
+            time.sleep(0.5)
+            status = federation.status(number)
+        logs = {name: federation.output(name) for name in clients}
         keys = {SERVER: SERVER_KEYS, **dict.fromkeys(clients, SITE_KEYS)}
         contexts = {n: tenseal.context_from((federation.kit(n) / file).read_bytes()) for n, file in keys.items()}
     found = [folder.path / SITES / MEAN.format(name) for name in run.partition.sites]

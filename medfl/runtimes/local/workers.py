@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from medfl.core.errors import InputError
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.pool import Pool, TaskGroup
 from medfl.runtimes.tasks import MakeTask, result_or_failure
@@ -27,6 +28,22 @@ class Workers(AbstractContextManager["Workers"]):
         self.introduced_counts: dict[str, int] = {}
         self.facts: dict[str, dict[str, list[str]]] = {}
         self._pool = Pool(federation, jobs) if jobs > 1 else None
+
+    def set_deadline(self, seconds: float | None) -> None:
+        """Limit how long the sites may take for a round; None: as long as they need.
+
+        Raises:
+            InputError: there is a limit, and these workers wait for each site's answer.
+        """
+        if seconds is not None:
+            raise InputError(
+                f"--deadline {seconds:g}", "a runtime whose sites run by themselves", "use --runtime flare"
+            )
+
+    def keep_statements(self, record: dict[str, Any]) -> None:
+        """Keep what the sites tell of their data in the run's record, from which a resumed run goes on."""
+        self.introduced_counts = record.setdefault("told", {})
+        self.facts = record.setdefault("facts", {})
 
     @property
     def overlaps(self) -> bool:

@@ -47,17 +47,20 @@ from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.data_stats import Bins, statistics
 from medfl.runtimes.monai_fl.guard import Activity, Guard, in_words
 from medfl.runtimes.monai_fl.states import States, StatesInFolder
-from medfl.runtimes.monai_fl.view import Aborted, AtSite
+from medfl.runtimes.monai_fl.view import Aborted, SiteView
 from medfl.runtimes.step import UNSENT, StepResult, introduce, score_site, site_step
 from medfl.storage.files import State
 from medfl.storage.run_folder import safe_file_name
 
 HOSTS = ("medfl", "averaging")
-ROUND, BASE_ROUND, LOSS = "round", "kept", "train_loss"
+ROUND = "round"
+BASE_ROUND = "kept"
+LOSS = "train_loss"
 """Names in `statistics`: of the round that a broadcast belongs to, of the round whose State the site goes on from (that
 of its newest reply that the server took, 0 for none; not said: the newest State), and of a reply's mean training loss.
 """
-SCORED_SECTIONS, SECTION = "judge", "section"
+SCORED_SECTIONS = "judge"
+SECTION = "section"
 """Names in `extra`: of the sections on which `train` scores the trained model, and of the one that `evaluate` uses."""
 _PARTS = {"train": "train", "eval": "validate"}
 _PHASES = {
@@ -107,7 +110,10 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     ) -> None:
         if host not in HOSTS:
             raise InputError(f"host {host!r}", f"one of {', '.join(HOSTS)}", "choose one")
-        self.name, self.host, self.folder = name, host, folder
+
+        self.name = name
+        self.host = host
+        self.folder = folder
         self.phase = FlPhase.IDLE
         self.states: States = States()
         self.cases: dict[str, Cases] = {}
@@ -115,11 +121,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         self._made = federation
         self._guard = Guard(outbound, audit, None if folder is None else Path(folder), say, name)
         self._stop = threading.Event()
-        self._own: AtSite | None = None
+        self._own: SiteView | None = None
         self._reply: ExchangeObject | None = None
 
-    def initialize(self, extra: dict[str, Any] | None = None) -> None:
+    def initialize(self, extra: dict[str, Any] | None = None, states: States | None = None) -> None:
         """Prepare the site; of `extra` only `ExtraItems.CLIENT_NAME` is read.
+
+        `states` stand in for the folder.
 
         Raises:
             InputError: there is no such site in the run, or a plain averaging host lacks the method's server half.
@@ -129,14 +137,21 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         if called not in federation.participants or called != (self.name or called):
             allowed = self.name or ", ".join(federation.participants)
             raise InputError(f"site {called!r}", f"its name here is {allowed}", "use that name")
+
         if self.host == "averaging":
             refuse_other_servers(federation)
-        self.name, self._training_begun = called, False
-        self._own = AtSite(federation, called, self._stop)
+
+        self.name = called
+        self._training_begun = False
+        self._own = SiteView(federation, called, self._stop)
         if self.folder is not None:
             run = without_round_limit(federation.run)
             path = Path(self.folder) / run.run_hash[:16] / safe_file_name(called)
             self.states = StatesInFolder(path, federation.networks.device)
+
+        if states is not None:
+            self.states = states
+
         self._guard.open_account(called, federation.run.data.folder)
 
     @property
@@ -152,21 +167,35 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             RunError: what was received is not what the method expects, or training failed; nothing has changed.
         """
-        view, score_on = self._ready(), tuple((extra or {}).get(SCORED_SECTIONS, ()))
-        self._reply, self._training_begun, self.cases = None, True, {}
+        view = self._ready()
+        score_on = tuple((extra or {}).get(SCORED_SECTIONS, ()))
+        self._reply = None
+        self._training_begun = True
+        self.cases = {}
+
         with self._busy(FlPhase.TRAIN, self.states.last + 1) as activity:
             round_, base, received = self._decoded(view, data, activity)
             with errors_safe_to_send():
-                before_it = f"a State of round {base}" if base else "none; rounds count from 1"
-                view.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
+                if base:
+                    before_it = f"a State of round {base}"
+                else:
+                    before_it = "none; rounds count from 1"
+
+                view.rules.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
+
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
+
             result = self._call_step(profiling.REST, site_step, round_, before, received, score_on)
             with profiling.during(profiling.MESSAGES):
                 reply, state = self._reply_of(view, round_, result, received)
+
             with profiling.during(profiling.CHECKPOINT):
                 self.states.keep(round_, state, base)
-            self._reply, self.cases, self.renewed = reply, result.cases, bool(state)
+
+            self._reply = reply
+            self.cases = result.cases
+            self.renewed = bool(state)
 
     def get_weights(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
         """Return the newest that the site has to say, with the number of its training items in `statistics`.
@@ -175,14 +204,17 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             InputError: a best or final model is asked for.
             RunError: the last training failed or was aborted.
         """
-        view, kind = self._ready(), (extra or {}).get(ExtraItems.MODEL_TYPE)
+        view = self._ready()
+        kind = (extra or {}).get(ExtraItems.MODEL_TYPE)
         if kind is not None:
             raise InputError(f"site {self.name!r}: model type {kind}", "a site keeps no such model", "ask the server")
+
         if self._reply is None:
             if self._training_begun:
                 raise RunError(f"site {self.name!r} has nothing to send: its last training did not end")
             with self._busy(FlPhase.GET_WEIGHTS, 0) as activity:
                 self._reply = self._outgoing(view, self._introduction(view), {}, activity)
+
         return self._reply
 
     def evaluate(self, data: ExchangeObject, extra: dict[str, Any] | None = None) -> ExchangeObject:
@@ -221,6 +253,7 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             round_, base, received = self._decoded(view, data, activity)
             with profiling.during(profiling.CHECKPOINT):
                 state = self._state(round_, base)
+
             result = self._call_step(part, function, round_, state, received, *rest)
             activity = Activity(activity.kind, round_)
             self._guard.check_scores(activity, function.__name__, result, state, counted, view.is_held_out)
@@ -236,12 +269,20 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         Raises:
             InputError: the bins are not valid, or not the site's own.
         """
-        view, bins = self._ready(), Bins.of(extra or {})
+        view = self._ready()
+        bins = Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
             if bins is not None and self._guard.min_count and bins != (mine := Bins.own(view.bundle.metadata)):
-                allowed = "none" if mine is None else f"{mine.number} from {mine.low:g} to {mine.high:g}"
-                asked = f"{bins.number} bins from {bins.low:g} to {bins.high:g}"
-                raise InputError(f"site {self.name!r}: {asked}", f"with min_count {allowed}", "ask for these, or none")
+                if mine is None:
+                    allowed = "none"
+                else:
+                    allowed = f"{mine.number} from {mine.low:g} to {mine.high:g}"
+
+                requested = f"{bins.number} bins from {bins.low:g} to {bins.high:g}"
+                raise InputError(
+                    f"site {self.name!r}: {requested}", f"with min_count {allowed}", "ask for these, or none"
+                )
+
             parts = {part: view.shard(self.name, section) for part, section in _PARTS.items()}
             answer = statistics(parts, view.task, bins, self._guard.min_count)
             self._guard.check_statistics(activity, answer)
@@ -259,9 +300,12 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def finalize(self, extra: dict[str, Any] | None = None) -> None:
         """Stop what is going on and let go of everything but a State in a folder; `initialize` begins anew."""
         self.abort()
-        self._own, self._reply, self.cases, self.states = None, None, {}, States()
+        self._own = None
+        self._reply = None
+        self.cases = {}
+        self.states = States()
 
-    def _ready(self) -> AtSite:
+    def _ready(self) -> SiteView:
         if self._own is None:
             raise RunError(f"site {self.name!r} is not initialized; call initialize first")
         return self._own
@@ -270,7 +314,8 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
     def _busy(self, phase: FlPhase, round_: int) -> Iterator[Activity]:
         """Be in a phase, which `abort` can end, in the round that the site counts itself."""
         self._stop.clear()
-        self.phase, activity = phase, Activity(_PHASES[phase][0], round_)
+        self.phase = phase
+        activity = Activity(_PHASES[phase][0], round_)
         try:
             yield activity
         except Aborted as error:
@@ -293,69 +338,92 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         except Exception as error:  # a message may have all the right forms, and yet not be what the method expects
             doing = f"site {self.name!r}, round {round_}: {_PHASES[self.phase][1]}"
             raise RunError(f"{doing} fails with the server's message: {in_words(error)}") from error
+
         view.go_on()
         return result
 
     def _state(self, newest: int, base: int | None) -> State | None:
         """Return the State of round `base`; where the host does not say, the newest up to a round."""
         try:
-            return self.states.newest(newest) if base is None else self.states.of(base)
-        except RunError as error:
-            named = RunError(f"site {self.name!r}: {error}")
-            named.safe_to_send = error.safe_to_send
-            raise named from error
+            if base is None:
+                return self.states.newest(newest)
 
-    def _decoded(self, view: AtSite, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
+            return self.states.of(base)
+        except RunError as error:
+            own_error = RunError(f"site {self.name!r}: {error}")
+            own_error.safe_to_send = error.safe_to_send
+            raise own_error from error
+
+    def _decoded(self, view: SiteView, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
+            require = view.rules.require
             with errors_safe_to_send():
-                view.require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
-                named: Any = data.weights
-                view.require(isinstance(named, Mapping), f"its weights are {type(named).__name__}, no mapping")
-                view.require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
-                view.require(data.optim is None, "it has the state of an optimiser")
+                require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
+                arrived: Any = data.weights
+                require(isinstance(arrived, Mapping), f"its weights are {type(arrived).__name__}, no mapping")
+                require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
+                require(data.optim is None, "it has the state of an optimiser")
+
                 numbers = {ROUND: activity.round, **(data.statistics or {})}
-                round_, base = numbers[ROUND], numbers.get(BASE_ROUND)
+                round_ = numbers[ROUND]
+                base = numbers.get(BASE_ROUND)
+
                 for value in (round_, 0 if base is None else base):
                     is_whole = type(value) is int and value >= 0
-                    view.require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
-                received = view.averaged(named) if self.host == "averaging" else view.received(named)
-            self._guard.admit_received(Activity(activity.kind, round_), partial(self._as_message, named))
+                    require(is_whole, f"its round is {str(value)[:40]!r}, no whole number")
+
+                if self.host == "averaging":
+                    received = view.averaged(arrived)
+                else:
+                    received = view.received(arrived)
+
+            self._guard.admit_received(Activity(activity.kind, round_), partial(self._as_message, arrived))
             return round_, base, received
 
-    def _as_message(self, named: Mapping[str, Any]) -> Message:
+    def _as_message(self, arrived: Mapping[str, Any]) -> Message:
         """Return what came as the message that it is."""
         tensors = {
-            n: value if isinstance(value, Tensor) else torch.as_tensor(np.array(value)) for n, value in named.items()
+            n: value if isinstance(value, Tensor) else torch.as_tensor(np.array(value)) for n, value in arrived.items()
         }
-        return Message({"weights": tensors}) if self.host == "averaging" else Message.from_flat(tensors)
+        if self.host == "averaging":
+            return Message({"weights": tensors})
 
-    def _reply_of(self, view: AtSite, round_: int, step: StepResult, received: Message) -> tuple[ExchangeObject, State]:
+        return Message.from_flat(tensors)
+
+    def _reply_of(
+        self, view: SiteView, round_: int, step: StepResult, received: Message
+    ) -> tuple[ExchangeObject, State]:
         """Return what leaves after a step, and the State with what was left out of it."""
         seed = derive(view.site(self.name, round_).seed, "messages")
-        averaging, samples = self.host == "averaging", len(view.participant_shard(self.name, "train"))
+        averaging = self.host == "averaging"
+        samples = view.training_items()
         reply = Message({"weights": step.reply["weights"]}) if averaging else step.reply
         unsent = step.state.get(UNSENT, {})
+
         if self._guard.clips_or_noises and unsent:  # what earlier rounds left is part of the change that is clipped
-            reply, unsent = _added(reply, unsent), {}
+            reply = _added(reply, unsent)
+            unsent = {}
+
         reply = self._guard.reply(reply, received, samples)
         wire, unsent = view.wire_compression.reply(reply, received, seed, unsent)
         state = {key: value for key, value in step.state.items() if key != UNSENT}
         numbers = self._guard.allowed_numbers({FlStatistics.NUM_EXECUTED_ITERATIONS: step.steps, LOSS: step.loss}, LOSS)
         self._guard.charge_reply(Activity("train", round_), reply, wire, samples)
         exchanged = self._outgoing(view, wire, numbers, Activity("train", round_))
+
         return exchanged, {**state, UNSENT: unsent} if unsent else state
 
-    def _introduction(self, view: AtSite) -> Message:
+    def _introduction(self, view: SiteView) -> Message:
         if self.host == "averaging":
-            return Message({"weights": {name: view.networks.initial[name] for name in view.leaves}})
+            return Message({"weights": {name: view.networks.initial[name] for name in view.rules.leaves}})
         return introduce(view, self.name)
 
     def _outgoing(
-        self, view: AtSite, message: Message, numbers: Mapping[str, Any], activity: Activity
+        self, view: SiteView, message: Message, numbers: Mapping[str, Any], activity: Activity
     ) -> ExchangeObject:
         """Return a message as it leaves; for a plain averaging host its weights alone."""
-        samples = len(view.participant_shard(self.name, "train"))
+        samples = view.training_items()
         facts = self._guard.allowed_numbers(view.facts if self.host == "medfl" else {}, *view.facts)
         numbers = {**numbers, FlStatistics.DATA_COUNT: samples, **facts}
         self._guard.admit_sent(activity, message, numbers, from_images=self.host == "medfl")
@@ -365,13 +433,13 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 def _added(reply: Message, unsent: Weights) -> Message:
     """Return a reply whose weights have the error feedback in them."""
     weights = reply.tensors.get("weights", {})
-    whole = {name: tensor + unsent[name].to(tensor) if name in unsent else tensor for name, tensor in weights.items()}
-    return Message({**reply.tensors, **({"weights": whole} if whole else {})}, reply.scalars)
+    totals = {name: tensor + unsent[name].to(tensor) if name in unsent else tensor for name, tensor in weights.items()}
+    return Message({**reply.tensors, **({"weights": totals} if totals else {})}, reply.scalars)
 
 
-def exchange_object(named: Weights, numbers: Mapping[str, Any]) -> ExchangeObject:
+def exchange_object(tensors: Weights, numbers: Mapping[str, Any]) -> ExchangeObject:
     """Return what crosses: tensors as copies on the CPU, since a network's own go on changing."""
-    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+    weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
     return ExchangeObject(weights=weights, weight_type=WeightType.WEIGHTS, statistics=dict(numbers))
 
 
@@ -384,12 +452,14 @@ def refuse_other_servers(federation: Federation) -> None:
             "such a host does for methods that keep FedAvg's server half (medfl methods)",
             "use one of these, or medfl's own server",
         )
+
     fitting = {
         f"--messages {run.messages}": (federation.compression.lossless, "it takes lossless ones"),
         f"--site-weights {run.site_weights}": (run.site_weights == "samples", "it weighs by samples"),
         f"--max-share {run.max_share}": (run.max_share is None, "it has no cap on shares"),
         f"--aggregation {run.aggregation}": (federation.aggregation.is_mean, "it takes the mean"),
     }
-    for given, (fits, taken) in fitting.items():
+
+    for setting, (fits, taken) in fitting.items():
         if not fits:
-            raise InputError(f"{given} with a plain averaging host", taken, "leave it out")
+            raise InputError(f"{setting} with a plain averaging host", taken, "leave it out")

@@ -25,7 +25,9 @@ from medfl.policy.suppression import hidden_bins, suppress_counts
 
 OWN_BINS = 32
 _BATCH = 16
-_BINS, _RANGE, _TOTAL = "hist_bins", "hist_range", "total_data"
+_BINS = "hist_bins"
+_RANGE = "hist_range"
+_TOTAL = "total_data"
 
 
 @dataclass(frozen=True)
@@ -46,24 +48,30 @@ class Bins:
         number, limits = (extra.get(key) for key in (_BINS, _RANGE))
         if number is None and limits is None:
             return None
+
         try:
             low, high = map(float, limits or ())
             bins = cls(int(number or 0), low, high)
         except (TypeError, ValueError):
             bins = cls(0, 0, 0)
+
         if bins.number < 1 or not -float("inf") < bins.low < bins.high < float("inf"):
             raise InputError(
                 f"{_BINS} {number}, {_RANGE} {limits}",
                 "a whole number of at least 1, and the two ends of the range",
                 "give both, or neither for no histogram",
             )
+
         return bins
 
     @classmethod
     def own(cls, metadata: Mapping[str, Any]) -> Bins | None:
         """Return those that a bundle has by its metadata.json, over the range of the network's inputs; None: none."""
         limits = value_range(metadata)
-        return None if limits is None else cls.of({_BINS: OWN_BINS, _RANGE: limits})
+        if limits is None:
+            return None
+
+        return cls.of({_BINS: OWN_BINS, _RANGE: limits})
 
     @property
     def edges(self) -> list[float]:
@@ -101,9 +109,9 @@ class Sums:
     images: NDArray[np.int64]
     shares: NDArray[np.int64]
 
-    def add(self, other: Sums) -> Sums:
+    def add(self, addend: Sums) -> Sums:
         """Return the sums of both."""
-        return Sums(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Sums(*(a + b for a, b in zip(vars(self).values(), vars(addend).values(), strict=True)))
 
     @property
     def mean(self) -> list[float]:
@@ -123,8 +131,10 @@ def sums(x: Tensor, bins: Bins | None) -> Sums:
     counts = present = shares = np.zeros((len(rows), 0), np.int64)
     if bins is not None:
         each = np.array([[bins.count(row) for row in image] for image in rows.reshape(len(rows), len(x), -1)])
-        counts, present = each.sum(1), (each > 0).sum(1)
+        counts = each.sum(1)
+        present = (each > 0).sum(1)
         shares = (1000 * each // (rows.shape[1] // len(x))).sum(1)
+
     return Sums(rows.shape[1], rows.sum(1), np.square(rows).sum(1), counts, present, shares)
 
 
@@ -138,13 +148,15 @@ def statistics(parts: Mapping[str, Shard], task: Task, bins: Bins | None = None,
         least: counts below it are None, and enough others that they do not follow from sums.
     """
     sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
-    filled = [one for one in sums_of_parts.values() if one is not None]
-    whole = reduce(Sums.add, filled) if filled else None
+    filled = [part_sums for part_sums in sums_of_parts.values() if part_sums is not None]
+    total = reduce(Sums.add, filled) if filled else None
     statistics_of_parts = {part: _statistics([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()}
-    statistics_of_parts[_TOTAL] = _statistics(list(parts.values()), whole, task, bins)
+    statistics_of_parts[_TOTAL] = _statistics(list(parts.values()), total, task, bins)
+
     if least > 0:
-        images = {part: None if one is None else one.images for part, one in sums_of_parts.items()}
+        images = {part: None if part_sums is None else part_sums.images for part, part_sums in sums_of_parts.items()}
         _suppress(statistics_of_parts, list(parts), images, least)
+
     return statistics_of_parts
 
 
@@ -154,8 +166,9 @@ def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
     for x, _ in shard.batches(_BATCH):
         if not isinstance(x, Tensor):
             return None
-        one = sums(x, bins)
-        total = one if total is None else total.add(one)
+        item_sums = sums(x, bins)
+        total = item_sums if total is None else total.add(item_sums)
+
     return total
 
 
@@ -165,9 +178,11 @@ def _statistics(shards: Sequence[Shard], total: Sums | None, task: Task, bins: B
         "fail_count": 0,
         "data_stats": {} if total is None else _images(total, bins),
     }
+
     if task.kind == "classification" and task.classes:
         counts = torch.stack([class_counts(shard, task.num_classes) for shard in shards]).sum(0)
         result["class_counts"] = dict(zip(task.classes, counts.tolist(), strict=True))
+
     return result
 
 
@@ -185,22 +200,29 @@ def _suppress(
 ) -> None:
     """Take out what is of fewer than `least` images, in the parts, and in all together what would give it away."""
     for part in parts:
-        about, count, present = result[part], result[part]["data_count"], images[part]
+        about = result[part]
+        count = result[part]["data_count"]
+        present = images[part]
         if "class_counts" in about:
             about["class_counts"], _ = suppress_counts(about["class_counts"], least)
+
         about["data_count"] = count if count >= least else None
         if count < least:
             about["data_stats"] = {}
+
         for channel, histogram in enumerate(about["data_stats"].get("image_histogram", [])):
             assert present is not None
             histogram["counts"] = _without(histogram["counts"], hidden_bins(present[channel].tolist(), least))
-    whole = result[_TOTAL]
+
+    total = result[_TOTAL]
     if any(result[part]["data_count"] is None for part in parts):
-        whole["data_count"], whole["data_stats"] = None, {}
-    for name in whole.get("class_counts", {}):
+        total["data_count"], total["data_stats"] = None, {}
+
+    for name in total.get("class_counts", {}):
         if any(result[part]["class_counts"][name] is None for part in parts):
-            whole["class_counts"][name] = None
-    for channel, histogram in enumerate(whole["data_stats"].get("image_histogram", [])):
+            total["class_counts"][name] = None
+
+    for channel, histogram in enumerate(total["data_stats"].get("image_histogram", [])):
         of_parts = [result[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts]
         hidden = [None in column for column in zip(*of_parts, strict=True)]
         histogram["counts"] = _without(histogram["counts"], hidden)

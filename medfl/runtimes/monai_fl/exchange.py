@@ -53,24 +53,29 @@ class Exchange(Workers):
                 return self._visit(task).cases
             case RoundTask():
                 return self._visit(task)
+
         return task.run(self._federation)
 
     def _introduction(self, name: str) -> Message:
         with self._at(name, States()) as site:
             message = self._arrived(name, site.get_weights())
-        self._federation.check_message(name, message)
+        self._federation.message_rules(name).check_reply(message)
         return message
 
     def _train(self, task: Train) -> tuple[StepResult, bool]:
-        federation, states = self._federation, _TaskStates(task, task.new_state, self._federation.networks.device)
+        federation = self._federation
+        states = _TaskStates(task, task.new_state, self._federation.networks.device)
         data, bytes_down = self._sent(task)
         with self._at(task.site, states) as site:
             site.train(data, {SCORED_SECTIONS: task.sections})
-            answer, cases = site.get_weights(), site.cases
+            answer = site.get_weights()
+            cases = site.cases
+
         with profiling.during(profiling.MESSAGES):
             wire = self._arrived(task.site, answer)
             reply = federation.compression.decompress_reply(wire, task.broadcast, f"site {task.site!r}")
-            federation.check_message(task.site, reply)
+            federation.message_rules(task.site).check_reply(reply)
+
         loss, steps = (answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS))
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
@@ -85,8 +90,7 @@ class Exchange(Workers):
         """Be at a site; what it holds in memory is let go of afterwards, for there may be thousands."""
         site = self.sites[name]
         with profiling.visit(name):
-            site.initialize({ExtraItems.CLIENT_NAME: name})
-            site.states = states
+            site.initialize({ExtraItems.CLIENT_NAME: name}, states)
             try:
                 yield site
             finally:
@@ -107,10 +111,16 @@ class _TaskStates(States):
 
     def __init__(self, task: RoundTask, new_state: Path | None, device: torch.device) -> None:
         super().__init__()
-        self._old, self._new, self._device, self.written = task.state, new_state, device, False
+        self._old = task.state
+        self._new = new_state
+        self._device = device
+        self.written = False
 
     def newest(self, round_: int) -> State | None:
-        return None if self._old is None else to_device(load_state(self._old.path), self._device)
+        if self._old is None:
+            return None
+
+        return to_device(load_state(self._old.path), self._device)
 
     of = newest
 

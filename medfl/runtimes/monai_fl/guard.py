@@ -34,7 +34,10 @@ class Activity:
 def in_words(error: BaseException) -> str:
     """Return an error as one line."""
     text = " ".join(str(error).split())
-    return text if isinstance(error, MedflError) else f"{type(error).__name__}: {text}"
+    if isinstance(error, MedflError):
+        return text
+
+    return f"{type(error).__name__}: {text}"
 
 
 class Guard:
@@ -52,7 +55,9 @@ class Guard:
     def __init__(
         self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Print, site: str
     ) -> None:
-        self._rules, self._folder, self._say = rules or Outbound(), folder, say
+        self._rules = rules or Outbound()
+        self._folder = folder
+        self._say = say
         self._log = None if audit is None else Audit(audit, site, say)
         self._gate: Gate | None = None
         self._written: BaseException | None = None
@@ -68,17 +73,28 @@ class Guard:
         if self._log is not None:
             self._log.site = site
         if self._rules != Outbound() and self._gate is None:
-            of_site = None if self._folder is None else self._folder / f"{safe_file_name(site)}.privacy.json"
-            file = account_file(self._folder, data) if self._folder is not None and data else of_site
+            if self._folder is None:
+                of_site = None
+            else:
+                of_site = self._folder / f"{safe_file_name(site)}.privacy.json"
+
+            file = of_site
+            if self._folder is not None and data:
+                file = account_file(self._folder, data)
+
             account = Account.open(file, self._rules.delta)
             if of_site is not None and of_site != file:
                 account.merge_site_account(of_site)
+
             self._gate = Gate(self._rules, account, site)
 
     @property
     def privacy(self) -> dict[str, Any] | None:
         """What the site has told so far, None without rules."""
-        return None if self._gate is None else self._gate.account.as_dict()
+        if self._gate is None:
+            return None
+
+        return self._gate.account.as_dict()
 
     @property
     def clips_or_noises(self) -> bool:
@@ -113,11 +129,17 @@ class Guard:
 
     def reply(self, message: Message, received: Message, samples: int) -> Message:
         """Return a reply as it may leave, before it is made smaller."""
-        return message if self._gate is None else self._gate.reply(message, received, samples)
+        if self._gate is None:
+            return message
+
+        return self._gate.reply(message, received, samples)
 
     def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
         """Return the numbers beside a message that may leave (`Gate.allowed_numbers`)."""
-        return dict(numbers) if self._gate is None else self._gate.allowed_numbers(numbers, *optional)
+        if self._gate is None:
+            return dict(numbers)
+
+        return self._gate.allowed_numbers(numbers, *optional)
 
     def charge_reply(self, activity: Activity, reply: Message, wire: Message, samples: int) -> None:
         """Charge a reply that is about to leave to the account, and say so; `wire` is the reply compressed.
@@ -141,6 +163,7 @@ class Guard:
         if self._gate is not None and activity.kind == "introduce":
             self._gate.check_size(wire)
             self._gate.charge_introduction(wire, from_images=from_images)
+
         if self._log is not None:
             about = describe_message(wire, norms=True)
             beside = {str(name): value for name, value in numbers.items()}
@@ -165,18 +188,23 @@ class Guard:
         """
         trained = isinstance(metrics, StepResult)
         cases = metrics.cases if trained else metrics
-        if not (isinstance(cases, Mapping) and all(isinstance(one, Cases) for one in cases.values())):
+        if not (isinstance(cases, Mapping) and all(isinstance(outcome, Cases) for outcome in cases.values())):
             if self._gate is not None:
                 raise RunError(f"site {self._gate.site!r}: its outbound policy refuses: {function}, which shows cases")
             if self._log is not None:
                 self._add(activity, "left", {"reason": f"{function}, shown in a simulation"})
             return
+
         if self._gate is not None or self._log is not None:
-            named = {f"{section}/{name}": v for section, one in cases.items() for name, v in summarise(one).items()}
-            named |= {f"{section}/cases": len(one) for section, one in cases.items() if counted and len(one)}
+            values = {
+                f"{section}/{name}": v for section, outcome in cases.items() for name, v in summarise(outcome).items()
+            }
+            values |= {
+                f"{section}/cases": len(outcome) for section, outcome in cases.items() if counted and len(outcome)
+            }
             trained_before = bool(set(state or {}) - {UNSENT})
             from_images = trained or trained_before or (self.noises and not all(map(is_held_out, cases)))
-            self._numbers(activity, "metrics", named, from_images=from_images)
+            self._numbers(activity, "metrics", values, from_images=from_images)
 
     def check_statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
         """Check and write down statistics of the site's images.
@@ -186,15 +214,19 @@ class Guard:
         """
         self._numbers(activity, "data_stats", numbers, from_images=True)
 
-    def _numbers(self, activity: Activity, group: str, named: Mapping[str, Any], *, from_images: bool) -> None:
+    def _numbers(self, activity: Activity, group: str, values: Mapping[str, Any], *, from_images: bool) -> None:
         if self._gate is not None:
-            self._gate.charge_numbers(group, named, from_images=from_images)
+            self._gate.charge_numbers(group, values, from_images=from_images)
         if self._log is not None:
-            plain = numbers({name: value for name, value in named.items() if isinstance(value, int | float)})
-            self._add(activity, "left", {**describe_document(named), "numbers": plain})
+            plain = numbers({name: value for name, value in values.items() if isinstance(value, int | float)})
+            self._add(activity, "left", {**describe_document(values), "numbers": plain})
 
     def _add(self, activity: Activity, direction: str, entry: Mapping[str, Any]) -> None:
         assert self._log is not None
         discloses = self._gate is not None and direction == "left"
-        words = {"privacy": self._gate.account.words()} if self._gate is not None and discloses else {}
+        if self._gate is not None and discloses:
+            words = {"privacy": self._gate.account.words()}
+        else:
+            words = {}
+
         self._log.add({"round": activity.round, "direction": direction, "kind": activity.kind, **entry, **words})

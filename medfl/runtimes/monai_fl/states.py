@@ -43,6 +43,7 @@ class States:
                     f"the server goes on from this site's State of round {round_}, which is not here (those that are: "
                     f"{listed}); put back the folder of the States, or start the run anew"
                 )
+
         return self._load(round_) or None if round_ else None
 
     def keep(self, round_: int, state: State, base: int | None = None) -> None:
@@ -52,8 +53,8 @@ class States:
         """
         base = self._newest_round(round_ - 1) if base is None else base
         self._save(round_, state)
-        for other in self._rounds() - {round_, base}:
-            self._remove(other)
+        for stale_round in self._rounds() - {round_, base}:
+            self._remove(stale_round)
 
     def _newest_round(self, last: int) -> int:
         """Return the newest round up to one of which there is a State, 0 if there is none."""
@@ -76,7 +77,8 @@ class StatesInFolder(States):
     """States in files, from which a site goes on after it was stopped; the folder is this site's and run's alone."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
-        self.folder, self._device = folder, device
+        self.folder = folder
+        self._device = device
 
     def _rounds(self) -> set[int]:
         return {state_round(path) for path in self.folder.glob("*.safetensors")} - {0}

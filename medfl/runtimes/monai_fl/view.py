@@ -1,29 +1,27 @@
-"""A federation as one site sees it: what it may send, what it checks of what it receives, and a way to stop it."""
+"""What one site has of a federation, and a way to stop what it does."""
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from medfl.core.compression import Compression
 from medfl.core.errors import RunError
-from medfl.core.message import Message, Weights, is_finite
+from medfl.core.message import Message
 from medfl.data.prepared import Batch, Shard
 from medfl.datasets.readers.reading import stored_key
 from medfl.runtimes import site_channels, site_labels
 from medfl.runtimes.federation import Federation
+from medfl.runtimes.message_rules import MessageRules
 from medfl.storage.files import to_device
-
-_MOST_NUMBERS, _MOST_GROUPS = 1024, 256  # of a message; methods send less than a tenth of it
-Form = tuple[torch.Size, torch.dtype]
+from medfl.training import Site
 
 
 class Aborted(RunError):
@@ -32,37 +30,53 @@ class Aborted(RunError):
     safe_to_send = True
 
 
-class AtSite(Federation):
-    """A view of a federation: its messages are opened already, and its batches end when the site is told to stop.
+class SiteView:
+    """A federation for the steps of one site: broadcasts are opened already, and batches end when the site is to stop.
 
-    Prepared images and networks are those of the given federation. A method sees of it what it sees of any other.
+    Prepared images and networks are those of the given federation.
 
     Attributes:
         name: the site.
+        rules: for what it sends and receives.
+        compression: none, as steps are given opened messages and return replies that are still whole.
         wire_compression: how messages are made smaller on their way.
-        leaves: form of each tensor of the network that leaves the site and comes back.
+        run, bundle, method, task, networks, surface_metrics: as `Federation`.
     """
 
     def __init__(self, federation: Federation, name: str, stop: threading.Event) -> None:
         """Share everything; nothing is prepared again."""
-        vars(self).update(vars(federation))
-        self.name, self.wire_compression, self.compression = name, federation.compression, Compression()
-        self._stop, self._held_out = stop, dict[str, bool]()
-        arch = self._architectures[name]
-        self.leaves = arch.leaves
-        self._forms = {key: (tensor.shape, tensor.dtype) for key, tensor in arch.networks.initial.items()}
+        self._federation = federation
+        self._stop = stop
+        self._held_out: dict[str, bool] = {}
+        self.name = name
+        self.rules = federation.message_rules(name)
+        self.compression = Compression()
+        self.wire_compression = federation.compression
+        self.run = federation.run
+        self.bundle = federation.bundle
+        self.method = federation.method
+        self.task = federation.task
+        self.networks = federation.networks
+        self.surface_metrics = federation.surface_metrics
 
     @cached_property
     def facts(self) -> dict[str, list[int]]:
         """What the run says of this site's data: positions of the `labels` that its masks show, of its `channels`."""
-        run, bundle, facts = self.run, self.bundle, dict[str, list[int]]()
-        if self.name in site_labels.read(run.site_labels, bundle.structures, self.names):
-            known = self.known.get(self.name)
+        run = self.run
+        bundle = self.bundle
+        sites = self._federation.names
+        facts: dict[str, list[int]] = {}
+
+        if self.name in site_labels.read(run.site_labels, bundle.structures, sites):
+            annotated = self._federation.known.get(self.name)
             everything = site_labels.foreground_classes(bundle.structures)
-            facts["labels"] = sorted(everything) if known is None else [*known.classes]
+            facts["labels"] = sorted(everything) if annotated is None else [*annotated.classes]
+
         if run.site_channels:
-            channels = site_channels.read(run.site_channels, site_channels.names(bundle), self.names)
-            facts |= {"channels": [*channels[self.name]]} if self.name in channels else {}
+            channels = site_channels.read(run.site_channels, site_channels.names(bundle), sites)
+            if self.name in channels:
+                facts["channels"] = [*channels[self.name]]
+
         return facts
 
     def is_held_out(self, section: str) -> bool:
@@ -72,9 +86,9 @@ class AtSite(Federation):
         """
         if section not in self._held_out:
             files, patients = self._files_and_patients(section)
-            of_training = self._files_and_patients("train")
-            known = "" not in {*files, *patients, *of_training[0], *of_training[1]}
-            self._held_out[section] = known and not files & of_training[0] and not patients & of_training[1]
+            training_files, training_patients = self._files_and_patients("train")
+            is_known = "" not in {*files, *patients, *training_files, *training_patients}
+            self._held_out[section] = is_known and not files & training_files and not patients & training_patients
         return self._held_out[section]
 
     def _files_and_patients(self, section: str) -> tuple[set[str], set[str]]:
@@ -83,109 +97,73 @@ class AtSite(Federation):
         patients: set[str] = set()
         source = self.bundle.section(section).source
         entries = source.entries if source.is_list else []
-        for index in self._shards[section][self.name].indices.tolist():
+
+        for index in self._federation.shard(self.name, section).indices.tolist():
             entry = entries[index] if index < len(entries) else None
             images = entry.get("image") if isinstance(entry, Mapping) else None
             for image in images if isinstance(images, list | tuple) else [images]:
                 files.add(stored_key(image) if isinstance(image, str | Path) else "")
-            patients.add(str(self.sections[section].items[index].get("group", "")))
+
+            patients.add(str(self._federation.sections[section].items[index].get("group", "")))
+
         return files, patients
 
-    # Stopping
+    # What a step needs
+
+    def message_rules(self, name: str) -> MessageRules:
+        """Return the rules for a participant's messages."""
+        return self._federation.message_rules(name)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Compute as the run says inside."""
+        return self._federation.scope()
+
+    def compress_broadcast(self, round_: int, name: str, broadcast: Message) -> Message:
+        """Return a broadcast as it is: it came made smaller, and was opened on arrival."""
+        return broadcast
+
+    def site(self, name: str, round_: int) -> Site:
+        """Return a participant as it is in a round."""
+        site = self._federation.site(name, round_)
+        train, validate, test = (self._stoppable(shard) for shard in (site.train, site.validate, site.test))
+        return replace(site, train=train, validate=validate, test=test)
 
     def shard(self, name: str, section: str) -> Shard:
         """Return a site's items in a section."""
-        return self._watched(super().shard(name, section))
-
-    def participant_shard(self, participant: str, section: str) -> Shard:
-        """Return what a participant trains on."""
-        return self._watched(super().participant_shard(participant, section))
+        return self._stoppable(self._federation.shard(name, section))
 
     def pooled(self, section: str) -> Shard:
         """Return all held-out items of a section."""
-        return self._watched(super().pooled(section))
+        return self._stoppable(self._federation.pooled(section))
+
+    def training_items(self) -> int:
+        """Return how many items the site trains on."""
+        return len(self._federation.participant_shard(self.name, "train"))
 
     def go_on(self) -> None:
         """Raise `Aborted` if the site has been told to stop."""
         _go_on(self._stop)
 
-    def _watched(self, shard: Shard) -> Shard:
-        return _Watched(shard.prepared, shard.indices, shard.shown, self._stop)
+    def _stoppable(self, shard: Shard) -> Shard:
+        values = {entry.name: getattr(shard, entry.name) for entry in fields(Shard)}
+        return _StoppableShard(**values, stop=self._stop)
 
     # What arrives
 
-    def received(self, named: Mapping[Any, Any]) -> Message:
-        """Return a broadcast that arrived as `Message.flat`, opened and on this site's device.
+    def received(self, arrived: Mapping[Any, Any]) -> Message:
+        """Return a broadcast that arrived, checked and opened, on this site's device; errors of `decode_broadcast`."""
+        return self._on_device(self.rules.decode_broadcast(arrived, self.wire_compression))
 
-        Its weights are all that leave a site, or none at all; groups that only the method knows are limited in size.
+    def averaged(self, arrived: Mapping[Any, Any]) -> Message:
+        """Return weights that a plain averaging host sent, likewise; errors of `decode_average`."""
+        return self._on_device(self.rules.decode_average(arrived))
 
-        Raises:
-            RunError: something in it is not what it should be; names the site and the tensor.
-        """
-        sender = f"site {self.name!r}: the server's message"
-        arrived = Message.from_wire(self.message_limits.checked(named, sender), sender)
-        message = self.wire_compression.decompress_broadcast(arrived, f"site {self.name!r}: the server")
-        for group, part in message.tensors.items():
-            if group == "weights":
-                self._check_weights(part)
-            elif group in self.like_weights:
-                self._check_forms(group, part, self._forms)
-            for name, tensor in part.items():
-                self._check_finite(f"{group}/{name}", tensor)
-        count = len(message.scalars)
-        self.require(count <= _MOST_NUMBERS, f"it has {count} numbers; at most {_MOST_NUMBERS}")
-        self.require(len(message.tensors) <= _MOST_GROUPS, f"it has {len(message.tensors)} groups of tensors")
-        for name, number in message.scalars.items():
-            self.require(math.isfinite(number), f"'scalars/{name}' is {number}")
+    def _on_device(self, message: Message) -> Message:
         return Message(to_device(dict(message.tensors), self.networks.device), message.scalars)
-
-    def averaged(self, named: Mapping[Any, Any]) -> Message:
-        """Return weights that arrived under their own names, from a host that knows of nothing else.
-
-        Such hosts average in a precision of their own, counters too: numbers are brought back to the network's types,
-        the counters rounded.
-
-        Raises:
-            RunError: they are not all that leave a site, or not finite; names the site and the tensor.
-        """
-        weights = self.message_limits.checked(named, f"site {self.name!r}: the server's message")
-        for name, tensor in weights.items():
-            self._check_finite(f"weights/{name}", tensor)
-            dtype = self.leaves[name][1] if name in self.leaves else tensor.dtype
-            if tensor.is_floating_point() and dtype != tensor.dtype:
-                weights[name] = (tensor if dtype.is_floating_point else tensor.round()).to(dtype)
-                self._check_finite(f"weights/{name}", weights[name])
-        self._check_weights(weights)
-        return Message({"weights": to_device(weights, self.networks.device)})
-
-    def require(self, holds: bool, what: str) -> None:
-        """Raise RunError about what was received unless something holds."""
-        if not holds:
-            raise RunError(f"site {self.name!r}: the server's message: {what}")
-
-    def _check_weights(self, weights: Weights) -> None:
-        for label, names in (
-            ("unexpected", weights.keys() - self.leaves.keys()),
-            ("missing", self.leaves.keys() - weights.keys()),
-        ):
-            self.require(not names, f"{label} 'weights/{min(names, default='')}' ({len(names)} such)")
-        self._check_forms("weights", weights, self.leaves)
-
-    def _check_forms(self, group: str, part: Weights, forms: Mapping[str, Form]) -> None:
-        for name, tensor in part.items():
-            self.require(name in forms, f"'{group}/{name}' is no tensor of the network")
-            shape, dtype = forms[name]
-            self.require(
-                (tensor.shape, tensor.dtype) == (shape, dtype),
-                f"'{group}/{name}' is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(shape)} {dtype}",
-            )
-
-    def _check_finite(self, key: str, tensor: Tensor) -> None:
-        self.require(is_finite(tensor), f"{key!r} has NaN or infinite values")
 
 
 @dataclass(frozen=True)
-class _Watched(Shard):
+class _StoppableShard(Shard):
     """Items of which no more batches come once somebody has said stop."""
 
     stop: threading.Event = field(default_factory=threading.Event)

@@ -39,12 +39,12 @@ def check_counts(federation: Federation, name: str, message: Message, most: int)
     """
     if not federation.aggregation.counts_samples:
         return
-    for what, low, values in _counts(message, min(1, most)):
-        whole = bool((values == values.round()).all())
-        if values.numel() and not (whole and low <= float(values.min()) and float(values.max()) <= most):
+    for label, low, values in _counts(message, min(1, most)):
+        are_whole = bool((values == values.round()).all())
+        if values.numel() and not (are_whole and low <= float(values.min()) and float(values.max()) <= most):
             wrong = next(v for v in values.flatten().tolist() if v % 1 or not low <= v <= most)  # also NaN
             raise RunError(
-                f"site {name!r}: {what} gives a number of items that cannot be true: {wrong:.17g}; expected a whole "
+                f"site {name!r}: {label} gives a number of items that cannot be true: {wrong:.17g}; expected a whole "
                 f"number from {low} to {most:,}, the number of its items"
             )
 
@@ -68,22 +68,25 @@ def far_replies(
     reasons: dict[str, str] = {}
     if len(replies) < _SEVERAL or not federation.aggregation.counts_samples:
         return reasons
+
     for group in sorted({group for message in replies.values() for group in message.tensors}):
         sent = {name: message.tensors[group] for name, message in replies.items() if group in message.tensors}
         norms = {name: _change(members, broadcast.get(group, {})) for name, members in sent.items()}
         reasons = _far(f"its change of {group!r} has the norm", norms) | reasons
+
     for key in sorted({key for message in replies.values() for key in message.scalars} - {"samples"}):
         numbers = {name: abs(message.scalars[key]) for name, message in replies.items() if key in message.scalars}
         reasons = _far(f"its 'scalars/{printable(key, 60)}' has the size", numbers) | reasons
+
     return reasons
 
 
-def _far(what: str, sizes: Mapping[str, float]) -> dict[str, str]:
+def _far(label: str, sizes: Mapping[str, float]) -> dict[str, str]:
     """Return the sites whose size is far beyond the middle one, each with why."""
     middle = sorted(sizes.values())[len(sizes) // 2]
     limit = FARTHEST * middle if len(sizes) >= _SEVERAL and middle > 0 else math.inf
-    said = f"the round's middle one is {middle:.3g}; at most {FARTHEST:g} times that is taken"
-    return {name: f"{what} {size:.3g}, {said}" for name, size in sizes.items() if size > limit}
+    limit_text = f"the round's middle one is {middle:.3g}; at most {FARTHEST:g} times that is taken"
+    return {name: f"{label} {size:.3g}, {limit_text}" for name, size in sizes.items() if size > limit}
 
 
 def _change(members: Weights, before: Weights) -> float:
@@ -92,13 +95,18 @@ def _change(members: Weights, before: Weights) -> float:
     for name, tensor in members.items():
         if tensor.is_floating_point():
             like = before.get(name)
-            change = tensor if like is None or like.shape != tensor.shape else tensor - like.to(tensor)
+            if like is None or like.shape != tensor.shape:
+                change = tensor
+            else:
+                change = tensor - like.to(tensor)
+
             wide = torch.promote_types(change.dtype, torch.float32)
             norms.append(float(torch.linalg.vector_norm(change, dtype=wide)))
+
     return math.hypot(*norms)
 
 
-def check_shares(federation: Federation, what: str, replies: Mapping[str, Message], most: float | None) -> None:
+def check_shares(federation: Federation, label: str, replies: Mapping[str, Message], most: float | None) -> None:
     """See that no site has more of the weight of the replies, by numbers of items, than the server allows.
 
     `most` is the largest share of one among three or more; None: any. A run with a cap of its own has no such limit.
@@ -109,10 +117,12 @@ def check_shares(federation: Federation, what: str, replies: Mapping[str, Messag
     counts = {name: reply.scalars["samples"] for name, reply in replies.items() if "samples" in reply.scalars}
     if most is None or federation.run.max_share is not None or federation.equal_weight_flag or len(counts) < _SEVERAL:
         return
-    name, total = max(counts, key=lambda one: counts[one]), sum(counts.values())
+
+    name = max(counts, key=lambda site: counts[site])
+    total = sum(counts.values())
     if counts[name] > most * total:
         raise InputError(
-            f"{what}: site {name!r} has {counts[name] / total:.1%} of the weight, {counts[name]:,.0f} of {total:,.0f} "
+            f"{label}: site {name!r} has {counts[name] / total:.1%} of the weight, {counts[name]:,.0f} of {total:,.0f} "
             "items",
             f"one of three or more sites has at most {most:.0%}",
             f"begin anew with --max-share {most:g} to count it for no more, or with --max-share 1 to allow it",

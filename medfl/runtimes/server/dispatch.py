@@ -26,8 +26,11 @@ class Dispatcher:
     def __init__(
         self, federation: Federation, folder: RunFolder, workers: Workers, tolerance: Tolerance, say: Print
     ) -> None:
-        self.federation, self.folder, self.workers = federation, folder, workers
-        self.tolerance, self.say = tolerance, say
+        self.federation = federation
+        self.folder = folder
+        self.workers = workers
+        self.tolerance = tolerance
+        self.say = say
         self.progress = False
         """Whether scores show a bar on stderr as they come."""
 
@@ -72,26 +75,29 @@ class Dispatcher:
             on_result=on_result,
             folder=self.folder.path,
         )
+
         return self._present(names, results, left_out, f"round {round_}")
 
     def _present(
-        self, names: Sequence[str], results: Iterator[tuple[int, Any]], left_out: dict[str, str], what: str
+        self, names: Sequence[str], results: Iterator[tuple[int, Any]], left_out: dict[str, str], label: str
     ) -> Iterator[tuple[str, Any]]:
         """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""
         checked = ((index, self._checked(names[index], result)) for index, result in results)
-        return Attendance(names, self.tolerance.min_replies, left_out, what, self.say).present(checked)
+        return Attendance(names, self.tolerance.min_replies, left_out, label, self.say).present(checked)
 
     def _checked(self, name: str, result: Any) -> Any:
         """Return an introduction or a training's result, or `FailedReply` if it lacks or claims what it should not."""
         if isinstance(result, FailedReply):
             return result
+
         message = result if isinstance(result, Message) else result[0].reply
         try:
             if message is not result:
-                self.federation.check_complete(name, message)
+                self.federation.message_rules(name).check_complete(message)
             check_counts(self.federation, name, message, self.workers.item_count(name))
         except RunError as error:
             return FailedReply(name, str(error))
+
         return result
 
     def at_sites(

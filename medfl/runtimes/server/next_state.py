@@ -1,6 +1,6 @@
 """Which replies of a round the server's aggregation can use; the others are refused, and their sites named.
 
-A reply is checked on arrival for all that is known of every method's (`Federation.check_message`, `check_complete`).
+A reply is checked on arrival for all that is known of every method's (`MessageRules`).
 What else a method puts into its replies only its own server half knows: class means of the classes that a site has,
 covariances, a selector. So it is asked. A reply is refused
 
@@ -59,14 +59,16 @@ def next_state(
 ) -> NextState:
     """Return the server's next State, made of the replies that it can be made of.
 
-    They are those of the cohort that passed `Federation.check_message`. `left_out` has the reason of each site without
+    They are those of the cohort that passed `MessageRules.check_reply`. `left_out` has the reason of each site without
     one, and takes those of the refused.
 
     Raises:
         RunError: a reply is refused and too few are left, with site and tensor; or aggregation fails with each reply.
         InputError: as it does, or a site has more of the weight than it may.
     """
-    cohort, method, before = federation.cohort(round_), federation.run.method, object_versions(server)
+    cohort = federation.cohort(round_)
+    method = federation.run.method
+    before = object_versions(server)
     attendance = Attendance(cohort, tolerance.min_replies, left_out, f"round {round_}", say)
 
     def attempt(names: Sequence[str]) -> NextState:
@@ -77,11 +79,13 @@ def next_state(
 
     with federation.networks.scope():
         sent = federation.method.broadcast(federation.host(round_), server, cohort[0]).tensors
+
     attendance.drop(odd_replies(replies, sent, {"weights"} | federation.like_weights))
     usable = {name: reply for name, reply in replies.items() if name not in left_out}
     attendance.drop(far_replies(federation, usable, sent))
     result = _from_usable(replies, attempt, BrokenRule, attendance)
     check_shares(federation, attendance.what, result.replies, tolerance.max_share)
+
     return result
 
 
@@ -94,22 +98,25 @@ def first_state(
 ) -> State:
     """Return the server's first State, made of the introductions that it can be made of.
 
-    They passed `Federation.check_message`; `absent` has each site without one, and takes the refused, with reasons.
+    They passed `MessageRules.check_reply`; `absent` has each site without one, and takes the refused, with reasons.
 
     Raises:
         RunError: an introduction is refused and too few are left, or the server's half fails with each.
         InputError: the sites do not go together.
     """
-    method, least = federation.method, tolerance.min_replies
+    method = federation.method
+    least = tolerance.min_replies
     attendance = Attendance([*introductions, *absent], least, absent, "introductions", say)
 
     def attempt(names: Sequence[str]) -> State:
         with federation.scope():
             usable = _only(introductions, names)
             first = method.init_server(federation.host(0), federation.networks.initial, usable)
+
         check_state(federation.run.method, "the server's State", first)
         for why in _flaws(first, None, "", federation.names, federation.task.num_classes):
             raise _Unusable(f"the server's first State: {why}")
+
         return first
 
     return _from_usable(introductions, attempt, InputError, attendance)
@@ -123,14 +130,16 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
         RunError: the file is damaged.
     """
     server = to_device(folder.server_state(manifest), federation.networks.device)
-    round_, method = manifest["round"] + 1, federation.method
+    round_ = manifest["round"] + 1
+    method = federation.method
     try:
         for why in _flaws(server, None, "", federation.names, federation.task.num_classes):
             raise _Unusable(why)
         with federation.scope():
             name = federation.cohort(round_)[0]
             down = method.broadcast(federation.host(round_), server, name)
-            federation.check_message(name, Message({"weights": down.tensors.get("weights", {})}))  # of the same forms
+            weights = Message({"weights": down.tensors.get("weights", {})})  # of the forms of a reply's
+            federation.message_rules(name).check_reply(weights)
             method.global_predictor(federation.host(round_), server)
     except Exception as error:  # a State of any form may make it fail in any way
         raise InputError(
@@ -139,6 +148,7 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
             "the server's State as the run wrote it",
             "restore it, or start the run anew in another folder",
         ) from error
+
     return server
 
 
@@ -157,11 +167,15 @@ def _from_usable(
             raise
         except Exception as error:  # a message of any form may make it fail in any way
             reasons = _at_fault(names, attempt, error, attendance.what)
+
         attendance.drop(reasons)
 
 
 def _only(messages: Mapping[str, Message], names: Sequence[str]) -> Mapping[str, Message]:
-    return messages if len(names) == len(messages) else {name: messages[name] for name in names}
+    if len(names) == len(messages):
+        return messages
+
+    return {name: messages[name] for name in names}
 
 
 class _Unusable(Exception):
@@ -174,11 +188,18 @@ def _checked_state(federation: Federation, round_: int, server: State, replies: 
     check_state(federation.run.method, "the server's State", after)
     for why in _flaws(after, server, "", federation.names, federation.task.num_classes):
         raise _Unusable(f"the server's next State: {why}")
+
     with federation.networks.scope():
         for name in replies:
             federation.method.broadcast(federation.host(round_ + 1), after, name)
-        weighed, before = with_effective_counts(replies, federation.run), server.get("weights")
-        bounded = federation.aggregation.observed(weighed, "weights", before) if before else {}
+
+        weighed = with_effective_counts(replies, federation.run)
+        before = server.get("weights")
+        if before:
+            bounded = federation.aggregation.observed(weighed, "weights", before)
+        else:
+            bounded = {}
+
         bounded |= shares_under_cap(replies, federation.run)
         return NextState(after, replies, {**bounded, **federation.method.observed(after, replies)})
 
@@ -187,7 +208,7 @@ def _checked_state(federation: Federation, round_: int, server: State, replies: 
 
 
 def _at_fault(
-    names: Sequence[str], attempt: Callable[[Sequence[str]], Any], error: Exception, what: str
+    names: Sequence[str], attempt: Callable[[Sequence[str]], Any], error: Exception, label: str
 ) -> dict[str, str]:
     """Return whose replies an attempt failed because of, and why.
 
@@ -201,24 +222,31 @@ def _at_fault(
             attempt(some)
         except Exception as raised:  # as above
             return raised
+
         return None
 
     def alone(some: Sequence[str], failed: Exception | None) -> dict[str, Exception]:
         if failed is None:
             return {}
+
         half = len(some) // 2
         parts = [some[:half], some[half:]] if half else []
-        return {n: e for part in parts for n, e in alone(part, failure(part)).items()} if half else {some[0]: failed}
+        if half:
+            return {n: e for part in parts for n, e in alone(part, failure(part)).items()}
+
+        return {some[0]: failed}
 
     at_fault = alone(names, error) if names else {}
     if len(at_fault) == len(names) > 1 or not names:
         if isinstance(error, MedflError):
             raise error
         sites = ", ".join(map(repr, names)) or "nobody"
-        raise RunError(f"{what}: the server's half fails with each reply ({sites}): {_in_one_line(error)}") from error
+        raise RunError(f"{label}: the server's half fails with each reply ({sites}): {_in_one_line(error)}") from error
+
     if not at_fault:
-        needed_absent = [name for name in names if failure([other for other in names if other != name]) is None]
+        needed_absent = [name for name in names if failure([present for present in names if present != name]) is None]
         at_fault = dict.fromkeys(needed_absent or names, error)
+
     unusable = "the server's half can do nothing with its reply"
     return {name: f"{unusable}: {_in_one_line(why)}" for name, why in at_fault.items()}
 
@@ -227,9 +255,17 @@ def _in_one_line(error: Exception) -> str:
     """Return an error in one line, without what is said to somebody who could do something about it."""
     if isinstance(error, KeyError) and error.args:
         text = str(error.args[0])
-        return printable(text, 200) if " " in text else f"'{printable(text)}' is missing"
+        if " " in text:
+            return printable(text, 200)
+
+        return f"'{printable(text)}' is missing"
+
     text = error._parts[0] if isinstance(error, InputError) else str(error)
-    kind = "" if isinstance(error, MedflError | _Unusable) else f"{type(error).__name__}: "
+    if isinstance(error, MedflError | _Unusable):
+        kind = ""
+    else:
+        kind = f"{type(error).__name__}: "
+
     return kind + printable(" ".join(text.split()), 200).replace("\\'", "'")
 
 
@@ -237,32 +273,43 @@ def _in_one_line(error: Exception) -> str:
 
 
 def odd_replies(
-    replies: Mapping[str, Message], broadcast: Mapping[str, Mapping[str, Tensor]], known: Collection[str] = ("weights",)
+    replies: Mapping[str, Message],
+    broadcast: Mapping[str, Mapping[str, Tensor]],
+    checked_groups: Collection[str] = ("weights",),
 ) -> dict[str, str]:
     """Return which replies have a tensor of another form than most, and what is odd about it.
 
-    Where the replies do not decide, the broadcast does; `known` are groups whose forms were checked on arrival.
+    Where the replies do not decide, the broadcast does; `checked_groups` are those whose forms were checked on arrival.
     """
-    forms = {name: _forms(message.tensors, known) for name, message in replies.items()}
-    expected, reasons = _forms(broadcast, known), dict[str, str]()
+    forms = {name: _forms(message.tensors, checked_groups) for name, message in replies.items()}
+    expected = _forms(broadcast, checked_groups)
+    reasons = dict[str, str]()
     for key in sorted({key for form in forms.values() for key in form}):
         site_forms = {name: form[key] for name, form in forms.items() if key in form}
-        (most, count), *others = Counter(f for form in site_forms.values() for f in form.values()).most_common()
-        tied = {form for form, n in others if n == count}
-        usual = most if not tied else next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
+        (most, count), *runners_up = Counter(f for form in site_forms.values() for f in form.values()).most_common()
+        tied = {form for form, n in runners_up if n == count}
+        usual: Form | None = most
+        if tied:
+            usual = next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
+
         for name, form in site_forms.items():
             wrong = [tensor for tensor, its_form in form.items() if its_form != usual]
             if wrong and name not in reasons:
-                others_have = "the other sites' is another" if usual is None else f"expected {_form_text(usual)}"
+                if usual is None:
+                    others_have = "the other sites' is another"
+                else:
+                    others_have = f"expected {_form_text(usual)}"
+
                 reasons[name] = f"{printable(wrong[0], 80)!r} is {_form_text(form[wrong[0]])}; {others_have}"
+
     return reasons
 
 
-def _forms(tensors: Mapping[str, Mapping[str, Tensor]], known: Collection[str]) -> dict[str, dict[str, Form]]:
+def _forms(tensors: Mapping[str, Mapping[str, Tensor]], checked_groups: Collection[str]) -> dict[str, dict[str, Form]]:
     """Return key -> flat name -> form; tensors that are named by class have one key in common."""
     forms: dict[str, dict[str, Form]] = {}
     for group, members in tensors.items():
-        for name, tensor in members.items() if group not in known else ():
+        for name, tensor in members.items() if group not in checked_groups else ():
             form = tuple(tensor.shape), str(tensor.dtype)
             forms.setdefault(f"{group}/{'#' if _is_class(name) else name}", {})[f"{group}/{name}"] = form
     return forms
@@ -287,11 +334,15 @@ def _flaws(after: Any, before: Any, path: str, sites: Sequence[str], classes: in
     elif isinstance(after, float) and (after != after or abs(after) == float("inf")):
         yield f"{path!r} is {after}"
     elif isinstance(after, Mapping):
-        named = before if isinstance(before, Mapping) else {}
-        if path and (after or named) and all(isinstance(value, Tensor) for value in (*after.values(), *named.values())):
-            yield from _naming_flaws(after, named, path, sites, classes)
+        entries = before if isinstance(before, Mapping) else {}
+        if (
+            path
+            and (after or entries)
+            and all(isinstance(value, Tensor) for value in (*after.values(), *entries.values()))
+        ):
+            yield from _naming_flaws(after, entries, path, sites, classes)
         for name, value in after.items():
-            yield from _flaws(value, named.get(name), f"{path}/{name}" if path else str(name), sites, classes)
+            yield from _flaws(value, entries.get(name), f"{path}/{name}" if path else str(name), sites, classes)
     elif isinstance(after, list | tuple):
         listed = before if isinstance(before, list | tuple) else ()
         for index, value in enumerate(after):
@@ -303,10 +354,12 @@ def _naming_flaws(
     after: Mapping[str, Tensor], was: Mapping[str, Tensor], path: str, sites: Sequence[str], classes: int
 ) -> Iterator[str]:
     """Say what is wrong with the names of a group of tensors in a State."""
-    lost, new = was.keys() - after.keys(), after.keys() - was.keys() - set(sites)
+    lost = was.keys() - after.keys()
+    new = after.keys() - was.keys() - set(sites)
     by_class = any(_is_class(name) for name in after) and all(_is_class(name) for name in was)
     if lost:
         yield f"{path + '/' + min(lost)!r} is gone"
+
     for name in sorted(new) if was or by_class else ():
         if not by_class or not _is_class(name) or (classes and int(name) >= classes):
             no_class = " and is no class" if by_class else ""

@@ -21,10 +21,14 @@ class RoundTraining:
     results: Iterator[tuple[str, tuple[StepResult, bool]]]
 
     def __init__(self, round_: int, cohort: list[str], on_result: Callable[[], object]) -> None:
-        self.round, self.cohort = round_, cohort
+        self.round = round_
+        self.cohort = cohort
         self.left_out: dict[str, str] = {}
-        self.started, self.overlap = time.perf_counter(), 0.0
-        self._on_result, self._open, self._last = on_result, len(cohort), 0.0
+        self.started = time.perf_counter()
+        self.overlap = 0.0
+        self._on_result = on_result
+        self._open = len(cohort)
+        self._last = 0.0
 
     def count_result(self) -> None:
         """Note that a site's result has come."""

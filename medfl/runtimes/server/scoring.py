@@ -24,7 +24,8 @@ from medfl.storage.files import State, file_sha256, weights_sha256
 from medfl.storage.run_folder import RunFolder
 
 # Pooled items a task: multiples of the evaluation batch, so that no batch depends on the number of workers.
-_CHUNK, _CHUNK_OF_MAPS = 1024, 16
+_CHUNK = 1024
+_CHUNK_OF_MAPS = 16
 _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items: of more, this many, equally spaced
 
 _OF_STRUCTURES = tuple(f"{kind}_" for kind in KINDS)
@@ -49,8 +50,13 @@ class Scoring:
     def __init__(
         self, federation: Federation, folder: RunFolder, record: dict[str, Any], dispatcher: Dispatcher
     ) -> None:
-        self.federation, self.folder, self.record, self.dispatcher = federation, folder, record, dispatcher
-        self.method, self.run, self.key = federation.method, federation.run, federation.bundle.key_metric
+        self.federation = federation
+        self.folder = folder
+        self.record = record
+        self.dispatcher = dispatcher
+        self.method = federation.method
+        self.run = federation.run
+        self.key = federation.bundle.key_metric
         self.last = self.run.rounds
         """The round after which the run ends."""
         self.untested = False
@@ -60,50 +66,73 @@ class Scoring:
     def names(self) -> list[str]:
         """The sites that can be asked: without those that take no part."""
         federation = self.federation
-        return federation.names if self.method.pools_data else federation.participants
+        if self.method.pools_data:
+            return federation.names
+
+        return federation.participants
 
     # A round
 
     def evaluate(self, round_: int, server: State, results: Mapping[str, StepResult]) -> dict[str, Any]:
         """Score the received global and the personal models on validation data; remember the best round."""
         global_cases = self._global(round_, "validate", server)
-        personal = self._personal(round_, server, ("validate",)) if self.method.judged == "personal" else None
+        if self.method.judged == "personal":
+            personal = self._personal(round_, server, ("validate",))
+        else:
+            personal = None
+
         if personal is None:
             personal = {name: result.cases for name, result in results.items() if result.cases}
+
         val_global = summarise(global_cases) if global_cases is not None else None
         personal_cases = {name: cases["validate"] for name, cases in personal.items()}
-        val_personal = summarise(Cases.concat(list(personal_cases.values()))) if personal_cases else None
+        if personal_cases:
+            val_personal = summarise(Cases.concat(list(personal_cases.values())))
+        else:
+            val_personal = None
+
         models = {"received": self._by_site(global_cases, "validate"), "personal": personal_cases}
         sites: dict[str, dict[str, Any]] = {}
         for name in self.federation.names:
             scores = {model: summarise(cases[name]) for model, cases in models.items() if name in cases}
             if scores:
                 sites[name] = scores
+
         val = (val_global if self.method.judged == "global" else val_personal) or {}
         self._remember(round_, server, val)
         return {"val": val, "val_global": val_global, "val_personal": val_personal, "sites": sites}
 
     def _remember(self, round_: int, server: State, val: Metrics) -> None:
-        value, best = val.get(self.key), self.record["best"]
+        value = val.get(self.key)
+        best = self.record["best"]
         if value is None or value != value:
             return
         if best is not None and not (value > best["value"] if higher_is_better(self.key) else value < best["value"]):
             return
+
         self.record["best"] = {"round": round_, "value": value}
         weights = self._judged_weights(round_, server)
         self.folder.write_weights("best", weights)
         self.folder.save_best(round_, server)
+
         if self.method.judged == "personal" and not self.untested:
             tested = [cases["test"] for cases in self._personal(round_, server, ("test",)).values()]
             self.record["best_test"] = summarise(Cases.concat(tested))
 
     def _global(self, round_: int, section: str, server: State) -> Cases | None:
         total = len(self.federation.pooled(section))
-        chunk = _CHUNK if self.federation.task.kind == "classification" else _CHUNK_OF_MAPS
+        if self.federation.task.kind == "classification":
+            chunk = _CHUNK
+        else:
+            chunk = _CHUNK_OF_MAPS
+
         parts = self.dispatcher.at_server(
             [partial(tasks.ScoreGlobal, round_, server, section, i, i + chunk) for i in range(0, total, chunk)]
         )
-        return Cases.concat(parts) if parts and parts[0] is not None else None
+        if parts and parts[0] is not None:
+            return Cases.concat(parts)
+
+        return None
 
     def _personal(
         self, round_: int, server: State, sections: tuple[str, ...], among: Sequence[str] | None = None
@@ -123,30 +152,41 @@ class Scoring:
             network = self.method.global_predictor(self.federation.host(round_), server)
             if network is not None:
                 return copied_weights(network)
+
         weights = SitesWeights(self.folder.path)
         for name, part in self.dispatcher.at_sites(tasks.CopyWeights, round_, server, self.names):
             weights.add(name, part)
+
         return weights
 
     # End
 
     def finish(self, server: State) -> Final:
         """Score on the test items, and write tables and weights."""
-        last, judged = self.last, self.method.judged
+        last = self.last
+        judged = self.method.judged
         global_cases = self._global(last, "test", server)
         personal_by_site = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
         global_by_site = self._by_site(global_cases, "test")
         received = {name: summarise(cases) for name, cases in global_by_site.items()}
         personal = {name: summarise(cases) for name, cases in personal_by_site.items()}
-        personal_cases = Cases.concat(list(personal_by_site.values())) if personal_by_site else None
-        last_global, last_personal = self._scored(last, global_cases), self._scored(last, personal_cases)
+
+        if personal_by_site:
+            personal_cases = Cases.concat(list(personal_by_site.values()))
+        else:
+            personal_cases = None
+
+        last_global = self._scored(last, global_cases)
+        last_personal = self._scored(last, personal_cases)
         weights = self._judged_weights(last, server)
         self.folder.write_weights("weights", weights)
         best_global = self._best_global(global_cases)
         best_personal = None
+
         if self.record["best_test"] and personal_cases is not None:
             classes = self._classes(self.record["best_test"], personal_cases)
             best_personal = {"round": self.record["best"]["round"], **self.record["best_test"], **classes}
+
         judged_cases, judged_scores = (global_by_site, received) if judged == "global" else (personal_by_site, personal)
         by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
         summary = {
@@ -169,6 +209,7 @@ class Scoring:
             for name in self.federation.names
         }
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
+
         return Final(summary, judged_cases)
 
     def _scored(self, round_: int, cases: Cases | None) -> dict[str, Any] | None:
@@ -201,10 +242,12 @@ class Scoring:
         Returns:
             site -> id -> masks, and how many were written, None if there was nothing to write.
         """
-        last, shown = self.last, chosen(cases)
+        last = self.last
+        shown = chosen(cases)
         names = [name for name in cases if shown.get(name) or (save and len(cases[name]))]
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
+
         folders = {name: str(self.folder.predictions_folder(name)) if save else None for name in names}
         ids = {name: list(shown.get(name, {})) for name in names}
         if self.method.judged == "global":
@@ -217,6 +260,7 @@ class Scoring:
                 return tasks.SegmentSite(site, **fields, ids=ids[site], folder=folders[site])
 
             masks = _in_order(names, self.dispatcher.at_sites(task, last, server, names))
+
         written = sum(len(list(Path(folder).iterdir())) for folder in folders.values() if folder)
         return masks, written if save else None
 
@@ -232,12 +276,14 @@ class Scoring:
             return self._personal(last, server, ("test",))
         if self.method.pools_data:
             return {}
+
         among = self.names if self.run.eval_every else self.federation.cohort(last)
         names = [name for name in among if len(self.federation.shard(name, "test"))]
         if methods.has_site_models(self.method):
             return self._personal(last, server, ("test",), names)
         if not self.run.score_trained:
             return {}
+
         task = partial(tasks.TrainToScore, sections=("test",))
         by_site = _in_order(names, self.dispatcher.at_sites(task, last + 1, server, names, ("train",)))
         return {name: cases for name, cases in by_site.items() if cases}
@@ -246,8 +292,12 @@ class Scoring:
         """Say what the personal model is, where one is scored."""
         if methods.has_site_models(self.method):
             return {"personal_model": _OWN}
+
         trained = self.run.score_trained and not self.method.pools_data
-        return {"personal_model": _TRAINED_ONCE_MORE} if trained else {}
+        if trained:
+            return {"personal_model": _TRAINED_ONCE_MORE}
+
+        return {}
 
     def _site_models(self, last: int, server: State) -> dict[str, Metrics] | None:
         """Score each site's own model on everybody's test items: mean and sd over the sites, not their ensemble."""
@@ -257,27 +307,38 @@ class Scoring:
         scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
         metrics = next(iter(scores.values()))
         by_metric = {metric: spread({name: s.get(metric) for name, s in scores.items()}) for metric in metrics}
-        return {what: {"round": last, **{m: v[what] for m, v in by_metric.items()}} for what in ("mean", "sd")}
+
+        return {
+            statistic: {"round": last, **{m: v[statistic] for m, v in by_metric.items()}}
+            for statistic in ("mean", "sd")
+        }
 
     def _best_global(self, last_cases: Cases | None) -> Metrics | None:
         """Score the global model of the best round; `last_cases` are the outcomes of the last one's."""
         best = self.record["best"]
         if best is None:
             return None
+
         last = best["round"] == self.last
-        tested = last_cases if last else self._global(best["round"], "test", self.folder.best_state())
+        if last:
+            tested = last_cases
+        else:
+            tested = self._global(best["round"], "test", self.folder.best_state())
+
         return self._scored(best["round"], tested)
 
     def _write_tables(
         self, columns: Mapping[str, dict[str, Any]], global_cases: Cases | None, personal_cases: Cases | None
     ) -> None:
-        federation, classes = self.federation, self.federation.bundle.classes
+        federation = self.federation
+        classes = self.federation.bundle.classes
         rows = []
         for name in federation.names:
             row: dict[str, Any] = {"site": name, **{s: len(federation.shard(name, s)) for s in SECTIONS}}
             labels = federation.shard(name, "train").labels
             row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
             rows.append(row | columns[name])
+
         self.folder.write_table("sites.csv", rows)
         owner = {ident: name for name in federation.names for ident in federation.shard(name, "test").ids}
         cases = global_cases if global_cases is not None else personal_cases
@@ -306,11 +367,17 @@ def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str
         if cases.is_classification:
             probabilities = cases.values["probabilities"][index].tolist()
             row |= {"label": int(cases.values["label"][index]), "predicted": probabilities.index(max(probabilities))}
-            titles = classes if len(classes) == len(probabilities) else tuple(str(i) for i in range(len(probabilities)))
+            if len(classes) == len(probabilities):
+                titles = classes
+            else:
+                titles = tuple(str(i) for i in range(len(probabilities)))
+
             # nine digits tell float32 numbers apart: a rank metric can be made again from the file
             row |= {f"p_{title}": f"{p:.9g}" for title, p in zip(titles, probabilities, strict=True)}
         else:
             shown = {m: v for m, v in cases.values.items() if m.startswith(_OF_STRUCTURES) or not v.isnan().all()}
             row |= {m: "" if values[index] != values[index] else float(values[index]) for m, values in shown.items()}
+
         rows.append(row)
+
     return rows

@@ -1,7 +1,4 @@
-"""A whole FLARE federation on one machine: certificates, a server and sites as processes, TLS on loopback.
-
-`medfl flare poc` runs it, and the tests break it.
-"""
+"""A whole FLARE federation on one machine, whose processes a test may kill: certificates, a server, sites, TLS."""
 
 from __future__ import annotations
 
@@ -21,6 +18,7 @@ import yaml
 
 from medfl.core.errors import RunError
 from medfl.flare.files import allow_classes
+from medfl.flare.job import kill_tree
 
 SERVER, ADMIN, _ORG = "server", "admin@medfl.org", "medfl"
 _BUILDERS: list[Mapping[str, Any]] = [
@@ -100,6 +98,11 @@ class LocalFederation:
         """Kill a participant with its job processes at once, as a power cut would."""
         kill_tree(self._processes.pop(name))
 
+    def kill_jobs(self, name: str) -> None:
+        """Kill a participant's job processes, and no other of its own."""
+        for process in psutil.Process(self._processes[name].pid).children(recursive=True):
+            process.kill()
+
     def stop(self) -> None:
         """End everything."""
         self._forget_session()
@@ -178,32 +181,6 @@ class LocalFederation:
             with contextlib.suppress(Exception):  # it may be broken already
                 self._session.close()
             self._session = None
-
-
-def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with all that it has started, and wait, at most ten seconds, until none writes any more."""
-    left = descendants(process.pid)
-    process.kill()
-    process.wait()
-    for one in left:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it ended with its parent
-            one.kill()
-    end = time.monotonic() + 10
-    while any(map(_works, left)) and time.monotonic() < end:
-        time.sleep(0.05)
-
-
-def _works(process: Any) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):  # ended, which is the answer
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
-
-
-def descendants(pid: int) -> list[Any]:
-    """Return the child processes (`psutil.Process`), and theirs; none of a process that has ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):  # as said
-        return list(psutil.Process(pid).children(recursive=True))
-    return []
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,0 +1,189 @@
+"""The rules for what the server and one site send each other, held at both ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medfl.core.compression import Compression
+from medfl.core.errors import RunError
+from medfl.core.message import Message, Weights, is_finite
+from medfl.core.message_limits import MessageLimits
+
+Form = tuple[torch.Size, torch.dtype]
+"""Shape and type of a tensor."""
+_MOST_NUMBERS = 1024
+_MOST_GROUPS = 256
+"""Of a broadcast; methods send less than a tenth of it."""
+
+
+@dataclass(frozen=True)
+class MessageRules:
+    """What a message between the server and one site may have in it.
+
+    Attributes:
+        site: its name.
+        leaves: form of each tensor of the network that leaves the site and comes back.
+        network: form of each tensor of the site's network.
+        personal: names of the tensors that leave in no group.
+        uploads: groups that a site may send, "weights" among them.
+        like_weights: groups whose tensors have names and forms of the network's.
+        fedavg: the server takes the mean of the weights by the numbers of items, so that every reply has both.
+        limits: on the size of a message.
+    """
+
+    site: str
+    leaves: Mapping[str, Form]
+    network: Mapping[str, Form]
+    personal: frozenset[str]
+    uploads: frozenset[str]
+    like_weights: frozenset[str]
+    fedavg: bool
+    limits: MessageLimits
+
+    @property
+    def sender(self) -> str:
+        """The site, as errors about what it sends name it."""
+        return f"site {self.site!r}"
+
+    # What the server receives
+
+    def decode_reply(self, arrived: Mapping[Any, Any]) -> Message:
+        """Return what a site sent, restored by some transport under the names of `Message.flat`.
+
+        Raises:
+            RunError: it is no message, or more than the limits; names the site.
+        """
+        return Message.from_wire(self.limits.checked(arrived, self.sender), self.sender)
+
+    def check_reply(self, message: Message) -> None:
+        """Check what a site says: declared groups, no personal tensor, known forms, finite values.
+
+        A tensor is personal by its name in the network, whichever group it is in.
+
+        Raises:
+            RunError: names the site and the tensor, or what is too large.
+        """
+        flat = message.flat()
+        self.limits.checked(flat, self.sender)
+        undeclared = message.tensors.keys() - self.uploads
+
+        for key, tensor in flat.items():
+            group, _, name = key.partition("/")
+            if name in self.personal or (group == "weights" and name not in self.leaves):
+                raise RunError(f"{self.sender}: tensor {key!r} must not leave it")
+            if group in undeclared:
+                raise RunError(f"{self.sender}: {key!r} is in a group that the method's groups() does not declare")
+
+            self._check_form(self.sender, group, name, tensor)
+            if not is_finite(tensor):
+                raise RunError(f"{self.sender}: {key!r} has NaN or infinite values; the last good round is kept")
+
+    def check_complete(self, reply: Message) -> None:
+        """Check that a reply lacks none of the weights, nor for FedAvg's server half the number of items.
+
+        Raises:
+            RunError: names the site and what is missing.
+        """
+        if self.fedavg or "weights" in reply:
+            missing = self.leaves.keys() - reply.tensors.get("weights", {}).keys()
+            if missing:
+                first = f"'weights/{min(missing)}'"
+                raise RunError(f"{self.sender}: {first} is missing in its reply ({len(missing)} such)")
+
+        if self.fedavg and "samples" not in reply.scalars:
+            raise RunError(f"{self.sender}: its reply does not say of how many items it is")
+
+    # What the site receives
+
+    def decode_broadcast(self, tensors_arrived: Mapping[Any, Any], compression: Compression) -> Message:
+        """Return a broadcast that arrived under the names of `Message.flat`, made smaller by `compression`.
+
+        Its weights are all that leave a site, or none at all; groups that only the method knows are limited in size.
+
+        Raises:
+            RunError: something in it is not what it should be; names the site and the tensor.
+        """
+        sender = self._sender_of_broadcast
+        arrived = Message.from_wire(self.limits.checked(tensors_arrived, sender), sender)
+        message = compression.decompress_broadcast(arrived, f"{self.sender}: the server")
+
+        for group, tensors in message.tensors.items():
+            if group == "weights":
+                self._check_same_names(tensors)
+            for name, tensor in tensors.items():
+                self._check_form(sender, group, name, tensor)
+                self._check_finite(f"{group}/{name}", tensor)
+
+        count = len(message.scalars)
+        self.require(count <= _MOST_NUMBERS, f"it has {count} numbers; at most {_MOST_NUMBERS}")
+        self.require(len(message.tensors) <= _MOST_GROUPS, f"it has {len(message.tensors)} groups of tensors")
+        for name, number in message.scalars.items():
+            self.require(math.isfinite(number), f"'scalars/{name}' is {number}")
+
+        return message
+
+    def decode_average(self, arrived: Mapping[Any, Any]) -> Message:
+        """Return weights that arrived under their own names, from a host that knows of nothing else.
+
+        Such hosts average in a precision of their own, counters too: numbers are brought back to the network's types,
+        the counters rounded.
+
+        Raises:
+            RunError: they are not all that leave a site, or not finite; names the site and the tensor.
+        """
+        weights = self.limits.checked(arrived, self._sender_of_broadcast)
+        for name, tensor in weights.items():
+            self._check_finite(f"weights/{name}", tensor)
+            dtype = self.leaves[name][1] if name in self.leaves else tensor.dtype
+            if tensor.is_floating_point() and dtype != tensor.dtype:
+                average = tensor if dtype.is_floating_point else tensor.round()
+                weights[name] = average.to(dtype)
+                self._check_finite(f"weights/{name}", weights[name])  # too large for a smaller type is infinite in it
+
+        self._check_same_names(weights)
+        for name, tensor in weights.items():
+            self._check_form(self._sender_of_broadcast, "weights", name, tensor)
+
+        return Message({"weights": weights})
+
+    def require(self, holds: bool, problem: str) -> None:
+        """Raise RunError about the server's message unless something holds."""
+        if not holds:
+            raise RunError(f"{self._sender_of_broadcast}: {problem}")
+
+    @property
+    def _sender_of_broadcast(self) -> str:
+        return f"{self.sender}: the server's message"
+
+    def _check_same_names(self, weights: Weights) -> None:
+        unexpected = weights.keys() - self.leaves.keys()
+        missing = self.leaves.keys() - weights.keys()
+        for label, names in (("unexpected", unexpected), ("missing", missing)):
+            self.require(not names, f"{label} 'weights/{min(names, default='')}' ({len(names)} such)")
+
+    def _check_finite(self, key: str, tensor: Tensor) -> None:
+        self.require(is_finite(tensor), f"{key!r} has NaN or infinite values")
+
+    # Both
+
+    def _check_form(self, sender: str, group: str, name: str, tensor: Tensor) -> None:
+        if group == "weights":
+            forms = self.leaves
+        elif group in self.like_weights:
+            forms = self.network
+        else:
+            return
+
+        if name not in forms:
+            raise RunError(f"{sender}: '{group}/{name}' is no tensor of the network")
+
+        shape, dtype = forms[name]
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
+            sent = f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise RunError(f"{sender}: '{group}/{name}' is {sent}; expected {tuple(shape)} {dtype}")
