@@ -37,6 +37,8 @@ from tests.zoo.build import ZOO
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
 ELSEWHERE = {
     "deploy.md": "test_deploy.py, with what a hospital has",
+    "deploy-operator.md": "test_deploy.py, with a kit",
+    "deploy-encryption.md": "flare/test_encrypted.py",
     "compatibility.md": "test_upgrade.py, with a run and a bundle of an older version",
 }
 OWN = ["guide.md", "papers.md", "performance.md", "results.md"]
