@@ -16,7 +16,6 @@ import pytest
 from medfl.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "results.md").read_text()
 README = (ROOT / "README.md").read_text()
 DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+")
 CODE = r"(?<!`)`(?![\d.,±% ]+`)[^`\n]+`"
@@ -35,6 +34,7 @@ def _load() -> ModuleType:
 
 
 make = _load()
+PAGE = make.BREAK.join(path.read_text() for path in make.PAGES)
 RESULTS = make.Results.read()
 RECORDS = make.stored()
 DATA = {str(record["run"]["data"]["checksum"]) for record in RECORDS}
@@ -280,7 +280,7 @@ def test_the_command_writes_the_page(
 ) -> None:
     page = tmp_path / "results.md"
     page.write_text(PAGE.replace("| 34.3 ± 4.1 |", "| 43.3 ± 4.1 |"))
-    monkeypatch.setattr(make, "PAGE", page)
+    monkeypatch.setattr(make, "PAGES", [page])
     assert make.main([]) == 0
     assert page.read_text() == PAGE
     assert make.main([]) == 0
