@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("loadgroup", False):
         lost = [item for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
         if lost:  # each worker would make anew what a group shares
-            raise pytest.UsageError(f"pytest-xdist does not group {lost[0].nodeid}; another pytest: setup.cfg")
+            raise pytest.UsageError(f"pytest-xdist does not group {lost[0].nodeid}; another pytest: pyproject.toml")
 
     def place(item: pytest.Item) -> int:
         file = item.nodeid.removeprefix("tests/")

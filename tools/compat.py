@@ -1,4 +1,4 @@
-"""Try the wheel with the lowest and the highest versions that setup.cfg permits, each in an environment of its own.
+"""Try the wheel with the lowest and the highest versions that pyproject.toml permits, in an environment each.
 
     python tools/compat.py UV WHEEL [--only lowest|highest] [--torch-cpu]
 
@@ -35,7 +35,7 @@ def tried(uv: str, wheel: Path, python: str, resolution: str, cpu: bool) -> list
         within = ["--quiet", "--python", str(folder / "env" / "bin" / "python")]
         build = ["--torch-backend", "cpu"] if cpu else []
         install = [uv, "pip", "install", "--compile-bytecode", *within]
-        subprocess.run([*install, *build, "--resolution", resolution, "-r", "setup.py"], cwd=ROOT, check=True)
+        subprocess.run([*install, *build, "--resolution", resolution, "-r", "pyproject.toml"], cwd=ROOT, check=True)
         subprocess.run([*install, "--no-deps", str(wheel)], check=True)
         subprocess.run([*install, "pytest", "hypothesis"], check=True)
         listed = subprocess.run([uv, "pip", "freeze", *within], check=True, **quiet).stdout

@@ -1,6 +1,6 @@
-"""The tables and figures of docs/results.md, made from what the runs left.
+"""The tables and figures of docs/results.md and docs/results/, made from what the runs left.
 
-    python docs/results/make.py                      rewrite docs/results.md
+    python docs/results/make.py                      rewrite the pages
     python docs/results/make.py --collect FOLDER...  first renew summaries.jsonl from the run folders below FOLDER
 
 `summaries.jsonl` has one line for each run: its `summary.json` as the run wrote it, the rows of `sites.csv`, the rounds
@@ -49,7 +49,14 @@ from medfl.report import RunFiles
 from medfl.storage.files import write_atomic
 
 HERE = Path(__file__).resolve().parent
-PAGE, TABLES, SUMMARIES = HERE.with_suffix(".md"), HERE / "tables.yaml", HERE / "summaries.jsonl"
+PAGES = [
+    HERE.with_suffix(".md"),
+    *(HERE / f"{name}.md" for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond")),
+]
+TABLES = HERE / "tables.yaml"
+SUMMARIES = HERE / "summaries.jsonl"
+BREAK = "\f\n"
+"""Between pages that are read as one text."""
 
 _FIELD = re.compile(r"\{([^{}|]+)\|([^{}|]+)\}")
 _FORM = re.compile(r"([%M]?)(\.\d[fg])([±,~]?)")
@@ -131,9 +138,7 @@ class Results:
             start, found, rest = page.partition(opening)
             _, end, tail = rest.partition("\n<!-- end -->")
             if not found or not end:
-                raise InputError(
-                    f"no table {name} in {PAGE.name}", f"{opening.strip()} … <!-- end -->", "add the lines"
-                )
+                raise InputError(f"no table {name} in the pages", f"{opening.strip()} … <!-- end -->", "add the lines")
             page = f"{start}{opening}{self.table(name)}{end}{tail}"
         for pattern, text in self.said():
             span = _found(page, pattern, text)
@@ -268,7 +273,7 @@ def _wherever(template: str) -> re.Pattern[str]:
 def _found(page: str, pattern: re.Pattern[str], text: str) -> re.Match[str]:
     found = list(pattern.finditer(page))
     if len(found) != 1:
-        raise InputError(f"'{text}' stands {len(found)} times in {PAGE.name}", "once", "edit it or tables.yaml")
+        raise InputError(f"'{text}' stands {len(found)} times in the pages", "once", "edit it or tables.yaml")
     return found[0]
 
 
@@ -336,7 +341,7 @@ def _without(value: Any) -> Any:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make docs/results.md from the summaries of its runs.")
+    parser = argparse.ArgumentParser(description="Make the tables of docs/results.md and docs/results/.")
     parser.add_argument("--collect", nargs="+", type=Path, default=[], metavar="FOLDER", help="where run folders are")
     return parser.parse_args(arguments)
 
@@ -349,14 +354,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             records = collect(options.collect, Results.read().hashes())
             lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             write_atomic(SUMMARIES, "".join(lines).encode())
-        before = PAGE.read_text()
-        after = Results.read().rewritten(before)
-        if after != before:
-            write_atomic(PAGE, after.encode())
+        texts = [path.read_text() for path in PAGES]
+        renewed = Results.read().rewritten(BREAK.join(texts)).split(BREAK)
     except MedflError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
-    sys.stdout.write(f"{PAGE.name}: {'up to date' if after == before else 'rewritten'}\n")
+    for path, before, after in zip(PAGES, texts, renewed, strict=True):
+        if after != before:
+            write_atomic(path, after.encode())
+        sys.stdout.write(f"{path.name}: {'up to date' if after == before else 'rewritten'}\n")
     return 0
 
 

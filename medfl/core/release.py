@@ -9,7 +9,7 @@ from importlib import metadata
 
 DISTRIBUTION = "medfl-monai"
 VERSION = "0.7.0"
-"""Read by setup.cfg too. Part of every run's hash."""
+"""Read by pyproject.toml too. Part of every run's hash."""
 
 
 def pip_install(*extras: str) -> str:

@@ -103,7 +103,7 @@ class SiteConfig:
         Raises:
             InputError: it cannot be read, or has an entry that is not allowed.
         """
-        advice = "see docs/deploy.md, Across machines with NVIDIA FLARE"
+        advice = "see docs/deploy.md, Join a federation over NVIDIA FLARE"
         try:
             text = decode_text(path.read_bytes()[:_MAX_BYTES])
             settings: Any = read_plain(text, is_json=False, nodes=1000, depth=4)

@@ -6,7 +6,6 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterator
-from configparser import ConfigParser
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from medfl.data.partition.draw import canonical
 from medfl.data.partition.rules import parse
 from medfl.runs.plan import Request
 from tests.compare.test_comparison import finished
-
-HERE = Path(__file__).resolve().parents[2]
+from tests.support.packaged import packaged_files
 
 
 @lru_cache
@@ -62,10 +60,9 @@ def test_every_table_of_each_paper_is_here() -> None:
         load("fedbm/table99")
 
 
-def test_the_tables_are_installed_with_the_package() -> None:
-    config = ConfigParser()
-    config.read(HERE / "setup.cfg")
-    assert "compare/papers/*/*.yaml" in config["options.package_data"]["medfl"].split()
+def test_the_tables_are_installed_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    packaged = packaged_files(monkeypatch)
+    assert {Path("medfl", "compare", "papers", f"{name}.yaml") for name in names()} <= packaged
 
 
 @pytest.mark.parametrize("key", names())

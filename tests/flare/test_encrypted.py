@@ -40,8 +40,8 @@ pytestmark = [
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "encrypted"
 TOLERANCE = 1e-4
-"""Of a number of the mean after two rounds; docs/deploy.md says so. The noise of CKKS is drawn anew each time, and the
-second round's training carries it on: 1e-6 to 1e-5 were seen."""
+"""Of a number of the mean after two rounds; docs/deploy-encryption.md says so. The noise of CKKS is drawn anew
+each time, and the second round's training carries it on: 1e-6 to 1e-5 were seen."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""docs/deploy.md is true: its commands run in their order, and its table says what methods send."""
+"""docs/deploy*.md are true: commands run in their order, and the table says what methods send."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from tests.partner.test_connection import Authority, serving, trusting
 from tests.runtimes.test_monai_fl import broadcast, federation, said
 from tests.support.toy import CLASSIFYING, ToyBundle
 
-PAGE = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
-OTHERS = "## Across machines with NVIDIA FLARE"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "deploy.md").read_text()
+OPERATOR, ENCRYPTION = ((DOCS / f"deploy-{reader}.md").read_text() for reader in ("operator", "encryption"))
+OTHERS = "## Join a federation over NVIDIA FLARE"
 """A section whose commands its own tests run."""
 SMALL = ["--config=network=small_cnn", "--config=image_size=16"]
 NOT_SENT = {"central": "never at a site", "fedhelp": "sites have different networks; sends weights alone"}
@@ -110,7 +112,7 @@ def test_the_commands_of_server_and_site_run(hospital: Path, capfd: pytest.Captu
     (kit / "local" / "resources.json.default").write_text(json.dumps(listed))
     inspected = ["site", "inspect", "pneumonia", "--write-policy", "policies/pneumonia.yaml"]
     assert cli.main(inspected) == 0
-    section = PAGE.partition(OTHERS)[2].partition("\n## ")[0]
+    section = OPERATOR + ENCRYPTION + PAGE.partition(OTHERS)[2].partition("\n## ")[0]
     lines = "".join(re.findall(r"^```(?:sh)?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
     run = [line for line in lines.splitlines() if not line.startswith(tuple(FLARE))]
     assert len(lines.splitlines()) - len(run) == len(FLARE)
@@ -187,7 +189,7 @@ def test_every_rule_of_a_policy_has_its_line() -> None:
 def test_the_figures_for_epsilon_are_right() -> None:
     """SIGMA = 10 C is a noise multiplier of 5."""
     pytest.importorskip("dp_accounting")
-    told = re.search(r"one reply with SIGMA = 10 C: about ([\d.]+)", PAGE)
+    told = re.search(r"one reply with SIGMA = 10 C: about ([\d.]+)", ENCRYPTION)
     assert told is not None
     assert float(told[1]) == pytest.approx(epsilon_of({Outbound(clip=1.0, noise=10.0).multiplier: 1}, 1e-5), abs=0.05)
 

@@ -78,6 +78,17 @@ def test_every_method_and_bundle_and_verb_has_its_place() -> None:
     assert list(dict.fromkeys(verbs)) == list(cli.parser()._subparsers._group_actions[0].choices)
 
 
+def test_the_evidence_of_each_claim_is_there() -> None:
+    """A row of docs/claims.md names tests, programs or pages; links are the site's to check."""
+    page = (DOCS / "claims.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    for claim, evidence, *_ in rows:
+        named = re.findall(r"`((?:tests|benchmarks)/[^`]+)`", evidence)
+        assert named or "](" in evidence, claim
+        assert all((DOCS.parent / name).exists() for name in named), claim
+
+
 def test_the_number_of_methods_is_right() -> None:
     told = re.findall(r"(\d+) (?:\[methods\]|of them)", (DOCS / "index.md").read_text())
     assert {int(number) for number in told} == {len(methods.names())}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from PIL import Image
 
 import medfl
 from medfl import datasets
+from medfl.cli import verbs as cli
 from medfl.storage.files import load_weights, save_weights
 from tests.support.docs_pages import (
     DOCS,
@@ -37,9 +39,12 @@ from tests.zoo.build import ZOO
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
 ELSEWHERE = {
     "deploy.md": "test_deploy.py, with what a hospital has",
+    "deploy-operator.md": "test_deploy.py, with a kit",
+    "deploy-encryption.md": "flare/test_encrypted.py",
     "compatibility.md": "test_upgrade.py, with a run and a bundle of an older version",
 }
-OWN = ["guide.md", "papers.md", "performance.md", "results.md"]
+RESULTS = [f"results/{name}.md" for name in ("fedcb-fedbm", "fedmr", "fedhelp", "pfedpm", "beyond")]
+OWN = ["guide.md", "papers.md", "performance.md", "troubleshooting.md", *RESULTS]
 """Pages with a test of their own here."""
 
 pytestmark = pytest.mark.slow
@@ -78,8 +83,27 @@ def test_a_pages_commands_and_python_run_in_their_order(
 @pytest.mark.slow
 def test_the_python_page_runs(elsewhere: Path) -> None:
     """Its blocks go on from each other."""
-    exec(compile("\n".join(blocks("api.md", "python")), "api.md", "exec"), {"__name__": "__main__"})
+    exec(compile("\n".join(blocks("python.md", "python")), "python.md", "exec"), {"__name__": "__main__"})
     assert (elsewhere / "best.pt").is_file()
+
+
+def test_the_errors_of_the_troubleshooting_page_are_printed(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each command ends as the page shows; an ellipsis stands for any text."""
+    (elsewhere / "runs" / "first").mkdir(parents=True)
+    (elsewhere / "runs" / "first" / "notes.txt").write_text("not a run")
+    shown = blocks("troubleshooting.md", "console")
+    assert len(shown) >= 8
+    for block in shown:
+        command, error = block.strip().split("\n", 1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.cuda.device_count", lambda: 0)
+            patch.setattr("torch.cuda.is_available", lambda: False)
+            code = cli.main(shlex.split(command)[2:])
+        assert code == 2, command
+        pattern = ".*".join(re.escape(part) for part in " ".join(error.split()).split("…"))
+        assert re.search(pattern, " ".join(capsys.readouterr().err.split())), command
 
 
 def test_the_readmes_commands_are_the_first_page_s() -> None:
@@ -150,7 +174,7 @@ def test_the_results_commands_run_on_phantoms(
     datasets.write_phantom("ham10000", elsewhere / "data" / "ham-cut" / "public", per_class=20, size=16)
     datasets.write_phantom("pneumonia", elsewhere / "data" / "pneumonia", per_class=20, size=16)
     draw_cells(elsewhere / "data" / "wbc")
-    for given in commands("results.md"):
+    for given in (command for page in RESULTS for command in commands(page)):
         if given.startswith("medfl new "):
             if not Path("bundles/wbc").exists():  # two sections say how it is made
                 execute(given, capsys)
@@ -178,7 +202,8 @@ def test_the_results_are_made_again_by_their_command(elsewhere: Path, capsys: py
     ((_, path),) = [words[:2] for words in inline("results.md", "python")]
     shutil.copytree(ROOT / "docs" / "results", elsewhere / "docs" / "results")
     shutil.copyfile(DOCS / "results.md", elsewhere / "docs" / "results.md")
-    assert script([str(elsewhere / path)], capsys) == "results.md: up to date\n"
+    printed = script([str(elsewhere / path)], capsys)
+    assert printed == "".join(f"{Path(page).name}: up to date\n" for page in ["results.md", *RESULTS])
 
 
 SMALLEST = {

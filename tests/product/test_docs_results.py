@@ -16,7 +16,6 @@ import pytest
 from medfl.core.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "results.md").read_text()
 README = (ROOT / "README.md").read_text()
 DECIMAL = re.compile(r"(?<![\w.])\d[\d,]*\.\d+")
 CODE = r"(?<!`)`(?![\d.,±% ]+`)[^`\n]+`"
@@ -35,6 +34,7 @@ def _load() -> ModuleType:
 
 
 make = _load()
+PAGE = make.BREAK.join(path.read_text() for path in make.PAGES)
 RESULTS = make.Results.read()
 RECORDS = make.stored()
 DATA = {str(record["run"]["data"]["checksum"]) for record in RECORDS}
@@ -275,16 +275,23 @@ def test_a_site_or_round_that_no_run_has_is_refused(name: str) -> None:
         make.values(make.Row("FedAvg", [RESULTS.run("2d570d9c416f")]), name)
 
 
-def test_the_command_writes_the_page(
+def test_the_command_writes_the_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "results.md"
-    page.write_text(PAGE.replace("| 34.3 ± 4.1 |", "| 43.3 ± 4.1 |"))
-    monkeypatch.setattr(make, "PAGE", page)
+    pages = [tmp_path / path.name for path in make.PAGES]
+    for page, path in zip(pages, make.PAGES, strict=True):
+        page.write_text(path.read_text())
+    changed = next(page for page in pages if page.name == "fedcb-fedbm.md")
+    right = changed.read_text()
+    changed.write_text(right.replace("| 34.3 ± 4.1 |", "| 43.3 ± 4.1 |"))
+    assert changed.read_text() != right
+    monkeypatch.setattr(make, "PAGES", pages)
     assert make.main([]) == 0
-    assert page.read_text() == PAGE
+    assert changed.read_text() == right
     assert make.main([]) == 0
-    assert capsys.readouterr().out == "results.md: rewritten\nresults.md: up to date\n"
-    page.write_text(PAGE.replace("<!-- table: fedbm -->", ""))
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.endswith(": rewritten")] == ["fedcb-fedbm.md: rewritten"]
+    assert len([line for line in printed if line.endswith(": up to date")]) == 2 * len(pages) - 1
+    changed.write_text(right.replace("<!-- table: fedbm -->", ""))
     assert make.main([]) == 2
     assert "no table fedbm" in capsys.readouterr().err

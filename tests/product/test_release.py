@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import json
 import os
 import re
@@ -22,7 +21,7 @@ from medfl.core import release
 from medfl.core.untrusted import Refused
 from medfl.partner import preflight
 from medfl.policy import components
-from tests.support.packaged import packaged_files
+from tests.support.packaged import distribution, packaged_files
 from tests.support.programs import LEAN, ROOT
 
 OLD = re.compile(r"pip3? install[^\n`]*?[ '\"]medfl(?![-/\w])|['\"`]medfl\\?\[[a-z]")
@@ -56,14 +55,20 @@ def test_nothing_installs_the_other_project() -> None:
     assert not found
 
 
-def test_name_and_version_stand_once() -> None:
-    parser = configparser.ConfigParser()
-    parser.read(ROOT / "setup.cfg")
-    assert parser["metadata"]["name"] == release.DISTRIBUTION
-    assert parser["metadata"]["version"] == "attr: medfl.core.release.VERSION"
+def test_name_and_version_stand_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (ROOT / "pyproject.toml").read_text().count(release.VERSION) == 0
+    described = distribution(monkeypatch).metadata
+    assert (described.name, described.version) == (release.DISTRIBUTION, release.VERSION)
     assert medfl.__version__ == release.VERSION
     assert release.pip_install("flare", "privacy") == f"pip install '{release.DISTRIBUTION}[flare,privacy]'"
     assert release.pip_install() == f"pip install '{release.DISTRIBUTION}'"
+
+
+def test_the_package_is_described_in_one_file() -> None:
+    """`setup.cfg` is kept for the layout; setuptools would read a second description from it."""
+    lines = (ROOT / "setup.cfg").read_text().splitlines()
+    assert lines
+    assert all(line.startswith("#") for line in lines)
 
 
 def test_the_version_of_the_other_project_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +116,42 @@ def test_workflows_call_targets_that_exist() -> None:
             program, *words = command.split()
             assert program == "make", command
             called |= {word for word in words if "=" not in word}
-    assert called == {"test", "test-wheel", "lint", "lint-files", "dist", "sbom", "compat", "site"}
+    assert called == {"test", "test-slow", "test-wheel", "lint", "lint-files", "dist", "sbom", "compat", "site"}
     assert called <= targets
+
+
+def test_the_workflow_of_the_night_runs_what_each_push_leaves_out() -> None:
+    (marks,) = re.findall(r"addopts = .*-m '(.*)'", (ROOT / "pyproject.toml").read_text())
+    assert marks == "not slow and not gpu and not flare"
+    assert '-m "(flare or slow) and not gpu"' in (ROOT / "Makefile").read_text().partition("\ntest-slow:")[2]
+    night = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())
+    assert "schedule" in night[True]  # YAML 1.1 reads the key `on` so
+
+
+def test_the_hooks_have_the_linters_versions_of_their_own() -> None:
+    """They run in a checkout without an environment."""
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    for hook in (hook for source in config["repos"] for hook in source["hooks"]):
+        assert hook["language"] in ("python", "pygrep"), hook["id"]
+        assert all("==" in package for package in hook.get("additional_dependencies", [])), hook["id"]
+        assert ".venv" not in hook["entry"], hook["id"]
+
+
+@pytest.mark.parametrize(
+    ("message", "refusing"),
+    [
+        ("Short subject\n\nWhy it is so.\n", []),
+        ("x" * 72 + "\n\nWhy.\n", []),
+        ("x" * 73 + "\n\nWhy.\n", ["subject"]),
+        ("Short subject\n", ["body"]),
+        ("Short subject\n\n# Please enter the message\n#\n", ["body"]),
+        ("Merge branch 'a'\n", []),
+    ],
+)
+def test_a_commit_needs_a_short_subject_and_a_body(message: str, refusing: list[str]) -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for source in config["repos"] for hook in source["hooks"] if hook.get("stages") == ["commit-msg"]]
+    assert [hook["id"] for hook in hooks if re.search(hook["entry"], message, re.MULTILINE | re.DOTALL)] == refusing
 
 
 def test_citation_and_changelog_are_of_this_version() -> None:

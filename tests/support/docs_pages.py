@@ -20,7 +20,8 @@ from tests.support.programs import python_path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = "../README.md"
-PAGES = sorted(path.relative_to(DOCS).as_posix() for path in [*DOCS.glob("*.md"), *(DOCS / "methods").glob("*.md")])
+FOLDERS = (DOCS, DOCS / "methods", DOCS / "results")
+PAGES = sorted(path.relative_to(DOCS).as_posix() for folder in FOLDERS for path in folder.glob("*.md"))
 
 # What is not executed, with the reason; everything else runs as it stands, but for what is appended below.
 NOT_RUN = {

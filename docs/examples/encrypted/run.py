@@ -2,7 +2,8 @@
 
 Provisions a FLARE federation with keys for homomorphic encryption, starts a server and the sites as processes of their
 own with TLS on 127.0.0.1, trains a shipped bundle on drawn images, compares the mean that a site decrypts at the end
-with the simulator's, and says what the server had, how large it was and how long it took. See docs/deploy.md.
+with the simulator's, and says what the server had, how large it was and how long it took. See
+docs/deploy-encryption.md.
 
     pip install 'medfl-monai[flare,encryption]'
     python docs/examples/encrypted/run.py [--json] [--method fedavg] [--network small_cnn] [--sites 2] [--rounds 2]

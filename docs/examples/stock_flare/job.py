@@ -1,7 +1,7 @@
 """A bundle trained by NVIDIA FLARE's own FedAvg recipe, in FLARE's simulator, beside the same run in medfl's.
 
 FLARE's server knows nothing of medfl: it averages tensors. Its first model is a file of the run's initial weights; the
-recipe asks for a module besides, of which it takes the class name only. See docs/deploy.md.
+recipe asks for a module besides, of which it takes the class name only. See docs/deploy-operator.md.
 
     pip install 'medfl-monai[flare]'
     python docs/examples/stock_flare/job.py [--json] [--bundle mednist] [--config id=value ...] [--sites 2] [--rounds 2]
