@@ -238,21 +238,20 @@ def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[st
     with torch.no_grad():
         for key, like in first.items():
             if like.is_floating_point():
-                means[key] = _mean_tensor(parts, key, shares)
+                means[key] = _mean_tensor(like, parts, key, shares)
             else:
                 means[key] = torch.stack([weights[key] for weights in parts.values()]).amax(0)
 
     return means
 
 
-def _mean_tensor(parts: Mapping[str, Weights], key: str, shares: Mapping[str, float]) -> Tensor:
-    """Average one floating tensor block by block.
+def _mean_tensor(like: Tensor, parts: Mapping[str, Weights], key: str, shares: Mapping[str, float]) -> Tensor:
+    """Average one floating tensor, the first part's of which is `like`, block by block.
 
     Each block is summed in float64 and rounded once, so that many small shares lose no precision. Replies on disk are
     read a block at a time: they need not fit in memory, and no other large tensor is allocated than the mean.
     """
     first, *others = parts
-    like = parts[first][key]
     readers = {name: slices(weights, key) for name, weights in parts.items()}
 
     # A GPU takes the tensor at once: there, blocks would cost launches and save nothing.

@@ -97,7 +97,7 @@ class MessageRules:
                 raise RunError(f"{self.sender}: {first} is missing in its reply ({len(missing)} such)")
 
         if self.fedavg and "samples" not in reply.scalars:
-            raise RunError(f"{self.sender}: its reply does not say of how many items it is")
+            raise RunError(f"{self.sender}: its reply lacks the number of training samples")
 
     # What the site receives
 

@@ -108,7 +108,7 @@ def test_across_machines_a_site_has_at_most_half_of_the_weight(
 
     class Seen:
         def __init__(self, execution: Any, workers: Any) -> None:
-            seen.append((execution.tolerance, workers(execution.federation, 1)))
+            seen.append((execution, workers(execution.federation, 1)))
 
         def execute(self) -> None:
             pass
@@ -119,8 +119,8 @@ def test_across_machines_a_site_has_at_most_half_of_the_weight(
     federation = SimpleNamespace(participants=list(run.partition.sites))
     for roster, share in ((None, None), ({}, 0.5), ({"north": 7}, 0.5)):
         made._run_rounds(federation, RunFolder(tmp_path), str, roster)
-        tolerance, workers = seen[-1]
-        assert (tolerance.max_share, tolerance.min_replies) == (share, 2)
+        execution, workers = seen[-1]
+        assert (execution.max_share, execution.launch.min_replies) == (share, 2)
         assert (workers._simulated, workers._roster) == (roster is None, roster or {})
 
 

@@ -192,5 +192,5 @@ def test_a_job_and_a_site_of_monai_fl_carry_it(phantom: Path) -> None:
         offer("hippocampus", ["east"], requested=asked, rehearsal=True)
     algo = site_algo("hippocampus", "north", config=CONFIG, requested={**asked, "data": str(phantom)})
     algo.initialize()
-    assert algo._ready().known == {"north": AnnotatedClasses((1,), 3)}
+    assert algo._ready().facts == {"labels": [1]}
     assert algo.get_weights().statistics["labels"] == [1]
