@@ -9,13 +9,20 @@ from setuptools import find_packages, setup
 repository = os.environ.get("GITHUB_REPOSITORY", "")
 """Set where the project's workflows build: links in the package then point to that repository."""
 home = f"https://github.com/{repository}"
-pages = {"Source": "", "Documentation": "/tree/main/docs", "Changelog": "/blob/main/CHANGELOG.md", "Issues": "/issues"}
+pages = {
+    "Source": "",
+    "Documentation": "/tree/main/docs",
+    "Changelog": "/blob/main/CHANGELOG.md",
+    "Issues": "/issues",
+}
 
 PICTURE = r"!\[([^\]]*)\]\((?!http)([^)]+)\)"
 LINK = r"\[([^\]]*)\]\((?!http)([^)]+)\)"
 readme = Path("README.md").read_text(encoding="utf-8")
 if repository:
-    readme = re.sub(PICTURE, rf"![\1](https://raw.githubusercontent.com/{repository}/main/\2)", readme)
+    readme = re.sub(
+        PICTURE, rf"![\1](https://raw.githubusercontent.com/{repository}/main/\2)", readme
+    )
     readme = re.sub(LINK, rf"[\1]({home}/blob/main/\2)", readme)
 else:  # a checkout's pictures and pages are nowhere else
     readme = re.sub(PICTURE, "", readme)

@@ -34,7 +34,8 @@ def compare(rule: str, count: int, numbers: int, repeats: int) -> dict[str, obje
     generator = torch.Generator().manual_seed(0)
     replies = {
         f"site-{i:03d}": Message(
-            {"weights": {"w": torch.randn(numbers, generator=generator)}}, {"samples": float(10 + i)}
+            {"weights": {"w": torch.randn(numbers, generator=generator)}},
+            {"samples": float(10 + i)},
         )
         for i in range(count)
     }
@@ -56,7 +57,9 @@ def compare(rule: str, count: int, numbers: int, repeats: int) -> dict[str, obje
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--numbers", type=int, default=2_000_000, help="of each reply")
     parser.add_argument("--repeats", type=int, default=5)
@@ -64,7 +67,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     counts = [int(count) for count in options.replies.split(",")]
-    table = [compare(rule, count, options.numbers, options.repeats) for count in counts for rule in RULES]
+    table = [
+        compare(rule, count, options.numbers, options.repeats) for count in counts for rule in RULES
+    ]
     if options.json:
         print(json.dumps(table))
         return

@@ -65,7 +65,9 @@ class Long(Federation):
 class Volumes:
     """Sites with random volumes and a 3D U-Net, trained by FedAvg."""
 
-    def __init__(self, device: str, cube: int = CUBE, amp: bool = False, channels_last: bool = False) -> None:
+    def __init__(
+        self, device: str, cube: int = CUBE, amp: bool = False, channels_last: bool = False
+    ) -> None:
         """Draw the volumes of a batch."""
         from monai.losses import DiceCELoss
         from monai.networks.nets import UNet
@@ -86,7 +88,10 @@ class Volumes:
         """Train at a site."""
         shard = Shard.of(self.data, [*range(VOLUMES)] * EPOCH)
         settings = LocalSettings(
-            epochs, VOLUMES, lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9), amp=self.amp
+            epochs,
+            VOLUMES,
+            lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9),
+            amp=self.amp,
         )
         site = Site(name, 2, shard, shard, shard, self.loss, settings, self.networks)
         with self.networks.scope():
@@ -133,7 +138,9 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
-def bare(network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, steps: int) -> float:
+def bare(
+    network: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor, steps: int
+) -> float:
     """Return the seconds of a step of a bare PyTorch loop."""
     optimizer = torch.optim.SGD(network.parameters(), 1e-4, 0.9)
     network.train()
@@ -175,7 +182,9 @@ def measure(
     return {**made, "refused": "", "seconds_until_it_repeats": prepared}
 
 
-def row(name: str, pairs: Sequence[tuple[float, float]], kernels: float, device: str) -> dict[str, Any]:
+def row(
+    name: str, pairs: Sequence[tuple[float, float]], kernels: float, device: str
+) -> dict[str, Any]:
     """Make a row of measurements.
 
     Args:
@@ -204,19 +213,27 @@ def of_method(name: str, size: int, way: str, options: argparse.Namespace) -> di
     chosen = argparse.Namespace(**{**vars(options), "size": size})
     extra = {"large": SITE} if name == "fedhelp" else {}
     made = Long(loaded(name, extra), chosen, public=public_images(chosen), sites=[SITE])
-    network = Networks(partial(networks.build, options.network, 3, CLASSES), 0, torch.device(options.device)).fresh()
+    network = Networks(
+        partial(networks.build, options.network, 3, CLASSES), 0, torch.device(options.device)
+    ).fresh()
     plain = partial(bare, network, nn.functional.cross_entropy, made.data.inputs, made.data.targets)
     label = f"{name} {options.network} {size} pixels batch {options.batch}"
     return measure(label, made.visit, way, plain, options)
 
 
-def of_volumes(way: str, options: argparse.Namespace, cube: int = CUBE, **changes: bool) -> dict[str, Any]:
+def of_volumes(
+    way: str, options: argparse.Namespace, cube: int = CUBE, **changes: bool
+) -> dict[str, Any]:
     """Measure the 3D U-Net in one way; `amp` and `channels_last` may be changed."""
     sites, plain = Volumes(options.device, cube, **changes), Volumes(options.device, cube)
     loop = partial(bare, plain.networks.fresh(), plain.loss, plain.data.inputs, plain.data.targets)
     label = " ".join([f"fedavg 3D U-Net {cube} voxels batch {VOLUMES}", *sorted(changes)])
     made = measure(label, sites.visit, way, loop, options)
-    images = {"images_per_second": VOLUMES * made["steps_per_second"]} if "steps_per_second" in made else {}
+    images = (
+        {"images_per_second": VOLUMES * made["steps_per_second"]}
+        if "steps_per_second" in made
+        else {}
+    )
     return {**made, **images}
 
 
@@ -253,22 +270,34 @@ def told(one: dict[str, Any]) -> str:
     line = f"{one['name']:<60} {one['steps_per_second']:>9.1f} steps/s, {one['ratio']:.2f} x the bare loop "
     line += f"(min {one['ratio_min']:.2f}, max {one['ratio_max']:.2f})"
     line += f", {floor:.0%} of the floor" if floor is not None else ""
-    return line + (f", {one['images_per_second']:.1f} images/s" if "images_per_second" in one else "")
+    return line + (
+        f", {one['images_per_second']:.1f} images/s" if "images_per_second" in one else ""
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the arguments."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     made.add_argument("--json", action="store_true", help="print a JSON list of rows")
-    made.add_argument("--methods", default="fedavg,fedbm,fedhelp,scaffold,fedmr", help="names, comma-separated")
+    made.add_argument(
+        "--methods", default="fedavg,fedbm,fedhelp,scaffold,fedmr", help="names, comma-separated"
+    )
     made.add_argument("--network", default="resnet18")
     made.add_argument("--batch", type=int, default=8)
     made.add_argument("--sizes", default="28,64,128", help="pixels a side, comma-separated")
-    made.add_argument("--ways", default=f"{EAGER},{COMPILED}", help="of doing steps, comma-separated")
-    made.add_argument("--steps", type=int, default=128, help=f"that are timed, a multiple of {EPOCH}")
+    made.add_argument(
+        "--ways", default=f"{EAGER},{COMPILED}", help="of doing steps, comma-separated"
+    )
+    made.add_argument(
+        "--steps", type=int, default=128, help=f"that are timed, a multiple of {EPOCH}"
+    )
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--device", default="cuda")
-    made.add_argument("--no-3d", dest="volumes", action="store_false", help="leave the 3D U-Net out")
+    made.add_argument(
+        "--no-3d", dest="volumes", action="store_false", help="leave the 3D U-Net out"
+    )
     return made
 
 
@@ -280,13 +309,25 @@ def check(options: argparse.Namespace) -> None:
     """
     unknown = [name for name in options.methods.split(",") if name not in methods.names()]
     if unknown:
-        raise InputError(f"--methods {unknown[0]}", f"methods are {', '.join(methods.names())}", "name some of them")
+        raise InputError(
+            f"--methods {unknown[0]}",
+            f"methods are {', '.join(methods.names())}",
+            "name some of them",
+        )
     if not all(word.isdecimal() and int(word) > 0 for word in options.sizes.split(",")):
-        raise InputError(f"--sizes {options.sizes}", "whole numbers above 0, comma-separated", "give for example 28,64")
+        raise InputError(
+            f"--sizes {options.sizes}",
+            "whole numbers above 0, comma-separated",
+            "give for example 28,64",
+        )
     if set(options.ways.split(",")) - {EAGER, COMPILED}:
-        raise InputError(f"--ways {options.ways}", f"{EAGER} and {COMPILED}, comma-separated", "name one or both")
+        raise InputError(
+            f"--ways {options.ways}", f"{EAGER} and {COMPILED}, comma-separated", "name one or both"
+        )
     if options.steps < EPOCH:
-        raise InputError(f"--steps {options.steps}", f"at least {EPOCH}, those of a local epoch", "give more")
+        raise InputError(
+            f"--steps {options.steps}", f"at least {EPOCH}, those of a local epoch", "give more"
+        )
     if not options.device.startswith("cuda") or not torch.cuda.is_available():
         raise InputError(
             f"--device {options.device}, {torch.cuda.device_count()} CUDA devices here",

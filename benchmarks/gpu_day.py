@@ -70,7 +70,13 @@ class Day:
     def __post_init__(self) -> None:
         """Take up what an earlier call left."""
         self.begun = time.monotonic()
-        self.document = {"stage": self.stage, "status": "cut", "dry": self.dry, "seconds": 0.0, "cpu_seconds": 0.0}
+        self.document = {
+            "stage": self.stage,
+            "status": "cut",
+            "dry": self.dry,
+            "seconds": 0.0,
+            "cpu_seconds": 0.0,
+        }
         self.document |= {"rows": []}
         if self._kept.is_file():
             self.document |= json.loads(self._kept.read_text())
@@ -101,7 +107,10 @@ class Day:
     def add(self, row: dict[str, Any]) -> None:
         """Take a row in, in the place of one with its name, and save."""
         self.document["rows"] = [one for one in self.rows if one["name"] != row["name"]] + [row]
-        self.say(f"  {row['name']}: " + ", ".join(f"{k} {short(v)}" for k, v in row.items() if k != "name"))
+        self.say(
+            f"  {row['name']}: "
+            + ", ".join(f"{k} {short(v)}" for k, v in row.items() if k != "name")
+        )
         self.save()
 
     def save(self, **changes: Any) -> None:
@@ -179,9 +188,16 @@ class Day:
         if (folder / "run.json").is_file():
             code, output = self.command("-m", "medfl", "run", "--resume", *flags)
         else:
-            code, output = self.command("-m", "medfl", "run", *arguments, "--device", self.device, *flags)
+            code, output = self.command(
+                "-m", "medfl", "run", *arguments, "--device", self.device, *flags
+            )
         if code:
-            return {"name": name, "failed": output.strip().splitlines()[-1] if output.strip() else f"exit code {code}"}
+            return {
+                "name": name,
+                "failed": output.strip().splitlines()[-1]
+                if output.strip()
+                else f"exit code {code}",
+            }
         return self.row(name)
 
     def row(self, name: str) -> dict[str, Any]:
@@ -191,7 +207,12 @@ class Day:
         record = json.loads((folder / "run.json").read_text())
         scored = [(entry["round"], entry["val"]) for entry in rounds if entry["val"]]
         last, best = ({k: found.get(when, {}).get(k) for k in METRICS} for when in ("last", "best"))
-        steps = sum(site["steps"] for entry in rounds[1:] for site in entry["sites"].values() if "steps" in site)
+        steps = sum(
+            site["steps"]
+            for entry in rounds[1:]
+            for site in entry["sites"].values()
+            if "steps" in site
+        )
         spent = sum(entry["seconds_train"] for entry in rounds[1:])
         return {
             "name": name,
@@ -209,7 +230,9 @@ class Day:
             "command": record.get("command"),
         }
 
-    def protocol(self, runs: dict[str, Sequence[str]], rounds: int, published: dict[str, Any]) -> None:
+    def protocol(
+        self, runs: dict[str, Sequence[str]], rounds: int, published: dict[str, Any]
+    ) -> None:
         """Train some runs for as many rounds as their protocol has, or as fit into the stage's total time.
 
         Args:
@@ -223,7 +246,10 @@ class Day:
             if "failed" in row:
                 self.add(row)
                 continue
-            lines = [json.loads(line) for line in (self.folder(name) / "rounds.jsonl").read_text().splitlines()]
+            lines = [
+                json.loads(line)
+                for line in (self.folder(name) / "rounds.jsonl").read_text().splitlines()
+            ]
             server = max(entry["seconds_server"] for entry in lines)
             speeds[name] = statistics.mean(entry["seconds"] for entry in lines[-2:]) + server / 5
             if not self.has(name):
@@ -231,10 +257,19 @@ class Day:
         if not speeds:
             return
         if "rounds" not in self.document:
-            needed, allowed = rounds * sum(speeds.values()), 60 * self.total - self.document["seconds"]
-            reach = rounds if needed <= allowed else max(probe, 10 * math.floor(rounds * allowed / needed / 10))
+            needed, allowed = (
+                rounds * sum(speeds.values()),
+                60 * self.total - self.document["seconds"],
+            )
+            reach = (
+                rounds
+                if needed <= allowed
+                else max(probe, 10 * math.floor(rounds * allowed / needed / 10))
+            )
             self.save(rounds=reach, of_rounds=rounds, seconds_for_one_seed=needed)
-            self.say(f"{rounds} rounds of these take {needed / 60:.1f} min: {reach} rounds are trained")
+            self.say(
+                f"{rounds} rounds of these take {needed / 60:.1f} min: {reach} rounds are trained"
+            )
         for name in speeds:
             row = self.train(name, self.document["rounds"], *runs[name])
             self.add({**row, "of_rounds": rounds, "published": published.get(name)})
@@ -278,7 +313,9 @@ def run(day: Day) -> int:
         return 1
     failed = sum("failed" in row for row in day.rows)
     day.save(status="failed" if failed else "done")  # what failed is tried again by the next call
-    day.say(f"{day.stage}: done in {day.document['seconds']:.0f} s, {len(day.rows)} rows, {failed} of them failed")
+    day.say(
+        f"{day.stage}: done in {day.document['seconds']:.0f} s, {len(day.rows)} rows, {failed} of them failed"
+    )
     return 1 if failed else 0
 
 
@@ -294,28 +331,65 @@ def prepare(kit: Path, work: Path) -> None:
     if importlib.util.find_spec("monai") is None and wheels.is_dir():
         site = work / "site"
         if not site.is_dir():
-            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
-            subprocess.run([*pip, "--target", str(site), *map(str, sorted(wheels.glob("*.whl")))], check=True)
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--no-index",
+                "--no-deps",
+                "--no-compile",
+            ]
+            subprocess.run(
+                [*pip, "--target", str(site), *map(str, sorted(wheels.glob("*.whl")))], check=True
+            )
         paths += [str(site), str(wheels)]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(
+        os.pathsep
+    )
     os.environ.setdefault("XDG_CACHE_HOME", str(work / "cache"))
     sys.path[:0] = [path for path in paths if path not in sys.path]
 
 
 def main() -> int:
     """Run one stage, or all of them at tiny size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", nargs="?", choices=[*STAGES, *CARRIED], metavar="STAGE", help="see --list")
-    parser.add_argument("--list", action="store_true", help="print the stages and what each answers")
-    parser.add_argument("--dry", action="store_true", help="tiny, on the CPU; without a stage: all of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "stage", nargs="?", choices=[*STAGES, *CARRIED], metavar="STAGE", help="see --list"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print the stages and what each answers"
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny, on the CPU; without a stage: all of them"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of the JSON files and logs")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="what outlives a call; default runs/gpu_day")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="what outlives a call; default runs/gpu_day"
+    )
     parser.add_argument("--kit", type=Path, metavar="DIR", default=ROOT / "build" / "gpu-kit")
-    parser.add_argument("--device", metavar="cuda|cpu", help="default cuda, with --dry cpu; cpu rehearses a stage")
-    parser.add_argument("--minutes", type=float, default=8.5, metavar="M", help="that this call may take; default 8.5")
-    parser.add_argument("--total", type=float, metavar="M", help="that the stage may take in all its calls")
-    parser.add_argument("--part", type=int, default=0, metavar="K", help="of checkpoint: which four pieces")
-    parser.add_argument("--pieces", type=Path, metavar="DIR", help="of restore: a folder with pieces")
+    parser.add_argument(
+        "--device", metavar="cuda|cpu", help="default cuda, with --dry cpu; cpu rehearses a stage"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=8.5,
+        metavar="M",
+        help="that this call may take; default 8.5",
+    )
+    parser.add_argument(
+        "--total", type=float, metavar="M", help="that the stage may take in all its calls"
+    )
+    parser.add_argument(
+        "--part", type=int, default=0, metavar="K", help="of checkpoint: which four pieces"
+    )
+    parser.add_argument(
+        "--pieces", type=Path, metavar="DIR", help="of restore: a folder with pieces"
+    )
     options = parser.parse_args()
     if options.list:
         for name in (*STAGES, *CARRIED):
@@ -333,7 +407,9 @@ def main() -> int:
         total = options.total or TOTAL.get(stage, options.minutes)
         where = out, work.resolve(), options.kit.resolve()
         device = options.device or ("cpu" if options.dry else "cuda")
-        day = Day(stage, *where, options.minutes, total, options.dry, device, options.part, options.pieces)
+        day = Day(
+            stage, *where, options.minutes, total, options.dry, device, options.part, options.pieces
+        )
         codes.append(run(day))
     return max(codes)
 

@@ -32,7 +32,12 @@ WHEELS = (
     "monai", "pytorch-ignite", "nibabel", "fire", "termcolor", "jsonschema", "jsonschema-specifications", "referencing",
     "rpds-py",
 )  # fmt: skip
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_27_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
 PIXELS, QUALITY, HIPPOCAMPI = 128, 85, 40
 LIMIT = 50 * 2**20  # with the working tree below 64 MiB
 
@@ -40,12 +45,23 @@ LIMIT = 50 * 2**20  # with the working tree below 64 MiB
 def wheels(out: Path, python: str) -> None:
     """Download the wheels, for Linux on x86-64, and put what says that medfl is installed beside them."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    target = ["--python-version", python, "--implementation", "cp", *(f"--platform={name}" for name in PLATFORMS)]
-    subprocess.run([*pip, "download", "--no-deps", "--only-binary=:all:", *target, "-d", str(out), *WHEELS], check=True)
+    target = [
+        "--python-version",
+        python,
+        "--implementation",
+        "cp",
+        *(f"--platform={name}" for name in PLATFORMS),
+    ]
+    subprocess.run(
+        [*pip, "download", "--no-deps", "--only-binary=:all:", *target, "-d", str(out), *WHEELS],
+        check=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([*pip, "wheel", "--no-deps", "-w", folder, str(ROOT)], check=True)
         with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as made:
-            made.extract(next(name for name in made.namelist() if name.endswith(".dist-info/METADATA")), out)
+            made.extract(
+                next(name for name in made.namelist() if name.endswith(".dist-info/METADATA")), out
+            )
 
 
 def skin(source: Path, out: Path) -> None:
@@ -82,7 +98,9 @@ def mib(count: int) -> str:
 
 def main() -> int:
     """Make the kit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="folder of the real images; default $MEDFL_DATA")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-kit")
     parser.add_argument("--python", default="3.12", help="Python of the machine with the GPU")
@@ -110,22 +128,29 @@ def make(data: Path | None, out: Path, python: str) -> None:
     )
     missing = [name for name in needed if data is None or not (data / name).exists()]
     if data is None or missing:
-        raise InputError(f"--data {data}", f"a folder with {', '.join(needed)}", f"add {missing[0]}")
+        raise InputError(
+            f"--data {data}", f"a folder with {', '.join(needed)}", f"add {missing[0]}"
+        )
     shutil.rmtree(out, ignore_errors=True)
     (out / "wheels").mkdir(parents=True)
     wheels(out / "wheels", python)
     skin(data / "ham10000", out / "data" / "ham10000")
     volumes(data / "msd_hippocampus", out / "data" / "msd_hippocampus")
     (out / "data" / "mednist").mkdir()
-    shutil.copyfile(data / "mednist" / "mednist_64.npz", out / "data" / "mednist" / "mednist_64.npz")
-    table = "flamby_meta/isic2019_train_test_split.csv"  # FLamby's centres and folds of the same images
+    shutil.copyfile(
+        data / "mednist" / "mednist_64.npz", out / "data" / "mednist" / "mednist_64.npz"
+    )
+    # FLamby's centres and folds of the same images
+    table = "flamby_meta/isic2019_train_test_split.csv"
     (out / "data" / "flamby_meta").mkdir()
     shutil.copyfile(data / table, out / "data" / table)
     for part in ("wheels", "data/ham10000", "data/mednist", "data/msd_hippocampus"):
         print(f"{part:<22} {mib(size(out / part))}")
     print(f"{'all':<22} {mib(size(out))} in {out}")
     if size(out) > LIMIT:
-        raise InputError(f"a kit of {mib(size(out))}", f"at most {mib(LIMIT)} travel", "lower the JPEG quality")
+        raise InputError(
+            f"a kit of {mib(size(out))}", f"at most {mib(LIMIT)} travel", "lower the JPEG quality"
+        )
 
 
 if __name__ == "__main__":

@@ -53,35 +53,67 @@ def environment(day: Day) -> None:
     names = ("medfl", "torch", "torchvision", "monai", "numpy", "triton")
     versions = {name: version_of(name) for name in names if importlib.util.find_spec(name)}
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    day.save(python=sys.version.split()[0], versions=versions, device=gpu or "CPU", cores=os.cpu_count())
+    day.save(
+        python=sys.version.split()[0], versions=versions, device=gpu or "CPU", cores=os.cpu_count()
+    )
     day.add({"name": "missing packages", "found": lacking, "allowed": ["SimpleITK"]})
     if set(lacking) - {"SimpleITK"}:
-        raise RuntimeError(f"without {', '.join(lacking)}; all but SimpleITK are needed: add their wheels to the kit")
+        raise RuntimeError(
+            f"without {', '.join(lacking)}; all but SimpleITK are needed: add their wheels to the kit"
+        )
     if gpu is None and day.device != "cpu":
         raise RuntimeError("there is no CUDA device; --dry and --device cpu go without one")
-    for bundle, folder in (("ham10000", "ham10000"), ("mednist", "mednist"), ("hippocampus", "msd_hippocampus")):
+    for bundle, folder in (
+        ("ham10000", "ham10000"),
+        ("mednist", "mednist"),
+        ("hippocampus", "msd_hippocampus"),
+    ):
         if not day.dry:
             code, output = day.command("-m", "medfl", "data", "check", bundle, *day.data(folder))
-            day.add({"name": f"images of {bundle}", "exit": code, "said": output.strip().splitlines()[-1:]})
+            day.add(
+                {
+                    "name": f"images of {bundle}",
+                    "exit": code,
+                    "said": output.strip().splitlines()[-1:],
+                }
+            )
     config = [f"--config={key}={value}" for key, value in DRY.items()]
-    day.add(day.train("one-round", 1, "mednist", *day.data("mednist"), *config, "--batch-size", "32"))
+    day.add(
+        day.train("one-round", 1, "mednist", *day.data("mednist"), *config, "--batch-size", "32")
+    )
 
 
 def tests(day: Day) -> None:
     """Whether compiled and eager steps agree on a GPU; AMP, TF32 (pytest -m gpu)."""
-    marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
+    marked = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "pytest.mark.gpu" in path.read_text()
+    ]
     found = day.work / "tests.xml"
     workers = ["-n", "4"] if importlib.util.find_spec("xdist") and not day.dry else []
     try:
-        day.command("-m", "pytest", "-m", "gpu", "-q", "-rA", *workers, f"--junitxml={found}", *marked)
+        day.command(
+            "-m", "pytest", "-m", "gpu", "-q", "-rA", *workers, f"--junitxml={found}", *marked
+        )
     finally:
         if found.is_file():
             suite = next(ET.parse(found).getroot().iter("testsuite"))
-            day.save(tests={key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")})
+            day.save(
+                tests={
+                    key: int(suite.get(key, 0))
+                    for key in ("tests", "failures", "errors", "skipped")
+                }
+            )
             for case in suite.iter("testcase"):
                 bad = [*case.iter("failure"), *case.iter("error")]
                 if bad:
-                    day.add({"name": f"{case.get('classname')}.{case.get('name')}", "failed": bad[0].get("message")})
+                    day.add(
+                        {
+                            "name": f"{case.get('classname')}.{case.get('name')}",
+                            "failed": bad[0].get("message"),
+                        }
+                    )
 
 
 def table3(day: Day) -> None:
@@ -93,7 +125,9 @@ def table3(day: Day) -> None:
         figures = table.published("ham10000", "dirichlet:0.05", name)
         cited[method] = {metric: [figure.mean, figure.sd] for metric, figure in figures.items()}
     base = ["ham10000", *day.data("ham10000"), "--eval-every", "10"]
-    base += [f"--config={k}={v}" for k, v in DRY.items()] if day.dry else ["--config=split=dermamnist"]
+    base += (
+        [f"--config={k}={v}" for k, v in DRY.items()] if day.dry else ["--config=split=dermamnist"]
+    )
     for seed in (0,) if day.dry else (0, 1, 2):
         runs, published = dict[str, Sequence[str]](), {}
         for method in ("fedavg", "fedetf", "fedcb", "fedbm"):
@@ -109,7 +143,16 @@ def steps(day: Day) -> None:
 
     arguments = ["--device", day.device]
     if day.dry:
-        arguments += ["--methods", "fedavg,fedhelp", "--network", "small_cnn", "--batch", "2", "--sizes", "32"]
+        arguments += [
+            "--methods",
+            "fedavg,fedhelp",
+            "--network",
+            "small_cnn",
+            "--batch",
+            "2",
+            "--sizes",
+            "32",
+        ]
         arguments += ["--ways", "eager", "--steps", "32", "--repeats", "1", "--no-3d"]
     for row in gpu.rows(gpu.parser().parse_args(arguments), [row["name"] for row in day.rows]):
         day.add(row)
@@ -119,15 +162,27 @@ def steps(day: Day) -> None:
 
 def volumes(day: Day) -> None:
     """Images a second of a 3D U-Net on hippocampus volumes: eager, AMP, channels last, compiled."""
-    ways = {"eager": [], "amp": ["--amp"], "channels-last": ["--channels-last"], "compiled": ["--compile"]}
+    ways = {
+        "eager": [],
+        "amp": ["--amp"],
+        "channels-last": ["--channels-last"],
+        "compiled": ["--compile"],
+    }
     for way, flags in ways.items():
         if day.dry and way not in ("eager", "channels-last"):
             continue
-        name, base = f"hippocampus-{way}", ["hippocampus", *day.data("msd_hippocampus"), "--eval-every", "0"]
-        base += ["--config", "image_size=[16,24,16]", "--config", "patch_size=null"] if day.dry else []
+        name, base = (
+            f"hippocampus-{way}",
+            ["hippocampus", *day.data("msd_hippocampus"), "--eval-every", "0"],
+        )
+        base += (
+            ["--config", "image_size=[16,24,16]", "--config", "patch_size=null"] if day.dry else []
+        )
         row = day.train(name, 2 if day.dry else 8, *base, *flags)
         if "failed" not in row:
-            row["images_per_second"] = 4 * (row["site_steps_per_second"] or 0)  # the protocol's batches
+            row["images_per_second"] = 4 * (
+                row["site_steps_per_second"] or 0
+            )  # the protocol's batches
         day.add(row)
 
 
@@ -158,12 +213,27 @@ def fedhelp(day: Day) -> None:
 
 def fedmr(day: Day) -> None:
     """FedMR's P10C3 on MedNIST with ResNet-18, its two weights tuned on validation images of seed 0, three seeds."""
-    base = ["mednist", *day.data("mednist"), "--partition", "classes:3", "--sites", "4" if day.dry else "10"]
+    base = [
+        "mednist",
+        *day.data("mednist"),
+        "--partition",
+        "classes:3",
+        "--sites",
+        "4" if day.dry else "10",
+    ]
     base += ["--cohort", "1", "--eval-every", "5"]
     if day.dry:
         base += [f"--config={key}={value}" for key, value in DRY.items()]
     else:
-        base += ["--local-epochs", "10", "--batch-size", "32", "--lr", "0.01", "--config=image_size=32"]
+        base += [
+            "--local-epochs",
+            "10",
+            "--batch-size",
+            "32",
+            "--lr",
+            "0.01",
+            "--config=image_size=32",
+        ]
         base += ["--config=network=resnet18s", f"--config=optimizer={SGD}"]
     rounds = 1 if day.dry else 30
     tried = {}
@@ -175,7 +245,12 @@ def fedmr(day: Day) -> None:
     best = max(tried, key=lambda mu: tried[mu])
     day.save(mu=best, validation_of_mu={str(mu): value for mu, value in tried.items()})
     for seed in (0,) if day.dry else (0, 1, 2):
-        for method, more in {"fedavg": [], "fedprox": [], "moon": [], "fedmr": weights_of(best)[2:]}.items():
+        for method, more in {
+            "fedavg": [],
+            "fedprox": [],
+            "moon": [],
+            "fedmr": weights_of(best)[2:],
+        }.items():
             name = f"fedmr-mu{best}-{seed}" if method == "fedmr" else f"{method}-{seed}"
             day.add(day.train(name, rounds, *base, "--method", method, *more, "--seed", str(seed)))
 
@@ -187,8 +262,27 @@ def weights_of(mu: float) -> list[str]:
 
 def busy(day: Day) -> None:
     """How much of the time the GPU is busy, and what is gained, with six small federations at once."""
-    grid = ["pneumonia", "--data", "phantom", "--methods", "fedavg,fedprox", "--seeds", "0,1,2", "--sites", "6"]
-    grid += ["--partition", "iid", "--eval-every", "0", "--rounds", "1" if day.dry else "20", "--batch-size", "8"]
+    grid = [
+        "pneumonia",
+        "--data",
+        "phantom",
+        "--methods",
+        "fedavg,fedprox",
+        "--seeds",
+        "0,1,2",
+        "--sites",
+        "6",
+    ]
+    grid += [
+        "--partition",
+        "iid",
+        "--eval-every",
+        "0",
+        "--rounds",
+        "1" if day.dry else "20",
+        "--batch-size",
+        "8",
+    ]
     grid += (
         ["--seeds", "0", *(f"--config={key}={value}" for key, value in DRY.items())]
         if day.dry
@@ -201,14 +295,27 @@ def busy(day: Day) -> None:
         out, started = day.work / "grids" / f"{jobs}-{time.time_ns()}", time.monotonic()
         with utilisation(day.device) as seen:
             code, output = day.command(
-                "-m", "medfl", "compare", *grid, "--jobs", jobs, "--device", day.device, "--quiet", "--out", out
+                "-m",
+                "medfl",
+                "compare",
+                *grid,
+                "--jobs",
+                jobs,
+                "--device",
+                day.device,
+                "--quiet",
+                "--out",
+                out,
             )
         seconds = time.monotonic() - started
         share = statistics.mean(seen) / 100 if seen else None
         failed = {"failed": output.strip().splitlines()[-1]} if code else {}
         day.add({"name": name, "seconds": seconds, "busy": share, "samples": len(seen), **failed})
     seconds = {row["name"]: row["seconds"] for row in day.rows}
-    day.save(ratio=seconds["6 at once"] / seconds["1 at once"], relative_to="the same runs one after the other")
+    day.save(
+        ratio=seconds["6 at once"] / seconds["1 at once"],
+        relative_to="the same runs one after the other",
+    )
 
 
 @contextmanager
@@ -218,13 +325,23 @@ def utilisation(device: str) -> Iterator[list[float]]:
     if device == "cpu":
         yield seen
         return
-    asked = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "500"]
+    asked = [
+        "nvidia-smi",
+        "--query-gpu=utilization.gpu",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "500",
+    ]
     process = subprocess.Popen(asked, stdout=subprocess.PIPE, text=True)
     try:
         yield seen
     finally:
         process.terminate()
-        seen += [float(line) for line in (process.communicate()[0] or "").splitlines() if line.strip().isdecimal()]
+        seen += [
+            float(line)
+            for line in (process.communicate()[0] or "").splitlines()
+            if line.strip().isdecimal()
+        ]
 
 
 def checkpoint(day: Day) -> None:
@@ -235,14 +352,25 @@ def checkpoint(day: Day) -> None:
             for kept in sorted(day.work.glob("*.json")):
                 made.add(kept, kept.name)
             for run in unfinished(day.work):
-                made.add(run, str(run.relative_to(day.work)), filter=lambda one: None if "/events" in one.name else one)
+                made.add(
+                    run,
+                    str(run.relative_to(day.work)),
+                    filter=lambda one: None if "/events" in one.name else one,
+                )
     content = archive.stat().st_size
     count = math.ceil(content / PIECE)
     with archive.open("rb") as whole:
         for number in range(AT_ONCE * day.part, min(count, AT_ONCE * (day.part + 1))):
             whole.seek(number * PIECE)
             (day.out / f"checkpoint-{number:03d}-of-{count:03d}").write_bytes(whole.read(PIECE))
-    day.add({"name": "checkpoint", "bytes": content, "pieces": count, "parts": math.ceil(count / AT_ONCE)})
+    day.add(
+        {
+            "name": "checkpoint",
+            "bytes": content,
+            "pieces": count,
+            "parts": math.ceil(count / AT_ONCE),
+        }
+    )
 
 
 def unfinished(work: Path) -> list[Path]:
@@ -270,7 +398,14 @@ def restore(day: Day) -> None:
             for path in found:
                 whole.write(path.read_bytes())
         unpack(day.work / "restored.tar", day.work)
-    day.add({"name": "restored", "pieces": len(found), "of": needed, "complete": bool(found) and len(found) == needed})
+    day.add(
+        {
+            "name": "restored",
+            "pieces": len(found),
+            "of": needed,
+            "complete": bool(found) and len(found) == needed,
+        }
+    )
 
 
 STAGES: dict[str, Callable[[Day], None]] = {

@@ -46,7 +46,9 @@ class Visits:
     def seconds(self, way: str, steps: int) -> float:
         """Return the seconds of a visit."""
         pool, shard = self.pools[way], Shard.of(self.data, [*range(self.batch)] * steps)
-        settings = LocalSettings(1, self.batch, lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9))
+        settings = LocalSettings(
+            1, self.batch, lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9)
+        )
         site = Site("a", 0, shard, shard, shard, nn.functional.cross_entropy, settings, pool)
         with pool.scope(), compile_steps() if way == "compiled" else nullcontext():
             model, started = site.model(pool.initial), time.perf_counter()
@@ -83,7 +85,9 @@ def measure(network: str, options: argparse.Namespace) -> list[dict[str, object]
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--networks", default="small_cnn,resnet18")
     parser.add_argument("--size", type=int, default=28, help="pixels a side")

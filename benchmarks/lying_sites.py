@@ -49,7 +49,11 @@ SIZES = "counts:1241/250,395/80,336/68,225/45,82/17,44/9"
 """A tenth of the images of Fed-ISIC2019's six centres (Ogier du Terrail et al., 2022, FLamby)."""
 FEDERATIONS: dict[str, dict[str, Any]] = {
     "pneumonia": {"partition": SIZES, "local_epochs": 1},
-    "ham10000": {"cohort": 1.0, "local_epochs": 1, "lr": 0.003},  # its partition is a file: `six_hospitals`
+    "ham10000": {
+        "cohort": 1.0,
+        "local_epochs": 1,
+        "lr": 0.003,
+    },  # its partition is a file: `six_hospitals`
 }
 CONFIG = {"image_size": 28, "network": "small_cnn"}
 
@@ -68,29 +72,49 @@ class Lying(FedAvg):
         if self.attack == "labels":
             last = len(site.task.classes) - 1
             loss = site.loss
-            return super().local_update(replace(site, loss=lambda out, y: loss(out, last - y)), state, down)
+            return super().local_update(
+                replace(site, loss=lambda out, y: loss(out, last - y)), state, down
+            )
         state, reply = super().local_update(site, state, down)
         if self.attack == "count":
             return state, Message(reply.tensors, {**reply.scalars, "samples": 1e12})
         factor = -10.0 if self.attack == "sign" else 100.0
-        return state, Message({"weights": _longer(down["weights"], reply["weights"], factor)}, reply.scalars)
+        return state, Message(
+            {"weights": _longer(down["weights"], reply["weights"], factor)}, reply.scalars
+        )
 
 
 METHOD = Lying
 
 
-def _longer(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], factor: float) -> dict[str, Any]:
+def _longer(
+    before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], factor: float
+) -> dict[str, Any]:
     """Multiply a change; a variance stays one."""
-    moved = {n: old + factor * (after[n] - old) if old.is_floating_point() else after[n] for n, old in before.items()}
-    return {name: tensor.abs() if name.endswith("running_var") else tensor for name, tensor in moved.items()}
+    moved = {
+        n: old + factor * (after[n] - old) if old.is_floating_point() else after[n]
+        for n, old in before.items()
+    }
+    return {
+        name: tensor.abs() if name.endswith("running_var") else tensor
+        for name, tensor in moved.items()
+    }
 
 
 def six_hospitals(out: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return the partition of HAM10000's hospitals of which the two largest are cut, a file in a folder."""
     file = out / "six-hospitals.csv"
     if not file.exists():
-        one = {"partition": "centre", "cohort": 1.0, "rounds": 1, "local_epochs": 1, "data": options.data}
-        found = medfl.federate("ham10000", config=CONFIG, requested=one, out=out / "hospitals", jobs=options.jobs)
+        one = {
+            "partition": "centre",
+            "cohort": 1.0,
+            "rounds": 1,
+            "local_epochs": 1,
+            "data": options.data,
+        }
+        found = medfl.federate(
+            "ham10000", config=CONFIG, requested=one, out=out / "hospitals", jobs=options.jobs
+        )
         sites = json.loads((Path(found["folder"]) / "run.json").read_text())["partition"]["sites"]
         large = sorted(sites, key=lambda name: (len(sites[name]["train"]), name))[-2:]
         with file.open("w", newline="") as stream:
@@ -105,7 +129,12 @@ def six_hospitals(out: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def ran(
-    out: Path, bundle: str, rule: str, seed: int, options: argparse.Namespace, lies: Mapping[str, str] | None
+    out: Path,
+    bundle: str,
+    rule: str,
+    seed: int,
+    options: argparse.Namespace,
+    lies: Mapping[str, str] | None,
 ) -> float:
     """Return the balanced accuracy of a run, which is done if it is not there; 0 where it ended without a model."""
     failed = out.with_name(out.name + ".failed")
@@ -113,9 +142,19 @@ def ran(
         return 0.0
     if not (out / "summary.json").exists():
         method, of_method = ("benchmarks.lying_sites", dict(lies)) if lies else ("fedavg", {})
-        asked = {"method": method, "data": options.data, "rounds": options.rounds, "eval_every": options.rounds}
+        asked = {
+            "method": method,
+            "data": options.data,
+            "rounds": options.rounds,
+            "eval_every": options.rounds,
+        }
         aggregation, most = ("mean", float(rule[6:])) if rule.startswith("share:") else (rule, None)
-        asked |= {"aggregation": aggregation, "max_share": most, "seed": seed, **FEDERATIONS[bundle]}
+        asked |= {
+            "aggregation": aggregation,
+            "max_share": most,
+            "seed": seed,
+            **FEDERATIONS[bundle],
+        }
         asked |= six_hospitals(out.parent, options) if bundle == "ham10000" else {}
         given: dict[str, Any] = {"requested": asked, "config": CONFIG, "options": of_method}
         if (out / "run.json").exists():
@@ -123,7 +162,11 @@ def ran(
         least = Aggregation.parse(aggregation).least
         try:
             medfl.federate(
-                None if "resume" in given else bundle, **given, min_replies=least, out=out, jobs=options.jobs
+                None if "resume" in given else bundle,
+                **given,
+                min_replies=least,
+                out=out,
+                jobs=options.jobs,
             )
         except RunError as error:
             sys.stderr.write(f"{out.name}: {error}\n")
@@ -146,10 +189,15 @@ def rows(out: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         honest = {seed: out / f"{bundle}-mean-0-seed{seed}" for seed in options.seeds}
         best = [ran(honest[seed], bundle, "mean", seed, options, None) for seed in options.seeds]
         for rule in options.rules.split(","):
-            for count, attack in [(0, ""), *((n, attack) for n in options.liars for attack in ATTACKS)]:
+            for count, attack in [
+                (0, ""),
+                *((n, attack) for n in options.liars for attack in ATTACKS),
+            ]:
                 name, reached = f"{bundle}-{rule}-{count}{attack}", []
                 for seed, folder in honest.items():
-                    lies = {"attack": attack, "liars": middle_sites(folder, count)} if count else None
+                    lies = (
+                        {"attack": attack, "liars": middle_sites(folder, count)} if count else None
+                    )
                     kept = out / f"{name.replace(':', '_')}-seed{seed}"
                     reached.append(ran(kept, bundle, rule, seed, options, lies))
                 yield {
@@ -172,23 +220,32 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
             cells.setdefault(row["rule"], {})[head] = f"{statistics.mean(values):.1f}{spread}"
         heads = list(next(iter(cells.values())))
         lines += ["", f"| {bundle} | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-        lines += [f"| {rule} | {' | '.join(line[head] for head in heads)} |" for rule, line in cells.items()]
+        lines += [
+            f"| {rule} | {' | '.join(line[head] for head in heads)} |"
+            for rule, line in cells.items()
+        ]
     return "\n".join(lines[1:])
 
 
 def parser() -> argparse.ArgumentParser:
     """Return what the command takes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print a JSON list of rows")
     shown.add_argument("--markdown", action="store_true", help="print a table a bundle")
     parser.add_argument("--bundles", default=",".join(FEDERATIONS), help="default: %(default)s")
     parser.add_argument("--rules", default=",".join(RULES), help="default: %(default)s")
-    parser.add_argument("--liars", type=int, nargs="+", default=[1, 2], help="how many; default: 1 and 2")
+    parser.add_argument(
+        "--liars", type=int, nargs="+", default=[1, 2], help="how many; default: 1 and 2"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="default: 0")
     parser.add_argument("--rounds", type=int, default=10, help="default: %(default)s")
     parser.add_argument("--data", help="folder, or phantom; default: what is under $MEDFL_DATA")
-    parser.add_argument("--jobs", type=int, default=1, help="worker processes; default: %(default)s")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="worker processes; default: %(default)s"
+    )
     parser.add_argument("--out", type=Path, help="keep the runs here")
     return parser
 

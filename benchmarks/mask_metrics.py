@@ -29,7 +29,11 @@ SPACING, TOLERANCE = (1.0, 1.0, 1.0), 1.0
 
 def volume(seed: int, options: argparse.Namespace) -> Tensor:
     """Return a label map (side, side, side)."""
-    noise = np.random.default_rng(seed).normal(size=(options.classes, *[options.side] * 3)).astype(np.float32)
+    noise = (
+        np.random.default_rng(seed)
+        .normal(size=(options.classes, *[options.side] * 3))
+        .astype(np.float32)
+    )
     return torch.from_numpy(ndimage.gaussian_filter(noise, (0, 2, 2, 2)).argmax(0).astype(np.uint8))
 
 
@@ -43,7 +47,9 @@ def one_by_one(prediction: Tensor, reference: Tensor, names: list[str]) -> tuple
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _, distances, _ = get_edge_surface_distance(*pair, spacing=list(SPACING), symmetric=True)
+            _, distances, _ = get_edge_surface_distance(
+                *pair, spacing=list(SPACING), symmetric=True
+            )
         near = sum(int((distance <= TOLERANCE).sum()) for distance in distances)
         values.append(
             (
@@ -71,7 +77,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         distances = surface_metrics_of(text, names)
         found = [
             (
-                seconds(lambda p, r, d=distances: scores(p, r, names, SPACING, TOLERANCE, surface_metrics=d)),
+                seconds(
+                    lambda p, r, d=distances: scores(
+                        p, r, names, SPACING, TOLERANCE, surface_metrics=d
+                    )
+                ),
                 seconds(lambda p, r: one_by_one(p, r, names)),
             )
             for _ in range(options.repeats)
@@ -92,7 +102,9 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--classes", type=int, default=105, help="with the background")
     parser.add_argument("--volumes", type=int, default=10)

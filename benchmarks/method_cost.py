@@ -41,7 +41,9 @@ def embeddings(_: str) -> torch.Tensor:
     """Stand in for a language model: 24 prompts a class, 512 dimensions."""
     generator = torch.Generator().manual_seed(0)
     around = torch.randn(CLASSES, 1, 512, generator=generator)
-    return nn.functional.normalize(around + 0.3 * torch.randn(CLASSES, 24, 512, generator=generator), dim=2)
+    return nn.functional.normalize(
+        around + 0.3 * torch.randn(CLASSES, 24, 512, generator=generator), dim=2
+    )
 
 
 class Federation:
@@ -61,7 +63,11 @@ class Federation:
         self.task = Task("classification", tuple(f"class {i}" for i in range(CLASSES)), embeddings)
         build = partial(networks.build, options.network, 3, CLASSES)
         self.networks = Networks(lambda: method.adapt(build(), self.task), 0, device)
-        self.large = Networks(partial(networks.build, large, 3, CLASSES), 0, device) if large else self.networks
+        self.large = (
+            Networks(partial(networks.build, large, 3, CLASSES), 0, device)
+            if large
+            else self.networks
+        )
         self.public, self.sites = public, sites
         generator = torch.Generator().manual_seed(0)
         count = options.batch
@@ -79,7 +85,9 @@ class Federation:
             with self.networks.scope(), self.large.scope():
                 down = method.broadcast(self.host(1), self.server, name)
                 site = self.site(name, 1, 1)
-                self.states[name], replies[name] = method.local_update(site, method.init_site(site), down)
+                self.states[name], replies[name] = method.local_update(
+                    site, method.init_site(site), down
+                )
         with self.networks.scope():
             self.server = method.aggregate(self.host(1), self.server, replies, len(names))
         self.first = names[0]
@@ -87,7 +95,9 @@ class Federation:
     def site(self, name: str, round_: int, steps: int) -> Site:
         """Return a site with one batch and as many local epochs as steps, so that a pass over the data is no step."""
         shard = Shard.of(self.data, range(self.batch))
-        settings = LocalSettings(steps, self.batch, lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9))
+        settings = LocalSettings(
+            steps, self.batch, lambda network: torch.optim.SGD(network.parameters(), 1e-4, 0.9)
+        )
         loss = nn.functional.cross_entropy
         pool = self.large if name == self.sites[0] else self.networks
         own = Site(name, round_, shard, shard, shard, loss, settings, pool, round_, self.task)
@@ -129,7 +139,10 @@ def loaded(name: str, chosen: dict[str, Any]) -> Method:
 def compare(name: str, chosen: dict[str, Any], options: argparse.Namespace) -> dict[str, object]:
     """Time one method and FedAvg in turn."""
     public = public_images(options)
-    ours, plain = Federation(loaded(name, chosen), options, public=public), Federation(methods.load("fedavg"), options)
+    ours, plain = (
+        Federation(loaded(name, chosen), options, public=public),
+        Federation(methods.load("fedavg"), options),
+    )
     label = " ".join([name, *(f"{key}={value}" for key, value in chosen.items())])
     return in_turn(label, ours, plain, "FedAvg", options)
 
@@ -172,9 +185,14 @@ def public_images(options: argparse.Namespace) -> Public:
 
 def fedhelp_rows(chosen: dict[str, Any], options: argparse.Namespace) -> list[dict[str, object]]:
     """Time a large and a small site of FedHelp, each against itself with its cross-entropy only."""
-    public, small = public_images(options), argparse.Namespace(**{**vars(options), "network": options.small})
+    public, small = (
+        public_images(options),
+        argparse.Namespace(**{**vars(options), "network": options.small}),
+    )
     large = argparse.Namespace(**{**vars(options), "network": options.large})
-    helped = Federation(methods.load("fedhelp", {"large": "a", **chosen}), small, options.large, public)
+    helped = Federation(
+        methods.load("fedhelp", {"large": "a", **chosen}), small, options.large, public
+    )
     alone = Federation(methods.load("local"), large)
     rows = [in_turn("fedhelp large site", helped, alone, "Local", large)]
     taught = Federation(methods.load("fedhelp", {"large": "b", **chosen}), small, public=public)
@@ -208,10 +226,14 @@ def generator_part(options: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--methods", default="", help="names, comma-separated; default: all")
-    parser.add_argument("--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of them all")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="OPTION=VALUE", help="an option of them all"
+    )
     parser.add_argument("--network", default="resnet18")
     parser.add_argument("--large", default="resnet110", help="of FedHelp's large site")
     parser.add_argument("--small", default="resnet20", help="of FedHelp's small site and proxy")
@@ -220,11 +242,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--iterations", type=int, default=100, help="of FedBM's generator that are timed")
+    parser.add_argument(
+        "--iterations", type=int, default=100, help="of FedBM's generator that are timed"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     chosen = dict(text.split("=", 1) for text in options.set)
-    names = options.methods.split(",") if options.methods else [n for n in methods.names() if n != "fedavg"]
+    names = (
+        options.methods.split(",")
+        if options.methods
+        else [n for n in methods.names() if n != "fedavg"]
+    )
     rows = [compare(name, chosen, options) for name in names if name != "fedhelp"]
     if "fedhelp" in names:
         rows += fedhelp_rows(chosen, options)
@@ -234,7 +262,11 @@ def main() -> None:
         print(json.dumps(rows))
         return
     for row in rows:
-        spread = f" (min {row['ratio_min']:.3f}, max {row['ratio_max']:.3f})" if "ratio_min" in row else ""
+        spread = (
+            f" (min {row['ratio_min']:.3f}, max {row['ratio_max']:.3f})"
+            if "ratio_min" in row
+            else ""
+        )
         print(f"{row['name']:<34} ratio {row['ratio']:.3f}{spread}")
 
 

@@ -32,7 +32,11 @@ from medfl import datasets, networks
 from medfl.runs.launch import federate
 from medfl.runtimes.output.pictures import Pictures
 
-SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
+SGD = {
+    "_target_": "torch.optim.SGD",
+    "params": "$@network_def.parameters()",
+    "lr": "@learning_rate",
+}
 Batch = tuple[Tensor, Tensor]
 
 
@@ -87,7 +91,17 @@ class Job:
         return self.loss is not nn.CrossEntropyLoss
 
 
-PLANAR = Job("pbc", 10, 60, 8, (3, 28, 28), 8, nn.CrossEntropyLoss, {"per_class": 120, "size": 28}, {"image_size": 28})
+PLANAR = Job(
+    "pbc",
+    10,
+    60,
+    8,
+    (3, 28, 28),
+    8,
+    nn.CrossEntropyLoss,
+    {"per_class": 120, "size": 28},
+    {"image_size": 28},
+)
 VOLUMES = Job(
     "hippocampus",
     4,
@@ -144,7 +158,13 @@ def bare_rounds(network: str, job: Job, sites: list[list[Batch]], rounds: int) -
 
 
 def medfl_seconds(
-    network: str, job: Job, data: Path, partition: Path, rounds: int, jobs: int, compile_: bool = False
+    network: str,
+    job: Job,
+    data: Path,
+    partition: Path,
+    rounds: int,
+    jobs: int,
+    compile_: bool = False,
 ) -> float:
     """Return the seconds of a whole `federate` call."""
     requested = {
@@ -158,7 +178,9 @@ def medfl_seconds(
         return time.perf_counter() - started
 
 
-def compare(network: str, jobs: int, folder: Path, options: argparse.Namespace) -> dict[str, object]:
+def compare(
+    network: str, jobs: int, folder: Path, options: argparse.Namespace
+) -> dict[str, object]:
     """Time both in turn and return the median of the pairs' ratios."""
     job, rounds, repeats = job_of(network, options), options.rounds, options.repeats
     data, partition = cohort(job, folder)
@@ -169,7 +191,13 @@ def compare(network: str, jobs: int, folder: Path, options: argparse.Namespace) 
     for _ in range(repeats):
         first = bare_rounds(network, job, sites, rounds) / rounds
         short = medfl_seconds(network, job, data, partition, 1, jobs, options.compile)
-        ours.append((medfl_seconds(network, job, data, partition, 1 + rounds, jobs, options.compile) - short) / rounds)
+        ours.append(
+            (
+                medfl_seconds(network, job, data, partition, 1 + rounds, jobs, options.compile)
+                - short
+            )
+            / rounds
+        )
         second = bare_rounds(network, job, sites, rounds) / rounds
         bare.append((first + second) / 2)
         start.append(short - ours[-1])
@@ -196,14 +224,19 @@ def cohort(job: Job, folder: Path) -> tuple[Path, Path]:
         items = datasets.datalist(job.bundle, data, "train")
         wanted = job.sites * job.images
         assert len(items) >= wanted, (len(items), wanted)
-        rows = [f"{item['id']},site-{index % job.sites + 1}" for index, item in enumerate(items[:wanted])]
+        rows = [
+            f"{item['id']},site-{index % job.sites + 1}"
+            for index, item in enumerate(items[:wanted])
+        ]
         partition.write_text("id,site\n" + "\n".join(rows) + "\n")
     return data, partition
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
@@ -217,7 +250,11 @@ def main() -> None:
     torch.set_num_threads(1)
     Pictures.finish = lambda *_: None  # type: ignore[method-assign]  # they are drawn once a run, and are no round
     with tempfile.TemporaryDirectory() as folder:
-        grid = [(name, int(jobs)) for name in options.networks.split(",") for jobs in options.jobs.split(",")]
+        grid = [
+            (name, int(jobs))
+            for name in options.networks.split(",")
+            for jobs in options.jobs.split(",")
+        ]
         table = [compare(name, jobs, Path(folder), options) for name, jobs in grid]
     if options.json:
         print(json.dumps(table))

@@ -48,12 +48,16 @@ def prepare(folder: Path, network: str) -> None:
     data = datasets.write_phantom("pbc", folder / "data", per_class=120, size=28)
     items = datasets.datalist("pbc", data, "train")[: SITES * IMAGES]
     sites = {str(item["id"]): f"site-{index % SITES + 1}" for index, item in enumerate(items)}
-    (folder / "sites.csv").write_text("id,site\n" + "\n".join(f"{k},{v}" for k, v in sites.items()) + "\n")
+    (folder / "sites.csv").write_text(
+        "id,site\n" + "\n".join(f"{k},{v}" for k, v in sites.items()) + "\n"
+    )
     bundle = Bundle("pbc", {"dataset_dir": str(data), "image_size": 28})
     arrays: dict[str, Any] = {}
     train_set, test_set = bundle.prepared("train"), bundle.prepared("test")
     for site in sorted(set(sites.values())):
-        chosen = torch.tensor([i for i, item in enumerate(train_set.items) if sites.get(str(item["id"])) == site])
+        chosen = torch.tensor(
+            [i for i, item in enumerate(train_set.items) if sites.get(str(item["id"])) == site]
+        )
         x, y = next(train_set.batches(chosen, len(chosen), None))
         arrays |= {f"{site}/x": np.asarray(x), f"{site}/y": np.asarray(y)}
     x, y = next(test_set.batches(torch.arange(len(test_set)), len(test_set), None))
@@ -90,12 +94,18 @@ def run_medfl(folder: Path, rounds: int, jobs: int, compile_: bool) -> None:
         "batch_size": 8, "lr": 0.01, "eval_every": 0, "cohort": 1.0, "lr_decay": 1.0, "seed": SEED,
         "compile": compile_,
     }  # fmt: skip
-    sgd = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
+    sgd = {
+        "_target_": "torch.optim.SGD",
+        "params": "$@network_def.parameters()",
+        "lr": "@learning_rate",
+    }
     network = json.loads((folder / "problem.json").read_text())["network"]
     config = {"network": network, "optimizer": sgd, "image_size": 28}
     with tempfile.TemporaryDirectory() as out:
         federate("pbc", config=config, requested=requested, jobs=jobs, out=Path(out) / "run")
-        (folder / "final.safetensors").write_bytes((Path(out) / "run" / "weights.safetensors").read_bytes())
+        (folder / "final.safetensors").write_bytes(
+            (Path(out) / "run" / "weights.safetensors").read_bytes()
+        )
 
 
 def run_flower(folder: Path, rounds: int) -> None:
@@ -116,7 +126,9 @@ def run_flower(folder: Path, rounds: int) -> None:
         round_ = int(message.content["config"]["server-round"])
         trained = train(problem, site, weights, round_)
         metrics = MetricRecord({"num-examples": len(problem.arrays[f"{site}/y"])})
-        return Message(RecordDict({"arrays": ArrayRecord(trained), "metrics": metrics}), reply_to=message)
+        return Message(
+            RecordDict({"arrays": ArrayRecord(trained), "metrics": metrics}), reply_to=message
+        )
 
     @server.main()
     def main(grid: Grid, context: Context) -> None:
@@ -125,7 +137,10 @@ def run_flower(folder: Path, rounds: int) -> None:
         result = strategy.start(grid, initial, num_rounds=rounds, train_config=ConfigRecord({}))
         save_file(dict(result.arrays.to_torch_state_dict()), folder / "final.safetensors")
 
-    resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"include_dashboard": False}}
+    resources = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"include_dashboard": False},
+    }
     run_simulation(server, client, num_supernodes=SITES, backend_config=resources)
 
 
@@ -144,10 +159,14 @@ def run_flare(folder: Path, rounds: int) -> None:
         train_args=str(folder),
         server_expected_format=ExchangeFormat.PYTORCH,
     )
-    run = recipe.execute(SimEnv(num_clients=SITES, num_threads=SITES, workspace_root=str(folder / f"flare-{rounds}")))
+    run = recipe.execute(
+        SimEnv(num_clients=SITES, num_threads=SITES, workspace_root=str(folder / f"flare-{rounds}"))
+    )
     (found,) = Path(run.get_result()).rglob("FL_global_model.pt")
     weights = torch.load(found, weights_only=True)
-    save_file({k: torch.as_tensor(v) for k, v in weights["model"].items()}, folder / "final.safetensors")
+    save_file(
+        {k: torch.as_tensor(v) for k, v in weights["model"].items()}, folder / "final.safetensors"
+    )
 
 
 def child(system: str, folder: Path, rounds: int) -> None:
@@ -164,14 +183,30 @@ def child(system: str, folder: Path, rounds: int) -> None:
 
 def seconds(system: str, folder: Path, rounds: int) -> float:
     """Return the wall clock of one run as a program."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "FLWR_TELEMETRY_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "RAY_DEDUP_LOGS": "0",
+        "FLWR_TELEMETRY_ENABLED": "0",
+    }
     here = str(Path(__file__).parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [here, environment.get("PYTHONPATH")]))
-    command = [sys.executable, __file__, "--child", system, "--folder", str(folder), "--rounds", str(rounds)]
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        system,
+        "--folder",
+        str(folder),
+        "--rounds",
+        str(rounds),
+    ]
     (folder / "final.safetensors").unlink(missing_ok=True)
     started = time.perf_counter()
     with (folder / f"{system}.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
         code = process.wait()
     took = time.perf_counter() - started
     with suppress(ProcessLookupError):  # what a simulator leaves behind would slow the next one
@@ -193,12 +228,19 @@ def judged(folder: Path) -> tuple[float, float]:
     network.load_state_dict({k: v for k, v in load_file(folder / "final.safetensors").items()})
     with torch.no_grad():
         output = network(torch.from_numpy(arrays["test_x"]))
-        x, y = (np.concatenate([arrays[f"{site}/{name}"] for site in problem.sites]) for name in ("x", "y"))
-        loss = torch.nn.functional.cross_entropy(network(torch.from_numpy(x)), torch.from_numpy(y).long())
+        x, y = (
+            np.concatenate([arrays[f"{site}/{name}"] for site in problem.sites])
+            for name in ("x", "y")
+        )
+        loss = torch.nn.functional.cross_entropy(
+            network(torch.from_numpy(x)), torch.from_numpy(y).long()
+        )
     return float((output.argmax(1).numpy() == arrays["test_y"]).mean()), float(loss)
 
 
-def compare(network: str, systems: list[str], folder: Path, rounds: int, repeats: int) -> list[dict[str, object]]:
+def compare(
+    network: str, systems: list[str], folder: Path, rounds: int, repeats: int
+) -> list[dict[str, object]]:
     """Time all systems in turn, so that a busy moment hits them alike."""
     folder.mkdir()
     prepare(folder, network)
@@ -231,12 +273,16 @@ def compare(network: str, systems: list[str], folder: Path, rounds: int, repeats
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--networks", default="small_cnn,resnet18")
-    parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"of {', '.join(SYSTEMS)}; the first is 1")
+    parser.add_argument(
+        "--systems", default=",".join(SYSTEMS), help=f"of {', '.join(SYSTEMS)}; the first is 1"
+    )
     parser.add_argument("--child", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -246,7 +292,9 @@ def main() -> None:
     systems, rows = options.systems.split(","), []
     with tempfile.TemporaryDirectory() as folder:
         for network in options.networks.split(","):
-            rows += compare(network, systems, Path(folder) / network, options.rounds, options.repeats)
+            rows += compare(
+                network, systems, Path(folder) / network, options.rounds, options.repeats
+            )
     if options.json:
         print(json.dumps(rows))
         return

@@ -45,7 +45,9 @@ def run_one(task: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def measure(runtime: str, network: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    runtime: str, network: str, folder: Path, options: argparse.Namespace
+) -> dict[str, Any]:
     """Run one runtime on one network and return its figures."""
     rounds = options.rounds
     job = job_of(network, argparse.Namespace(sites=SITES, images=options.images, size=SIZE))
@@ -60,7 +62,12 @@ def measure(runtime: str, network: str, folder: Path, options: argparse.Namespac
         "config": {"network": network, "optimizer": SGD, **job.config},
         "requested": requested,
     }
-    command = [sys.executable, __file__, "--one", json.dumps({**task, "out": str(out), "runtime": runtime})]
+    command = [
+        sys.executable,
+        __file__,
+        "--one",
+        json.dumps({**task, "out": str(out), "runtime": runtime}),
+    ]
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     memory: dict[str, int] = {}
     carried: dict[int, int] = {}
@@ -93,16 +100,26 @@ def _look(pid: int, memory: dict[str, int]) -> list[int]:
         for process in [root, *root.children(recursive=True)]:
             pids.append(process.pid)
             words = " ".join(process.cmdline())
-            kind = "site" if "simulator_worker" in words else "server" if "simulator.simulator" in words else "command"
+            kind = (
+                "site"
+                if "simulator_worker" in words
+                else "server"
+                if "simulator.simulator" in words
+                else "command"
+            )
             memory[kind] = max(memory.get(kind, 0), process.memory_info().rss)
     except psutil.Error:  # it has ended
         pass
     return pids
 
 
-def compare(network: str, runtimes: list[str], folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+def compare(
+    network: str, runtimes: list[str], folder: Path, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """Return a row for each runtime."""
-    found = {runtime: measure(runtime, network, folder, options) for runtime in ["simulator", *runtimes]}
+    found = {
+        runtime: measure(runtime, network, folder, options) for runtime in ["simulator", *runtimes]
+    }
     base = found["simulator"]["seconds_per_round"]
     return [
         {
@@ -117,7 +134,9 @@ def compare(network: str, runtimes: list[str], folder: Path, options: argparse.N
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--images", type=int, default=IMAGES, help="of each site, for classifiers")
@@ -131,12 +150,18 @@ def main() -> None:
     assert options.rounds > 1, "the first round is not counted"
     runtimes = [runtime for runtime in options.runtimes.split(",") if runtime != "simulator"]
     with tempfile.TemporaryDirectory() as folder:
-        rows = [r for n in options.networks.split(",") for r in compare(n, runtimes, Path(folder), options)]
+        rows = [
+            r
+            for n in options.networks.split(",")
+            for r in compare(n, runtimes, Path(folder), options)
+        ]
     if options.json:
         print(json.dumps(rows))
         return
     for row in rows:
-        memory = ", ".join(f"{kind} {size / 2**30:.2f} GiB" for kind, size in row["memory_bytes"].items())
+        memory = ", ".join(
+            f"{kind} {size / 2**30:.2f} GiB" for kind, size in row["memory_bytes"].items()
+        )
         wire = row["wire_over_encoded"]
         carried = f", wire {wire:.3f} x the encoded bytes" if wire else ""
         print(

@@ -53,7 +53,9 @@ class Random:
         """Return the small CNN."""
         return networks.build("small_cnn", 1, CLASSES, 2)
 
-    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
+    def optimizer(
+        self, network: nn.Module, lr: float | None = None, epoch: int = 0
+    ) -> torch.optim.Optimizer:
         """Return plain SGD."""
         return torch.optim.SGD(network.parameters(), lr=lr or 0.01)
 
@@ -87,7 +89,9 @@ class Watched(RunFolder):
 
 def peak() -> int:
     """Return the largest resident size of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def record(method: str, sites: int, rounds: int) -> Run:
@@ -124,7 +128,9 @@ def measure(method: str, sites: int, rounds: int) -> dict[str, Any]:
         Simulator(Execution(federation, folder)).execute()
         ended = time.perf_counter()
         disk = {path: path.stat().st_size for path in folder.path.rglob("*") if path.is_file()}
-    spans = [after - before for before, after in zip(folder.commits, folder.commits[1:], strict=False)]
+    spans = [
+        after - before for before, after in zip(folder.commits, folder.commits[1:], strict=False)
+    ]
     return {
         "name": f"scale/{method}-{sites}",
         "sites": sites,
@@ -166,12 +172,16 @@ def table(method: str, sizes: list[int], rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--rounds", type=int, default=4, help="at least 2; the first is not timed")
     parser.add_argument("--sites", default="10,100,1000,10000")
     parser.add_argument("--methods", default="fedavg,scaffold")
-    parser.add_argument("--one", action="store_true", help="measure the first method and size in this process")
+    parser.add_argument(
+        "--one", action="store_true", help="measure the first method and size in this process"
+    )
     options = parser.parse_args()
     chosen, sizes = options.methods.split(","), [int(size) for size in options.sites.split(",")]
     if options.one:

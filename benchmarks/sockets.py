@@ -53,6 +53,9 @@ class Received:
                 if copy < 0:
                     raise OSError(ctypes.get_errno(), "pidfd_getfd")
                 with socket.socket(fileno=copy) as one:
-                    if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                    if one.type == socket.SOCK_STREAM and one.family in (
+                        socket.AF_INET,
+                        socket.AF_INET6,
+                    ):
                         told = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO)
                         yield name, struct.unpack_from("=Q", told, _RECEIVED)[0]

@@ -55,12 +55,16 @@ def cpu_seconds(*command: str, code: int = 0) -> float:
     before = os.times()
     seconds(*command, code=code)
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
@@ -68,17 +72,32 @@ def main() -> None:
         data = datasets.write_phantom("pneumonia", Path(folder) / "data", per_class=60, size=28)
 
         def run(number: int, *program: str) -> float:
-            given = ["--data", str(data), "--jobs", "1", "--rounds", "1", "--quiet", "--out", f"{folder}/run-{number}"]
+            given = [
+                "--data",
+                str(data),
+                "--jobs",
+                "1",
+                "--rounds",
+                "1",
+                "--quiet",
+                "--out",
+                f"{folder}/run-{number}",
+            ]
             return seconds(*program, "run", "pneumonia", *given)
 
         run(0, "-m", "medfl")
         rows = {
-            "startup/first-step": [run(number + 1, "-c", _RUN) for number in range(options.repeats)],
+            "startup/first-step": [
+                run(number + 1, "-c", _RUN) for number in range(options.repeats)
+            ],
             "startup/import-monai": [seconds("-c", "import monai") for _ in range(options.repeats)],
         }
         for words in QUICK:
             code = 2 if words.startswith(("run", "compare", "predict")) else 0
-            found = [cpu_seconds("-m", "medfl", *words.split(), code=code) for _ in range(options.repeats)]
+            found = [
+                cpu_seconds("-m", "medfl", *words.split(), code=code)
+                for _ in range(options.repeats)
+            ]
             rows[f"startup/cpu: medfl {words}"] = found
     alone = statistics.median(rows["startup/import-monai"])
     table = [

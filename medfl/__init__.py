@@ -44,7 +44,11 @@ if TYPE_CHECKING:
 
 try:
     getpass.getuser()
-except (KeyError, OSError, ImportError):  # a container's user without a name, which MONAI and PyTorch ask for
+except (
+    KeyError,
+    OSError,
+    ImportError,
+):  # a container's user without a name, which MONAI and PyTorch ask for
     os.environ["LOGNAME"] = "nameless"
 
 __version__ = VERSION
@@ -53,7 +57,10 @@ __all__, _load = lazy_names(__name__)
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
-    return importlib.import_module("medfl.methods") if name == "methods" else _load(name)
+    if name == "methods":
+        return importlib.import_module("medfl.methods")
+
+    return _load(name)
 
 
 def __dir__() -> list[str]:

@@ -40,7 +40,11 @@ MARKS = re.compile("slow|gpu|flare")
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Pass over files without marks where no test without one is run: imports and thousands of tests take seconds."""
     marks = config.option.markexpr
-    if collection_path.suffix != ".py" or not marks or Expression.compile(marks).evaluate(lambda *_, **__: False):
+    if (
+        collection_path.suffix != ".py"
+        or not marks
+        or Expression.compile(marks).evaluate(lambda *_, **__: False)
+    ):
         return None
     return None if MARKS.search(collection_path.read_text(encoding="utf-8")) else True
 
@@ -53,13 +57,21 @@ def pytest_collection() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("loadgroup", False):
-        lost = [item for item in items if item.get_closest_marker("xdist_group") and "@" not in item.nodeid]
+        lost = [
+            item
+            for item in items
+            if item.get_closest_marker("xdist_group") and "@" not in item.nodeid
+        ]
         if lost:  # each worker would make anew what a group shares
-            raise pytest.UsageError(f"pytest-xdist does not group {lost[0].nodeid}; another pytest: pyproject.toml")
+            raise pytest.UsageError(
+                f"pytest-xdist does not group {lost[0].nodeid}; another pytest: pyproject.toml"
+            )
 
     def place(item: pytest.Item) -> int:
         file = item.nodeid.removeprefix("tests/")
-        return next((at for at, start in enumerate(LONGEST) if file.startswith(start)), len(LONGEST))
+        return next(
+            (at for at, start in enumerate(LONGEST) if file.startswith(start)), len(LONGEST)
+        )
 
     items.sort(key=place)
 
@@ -116,7 +128,10 @@ def monai_is_scanned_once() -> Iterator[None]:
     from monai.bundle.config_item import ComponentLocator
     from monai.utils import module
 
-    scan, list_modules = ComponentLocator._find_classes_or_functions, ComponentLocator._find_module_names
+    scan, list_modules = (
+        ComponentLocator._find_classes_or_functions,
+        ComponentLocator._find_module_names,
+    )
     tables: dict[tuple[str, ...], dict[str, list[str]]] = {}
     names: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
@@ -135,7 +150,11 @@ def monai_is_scanned_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ComponentLocator, "_find_module_names", listed)
         patch.setattr(ComponentLocator, "_find_classes_or_functions", scanned)
-        patch.setattr(module, "damerau_levenshtein_distance", functools.cache(module.damerau_levenshtein_distance))
+        patch.setattr(
+            module,
+            "damerau_levenshtein_distance",
+            functools.cache(module.damerau_levenshtein_distance),
+        )
         yield
 
 
@@ -165,7 +184,9 @@ def warm_address(request: pytest.FixtureRequest) -> Iterator[str]:
 def slow_files(request: pytest.FixtureRequest) -> frozenset[Path]:
     """Return the files of which a slow test is run."""
     return frozenset(
-        item.path for item in request.session.items if any(map(item.get_closest_marker, ("slow", "flare")))
+        item.path
+        for item in request.session.items
+        if any(map(item.get_closest_marker, ("slow", "flare")))
     )
 
 

@@ -25,7 +25,11 @@ def house() -> Any:
 
 
 def test_no_figure_gets_worse(house: Any) -> None:
-    worse = {name: today for name, today in house.figures().items() if house.FIGURES[name].is_worse(today)}
+    worse = {
+        name: today
+        for name, today in house.figures().items()
+        if house.FIGURES[name].is_worse(today)
+    }
     assert not worse, {name: house.FIGURES[name] for name in worse}
 
 
@@ -40,13 +44,17 @@ def test_the_figures_are_printed_as_json(
 
 def test_tokens_are_those_of_code_and_layout_is_free(house: Any, tmp_path: Path) -> None:
     dense, loose = tmp_path / "dense.py", tmp_path / "loose.py"
-    dense.write_text('"What it is."\n\ndef f(one):\n    "Do."\n    a, b = 1, 2\n    return a if one else b\n')
+    dense.write_text(
+        '"What it is."\n\ndef f(one):\n    "Do."\n    a, b = 1, 2\n    return a if one else b\n'
+    )
     loose.write_text(
         '"""What it is,\nand why."""\n\n# a comment\ndef f(one):\n    """Do."""\n\n    a, b = (\n        1,\n'
         "        2,\n    )\n\n    return a if one else b  # noqa: F401\n"
     )
     figures = [house.density([path]) for path in (dense, loose)]
-    assert [row["tokens of the product"] for row in figures] == [19, 22], "three more: brackets and a comma"
+    assert [row["tokens of the product"] for row in figures] == [19, 22], (
+        "three more: brackets and a comma"
+    )
     assert [row["comments, in 100 code lines"] for row in figures] == [0.0, round(100 / 6, 1)]
     assert [row["blank lines within functions, %"] for row in figures] == [0.0, round(200 / 9, 1)]
     assert figures[0]["tuple assignments, in 1,000 code lines"] == round(1000 / 3, 1)
@@ -81,7 +89,9 @@ def test_a_circle_and_a_module_of_one_importer_are_seen(
     assert house.overflow(house.imports()) == ["medfl.room.b", "medfl.room.c", "medfl.room.d"]
 
 
-def test_a_room_of_no_layer_is_seen(house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_room_of_no_layer_is_seen(
+    house: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert house.layers()[1] == 0
     package = tmp_path / "medfl"
     (package / "attic").mkdir(parents=True)

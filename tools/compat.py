@@ -30,12 +30,20 @@ def tried(uv: str, wheel: Path, python: str, resolution: str, cpu: bool) -> list
     """Return a row of the table: versions, and what the run and the tests said."""
     with tempfile.TemporaryDirectory(prefix="medfl-compat-") as place:
         folder = Path(place)
-        quiet = {"env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True, "capture_output": True}
+        quiet = {
+            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "text": True,
+            "capture_output": True,
+        }
         subprocess.run([uv, "venv", "--quiet", "--python", python, str(folder / "env")], check=True)
         within = ["--quiet", "--python", str(folder / "env" / "bin" / "python")]
         build = ["--torch-backend", "cpu"] if cpu else []
         install = [uv, "pip", "install", "--compile-bytecode", *within]
-        subprocess.run([*install, *build, "--resolution", resolution, "-r", "pyproject.toml"], cwd=ROOT, check=True)
+        subprocess.run(
+            [*install, *build, "--resolution", resolution, "-r", "pyproject.toml"],
+            cwd=ROOT,
+            check=True,
+        )
         subprocess.run([*install, "--no-deps", str(wheel)], check=True)
         subprocess.run([*install, "pytest", "hypothesis"], check=True)
         listed = subprocess.run([uv, "pip", "freeze", *within], check=True, **quiet).stdout
@@ -44,18 +52,25 @@ def tried(uv: str, wheel: Path, python: str, resolution: str, cpu: bool) -> list
         says = ["-m", "pytest", "-q", "-o", "filterwarnings=", "-p", "no:cacheprovider", *TESTS]
         tests = subprocess.run([folder / "env" / "bin" / "python", *says], cwd=ROOT, **quiet)
         closing = tests.stdout.strip().splitlines()[-1].split(" in ")[0]
-        for failed in (run.stdout + run.stderr) if run.returncode else "", tests.stdout if tests.returncode else "":
+        for failed in (
+            (run.stdout + run.stderr) if run.returncode else "",
+            tests.stdout if tests.returncode else "",
+        ):
             print(failed[-3000:], file=sys.stderr, end="")
         return [python, *versions, "trained" if run.returncode == 0 else "FAILED", closing]
 
 
 def main() -> int:
     """Try the rows and write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("uv")
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--only", choices=ROWS)
-    parser.add_argument("--torch-cpu", action="store_true", help="take PyTorch's CPU builds from its own index")
+    parser.add_argument(
+        "--torch-cpu", action="store_true", help="take PyTorch's CPU builds from its own index"
+    )
     options = parser.parse_args()
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     rows = dict(re.findall(r"^\| (lowest|highest) (\|.*)$", PAGE.read_text(), re.MULTILINE))
@@ -63,8 +78,14 @@ def main() -> int:
         found = tried(options.uv, options.wheel.resolve(), *ROWS[name], options.torch_cpu)
         rows[name] = "| " + " | ".join([*found, today]) + " |"
         print(name, rows[name], flush=True)
-    head = f"| versions | Python | {' | '.join(SHOWN)} | phantom run | tests | tried |\n" + "|---" * 8 + "|\n"
-    table = "\n" + head + "".join(f"| {name} {rows[name]}\n" for name in ROWS if name in rows) + "\n"
+    head = (
+        f"| versions | Python | {' | '.join(SHOWN)} | phantom run | tests | tried |\n"
+        + "|---" * 8
+        + "|\n"
+    )
+    table = (
+        "\n" + head + "".join(f"| {name} {rows[name]}\n" for name in ROWS if name in rows) + "\n"
+    )
     PAGE.write_text(MARKS.sub(lambda _: table, PAGE.read_text()))
     return 1 if "FAILED" in table or "failed" in table else 0
 

@@ -30,7 +30,15 @@ _PRONOUNS = (
 )  # fmt: skip
 """Names of locals that do not say what they hold."""
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.comprehension, ast.match_case)
+_BRANCHES = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.While,
+    ast.ExceptHandler,
+    ast.comprehension,
+    ast.match_case,
+)
 _DIRECTIVES = ("noqa", "type:", "fmt:")
 
 
@@ -59,7 +67,9 @@ class Source:
         tokens: Counter[int] = Counter()
         comments = 0
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT and not any(word in token.string for word in _DIRECTIVES):
+            if token.type == tokenize.COMMENT and not any(
+                word in token.string for word in _DIRECTIVES
+            ):
                 comments += 1
             if token.type not in _LAYOUT and token.start[0] not in documented:
                 tokens[token.start[0]] += 1
@@ -118,18 +128,26 @@ def density(paths: Sequence[Path]) -> dict[str, float]:
         "tokens of the median function": statistics.median(function_tokens),
         "branches of a function": round(statistics.mean(branches), 2),
         "tuple assignments, in 1,000 code lines": rate("tuple assignments", code_lines, 1000),
-        "conditional expressions, in 1,000 code lines": rate("conditional expressions", code_lines, 1000),
+        "conditional expressions, in 1,000 code lines": rate(
+            "conditional expressions", code_lines, 1000
+        ),
         "comprehensions, in 1,000 code lines": rate("comprehensions", code_lines, 1000),
         "comments, in 100 code lines": rate("comments", code_lines, 100),
         "blank lines within functions, %": rate("blank lines", shapes["lines in functions"], 100),
-        "locals like `one` or `given`, in 1,000 bindings": rate("pronouns", shapes["bindings"], 1000),
+        "locals like `one` or `given`, in 1,000 bindings": rate(
+            "pronouns", shapes["bindings"], 1000
+        ),
         "bare Any": shapes["Any"],
     }
 
 
 def _shapes(node: ast.AST) -> Iterator[str]:
     """Yield what a node of the tree counts as."""
-    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+    if (
+        isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Tuple)
+    ):
         yield "tuple assignments"
     if isinstance(node, ast.IfExp):
         yield "conditional expressions"

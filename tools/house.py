@@ -87,7 +87,11 @@ def imported(path: Path) -> Iterator[Path]:
                 continue
             names = {alias.name for alias in node.names}
             for inner in ast.parse((file.with_suffix("") / "__init__.py").read_text()).body:
-                if isinstance(inner, ast.ImportFrom) and inner.module and names & {one.name for one in inner.names}:
+                if (
+                    isinstance(inner, ast.ImportFrom)
+                    and inner.module
+                    and names & {one.name for one in inner.names}
+                ):
                     yield ROOT / (inner.module.replace(".", "/") + ".py")
 
 
@@ -99,24 +103,39 @@ def opened(method: str) -> list[Path]:
 
 def spelling(word: str, folder: Path = PACKAGE) -> dict[Path, int]:
     """Return file -> lines in which a word stands, PyTorch's own of that name apart."""
-    found = {path: len(re.findall(rf"(?<!torch\.)\b{word}\b.*", path.read_text())) for path in modules(folder)}
+    found = {
+        path: len(re.findall(rf"(?<!torch\.)\b{word}\b.*", path.read_text()))
+        for path in modules(folder)
+    }
     return {path: count for path, count in found.items() if count}
 
 
 def hooks() -> tuple[int, int]:
     """Return how many methods and how many class facts `Method` has."""
     tree = ast.parse((PACKAGE / "methods" / "base.py").read_text())
-    (method,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Method"]
-    functions = [node for node in method.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    (method,) = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Method"
+    ]
+    functions = [
+        node
+        for node in method.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    ]
     return len(functions), sum(isinstance(node, ast.AnnAssign) for node in method.body)
 
 
 def layers() -> tuple[int, int]:
     """Return how many layers the contract has, and how many rooms are in none."""
-    (text,) = re.findall(r"^layers = (\[.*?^\])", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(
+        r"^layers = (\[.*?^\])", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL
+    )
     contract = ast.literal_eval(text)
     named = {room.strip() for layer in contract for room in layer.split("|")}
-    rooms = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    rooms = {
+        path.stem
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
     return len(contract), len(rooms - named - {"__init__"})
 
 
@@ -150,7 +169,11 @@ def overflow(graph: networkx.DiGraph) -> list[str]:
     for name in graph:
         importers = [other for other in graph.predecessors(name) if other != name]
         folder = name.rpartition(".")[0]
-        if len(importers) == 1 and importers[0].rpartition(".")[0] == folder and not name.endswith("__init__"):
+        if (
+            len(importers) == 1
+            and importers[0].rpartition(".")[0] == folder
+            and not name.endswith("__init__")
+        ):
             found.append(name)
     return sorted(found)
 
@@ -170,7 +193,9 @@ def figures() -> dict[str, float]:
         "files that spell a run setting": len(setting),
         "lines that spell a run setting": sum(setting.values()),
         "files that name a runtime": sum('"monai-fl' in path.read_text() for path in modules()),
-        "lines of setup.cfg that name a data set": (ROOT / "pyproject.toml").read_text().count("/mednist/"),
+        "lines of setup.cfg that name a data set": (ROOT / "pyproject.toml")
+        .read_text()
+        .count("/mednist/"),
         "hooks of Method": functions,
         "facts of Method": facts,
         "circles of files": len(circles(graph)),
@@ -184,9 +209,13 @@ def figures() -> dict[str, float]:
 
 def main() -> int:
     """Print the figures; with --check only those beyond their bounds, which fail it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows")
-    parser.add_argument("--check", action="store_true", help="fail where a figure is beyond its bound")
+    parser.add_argument(
+        "--check", action="store_true", help="fail where a figure is beyond its bound"
+    )
     options = parser.parse_args()
     today = figures()
     if options.check:
@@ -195,7 +224,10 @@ def main() -> int:
             print(f"{name}: {today[name]:,}; the bound is {FIGURES[name].bound:,}")
         return 1 if worse else 0
     if options.json:
-        rows = [{"name": name, "today": today[name], **asdict(figure)} for name, figure in FIGURES.items()]
+        rows = [
+            {"name": name, "today": today[name], **asdict(figure)}
+            for name, figure in FIGURES.items()
+        ]
         print(json.dumps(rows, indent=1))
         return 0
     for name, figure in FIGURES.items():

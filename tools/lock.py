@@ -22,8 +22,24 @@ HEAD = "# Written by `make lock` for medfl-monai[{extras}]; {what}\n"
 def compiled(uv: str) -> list[str]:
     """Return uv's blocks: a requirement with its marker and the lines of hashes that belong to it."""
     asked = [option for extra in EXTRAS for option in ("--extra", extra)]
-    options = ["--universal", "--python-version", "3.10", "--generate-hashes", "--no-header", "--no-annotate"]
-    command = [uv, "pip", "compile", "--quiet", "--no-emit-index-url", *options, *asked, "pyproject.toml"]
+    options = [
+        "--universal",
+        "--python-version",
+        "3.10",
+        "--generate-hashes",
+        "--no-header",
+        "--no-annotate",
+    ]
+    command = [
+        uv,
+        "pip",
+        "compile",
+        "--quiet",
+        "--no-emit-index-url",
+        *options,
+        *asked,
+        "pyproject.toml",
+    ]
     text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return re.split(r"\n(?=\S)", text.strip())
 

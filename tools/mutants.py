@@ -51,7 +51,10 @@ def replacements(node: ast.AST, text: str) -> Iterator[tuple[ast.AST, str]]:
     elif isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPS and len(node.ops) == 1:
         yield node, f"{told(node.left)} {SWAPS[type(node.ops[0])]} {told(node.comparators[0])}"
     elif isinstance(node, ast.BoolOp):
-        yield node, (" or " if isinstance(node.op, ast.And) else " and ").join(map(told, node.values))
+        yield (
+            node,
+            (" or " if isinstance(node.op, ast.And) else " and ").join(map(told, node.values)),
+        )
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.USub):
         yield node, told(node.operand)
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
@@ -60,7 +63,9 @@ def replacements(node: ast.AST, text: str) -> Iterator[tuple[ast.AST, str]]:
         yield node, repr(node.value + 1 if isinstance(node.value, int) else node.value * 2.5 or 0.5)
     elif isinstance(node, ast.IfExp):
         yield node, f"({told(node.orelse)} if {told(node.test)} else {told(node.body)})"
-    elif isinstance(node, ast.Expr | ast.AugAssign) and not isinstance(getattr(node, "value", None), ast.Constant):
+    elif isinstance(node, ast.Expr | ast.AugAssign) and not isinstance(
+        getattr(node, "value", None), ast.Constant
+    ):
         yield node, "pass"
 
 
@@ -70,13 +75,17 @@ def mutants(path: Path) -> list[dict[str, Any]]:
     lines = text.splitlines(keepends=True)
     starts = [sum(map(len, lines[:i])) for i in range(len(lines) + 1)]
     nodes, found = list(ast.walk(ast.parse(text))), []
-    types_of = [getattr(node, "annotation", None) or getattr(node, "returns", None) for node in nodes]
+    types_of = [
+        getattr(node, "annotation", None) or getattr(node, "returns", None) for node in nodes
+    ]
     skipped = {part for one in types_of if one is not None for part in ast.walk(one)}
     for node in nodes:
         if getattr(node, "lineno", 0) != getattr(node, "end_lineno", 1) or node in skipped:
             continue
         for place, new in replacements(node, text):
-            first, last = (starts[place.lineno - 1] + at for at in (place.col_offset, place.end_col_offset))
+            first, last = (
+                starts[place.lineno - 1] + at for at in (place.col_offset, place.end_col_offset)
+            )
             changed = text[:first] + new + text[last:]
             line = changed.splitlines()[place.lineno - 1].strip()
             with contextlib.suppress(SyntaxError):
@@ -96,7 +105,9 @@ class _Mutant(importlib.abc.SourceLoader, importlib.abc.MetaPathFinder):
         if name != self.name:
             return None
         folders = [str(self.path.parent)] if self.path.name == "__init__.py" else None
-        return importlib.util.spec_from_file_location(name, self.path, loader=self, submodule_search_locations=folders)
+        return importlib.util.spec_from_file_location(
+            name, self.path, loader=self, submodule_search_locations=folders
+        )
 
     def get_filename(self, fullname: str) -> str:
         return str(self.path)
@@ -130,7 +141,12 @@ def tests_of(path: Path) -> list[str]:
         more = {one for one, text in texts.items() if importing.search(text)} - users
     named = {file for one in users for file in tests.glob(f"test_{owner(one)}*.py")}
     direct = re.compile(rf"medfl\.methods\._parts\.{path.stem}\b")
-    return sorted(map(str, named | {file for file in tests.rglob("test_*.py") if direct.search(file.read_text())}))
+    return sorted(
+        map(
+            str,
+            named | {file for file in tests.rglob("test_*.py") if direct.search(file.read_text())},
+        )
+    )
 
 
 def outcome(path: Path, source: str, seconds: float) -> str:
@@ -152,7 +168,9 @@ def outcome(path: Path, source: str, seconds: float) -> str:
 def _run(path: Path, source: str) -> str:
     failed: list[str] = []
     first = types.ModuleType("first")
-    first.pytest_runtest_logreport = lambda report: failed.append(report.nodeid) if report.failed else None
+    first.pytest_runtest_logreport = lambda report: (
+        failed.append(report.nodeid) if report.failed else None
+    )
     for name in [name for name in sys.modules if name.partition(".")[0] in ("medfl", "tests")]:
         del sys.modules[name]
     mutant = _Mutant(path, source)
@@ -170,7 +188,11 @@ def main() -> None:
     """Try the mutants that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="+")
-    for flag, kind, default in (("--sample", int, None), ("--seed", int, 0), ("--out", Path, Path("mutants.jsonl"))):
+    for flag, kind, default in (
+        ("--sample", int, None),
+        ("--seed", int, 0),
+        ("--out", Path, Path("mutants.jsonl")),
+    ):
         parser.add_argument(flag, type=kind, default=default)
     options = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -179,7 +201,9 @@ def main() -> None:
     from medfl.core.seeding import stream
 
     options.out.touch()
-    done = [{**json.loads(line), "killed_by": None} for line in options.out.read_text().splitlines()]
+    done = [
+        {**json.loads(line), "killed_by": None} for line in options.out.read_text().splitlines()
+    ]
     for name in options.names:
         path = file_of(name)
         made, started = mutants(path), time.monotonic()
@@ -189,14 +213,26 @@ def main() -> None:
         with stream(options.seed, name) as generator:
             order = torch.randperm(len(made), generator=generator).tolist()
         chosen = [made[i] for i in sorted(order[: options.sample])]
-        print(f"{name}: {len(chosen)} of {len(made)} mutants, at most {limit:.0f} s each", flush=True)
+        print(
+            f"{name}: {len(chosen)} of {len(made)} mutants, at most {limit:.0f} s each", flush=True
+        )
         for one in chosen:
-            row = {"file": f"{name}.py", "line": one["line"], "mutant": one["mutant"], "killed_by": None}
+            row = {
+                "file": f"{name}.py",
+                "line": one["line"],
+                "mutant": one["mutant"],
+                "killed_by": None,
+            }
             if row not in done:
                 row["killed_by"] = outcome(path, one["source"], limit)
                 with options.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-                print("  SURVIVES" if not row["killed_by"] else "  killed", one["line"], one["mutant"], flush=True)
+                print(
+                    "  SURVIVES" if not row["killed_by"] else "  killed",
+                    one["line"],
+                    one["mutant"],
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

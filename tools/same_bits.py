@@ -26,7 +26,14 @@ SCANS = {"network": "small_cnn", "image_size": 32}
 OPTIONS: dict[str, dict[str, Any]] = {
     "ccvr": {"calibration_epochs": 1, "virtual": 10},
     "fccl": {**PUBLIC, "alignment": 40},
-    "fedbm": {"g_start": 1, "g_every": 1, "g_iterations": 2, "g_batch": 8, "synthetic_batch": 4, "normalise": "half"},
+    "fedbm": {
+        "g_start": 1,
+        "g_every": 1,
+        "g_iterations": 2,
+        "g_batch": 8,
+        "synthetic_batch": 4,
+        "normalise": "half",
+    },
     "fedhelp": {**PUBLIC, "large": "site-1", "large_network": "two_conv", "teachers": ""},
     "fedkemf": {**PUBLIC, "bodies": "two_conv,small_cnn,small_cnn"},
     "fedmd": {**PUBLIC, "alignment": 40},
@@ -67,8 +74,18 @@ def runs(names: list[str]) -> dict[str, list[Any]]:
         "local_epochs": 1,
     }
     small |= {"batch_size": 16, "seed": 3}
-    volumes = {**small, "data": str(PHANTOMS / "hippocampus"), "partition": "iid", "rounds": 1, "batch_size": 4}
-    made = {name: ["mednist", name, OPTIONS.get(name, {}), SCANS, small] for name in names if name != "condistfl"}
+    volumes = {
+        **small,
+        "data": str(PHANTOMS / "hippocampus"),
+        "partition": "iid",
+        "rounds": 1,
+        "batch_size": 4,
+    }
+    made = {
+        name: ["mednist", name, OPTIONS.get(name, {}), SCANS, small]
+        for name in names
+        if name != "condistfl"
+    }
     if "condistfl" in names:
         partial = {"sites": 2, "cohort": 1.0, "site_labels": "site-1=anterior;site-2=posterior"}
         made["condistfl-volumes"] = ["hippocampus", "condistfl", {}, {}, {**volumes, **partial}]
@@ -87,7 +104,12 @@ def outcomes(tree: Path, asked: dict[str, list[Any]]) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
         given = json.dumps({"runs": asked, "out": out})
         done = subprocess.run(
-            [sys.executable, "-c", _RUN], input=given, stdout=subprocess.PIPE, text=True, env=environment, cwd=tree
+            [sys.executable, "-c", _RUN],
+            input=given,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=tree,
         )
     pairs = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     return dict(pairs)
@@ -95,7 +117,9 @@ def outcomes(tree: Path, asked: dict[str, list[Any]]) -> dict[str, Any]:
 
 def main() -> int:
     """Compare this tree with a revision."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("revision", help="a commit")
     parser.add_argument("--methods", default="", help="names, comma-separated; default: all")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "same_bits", metavar="DIR")
@@ -113,7 +137,11 @@ def main() -> int:
     if asked.keys() - was.keys():
         with tempfile.TemporaryDirectory() as folder:
             tree = Path(folder) / "tree"
-            subprocess.run(["git", "worktree", "add", "-q", "--detach", tree, options.revision], cwd=ROOT, check=True)
+            subprocess.run(
+                ["git", "worktree", "add", "-q", "--detach", tree, options.revision],
+                cwd=ROOT,
+                check=True,
+            )
             try:
                 was |= outcomes(tree, {name: one for name, one in asked.items() if name not in was})
             finally:
@@ -121,7 +149,11 @@ def main() -> int:
         known.write_text(json.dumps(was))
     now = outcomes(ROOT, asked)
     (options.out / "here.json").write_text(json.dumps(now))
-    differ = [name for name in asked if now.get(name) != was.get(name) or "error" in now.get(name, {"error": ""})]
+    differ = [
+        name
+        for name in asked
+        if now.get(name) != was.get(name) or "error" in now.get(name, {"error": ""})
+    ]
     for name in differ:
         before, after = was.get(name, {"error": "nothing"}), now.get(name, {"error": "nothing"})
         for key in before.keys() | after.keys():

@@ -61,8 +61,14 @@ def _hash(row: Mapping[str, str]) -> str:
 
 def main() -> None:
     """Write what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with labels.csv and images_<centre>.zip, or with mednist_<side>.npz")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "folder",
+        type=Path,
+        help="with labels.csv and images_<centre>.zip, or with mednist_<side>.npz",
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--most", type=int, help="images of a class")
     parser.add_argument("--every", type=int, help="one image or lesion of so many is public")

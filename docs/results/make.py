@@ -60,7 +60,9 @@ BREAK = "\f\n"
 
 _FIELD = re.compile(r"\{([^{}|]+)\|([^{}|]+)\}")
 _FORM = re.compile(r"([%M]?)(\.\d[fg])([±,~]?)")
-_NUMBER = r"([-+]?\d[\d,]*(?:\.\d+)?(?:\s+±\s+\d+(?:\.\d+)?|\s+\[[-+]\d+\.\d+\s+to\s+[-+]\d+\.\d+\])?)"
+_NUMBER = (
+    r"([-+]?\d[\d,]*(?:\.\d+)?(?:\s+±\s+\d+(?:\.\d+)?|\s+\[[-+]\d+\.\d+\s+to\s+[-+]\d+\.\d+\])?)"
+)
 _UNITS = {"": 1.0, "%": 100.0, "M": 1e-6}
 _FOLDER = re.compile(r"(?<![\w./])/(?:[^\s/\"',:]+/)+([^\s/\"',:]+)")
 _RUN = (
@@ -95,7 +97,9 @@ class Results:
 
     def hashes(self) -> list[str]:
         """Return the runs that tables.yaml names, as it names them, each once."""
-        rows = [entry for table in self.asked["tables"].values() for entry in table["rows"].values()]
+        rows = [
+            entry for table in self.asked["tables"].values() for entry in table["rows"].values()
+        ]
         groups = [entry for said in self.asked["said"] for entry in said.get("runs", {}).values()]
         return list(dict.fromkeys(name for entry in (*rows, *groups) for name in _named(entry)))
 
@@ -104,7 +108,9 @@ class Results:
         found = [run for ident, run in self.runs.items() if _is(ident, name)]
         if len(found) != 1:
             raise InputError(
-                f"run {name}, of which {SUMMARIES.name} has {len(found)}", "runs with one line there", "--collect it"
+                f"run {name}, of which {SUMMARIES.name} has {len(found)}",
+                "runs with one line there",
+                "--collect it",
             )
         return found[0]
 
@@ -112,18 +118,30 @@ class Results:
         """Return a table in Markdown."""
         columns, lines = self.asked["tables"][name]["columns"], []
         for label, entry in self.asked["tables"][name]["rows"].items():
-            row, own = self._row(label, entry), entry.get("cells", {}) if isinstance(entry, dict) else {}
+            row, own = (
+                self._row(label, entry),
+                entry.get("cells", {}) if isinstance(entry, dict) else {},
+            )
             if unknown := sorted(own.keys() - columns.keys()):
-                raise InputError(f"column {unknown[0]} of {label}", f"columns are {', '.join(columns)}", "choose one")
+                raise InputError(
+                    f"column {unknown[0]} of {label}",
+                    f"columns are {', '.join(columns)}",
+                    "choose one",
+                )
             cells = [own.get(title, template) for title, template in columns.items()]
             lines.append([filled(text, {"": row}) for text in (label, *cells)])
-        return tables.markdown_table([self.asked["tables"][name].get("head", "method"), *columns], lines)
+        return tables.markdown_table(
+            [self.asked["tables"][name].get("head", "method"), *columns], lines
+        )
 
     def said(self) -> list[tuple[re.Pattern[str], str]]:
         """Return for each piece of prose how it is found and how it has to be."""
         made: list[tuple[re.Pattern[str], str]] = []
         for entry in self.asked["said"]:
-            groups = {"": Row("", []), **{name: self._group(given) for name, given in entry.get("runs", {}).items()}}
+            groups = {
+                "": Row("", []),
+                **{name: self._group(given) for name, given in entry.get("runs", {}).items()},
+            }
             made += [(_wherever(text), filled(text, groups)) for text in entry["texts"]]
         return made
 
@@ -138,13 +156,19 @@ class Results:
             start, found, rest = page.partition(opening)
             _, end, tail = rest.partition("\n<!-- end -->")
             if not found or not end:
-                raise InputError(f"no table {name} in the pages", f"{opening.strip()} … <!-- end -->", "add the lines")
+                raise InputError(
+                    f"no table {name} in the pages",
+                    f"{opening.strip()} … <!-- end -->",
+                    "add the lines",
+                )
             page = f"{start}{opening}{self.table(name)}{end}{tail}"
         for pattern, text in self.said():
             span = _found(page, pattern, text)
             spaces, words = re.findall(r"\s+", span.group()), text.split()
             if len(spaces) == len(words) - 1:  # the page's line breaks stay
-                text = "".join(word + space for word, space in zip(words, [*spaces, ""], strict=True))
+                text = "".join(
+                    word + space for word, space in zip(words, [*spaces, ""], strict=True)
+                )
             page = page[: span.start()] + text + page[span.end() :]
         return page
 
@@ -164,7 +188,11 @@ class Results:
 
 def stored() -> list[dict[str, Any]]:
     """Return the lines of summaries.jsonl."""
-    return [json.loads(line) for line in SUMMARIES.read_text().splitlines()] if SUMMARIES.is_file() else []
+    return (
+        [json.loads(line) for line in SUMMARIES.read_text().splitlines()]
+        if SUMMARIES.is_file()
+        else []
+    )
 
 
 def filled(template: str, rows: Mapping[str, Row]) -> str:
@@ -173,7 +201,10 @@ def filled(template: str, rows: Mapping[str, Row]) -> str:
 
     def write(field: re.Match[str]) -> str:
         given, form = field.groups()
-        found = [values(rows[group], name) for group, _, name in (side.rpartition(" ") for side in given.split(" - "))]
+        found = [
+            values(rows[group], name)
+            for group, _, name in (side.rpartition(" ") for side in given.split(" - "))
+        ]
         if len(found) == 2:
             found = [[a - b for a, b in zip(*found, strict=True)]]
         parts.append(written(found[0], form, given))
@@ -194,7 +225,9 @@ def values(row: Row, name: str) -> Any:
             f"{name} of {row.label}", "a value as docs/results/make.py lists them", "choose one"
         ) from error
     if len(found) not in (0, len(row.runs)):
-        raise InputError(f"{name} of {row.label}", "a value that all of its runs have, or none", "leave it out")
+        raise InputError(
+            f"{name} of {row.label}", "a value that all of its runs have, or none", "leave it out"
+        )
     return found
 
 
@@ -209,7 +242,9 @@ def written(found: Any, form: str, name: str) -> str:
     parts, spread = _FORM.fullmatch(form), found if isinstance(found, MeanSd) else MeanSd.of(found)
     if parts is None or spread is None:
         raise InputError(
-            f"{{{name}|{form}}}", "forms such as .3f, %.1f± and M.3g of finite numbers", "write one of these"
+            f"{{{name}|{form}}}",
+            "forms such as .3f, %.1f± and M.3g of finite numbers",
+            "write one of these",
         )
     unit, digits, over = _UNITS[parts[1]], parts[2], parts[3]
     if over == ",":
@@ -246,7 +281,10 @@ def _published(row: Row, key: str, method: str, metric: str) -> MeanSd | None:
     for figure in _paper(key).figures:
         if (figure.name, figure.metric) == (method or row.label, metric) and (
             about is None
-            or (figure.bundle == about["bundle"] and figure.partition in (None, about["partition"]["spec"]))
+            or (
+                figure.bundle == about["bundle"]
+                and figure.partition in (None, about["partition"]["spec"])
+            )
         ):
             return MeanSd(figure.mean, figure.sd or 0, 1 if figure.sd is None else 2)
     return None
@@ -267,13 +305,17 @@ def _named(entry: Any) -> Sequence[str]:
 def _wherever(template: str) -> re.Pattern[str]:
     """Return what finds a piece of prose, whatever its figures are and its lines break."""
     literal = _FIELD.split(template)[::3]
-    return re.compile(_NUMBER.join(r"\s+".join(map(re.escape, re.split(r"\s+", text))) for text in literal))
+    return re.compile(
+        _NUMBER.join(r"\s+".join(map(re.escape, re.split(r"\s+", text))) for text in literal)
+    )
 
 
 def _found(page: str, pattern: re.Pattern[str], text: str) -> re.Match[str]:
     found = list(pattern.finditer(page))
     if len(found) != 1:
-        raise InputError(f"'{text}' stands {len(found)} times in the pages", "once", "edit it or tables.yaml")
+        raise InputError(
+            f"'{text}' stands {len(found)} times in the pages", "once", "edit it or tables.yaml"
+        )
     return found[0]
 
 
@@ -290,14 +332,24 @@ def collect(folders: Sequence[Path], wanted: Sequence[str]) -> list[dict[str, An
         InputError: a run is in neither.
     """
     known = {_ident(record["summary"]): record for record in stored()}
-    for path in (path for folder in reversed(folders) for path in sorted(folder.rglob("run.json"), reverse=True)):
+    for path in (
+        path
+        for folder in reversed(folders)
+        for path in sorted(folder.rglob("run.json"), reverse=True)
+    ):
         summary = path.parent / "summary.json"
         ident = _ident(json.loads(summary.read_text())) if summary.is_file() else "@"
         if any(_is(ident, name) for name in wanted):
             known[ident] = _record(RunFiles(path.parent))
-    found = {name: [record for ident, record in known.items() if _is(ident, name)] for name in wanted}
+    found = {
+        name: [record for ident, record in known.items() if _is(ident, name)] for name in wanted
+    }
     if missing := [name for name, records in found.items() if len(records) != 1]:
-        raise InputError(f"runs {', '.join(missing)} are not there, or not one", "a folder each", "give where they are")
+        raise InputError(
+            f"runs {', '.join(missing)} are not there, or not one",
+            "a folder each",
+            "give where they are",
+        )
     return [records[0] for records in found.values()]
 
 
@@ -308,15 +360,24 @@ def _ident(summary: Mapping[str, Any]) -> str:
 
 def _is(ident: str, name: str) -> bool:
     """Tell whether HASH@WEIGHTS begins as the HASH, or the HASH@WEIGHTS, that tables.yaml names."""
-    return all(whole.startswith(part) for whole, part in zip(ident.split("@"), name.split("@"), strict=False))
+    return all(
+        whole.startswith(part)
+        for whole, part in zip(ident.split("@"), name.split("@"), strict=False)
+    )
 
 
 def _record(folder: RunFiles) -> dict[str, Any]:
     """Return what is kept of a run; folders of the machine are left out, with `runs/` in a command instead."""
     run = {name: folder.record[name] for name in _RUN if name in folder.record}
-    scored = [entry for entry in folder.rounds if entry["round"] == 1 or (entry.get("val") or {}).get(folder.key)]
+    scored = [
+        entry
+        for entry in folder.rounds
+        if entry["round"] == 1 or (entry.get("val") or {}).get(folder.key)
+    ]
     columns = {"site", "train", "validate", "test"}
-    columns |= {f"{kind}_{metric}" for kind in ("received", "personal", "local") for metric in _AT_SITES}
+    columns |= {
+        f"{kind}_{metric}" for kind in ("received", "personal", "local") for metric in _AT_SITES
+    }
     record = {
         "run": {name: _without(value) for name, value in run.items()},
         "summary": folder.summary,
@@ -324,11 +385,17 @@ def _record(folder: RunFiles) -> dict[str, Any]:
             {
                 "round": entry["round"],
                 "train_loss": entry.get("train_loss"),
-                "val": {name: value for name, value in (entry.get("val") or {}).items() if name == folder.key},
+                "val": {
+                    name: value
+                    for name, value in (entry.get("val") or {}).items()
+                    if name == folder.key
+                },
             }
             for entry in scored
         ],
-        "sites": [{name: cell for name, cell in row.items() if name in columns} for row in folder.sites],
+        "sites": [
+            {name: cell for name, cell in row.items() if name in columns} for row in folder.sites
+        ],
     }
     kept: dict[str, Any] = json.loads(_FOLDER.sub(r"runs/\1", json.dumps(record)))
     return kept
@@ -341,8 +408,17 @@ def _without(value: Any) -> Any:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Make the tables of docs/results.md and docs/results/.")
-    parser.add_argument("--collect", nargs="+", type=Path, default=[], metavar="FOLDER", help="where run folders are")
+    parser = argparse.ArgumentParser(
+        description="Make the tables of docs/results.md and docs/results/."
+    )
+    parser.add_argument(
+        "--collect",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FOLDER",
+        help="where run folders are",
+    )
     return parser.parse_args(arguments)
 
 

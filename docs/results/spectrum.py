@@ -39,7 +39,9 @@ NUMBERS = ("classes", "batches", "largest")
 
 def spread(values: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]) -> dict[str, float]:
     """Return the numbers of features (N, d) with classes (N,)."""
-    found = [eigenvalues(values[labels == c]) for c in np.unique(labels) if (labels == c).sum() >= LEAST]
+    found = [
+        eigenvalues(values[labels == c]) for c in np.unique(labels) if (labels == c).sum() >= LEAST
+    ]
     order = np.random.default_rng(0).permutation(len(values))
     parts = [order[i : i + BATCH] for i in range(0, len(order) - BATCH + 1, BATCH)] or [order]
     return {
@@ -68,7 +70,11 @@ def measured(folder: Path, data: str | None) -> dict[str, Any]:
 def runs(folders: list[Path]) -> Iterator[Path]:
     """Yield the folders of finished runs, Local references of other runs not among them."""
     for folder in folders:
-        yield from (file.parent for file in sorted(folder.rglob("summary.json")) if file.parent.name != "local")
+        yield from (
+            file.parent
+            for file in sorted(folder.rglob("summary.json"))
+            if file.parent.name != "local"
+        )
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -79,16 +85,22 @@ def table(found: list[dict[str, Any]]) -> str:
         cells = []
         for name in NUMBERS:
             values = [one[name] for one in same]
-            cells.append(f"{mean(values):.4g}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else ""))
+            cells.append(
+                f"{mean(values):.4g}" + (f" ± {stdev(values):.2g}" if len(values) > 1 else "")
+            )
         lines.append(f"| {row} | {len(same)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     """Measure what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folders", type=Path, nargs="+", help="runs, or folders that hold some")
-    parser.add_argument("--data", help="the images, if they lie elsewhere than when the runs were made")
+    parser.add_argument(
+        "--data", help="the images, if they lie elsewhere than when the runs were made"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list, an entry a run")
     options = parser.parse_args()
     found = [measured(folder, options.data) for folder in runs(options.folders)]

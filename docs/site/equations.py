@@ -9,7 +9,8 @@ from typing import Any
 from latex2mathml.converter import convert
 
 _EQUATION = re.compile(
-    r'<(?P<tag>span|div) class="arithmatex">\\(?P<way>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
+    r'<(?P<tag>span|div) class="arithmatex">\\(?P<way>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>',
+    re.DOTALL,
 )
 
 _NORM = "&#x02016;"

@@ -73,7 +73,9 @@ def _facts(name: str) -> str:
 
 def _options(name: str) -> str:
     entry = _method(name)
-    tables = [_option_table(entry["options"])] if entry["options"] else ["This method has no options."]
+    tables = (
+        [_option_table(entry["options"])] if entry["options"] else ["This method has no options."]
+    )
     if entry["prototype_options"]:
         tables += [
             "Class prototypes can be shared beside the weights, as in [FedMR](fedmr.md):",
@@ -84,7 +86,12 @@ def _options(name: str) -> str:
 
 def _option_table(options: list[dict[str, Any]]) -> str:
     rows = [
-        [f"`{o['name']}`", _kind(o), f"`{_plain(o['default'])}`" if o["default"] != "" else "", _escaped(o["help"])]
+        [
+            f"`{o['name']}`",
+            _kind(o),
+            f"`{_plain(o['default'])}`" if o["default"] != "" else "",
+            _escaped(o["help"]),
+        ]
         for o in options
     ]
     return tables.markdown_table(["Option", "Value", "Default", "What it does"], rows)
@@ -92,7 +99,9 @@ def _option_table(options: list[dict[str, Any]]) -> str:
 
 def _kind(option: Mapping[str, Any]) -> str:
     if option["choices"]:
-        return ", ".join(f"`{_plain(choice)}`" if choice != "" else "nothing" for choice in option["choices"])
+        return ", ".join(
+            f"`{_plain(choice)}`" if choice != "" else "nothing" for choice in option["choices"]
+        )
     return str(option["type"]).replace("|", "or") + Declared(**option).bounds("≥", "≤")
 
 
@@ -139,16 +148,24 @@ def _bundle_section(name: str) -> str:
         "Centres": ", ".join(entry["centre_names"]) or "not known",
         "Network": f"`{entry['network']}`",
         "Protocol": entry["protocol"],
-        "Defaults": ", ".join(f"{key} `{_plain(value)}`" for key, value in entry["defaults"].items()),
-        "Presets": "; ".join(f"`{preset}`: {about}" for preset, about in entry["presets"].items()) or "none",
+        "Defaults": ", ".join(
+            f"{key} `{_plain(value)}`" for key, value in entry["defaults"].items()
+        ),
+        "Presets": "; ".join(f"`{preset}`: {about}" for preset, about in entry["presets"].items())
+        or "none",
         "Splits": ", ".join(f"`{split}`" for split in entry["splits"]),
         "Layouts": "<br>".join(map(_code, entry["layouts"])),
-        "Real images": f"`medfl data fetch {name} --out DIR`" if entry["can_fetch"] else "by hand, from the source",
+        "Real images": f"`medfl data fetch {name} --out DIR`"
+        if entry["can_fetch"]
+        else "by hand, from the source",
         "Licence": entry["licence"],
         "Source": entry["source"],
         "Cite": entry["citation"],
     }
-    facts = {fact: text if re.search("`|<code>", text) else _escaped(text) for fact, text in facts.items()}
+    facts = {
+        fact: text if re.search("`|<code>", text) else _escaped(text)
+        for fact, text in facts.items()
+    }
     notes = [f"- {_escaped(note)}" for note in entry["notes"]]
     return "\n\n".join(
         [
@@ -163,7 +180,11 @@ def _bundle_section(name: str) -> str:
 
 def _counts(readme: Path) -> list[str]:
     """Return the table of counts of a bundle's README and what is said of it."""
-    found = re.search(r"^## Counts\n+(.*?)(?=^## |\Z)", readme.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    found = re.search(
+        r"^## Counts\n+(.*?)(?=^## |\Z)",
+        readme.read_text(encoding="utf-8"),
+        re.MULTILINE | re.DOTALL,
+    )
     return [found[1].strip()] if found else []
 
 
@@ -173,8 +194,13 @@ def _counts(readme: Path) -> list[str]:
 def border_table() -> str:
     """Return the table of what comes from outside."""
     border = yaml.safe_load((Path(__file__).parent / "border.yaml").read_text())
-    rows = [[one["what"], one["sender"], f"`{one['validator']}`", one["checks"], one["remains"]] for one in border]
-    return tables.markdown_table(["what", "from", "checked by", "what is checked", "what remains"], rows)
+    rows = [
+        [one["what"], one["sender"], f"`{one['validator']}`", one["checks"], one["remains"]]
+        for one in border
+    ]
+    return tables.markdown_table(
+        ["what", "from", "checked by", "what is checked", "what remains"], rows
+    )
 
 
 def command_line() -> str:
@@ -197,9 +223,15 @@ def _option_groups(parser: argparse.ArgumentParser) -> Groups:
     """Return the rows of a command's arguments and options by the title of their group."""
     groups: Groups = {}
     for group in parser._action_groups:
-        title = {"options": "general", "positional arguments": "arguments"}.get(str(group.title), str(group.title))
+        title = {"options": "general", "positional arguments": "arguments"}.get(
+            str(group.title), str(group.title)
+        )
         # The page's first paragraphs tell what --help, --json and --debug do.
-        actions = [action for action in group._group_actions if action.dest not in ("help", "json", "debug")]
+        actions = [
+            action
+            for action in group._group_actions
+            if action.dest not in ("help", "json", "debug")
+        ]
         rows = [_argument(action) for action in actions if action.help != argparse.SUPPRESS]
         if rows:
             groups[title[0].upper() + title[1:]] = rows
@@ -211,7 +243,9 @@ def _shared(tables: Iterable[Groups]) -> Groups:
 
     Of an option that has other words in some commands, the first are shared, and the other commands tell their own.
     """
-    counts = Counter((title, row) for groups in tables for title, rows in groups.items() for row in rows)
+    counts = Counter(
+        (title, row) for groups in tables for title, rows in groups.items() for row in rows
+    )
     shared: Groups = {}
     for (title, row), count in counts.items():
         if count < 2 or title in ("Arguments", "General"):
@@ -248,7 +282,9 @@ def _flag(row: Row) -> str:
 
 
 def _verb(parser: argparse.ArgumentParser, groups: Groups, shared: Groups) -> str:
-    positional = " ".join(str(action.metavar) for action in parser._actions if not action.option_strings)
+    positional = " ".join(
+        str(action.metavar) for action in parser._actions if not action.option_strings
+    )
     parts = [
         f"## {parser.prog}",
         parser.description or "",
@@ -301,7 +337,11 @@ def fresh(text: str, parts: Parts) -> str:
     """
     for name, make in parts.items():
         opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-        if text.count(opening) != 1 or text.count(closing) != 1 or text.index(opening) > text.index(closing):
+        if (
+            text.count(opening) != 1
+            or text.count(closing) != 1
+            or text.index(opening) > text.index(closing)
+        ):
             raise ValueError(f"the page needs {opening} and {closing} once, in this order")
         before, _, rest = text.partition(opening)
         text = f"{before}{opening}\n\n{make()}\n\n{closing}{rest.partition(closing)[2]}"
@@ -331,7 +371,11 @@ def _escaped(text: str) -> str:
 
 def _code(text: str) -> str:
     """Mark as code; a bar ends a cell even there, or shows its backslash, as the reader of Markdown likes."""
-    return f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+    return (
+        f"<code>{html.escape(text, quote=False).replace('|', '&#124;')}</code>"
+        if "|" in text
+        else f"`{text}`"
+    )
 
 
 def _plain(value: Any) -> str:
@@ -344,7 +388,9 @@ def main(arguments: list[str]) -> int:
     for path, wanted in found:
         if "--check" not in arguments:
             write_atomic(path, wanted.encode())
-        sys.stdout.write(f"{path.relative_to(DOCS.parent)}: {'stale' if '--check' in arguments else 'refreshed'}\n")
+        sys.stdout.write(
+            f"{path.relative_to(DOCS.parent)}: {'stale' if '--check' in arguments else 'refreshed'}\n"
+        )
     return int(bool(found) and "--check" in arguments)
 
 

@@ -113,7 +113,10 @@ class Bundle(Problem):
         def with_evaluate() -> Configuration:
             """Read the training configuration with evaluate.* merged in, as MONAI runs the two."""
             evaluate = config_file(self.root, "evaluate")
-            return self._read(overrides, train, evaluate) if evaluate else config
+            if evaluate:
+                return self._read(overrides, train, evaluate)
+
+            return config
 
         sections = BundleSections(
             self.root,
@@ -143,7 +146,9 @@ class Bundle(Problem):
     _embeddings: dict[str, tuple[Tensor, str]]
     _validation_batch_size: Callable[[], int]
 
-    def variant(self, config: Mapping[str, Any], find_unlabelled: FindUnlabelled | None = None) -> Bundle:
+    def variant(
+        self, config: Mapping[str, Any], find_unlabelled: FindUnlabelled | None = None
+    ) -> Bundle:
         """Return this bundle with further ids of its configuration overridden.
 
         Args:
@@ -154,7 +159,10 @@ class Bundle(Problem):
         other = Bundle.__new__(Bundle)
         kept = ("name", "source", "device", "dataset", "root", "policy", "start")
         vars(other).update({key: getattr(self, key) for key in kept})
-        overrides = {**self._overrides, **{key.replace("::", "#"): value for key, value in config.items()}}
+        overrides = {
+            **self._overrides,
+            **{key.replace("::", "#"): value for key, value in config.items()},
+        }
         other._open(overrides, find_unlabelled or self._find_unlabelled, self._embeddings)
         return other
 
@@ -186,7 +194,10 @@ class Bundle(Problem):
     def protocol(self) -> Mapping[str, Any]:  # type: ignore[override]
         """The content of federated.yaml, the defaults of a run; empty if there is none."""
         declared = read_protocol(str(self.root))
-        return {**_SHIPPED, **declared} if self.dataset else declared
+        if self.dataset:
+            return {**_SHIPPED, **declared}
+
+        return declared
 
     @cached_property
     def sha256(self) -> str:  # type: ignore[override]
@@ -203,7 +214,9 @@ class Bundle(Problem):
         """Build the network anew; two calls share nothing."""
         if self.custom_trainer:
             return custom_trainer.CustomTrainer(self._config, self._trainer).model.to(self.device)
-        return apply_init_weights(self._network_with()[0], {} if INIT_WEIGHTS in self._config else self._overrides)
+        return apply_init_weights(
+            self._network_with()[0], {} if INIT_WEIGHTS in self._config else self._overrides
+        )
 
     def _network_with(self, *keys: str) -> list[Any]:
         """Return a new network, and what ids make of it."""
@@ -214,24 +227,37 @@ class Bundle(Problem):
     def _require(self, value: Any, kind: type, part: str, noun: str, path: str) -> None:
         if not isinstance(value, kind):
             given = f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}"
-            raise InputError(given, f"it is a torch {noun}", f"let its _target_ build a torch.{path}")
+            raise InputError(
+                given, f"it is a torch {noun}", f"let its _target_ build a torch.{path}"
+            )
 
     @cached_property
     def loss_function(self) -> LossFunction:  # type: ignore[override]
         """The trainer's loss; of a custom trainer one that refuses."""
         if self.custom_trainer:
-            return partial(custom_trainer.refuse, "a method that computes the loss by itself", self.custom_trainer)
+            return partial(
+                custom_trainer.refuse,
+                "a method that computes the loss by itself",
+                self.custom_trainer,
+            )
 
         function: LossFunction = self._config.evaluated(f"{self._trainer}#loss_function")
-        return function.to(self.device) if isinstance(function, nn.Module) else function
+        if isinstance(function, nn.Module):
+            return function.to(self.device)
+
+        return function
 
     @cached_property
     def loss(self) -> LossFunction:
         """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
         as_float = compatibility.FLOAT_LABELS in self._config.adapted
-        return mean_loss(compatibility.with_float_labels(self.loss_function) if as_float else self.loss_function)
+        return mean_loss(
+            compatibility.with_float_labels(self.loss_function) if as_float else self.loss_function
+        )
 
-    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
+    def optimizer(
+        self, network: nn.Module, lr: float | None = None, epoch: int = 0
+    ) -> torch.optim.Optimizer:
         """Build the trainer's optimiser for a network, with another learning rate if one is given."""
         if self.custom_trainer:
             return custom_trainer.of(network).optimizer(lr)
@@ -249,7 +275,10 @@ class Bundle(Problem):
         schedule_id = find_schedule(self._config)
         with stream(0, "optimizer"):
             network, optimizer = self._network_with(optimizer_id)
-            scheduler = self._network_with(optimizer_id, schedule_id)[2] if schedule_id else None
+            if schedule_id:
+                scheduler = self._network_with(optimizer_id, schedule_id)[2]
+            else:
+                scheduler = None
 
         self._require(optimizer, torch.optim.Optimizer, "optimizer", "optimiser", "optim.Optimizer")
         return OptimizerFactory(optimizer, network, scheduler)
@@ -272,7 +301,11 @@ class Bundle(Problem):
         overrides = {key: value for key, value in self._overrides.items() if key != "dataset_dir"}
         versions = {name: version_of(name) for name in ("medfl", "monai", "torch")}
         parts = [self.sha256, overrides, "train" if section == "train" else "evaluate", versions]
-        return DiskCache(cache_folder("prepared"), lambda index: sample_key(parts, source.entries[index]), budget())
+        return DiskCache(
+            cache_folder("prepared"),
+            lambda index: sample_key(parts, source.entries[index]),
+            budget(),
+        )
 
     # Task and evaluation
 
@@ -302,6 +335,7 @@ class Bundle(Problem):
         except RuntimeError:
             if not isinstance(target, Tensor) or target.dtype not in (torch.bool, torch.uint8):
                 raise
+
             self._config.adapted.add(compatibility.FLOAT_LABELS)
             del self.loss
             self.loss(prediction, target)
@@ -309,7 +343,10 @@ class Bundle(Problem):
     @property
     def adapted(self) -> tuple[str, ...]:  # type: ignore[override]
         """Names of what was done for a bundle written for older MONAI or NumPy (`medfl.bundle.zoo.compatibility`)."""
-        return tuple(sorted(self._config.adapted)) if self.task else ()
+        if self.task:
+            return tuple(sorted(self._config.adapted))
+
+        return ()
 
     @cached_property
     def task(self) -> str:  # type: ignore[override]
@@ -322,15 +359,23 @@ class Bundle(Problem):
             return str(self.protocol["task"])
         if not isinstance(prediction, Tensor) or not isinstance(target, Tensor):
             return "other"
+
         if prediction.ndim == 2 and not isinstance(self.loss_function, _REGRESSION):
             one_index = target.numel() == len(prediction) and not target.is_floating_point()
-            return "classification" if one_index or all("label" in item for item in self.items("train")) else "other"
+            if one_index or all("label" in item for item in self.items("train")):
+                return "classification"
+
+            return "other"
+
         return "segmentation" if target.ndim >= 4 else "other"
 
     @cached_property
     def channels(self) -> int:
         """Channels of its images, 0 where its inputs are no images."""
-        return int(self.get("in_channels")) if self._is_declared else super().channels
+        if self._is_declared:
+            return int(self.get("in_channels"))
+
+        return super().channels
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -339,19 +384,31 @@ class Bundle(Problem):
             return ()
 
         names = channel_names(self.metadata)
-        count = len(names) if self._is_declared else max(2, self.trial.prediction.shape[1])
+        if self._is_declared:
+            count = len(names)
+        else:
+            count = max(2, self.trial.prediction.shape[1])
+
         check_labels(self.items, count, f"bundle {self.name!r}")
-        return names if len(names) == count else tuple(f"class {index}" for index in range(count))
+        if len(names) == count:
+            return names
+
+        return tuple(f"class {index}" for index in range(count))
 
     @property
     def structures(self) -> tuple[str, ...]:  # type: ignore[override]
         """Names of a segmentation mask's values 0, 1, ... (metadata's channel_def), () for other tasks."""
-        return mask_names(self.metadata) if self.task == "segmentation" else ()
+        if self.task == "segmentation":
+            return mask_names(self.metadata)
+
+        return ()
 
     @cached_property
     def key_metric(self) -> str:
         """Name of the validation metric that selects the best round."""
-        if self.task == "classification" or (self.task == "segmentation" and self._is_scored_by_medfl):
+        if self.task == "classification" or (
+            self.task == "segmentation" and self._is_scored_by_medfl
+        ):
             return str(self.protocol.get("key_metric", KEY_METRICS[self.task]))
         return self._key_metric[0]
 
@@ -363,18 +420,32 @@ class Bundle(Problem):
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
         if self.task == "classification":
-            batch_size = {} if self._is_scored_by_medfl else {"batch_size": self._validation_batch_size()}
-            return ClassEvaluator(**batch_size, ends_in_sigmoid=isinstance(self.loss_function, nn.BCELoss))
+            if self._is_scored_by_medfl:
+                batch_size = {}
+            else:
+                batch_size = {"batch_size": self._validation_batch_size()}
+
+            return ClassEvaluator(
+                **batch_size, ends_in_sigmoid=isinstance(self.loss_function, nn.BCELoss)
+            )
+
         if self.custom_trainer:
             return CaseEvaluator(
-                self.key_metric, lambda value, _: value, lambda x, network: custom_trainer.of(network).score(x)
+                self.key_metric,
+                lambda value, _: value,
+                lambda x, network: custom_trainer.of(network).score(x),
             )
 
         # other tasks and bundles are scored as their own evaluator does it
         inferer, postprocessing = scoring(self._config)
-        tolerance = float(self.get("surface_tolerance")) if "surface_tolerance" in self._config else 1.0
+        if "surface_tolerance" in self._config:
+            tolerance = float(self.get("surface_tolerance"))
+        else:
+            tolerance = 1.0
+
         if self.task == "segmentation" and self._is_scored_by_medfl:
             return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
+
         masks = (tolerance, self.structures) if self.task == "segmentation" else ()
         return CaseEvaluator(*self._key_metric, inferer, postprocessing, *masks)
 
@@ -390,8 +461,12 @@ class Bundle(Problem):
         where = config_file(self.root, "federated") or self.root / "configs" / "federated.yaml"
         if "text" not in self.protocol:
             allowed = "language-built classifiers need each class in words, and prompts"
-            raise InputError(f"{where} has no key 'text'", allowed, "add it, as in the shipped bundles")
-        classes = channel_names(self.metadata) if self._is_declared else self.classes  # known without the data
+            raise InputError(
+                f"{where} has no key 'text'", allowed, "add it, as in the shipped bundles"
+            )
+        classes = (
+            channel_names(self.metadata) if self._is_declared else self.classes
+        )  # known without the data
         return read_text(self.protocol["text"], classes, str(where))
 
     def embeddings(self, plm: str) -> Tensor:
@@ -423,8 +498,20 @@ class Bundle(Problem):
         if self.dataset:
             return ()
 
-        by_loss = self.key_metric == "loss"  # asked for first: the trial may add to what was adapted
-        texts = [*notes(self.root, self.policy, self._config, self._trainer, self.sections["train"], self.is_scheduled)]
+        by_loss = (
+            self.key_metric == "loss"
+        )  # asked for first: the trial may add to what was adapted
+        texts = [
+            *notes(
+                self.root,
+                self.policy,
+                self._config,
+                self._trainer,
+                self.sections["train"],
+                self.is_scheduled,
+            )
+        ]
         if by_loss and not self.custom_trainer:
             texts.append("it has no key metric: the best round has the lowest validation loss")
+
         return tuple(f"bundle {self.name}: {text}" for text in texts)

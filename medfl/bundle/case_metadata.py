@@ -21,7 +21,14 @@ from medfl.problem.problem import Problem
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "age": ("age", "age_approx", "age_at_diagnosis", "age_years", "patient_age"),
     "sex": ("sex", "gender", "patient_sex"),
-    "localisation": ("localisation", "localization", "anatom_site_general", "anatom_site", "body_part", "location"),
+    "localisation": (
+        "localisation",
+        "localization",
+        "anatom_site_general",
+        "anatom_site",
+        "body_part",
+        "location",
+    ),
 }
 """Name here -> what tables call it, in lower case."""
 UNKNOWN = "not stated"
@@ -40,18 +47,23 @@ def read(bundle: Problem, section: str, folder: str) -> dict[str, dict[str, Any]
     """
     items = bundle.items(section)
     cases: dict[str, dict[str, Any]] = {
-        str(item["id"]): {name: str(item[name]) for name in ("centre", "group") if name in item} for item in items
+        str(item["id"]): {name: str(item[name]) for name in ("centre", "group") if name in item}
+        for item in items
     }
     entries = bundle.data(section)
+
     if isinstance(entries, list):
         for item, entry in zip(items, entries, strict=True):
             cases[str(item["id"])] |= _columns(entry) if isinstance(entry, Mapping) else {}
+
     for rows in _tables(Path(folder)) if folder and Path(folder).is_dir() else ():
         for ident, row in _by_name(rows, list(cases)).items():
             cases[ident] = {**_columns(row), **cases[ident]}
+
     columns = [name for name in COLUMNS if any(name in row for row in cases.values())]
     for row in cases.values():
         row |= {name: None if name == "age" else UNKNOWN for name in columns if name not in row}
+
     return cases
 
 
@@ -59,8 +71,12 @@ def band(age: float | None) -> str:
     """Return the band of 20 years that an age is in: "0–19", ..., "80+", or `UNKNOWN`."""
     if age is None:
         return UNKNOWN
+
     first = min(int(age // _BAND) * _BAND, _OLDEST)
-    return f"{first}+" if first == _OLDEST else f"{first}–{first + _BAND - 1}"
+    if first == _OLDEST:
+        return f"{first}+"
+
+    return f"{first}–{first + _BAND - 1}"
 
 
 BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
@@ -75,9 +91,11 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
         value = next((lower[other] for other in others if other in lower), None)
         if value is None:
             continue
+
         text = str(value).strip().lower()
         missing = text in ("", "nan", "none", "na", "n/a", "unknown")
         columns[name] = _years(text) if name == "age" else UNKNOWN if missing else text
+
     return columns
 
 
@@ -87,7 +105,11 @@ def _years(text: str) -> float | None:
         years = float(text.removesuffix("y"))
     except ValueError:
         return None
-    return years if math.isfinite(years) and 0 <= years < 130 else None
+
+    if math.isfinite(years) and 0 <= years < 130:
+        return years
+
+    return None
 
 
 def _tables(folder: Path) -> Iterator[list[dict[str, str]]]:
@@ -110,4 +132,5 @@ def _by_name(rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> dict[str,
             ids_by_name = {short(ident): ident for ident in ids}
             if len(ids_by_name) == len(ids) and (both := ids_by_name.keys() & rows_by_name.keys()):
                 return {ids_by_name[name]: rows_by_name[name] for name in both}
+
     return {}

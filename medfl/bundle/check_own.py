@@ -33,25 +33,36 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
             "a shipped bundle, or one that medfl new wrote",
             f"run medfl site check {where} --data DIR, which knows any",
         )
+
     if folder is None or not Path(folder).expanduser().is_dir():
         given = "no --data" if folder is None else f"--data {folder}"
-        raise InputError(given, f"the folder of the images of {bundle.name}", "give it with --data DIR")
+        raise InputError(
+            given, f"the folder of the images of {bundle.name}", "give it with --data DIR"
+        )
+
     root = Path(folder).expanduser().resolve()
-    problems, dataset, divided = [], own.OwnImages([], [], {}), list[tuple[Record, str]]()
+    problems = []
+    dataset = own.OwnImages([], [], {})
+    divided = list[tuple[Record, str]]()
+
     try:
         dataset = own.found_by(root, ids)
         divided = own.sections_of(root, dataset, ids["group_by"], ids["split"])
     except InputError as error:
         problems.append(str(error))
+
     classes = tuple(ids["classes"])
     columns = ("cases",) if ids.get("masks") else classes
-    records, assigned = [record for record, _ in divided], [section for _, section in divided]
+    records = [record for record, _ in divided]
+    assigned = [section for _, section in divided]
     counts = counted(columns, records, assigned)
+
     for record in bar(dataset.records, desc="reading images", unit="image", shown=progress):
         try:
             _read(root, ids)(record)
         except InputError as error:
             problems.append(str(error))
+
     return CheckReport(
         name=bundle.name, folder=root, layout=_layout(ids), split=str(ids["split"] or "own"),
         phantom=own.cohort_of([root, *(record.image for record in dataset.records)]) is not None, classes=columns,
@@ -68,15 +79,23 @@ def ids_of(bundle: Problem) -> dict[str, Any]:
             values[name] = bundle.get(name)
         except InputError:
             continue
+
     return {"classes": None, "group_by": None, **values}
 
 
 def _layout(ids: Mapping[str, Any]) -> str:
-    folders = {name: f"{ids[name]}/".removeprefix("./") for name in ("images", "masks") if ids.get(name)}
+    folders = {
+        name: f"{ids[name]}/".removeprefix("./") for name in ("images", "masks") if ids.get(name)
+    }
     if "masks" in folders:
         same = folders["images"] == folders["masks"]
         return f"{folders['images']}<name> + {folders['masks']}<name>{'_mask' * same} [+ cases.csv]"
-    named = f"{folders.get('images', '')}<picture> + {ids.get('labels')}" if ids.get("labels") else "<class>/<picture>"
+
+    if ids.get("labels"):
+        named = f"{folders.get('images', '')}<picture> + {ids.get('labels')}"
+    else:
+        named = "<class>/<picture>"
+
     return f"{named} [+ cases.csv]"
 
 
@@ -90,11 +109,19 @@ def _read(root: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
     return lambda record: pairs.read_pair(record.image, record.mask, classes=classes)
 
 
-def _notes(root: Path, ids: Mapping[str, Any], dataset: own.OwnImages, records: Sequence[Record]) -> tuple[str, ...]:
+def _notes(
+    root: Path, ids: Mapping[str, Any], dataset: own.OwnImages, records: Sequence[Record]
+) -> tuple[str, ...]:
     """Return what is left out, and what is known of patients."""
     unknown = bool(records) and all(record.group == record.id for record in records)
     groups = len({record.group for record in records})
-    patients = (own.UNKNOWN_PATIENTS,) if unknown else (f"{groups} patients, each in one section",) if records else ()
+    if unknown:
+        patients: tuple[str, ...] = (own.UNKNOWN_PATIENTS,)
+    elif records:
+        patients = (f"{groups} patients, each in one section",)
+    else:
+        patients = ()
+
     in_classes = not (ids.get("masks") or ids.get("labels"))
     beside = own.beside_classes(root, dataset.records) if in_classes else ()
     return (*dataset.notes, *beside, *own_folder.odd(root), *patients)

@@ -36,7 +36,14 @@ from medfl.policy.policy import Policy
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
 """Postprocessing that writes files or needs the original grid: a score does not need it."""
-_CACHES = ("CacheDataset", "SmartCacheDataset", "CacheNTransDataset", "PersistentDataset", "LMDBDataset", "GDSDataset")
+_CACHES = (
+    "CacheDataset",
+    "SmartCacheDataset",
+    "CacheNTransDataset",
+    "PersistentDataset",
+    "LMDBDataset",
+    "GDSDataset",
+)
 _ASIDE = ("train_handlers", "val_handlers", "key_train_metric", "additional_metrics", "amp")
 """Arguments of engines that write files, or that nothing else looks at."""
 _LOADED = ("DecathlonDataset", "MedNISTDataset", "TciaDataset")
@@ -68,16 +75,28 @@ class Configuration:
         policy: Policy,
     ) -> None:
         """Read the files; nothing in them is evaluated yet."""
-        self._policy, self._places, self._device = policy, {root} | _places(overrides.values()), device
-        self.root, self.file, self._first_file, self.metadata = root, files[-1], files[0].name, dict(metadata)
+        self._policy = policy
+        self._places = {root} | _places(overrides.values())
+        self._device = device
+        self.root = root
+        self.file = files[-1]
+        self._first_file = files[0].name
+        self.metadata = dict(metadata)
         self.dropped: set[str] = set()
         self._folder = ""
         self._merged = parser = ConfigParser({})
+
         for file in files:
             for key, value in read(file).items():
-                with _report(f"{file}: {key!r} cannot be merged", "its parent ids exist in the training configuration"):
+                with _report(
+                    f"{file}: {key!r} cannot be merged",
+                    "its parent ids exist in the training configuration",
+                ):
                     merge_kv(parser, key, value)
-        self.adapted = compatibility.give_numpy_names([*compatibility.python_texts(root), str(parser.get())])
+
+        self.adapted = compatibility.give_numpy_names(
+            [*compatibility.python_texts(root), str(parser.get())]
+        )
         fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 
@@ -91,14 +110,19 @@ class Configuration:
                     f"{self._first_file} has {', '.join(ids)}",
                     did_you_mean(key, ids, "override one of these ids"),
                 )
+
             if key == "dataset_dir":
                 value = self._folder = conventions.folder_like(self._merged[key], value)
             self._merged[key] = value
+
         self._places |= _places(values.values())
         content = self._merged.get()
         if self.file.stem == "inference":
             content = conventions.without_fetching(content)
-        self.lists = conventions.data_lists(content, self.root, self._folder) if self._folder else {}
+
+        self.lists = (
+            conventions.data_lists(content, self.root, self._folder) if self._folder else {}
+        )
         self._content = self._harmless({**content, **self.lists, "_meta_": self.metadata})
         self._parser = self._parse()
 
@@ -107,39 +131,59 @@ class Configuration:
         self._places |= {Path(path).absolute() for path in paths}
 
     def _parse(self, without: Iterable[str] = ()) -> ConfigParser:
-        with _report(f"{self.file}: its references (%) cannot be followed", "they name ids and files that exist"):
+        with _report(
+            f"{self.file}: its references (%) cannot be followed",
+            "they name ids and files that exist",
+        ):
             modules = own_modules(self.root)
             parser = guarded_parser(deepcopy(self._content), self._policy, modules, self._places)
             for key in without:
                 parser[key] = None
+
             parser.parse()
+
         return parser
 
     def _harmless(self, node: Any, key: str = "") -> Any:
         if isinstance(node, list):
             return [self._harmless(value) for value in node]
+
         if isinstance(node, str):
             in_file = node.startswith("%") and ConfigParser.split_path_id(node[1:])[0]
             if in_file and not self._policy.trusted:
                 given = f"{printable(node)!r}, a part of another file"
                 raise InputError(given, "ids of this configuration", "write it out")
+
             return conventions.rewritten(key, node, self._device)
+
         if not isinstance(node, Mapping):
             return node
-        old, node = target_name(node), replace_removed(node)
-        safe, target = {key: self._harmless(value, key) for key, value in node.items()}, target_name(node)
+
+        old = target_name(node)
+        node = replace_removed(node)
+        safe = {key: self._harmless(value, key) for key, value in node.items()}
+        target = target_name(node)
         self.adapted |= set() if target == old else {f"{old}:{target}"}
+
         for name in compatibility.idle_arguments(target, safe):
             del safe[name]
             self.adapted.add(f"{target}.{name}")
+
         if target in _CACHES:
-            safe = {key: safe[key] for key in ("_disabled_", "_requires_", "data", "transform") if key in safe}
+            safe = {
+                key: safe[key]
+                for key in ("_disabled_", "_requires_", "data", "transform")
+                if key in safe
+            }
             return {"_target_": "monai.data.Dataset", **safe}
+
         if target in _LOADED:
             return {**safe, "cache_num": 0}
+
         if _UNSCORED.fullmatch(target):
             self.dropped.add(target)
             return {"_target_": node["_target_"], "_disabled_": True}
+
         return safe
 
     # Looking without evaluating
@@ -160,7 +204,9 @@ class Configuration:
             node = self._parser.get(key)
             if not (isinstance(node, str) and node.startswith("@")):
                 return key, node
+
             key = node[1:].replace("::", "#")
+
         return key, None
 
     def within(self, key: str, part: str) -> str:
@@ -181,13 +227,16 @@ class Configuration:
             if key not in contents and key in parser:
                 contents[key] = parser.get(key)
                 todo += ReferenceResolver.find_refs_in_config(contents[key], key)
+
         return contents
 
     # Evaluating
 
     def evaluated(self, key: str) -> Any:
         """Return the object of an id, the same one each time; InputError names an id that fails, and the cause."""
-        with stream(0, "configuration"):  # for lists that the bundle shuffles without a seed of its own
+        with stream(
+            0, "configuration"
+        ):  # for lists that the bundle shuffles without a seed of its own
             return self._evaluate(self._parser, key)
 
     def build_new(self, *keys: str) -> list[Any]:
@@ -204,7 +253,9 @@ class Configuration:
 
     def _evaluate(self, parser: ConfigParser, key: str, engines: Sequence[str] = ()) -> Any:
         if key not in parser:
-            raise InputError(f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it")
+            raise InputError(
+                f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it"
+            )
         for other, node in self.dependencies_of(key, parser).items():
             engine = isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node))
             if engine and other.replace("::", "#") not in engines:
@@ -213,17 +264,24 @@ class Configuration:
                     "trainers and evaluators are not made here: their handlers write files",
                     "take the reference to it out of this id",
                 )
+
         with (
             own_python(self.root) if self._policy.runs_scripts else nullcontext(),
             compatibility.arrays_in_pickles(),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore", ResourceWarning)  # `json.load(open(…))` is the bundle's habit
-            warnings.filterwarnings("ignore", "This DataLoader will create")  # processes that are never started
+            warnings.simplefilter(
+                "ignore", ResourceWarning
+            )  # `json.load(open(…))` is the bundle's habit
+            warnings.filterwarnings(
+                "ignore", "This DataLoader will create"
+            )  # processes that are never started
             try:
                 return parser.get_parsed_content(key)
             except Exception as error:
-                raise explained(error, key, self.file, self._content, parser.ref_resolver.resolved_content) from error
+                raise explained(
+                    error, key, self.file, self._content, parser.ref_resolver.resolved_content
+                ) from error
             finally:
                 resolved = parser.ref_resolver.resolved_content
                 for name, value in list(resolved.items()):
@@ -240,19 +298,33 @@ def by_existing_ids(values: Mapping[str, Any], content: Mapping[str, Any]) -> di
     """
     values = monai_networks.replaced(values, content)
     values = {key: value for key, value in values.items() if key != INIT_WEIGHTS or key in content}
-    by_name = "network_name" in content and isinstance(name := values.get("network"), str) and name[:1] not in "$@%"
-    return {"network_name" if by_name and key == "network" else key: value for key, value in values.items()}
+    by_name = (
+        "network_name" in content
+        and isinstance(name := values.get("network"), str)
+        and name[:1] not in "$@%"
+    )
+    return {
+        "network_name" if by_name and key == "network" else key: value
+        for key, value in values.items()
+    }
 
 
 def _places(values: Iterable[Any]) -> set[Path]:
     """Return the absolute paths among a user's values; what a bundle itself names opens no folder."""
-    return {Path(value) for value in values if isinstance(value, str | Path) and Path(value).is_absolute()}
+    return {
+        Path(value)
+        for value in values
+        if isinstance(value, str | Path) and Path(value).is_absolute()
+    }
 
 
 def target_name(node: Mapping[str, Any]) -> str:
     """Return the class name of a component without its module, "" for anything else."""
     target = node.get("_target_", "")
-    return target.rpartition(".")[2] if isinstance(target, str) else ""
+    if isinstance(target, str):
+        return target.rpartition(".")[2]
+
+    return ""
 
 
 def components(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -271,12 +343,16 @@ def _report(given: str, allowed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise InputError(f"{given} ({as_text(error)})", allowed, "repair the file where it says") from error
+        raise InputError(
+            f"{given} ({as_text(error)})", allowed, "repair the file where it says"
+        ) from error
 
 
 def own_modules(root: Path) -> frozenset[str]:
     """Return the names of the Python packages and modules that a bundle brings (`scripts`)."""
-    return frozenset([p.parent.name for p in root.glob("*/*.py")] + [p.stem for p in root.glob("*.py")])
+    return frozenset(
+        [p.parent.name for p in root.glob("*/*.py")] + [p.stem for p in root.glob("*.py")]
+    )
 
 
 @contextmanager
@@ -288,16 +364,22 @@ def own_python(root: Path) -> Iterator[None]:
     if not (modules := own_modules(root)):
         yield
         return
+
     for package in modules & sys.modules.keys():
         module = sys.modules[package]
         paths = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or "/"]
         home = Path(paths[0]).resolve().parent
-        if home != root and ((home / "configs").is_dir() or not home.exists()):  # an export is moved when it is done
+        if home != root and (
+            (home / "configs").is_dir() or not home.exists()
+        ):  # an export is moved when it is done
             for name in [name for name in sys.modules if name.partition(".")[0] == package]:
                 del sys.modules[name]
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+
+    before = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
     sys.path.insert(0, str(root))
     importlib.invalidate_caches()
+
     try:
         yield
     finally:

@@ -17,7 +17,10 @@ _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 
 def find_trainer(config: Configuration) -> str:
     """Return the id of a bundle's trainer; InputError if it lacks one, or what federated training needs of it."""
-    key, node = next(((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)), ("", {}))
+    key, node = next(
+        ((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)),
+        ("", {}),
+    )
     if not key:
         raise InputError(
             f"{config.file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(config.ids)}",
@@ -30,10 +33,18 @@ def find_trainer(config: Configuration) -> str:
             "federated training needs a trainer, MONAI's or the bundle's own",
             "make it a SupervisedTrainer, or give another bundle's folder",
         )
-    supervised = () if own_trainer_class(config, key) else ("network", "loss_function", "optimizer")
+
+    if own_trainer_class(config, key):
+        supervised: tuple[str, ...] = ()
+    else:
+        supervised = ("network", "loss_function", "optimizer")
+
     for part in (*supervised, "train_data_loader"):
         if part not in node:
-            raise InputError(f"{config.file} has no id '{key}#{part}'", "a trainer has it", "add it")
+            raise InputError(
+                f"{config.file} has no id '{key}#{part}'", "a trainer has it", "add it"
+            )
+
     return key
 
 
@@ -41,7 +52,10 @@ def own_trainer_class(config: Configuration, trainer: str) -> str:
     """Return the class of a trainer whose steps are not those of MONAI's SupervisedTrainer, else ""."""
     node = config.raw(trainer)[1]
     name = target_name(node)
-    return "" if name == "SupervisedTrainer" and node.get("iteration_update") is None else name
+    if name == "SupervisedTrainer" and node.get("iteration_update") is None:
+        return ""
+
+    return name
 
 
 def find_evaluator(config: Configuration) -> str | None:
@@ -70,20 +84,26 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     key, metrics = config.raw(f"{evaluator}#key_val_metric") if evaluator else ("", None)
     if not isinstance(metrics, Mapping) or not metrics:
         return "loss", loss
+
     name, node = next(iter(metrics.items()))
     metric = config.evaluated(f"{key}#{name}")
     if isinstance(node, Mapping) and target_name(node) == "MeanDice":
         return "dice", metric
+
     if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
         better = config.evaluated(f"{evaluator}#metric_cmp_fn")
         name += "_error" if better(0.0, 1.0) else ""
+
     return name, metric
 
 
 def is_disabled(config: Configuration, key: str, node: Mapping[str, Any]) -> bool:
     """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
     value = config.evaluated(f"{key}#_disabled_") if "_disabled_" in node else False
-    return value.strip().lower() == "true" if isinstance(value, str) else bool(value)
+    if isinstance(value, str):
+        return value.strip().lower() == "true"
+
+    return bool(value)
 
 
 def find_schedule(config: Configuration) -> str:

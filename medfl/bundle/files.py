@@ -25,7 +25,9 @@ _FORMAT = {
 }  # fmt: skip
 """Entries that metadata.json may have of an input or output, and that are read."""
 _MAX_BYTES = 1 << 20
-_Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: eight times as fast
+_Loader: type = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # in C where it was built so: eight times as fast
 
 
 def shipped_root() -> Path | None:
@@ -45,7 +47,12 @@ def shipped_folders() -> dict[str, Path]:
 
 @lru_cache(maxsize=1)
 def _folders(root: Path | None) -> dict[str, Path]:
-    files = [path for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")] if root else []
+    if root:
+        files = [
+            path for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")
+        ]
+    else:
+        files = []
     folders = {path.parents[1].name: path.parents[1] for path in files}
     return {name: folders[name] for name in sorted(folders.keys() & set(datasets.names()))}
 
@@ -59,13 +66,16 @@ def find(name_or_path: str) -> Path:
     """Return the folder of a bundle, by its name or path; InputError if none is there, or none that can be trained."""
     if name_or_path in shipped():
         return shipped_folders()[name_or_path]
+
     path = Path(name_or_path).expanduser().resolve()
     if config_file(path, "train"):
         return path
+
     if (path / "configs").is_dir():
         has = ", ".join(sorted(file.name for file in (path / "configs").iterdir()))
         problem = f"bundle {path} has no configs/train.json or .yaml"
         raise InputError(problem, f"it has {has}", "give a bundle that says how to train")
+
     raise InputError(
         f"bundle {name_or_path!r}",
         f"shipped bundles are {', '.join(shipped()) or 'none'}; a path is a folder with configs/train.json or .yaml",
@@ -91,21 +101,28 @@ def read_protocol(name_or_path: str) -> Mapping[str, Any]:
     path = config_file(root, "federated")
     if path is None or root in shipped_folders().values():
         return read(path) if path else {}
+
     try:
         text = decode_text(read_bytes(path, _MAX_BYTES))
         content = read_plain(text, is_json=path.suffix == ".json", nodes=20_000, depth=40)
         return dict(content or {})
     except (Refused, TypeError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}", "plain JSON or YAML, by names", "repair it") from error
+        raise InputError(
+            f"{path} cannot be read: {error}", "plain JSON or YAML, by names", "repair it"
+        ) from error
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the content of a JSON or YAML file; InputError if it is not valid."""
     try:
         text = path.read_text(encoding="utf-8")
-        return dict((json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {})
+        return dict(
+            (json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)) or {}
+        )
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{path} cannot be read: {error}", "it is valid JSON or YAML", "repair its syntax") from error
+        raise InputError(
+            f"{path} cannot be read: {error}", "it is valid JSON or YAML", "repair its syntax"
+        ) from error
 
 
 def read_metadata(root: Path) -> dict[str, Any]:
@@ -119,15 +136,27 @@ def read_metadata(root: Path) -> dict[str, Any]:
     kinds = dict.fromkeys(("inputs", "outputs"), dict[str, dict[str, Any]])
     errors = [*type_errors(described, {"network_data_format": kinds})]
     formats = {} if errors else described.get("network_data_format", {})
+
     for part in (part for kind in kinds for part in formats.get(kind, {}).values()):
         errors += type_errors(part, _FORMAT, "network_data_format...")
         if isinstance(count := part.get("num_channels"), int) and count > MOST_CHANNELS:
             errors.append(f"has {count} channels under num_channels, more than {MOST_CHANNELS}")
+
         channels = part.get("channel_def")
-        odd = [key for key in channels if not CHANNEL_INDEX.fullmatch(key)] if isinstance(channels, Mapping) else []
+        if isinstance(channels, Mapping):
+            odd = [key for key in channels if not CHANNEL_INDEX.fullmatch(key)]
+        else:
+            odd = []
+
         errors += [f"has the channel {printable(key, 20)!r} under channel_def" for key in odd]
+
     if errors:
-        raise InputError(f"{path} {errors[0]}", "a description as MONAI's bundles have it", "change it or leave it out")
+        raise InputError(
+            f"{path} {errors[0]}",
+            "a description as MONAI's bundles have it",
+            "change it or leave it out",
+        )
+
     return described
 
 
@@ -136,10 +165,15 @@ def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
     folders = [file for name in ("configs", "embeddings") for file in (root / name).glob("*")]
     for path in sorted([*folders, *root.glob("*.py"), *root.glob("*/**/*.py")]):
-        if path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors") and path.stem != "federated":
+        if (
+            path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors")
+            and path.stem != "federated"
+        ):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
+
     for path in _named_files(root):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+
     return digest.hexdigest()
 
 

@@ -12,7 +12,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
-from monai.bundle import ConfigComponent, ConfigExpression, ConfigItem, ConfigParser, ReferenceResolver
+from monai.bundle import (
+    ConfigComponent,
+    ConfigExpression,
+    ConfigItem,
+    ConfigParser,
+    ReferenceResolver,
+)
 
 from medfl.bundle.guarded_readers import guard_readers
 from medfl.core.untrusted import Refused
@@ -42,7 +48,10 @@ def guarded_parser(
         names = dict(DEFAULT_NAMES)
         for text in filter(None, content.get("imports", [])):
             names |= imported(str(text)[1:], Uses())
-        parser.ref_resolver = _Resolver(ExpressionEvaluator(names, policy.allow, own_modules, roots))
+        parser.ref_resolver = _Resolver(
+            ExpressionEvaluator(names, policy.allow, own_modules, roots)
+        )
+
     return parser
 
 
@@ -64,9 +73,12 @@ class _Resolver(ReferenceResolver):
 class _Expression(ConfigExpression):
     def __init__(self, config: Any, id_: str, evaluator: ExpressionEvaluator) -> None:
         super().__init__(config, id_)
-        self._text, self._evaluator = str(config)[len(self.prefix) :], evaluator
+        self._text = str(config)[len(self.prefix) :]
+        self._evaluator = evaluator
 
-    def evaluate(self, globals: dict[str, Any] | None = None, locals: dict[str, Any] | None = None) -> Any:
+    def evaluate(
+        self, globals: dict[str, Any] | None = None, locals: dict[str, Any] | None = None
+    ) -> Any:
         if globals is None:  # an import: the parser has read its name
             return self._text
         return self._evaluator.evaluate(self._text, globals[ReferenceResolver._vars])
@@ -75,37 +87,57 @@ class _Expression(ConfigExpression):
 class _Component(ConfigComponent):
     def __init__(self, config: Any, id_: str, evaluator: ExpressionEvaluator) -> None:
         super().__init__(config, id_)
-        self._target, self._evaluator = config["_target_"], evaluator
+        self._target = config["_target_"]
+        self._evaluator = evaluator
 
     def instantiate(self, **named: Any) -> object:
         if self.is_disabled():
             return None
-        target, config = str(self._target), self.config
+
+        target = str(self._target)
+        config = self.config
         own = target.partition(".")[0] in self._evaluator.own_modules
         factory = self._evaluator.member(target) if own else component(target)
         name = factory.__name__
+
         if not own and is_never_made(factory):
-            raise Refused(f"{name} writes files or handles a trainer's events, and is never made here")
+            raise Refused(
+                f"{name} writes files or handles a trainer's events, and is never made here"
+            )
         if config.get("_mode_", "default") != "default":
             raise Refused(f"_mode_ of {name}, where only 'default' is")
-        arguments = {**{key: value for key, value in config.items() if key not in self.non_arg_keys}, **named}
+
+        arguments = {
+            **{key: value for key, value in config.items() if key not in self.non_arg_keys},
+            **named,
+        }
         if name.endswith("DataLoader"):
             arguments |= {"num_workers": 0, "multiprocessing_context": None, "worker_init_fn": None}
             arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
-        for word in () if own else ("compile", "compile_kwargs"):  # of an engine: they would start a compiler
+
+        for word in (
+            () if own else ("compile", "compile_kwargs")
+        ):  # of an engine: they would start a compiler
             arguments.pop(word, None)
+
         if not own:
             self._evaluator.check_handed([arguments.get("func")], objects=False)
             self._evaluator.check_handed(arguments.values(), objects=True)
+
         self._evaluator.check_paths(check_arguments(factory, (), arguments), factory)
         if not own and (name.endswith("Dataset") or name == "Subset"):
             self._check_items(arguments)
+
         try:
             instance = factory(**arguments)
         except Exception as error:
-            raise RuntimeError(f"{name} cannot be made with {', '.join(arguments) or 'nothing'}") from error
+            raise RuntimeError(
+                f"{name} cannot be made with {', '.join(arguments) or 'nothing'}"
+            ) from error
+
         if not own:
             guard_readers(instance, self._evaluator.check_path)
+
         return instance
 
     def _check_items(self, arguments: Mapping[str, Any]) -> None:

@@ -22,7 +22,8 @@ Check = Callable[[Any], None]
 """Raises `Refused` for a path that may not be opened."""
 
 _HEAD = 1 << 16
-_GZIP, _HDF5 = b"\x1f\x8b", b"\x89HDF"
+_GZIP = b"\x1f\x8b"
+_HDF5 = b"\x89HDF"
 _OTHER_FILE = re.compile(
     rb"^\s*data ?file:"  # NRRD
     rb"|ElementDataFile\s*=(?!\s*LOCAL\s)"  # MetaImage
@@ -36,7 +37,8 @@ class GuardedReader(ImageReader):
     """One of MONAI's readers, which checks each path before it opens it."""
 
     def __init__(self, reader: ImageReader, check: Check) -> None:
-        self._reader, self._check = reader, check
+        self._reader = reader
+        self._check = check
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # of Python's own, asked for before it is made
@@ -86,20 +88,26 @@ def check_content(path: Any) -> None:
     """
     if not os.path.isfile(path):
         return
+
     with open(path, "rb") as file:
         head = file.read(_HEAD)
+
     if head.startswith(_GZIP):
         with gzip.open(path) as file:
             try:
                 head = file.read(_HEAD)
             except (OSError, EOFError):
                 return  # its reader says what is wrong with it
+
     if head.startswith(_HDF5) or _OTHER_FILE.search(head):
         raise Refused(f"the file {printable(path)}, which names another file as its pixels")
 
 
 def _guarded(reader: ImageReader, check: Check) -> ImageReader:
-    return reader if isinstance(reader, GuardedReader) else GuardedReader(reader, check)
+    if isinstance(reader, GuardedReader):
+        return reader
+
+    return GuardedReader(reader, check)
 
 
 def _parts(component: Any) -> Iterator[Any]:

@@ -42,7 +42,9 @@ class Inference:
     @property
     def inferer(self) -> Callable[..., Any]:
         """What takes inputs and a network to outputs of whole images."""
-        inferer: Callable[..., Any] = self.config.evaluated("inferer") if "inferer" in self.config else SimpleInferer()
+        inferer: Callable[..., Any] = (
+            self.config.evaluated("inferer") if "inferer" in self.config else SimpleInferer()
+        )
         return inferer
 
     @property
@@ -77,16 +79,26 @@ def open_inference(
     """
     root = Path(where).expanduser().resolve()
     file = config_file(root, "inference")
-    weights = next((path for kind in kinds if (path := root / "models" / f"model.{kind}").is_file()), None)
+    weights = next(
+        (path for kind in kinds if (path := root / "models" / f"model.{kind}").is_file()), None
+    )
     if file is None or weights is None:
         files = " or ".join(f"models/model.{kind}" for kind in kinds)
         missing = "configs/inference.json or .yaml" if file is None else files
         allowed = "a bundle that predicts has an inference configuration and weights"
-        raise InputError(f"bundle {root} has no {missing}", allowed, "add it, or name the folder of a complete bundle")
+        raise InputError(
+            f"bundle {root} has no {missing}",
+            allowed,
+            "add it, or name the folder of a complete bundle",
+        )
+
     admission.admit(root, policy, INFERENCE)
     if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
         given = f"{name} with TorchScript, which can write files"
-        raise InputError(given, "weights are models/model.pt", "if its author may run code here, give --trust")
+        raise InputError(
+            given, "weights are models/model.pt", "if its author may run code here, give --trust"
+        )
+
     described = read_metadata(root)
     config = Configuration(root, [file], {}, described, device, policy)
     return Inference(root, file, config, described, weights, _network(config, weights, device))
@@ -98,11 +110,20 @@ def _network(config: Configuration, weights: Path, device: torch.device) -> nn.M
             network: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
         else:
             network = config.evaluated("network_def")
-            state: Any = load_weights(weights) if weights.suffix == ".safetensors" else load_pickled(weights)
-            network.load_state_dict(state["model"] if isinstance(state.get("model"), Mapping) else state)
+            state: Any = (
+                load_weights(weights) if weights.suffix == ".safetensors" else load_pickled(weights)
+            )
+            network.load_state_dict(
+                state["model"] if isinstance(state.get("model"), Mapping) else state
+            )
+
         return network.to(device).eval()
     except InputError:
         raise
-    except Exception as error:  # torch raises several types for damaged files and for other networks
+    except (
+        Exception
+    ) as error:  # torch raises several types for damaged files and for other networks
         problem = f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})"
-        raise InputError(problem, "weights of network_def, or TorchScript", "restore the file") from error
+        raise InputError(
+            problem, "weights of network_def, or TorchScript", "restore the file"
+        ) from error

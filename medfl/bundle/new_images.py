@@ -48,7 +48,10 @@ def prepared(bundle: Problem, images: Images) -> Prepared:
 
 
 def of_files(
-    transforms: Transform, task: str, files: Mapping[str, str], labels: Mapping[str, int | str] | None = None
+    transforms: Transform,
+    task: str,
+    files: Mapping[str, str],
+    labels: Mapping[str, int | str] | None = None,
 ) -> Prepared:
     """Return images ready to be batched.
 
@@ -62,26 +65,40 @@ def of_files(
         InputError: an image that the transforms refuse, or masks that they do not read.
     """
     labels = labels or {}
-    entries = [{"image": uri, **({"label": labels[i]} if i in labels else {})} for i, uri in files.items()]
+    entries = [
+        {"image": uri, **({"label": labels[i]} if i in labels else {})} for i, uri in files.items()
+    ]
     items = [{"id": ident} for ident in files]
     return prepare(items, Source(entries, (transforms, _Labelled(task))), label="reading images")
 
 
-def masks(bundle: Problem, network: nn.Module, shard: Shard, device: torch.device) -> list[dict[str, Any]]:
+def masks(
+    bundle: Problem, network: nn.Module, shard: Shard, device: torch.device
+) -> list[dict[str, Any]]:
     """Return id and mask (class indices, uint8) of each image, on its file's grid where that is known.
 
     A mask is None where the bundle's channels overlap; InputError if it segments nothing.
     """
     evaluator = bundle.evaluator
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
-        raise InputError(f"masks of bundle {bundle.name!r}, a {bundle.task} task", "a segmentation", "give such a run")
+        raise InputError(
+            f"masks of bundle {bundle.name!r}, a {bundle.task} task",
+            "a segmentation",
+            "give such a run",
+        )
+
     geometry = shard.prepared.geometry
 
     def on_file(index: int, mask: Tensor) -> NDArray[Any]:
         known = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
-        return to_original(mask, geometry[index]) if known else mask.numpy()
+        if known:
+            return to_original(mask, geometry[index])
 
-    cases = zip(shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True)
+        return mask.numpy()
+
+    cases = zip(
+        shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True
+    )
     return [
         {"id": ident, "mask": None if case is None else on_file(index, case.prediction.cpu())}
         for index, ident, case in cases
@@ -95,16 +112,22 @@ class _Labelled(Transform):
         self.task = task
 
     def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        image, label = data["image"], data.get("label")
+        image = data["image"]
+        label = data.get("label")
         if isinstance(label, str):
             raise InputError(
                 f"reference mask {label}",
                 "the bundle's preprocessing reads masks too, under the key 'label'",
                 "predict without --reference, and score what is written",
             )
+
         if label is None:
             segments = self.task == "segmentation"
-            label = torch.zeros((1, *image.shape[1:]), dtype=torch.uint8) if segments else 0
+            if segments:
+                label = torch.zeros((1, *image.shape[1:]), dtype=torch.uint8)
+            else:
+                label = 0
+
         return {**data, "label": label}
 
 
@@ -126,7 +149,8 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
         images: as of `prepared`.
         metadata: of the bundle. Where it is silent, images are volumes of one channel: a folder of DICOM files is one.
     """
-    volumes, channels = is_volumes(metadata), channels_of(metadata)
+    volumes = is_volumes(metadata)
+    channels = channels_of(metadata)
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
         paths = [
@@ -135,6 +159,7 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
             else _written(np.asarray(given), Path(folder) / f"image-{number}")
             for number, given in enumerate(listed)
         ]
+
         if not paths:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
         yield joined(named(paths, volumes), channels)
@@ -152,15 +177,18 @@ def channels_of(metadata: Mapping[str, Any]) -> int:
 
 def _written(pixels: NDArray[Any], path: Path) -> Path:
     """Write an array without loss: a picture as PNG, a volume as NIfTI of 1 mm."""
-    grey, colour = pixels.ndim == 2, pixels.ndim == 3 and pixels.shape[2] == 3
+    grey = pixels.ndim == 2
+    colour = pixels.ndim == 3 and pixels.shape[2] == 3
     if (pixels.dtype == np.uint8 and (grey or colour)) or (pixels.dtype == np.uint16 and grey):
         file = path.with_name(f"{path.name}.png")
         Image.fromarray(pixels).save(file)
         return file
+
     if pixels.ndim == 3 and pixels.dtype.kind in "uif":
         file = path.with_name(f"{path.name}.nii.gz")
         nib.save(nib.Nifti1Image(pixels.astype(np.float32), np.eye(4)), file)  # type: ignore[no-untyped-call]
         return file
+
     raise InputError(
         f"an array of shape {pixels.shape} and type {pixels.dtype}",
         "pictures (H, W) or (H, W, 3) of type uint8 or (H, W) of type uint16, or volumes (D1, D2, D3)",

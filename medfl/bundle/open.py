@@ -48,7 +48,10 @@ def phantom_folder(name: str) -> Path:
 
 
 def open_problem(
-    name: str, config: Mapping[str, Any] | None = None, device: torch.device | str = "cpu", policy: Policy | None = None
+    name: str,
+    config: Mapping[str, Any] | None = None,
+    device: torch.device | str = "cpu",
+    policy: Policy | None = None,
 ) -> Problem:
     """Return the problem that a bundle's name or folder, or a name of parts in Python, stands for, without its data.
 
@@ -72,19 +75,30 @@ def require_buildable(problem: Problem, config: Mapping[str, Any]) -> None:
         return
     for key, instead in _INSTEAD.items():
         if key in config:
-            raise InputError(f"--config {key}={config[key]}", f"a federated run sets this id by {instead}", "use that")
+            raise InputError(
+                f"--config {key}={config[key]}",
+                f"a federated run sets this id by {instead}",
+                "use that",
+            )
+
     with stream(0, "trial network"):
         problem.network()
 
 
 def protocol_of(name: str) -> Mapping[str, Any]:
     """Return the protocol of a bundle, or of parts in Python."""
-    return parts.protocol_of_parts(name) if parts.is_parts(name) else read_protocol(name)
+    if parts.is_parts(name):
+        return parts.protocol_of_parts(name)
+
+    return read_protocol(name)
 
 
 def bundle_of(run: Run) -> str:
     """Return what a recorded run's bundle is opened by: the name of a shipped one, the folder of another."""
-    return run.bundle if run.bundle in shipped() and run.data.split != OWN_SPLIT else run.bundle_path
+    if run.bundle in shipped() and run.data.split != OWN_SPLIT:
+        return run.bundle
+
+    return run.bundle_path
 
 
 def is_recorded(name_or_path: str, run: Run) -> bool:
@@ -115,14 +129,21 @@ def reopened(
     recorded = Path(run.bundle_path)
     current = given or name
     is_shipped = name in shipped()
+
     if not is_recorded(current, run):
-        if is_shipped and not given and (recorded / "configs").is_dir() and is_recorded(run.bundle_path, run):
+        if (
+            is_shipped
+            and not given
+            and (recorded / "configs").is_dir()
+            and is_recorded(run.bundle_path, run)
+        ):
             current = run.bundle_path
         elif not (is_shipped and allow_changed and not given):
             raise _changed_error(run, current, folder)
 
     if is_shipped:
         return Bundle(current, config, device, policy, known_as=name)
+
     return open_problem(current, config, device, policy)
 
 
@@ -134,6 +155,7 @@ def _changed_error(run: Run, current: str, folder: Path | None) -> InputError:
     if (root := shipped_root()) and bundle_of(run) in shipped():
         path = shipped_folders()[run.bundle].relative_to(root)
         what = f"bundles/{path} of medfl {run.versions.get('medfl')}, unpacked to FOLDER"
+
     advice = f"name {what}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json"
     return InputError(given, f"the recorded one is {run.bundle_sha256[:12]}", advice)
 
@@ -156,13 +178,17 @@ class WithData:
             notes = tuple(datasets.notes(problem.dataset, self.folder))
             checksum = datasets.checksum(problem.dataset, self.folder, self.split)
             if any(NO_LABEL in item for item in problem.items("train")):
-                checksum = hashlib.sha256(f"{checksum} {problem.data_checksum()}".encode()).hexdigest()
+                checksum = hashlib.sha256(
+                    f"{checksum} {problem.data_checksum()}".encode()
+                ).hexdigest()
         else:
             is_drawn = problem.is_drawn(self.folder)
             notes = self.notes
             checksum = problem.data_checksum()
 
-        return DataRecord(PHANTOM if is_drawn else "real", self.folder, checksum, self.split, counts, notes)
+        return DataRecord(
+            PHANTOM if is_drawn else "real", self.folder, checksum, self.split, counts, notes
+        )
 
 
 def with_data(
@@ -192,19 +218,29 @@ def with_data(
     name = problem.dataset
     if not (isinstance(problem, Bundle) and name):
         return _of_own_data(problem, data, config, unlabelled)
+
     if unlabelled and data is not None and _is_unknown(name, data):
         images = Path(data).absolute()
         bundle, notes = _take_unlabelled(problem, {"dataset_dir": str(images)}, images)
         return WithData(bundle, str(images), "", notes)
 
-    folder = _folder(name, data, say).absolute()  # a bundle looks below folders that are named in full
+    folder = _folder(
+        name, data, say
+    ).absolute()  # a bundle looks below folders that are named in full
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
     overrides = {"dataset_dir": str(folder), "split": split}
     if unlabelled:
         bundle, unlabelled_notes = _take_unlabelled(problem, overrides, folder)
     else:
-        bundle, unlabelled_notes = problem.variant(overrides), ()
-    return WithData(bundle, str(folder), split, (f"split: {split}", *datasets.notes(name, folder), *unlabelled_notes))
+        bundle = problem.variant(overrides)
+        unlabelled_notes = ()
+
+    return WithData(
+        bundle,
+        str(folder),
+        split,
+        (f"split: {split}", *datasets.notes(name, folder), *unlabelled_notes),
+    )
 
 
 def _is_unknown(name: str, data: str) -> bool:
@@ -216,7 +252,9 @@ def _is_unknown(name: str, data: str) -> bool:
     return False
 
 
-def _take_unlabelled(bundle: Bundle, overrides: Mapping[str, Any], folder: Path) -> tuple[Bundle, tuple[str, ...]]:
+def _take_unlabelled(
+    bundle: Bundle, overrides: Mapping[str, Any], folder: Path
+) -> tuple[Bundle, tuple[str, ...]]:
     """Return a bundle with a folder's images without labels among the training items, and a note on them."""
     bundle = bundle.variant(overrides, partial(unlabelled_images.find, folder=folder))
     count = sum(NO_LABEL in item for item in bundle.items("train"))
@@ -227,23 +265,32 @@ def _folder(name: str, data: str | None, say: Print) -> Path:
     """Return the folder of a shipped bundle's images: the one given, one below $MEDFL_DATA, or the phantom cohort."""
     if data == PHANTOM:
         return phantom_folder(name)
+
     if data is not None or os.environ.get("MEDFL_DATA"):
         try:
             return datasets.locate(name, data)
         except InputError:
             if data is not None:
                 raise
-    say(f"NO REAL DATA for {name}: neither --data nor $MEDFL_DATA holds it; using a PHANTOM cohort of drawn images")
+
+    say(
+        f"NO REAL DATA for {name}: neither --data nor $MEDFL_DATA holds it; using a PHANTOM cohort of drawn images"
+    )
     return phantom_folder(name)
 
 
 def _split(name: str, folder: Path, preferred: str | None) -> str:
     """Return the protocol's split where this folder offers it, else the folder's own default."""
     offered = datasets.splits(name, folder)
-    return str(preferred) if preferred in offered else offered[0]
+    if preferred in offered:
+        return str(preferred)
+
+    return offered[0]
 
 
-def _of_own_data(problem: Problem, data: str | None, config: Mapping[str, Any], unlabelled: bool) -> WithData:
+def _of_own_data(
+    problem: Problem, data: str | None, config: Mapping[str, Any], unlabelled: bool
+) -> WithData:
     """Open a problem whose data are no data set of medfl's."""
     if data == PHANTOM:
         advice = "give this bundle's data folder, or omit --data"
@@ -261,11 +308,20 @@ def _of_own_data(problem: Problem, data: str | None, config: Mapping[str, Any], 
     if unlabelled and isinstance(problem, Bundle) and "dataset_dir" in problem:
         problem, notes = _take_unlabelled(problem, {}, Path(str(problem.get("dataset_dir"))))
 
-    notes = (*problem.notes, *notes)  # they open the training data, after it is known that images without labels count
+    notes = (
+        *problem.notes,
+        *notes,
+    )  # they open the training data, after it is known that images without labels count
     if problem.is_drawn(folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
+
     if not problem.has_test:
         error = problem.sections.test_error
-        why = f"its test data cannot be read ({error})" if error else "this bundle names no test data"
+        if error:
+            why = f"its test data cannot be read ({error})"
+        else:
+            why = "this bundle names no test data"
+
         notes += (f"{why}: the validation items serve as test items, so 'best' is optimistic",)
+
     return WithData(problem, folder, OWN_SPLIT, notes)

@@ -30,38 +30,52 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
         InputError: no such preset, one that sets what no run has, or a table that is none.
     """
     _check_tables(bundle, values)
-    settled, offered = {**_DEFAULTS, **_said_of_sites(bundle, values)}, values.get("presets") or {}
+    settled = {**_DEFAULTS, **_said_of_sites(bundle, values)}
+    offered = values.get("presets") or {}
     for name in presets:
         if name not in offered:
             raise InputError(
                 f"preset {name!r} of bundle {bundle!r}",
                 f"its presets are: {', '.join(offered) or 'none'}",
-                did_you_mean(name, offered, f"see medfl bundles {bundle}") if offered else "leave --preset out",
+                did_you_mean(name, offered, f"see medfl bundles {bundle}")
+                if offered
+                else "leave --preset out",
             )
-        preset: Mapping[str, Any] = {key: value for key, value in offered[name].items() if key != "about"}
+
+        preset: Mapping[str, Any] = {
+            key: value for key, value in offered[name].items() if key != "about"
+        }
         if unknown := sorted(preset.keys() - _DEFAULTS.keys()):
             raise InputError(
                 f"{unknown[0]!r} in preset {name!r} of bundle {bundle!r}",
                 f"a preset sets {', '.join(sorted(_DEFAULTS))}",
                 f"take {unknown[0]!r} out of the bundle's federated.yaml",
             )
-        methods, config = dict(settled["methods"]), {**settled["config"], **(preset.get("config") or {})}
+
+        methods = dict(settled["methods"])
+        config = {**settled["config"], **(preset.get("config") or {})}
         for method, options in (preset.get("methods") or {}).items():
             methods[method] = {**(methods.get(method) or {}), **(options or {})}
+
         settled |= {**_said_of_sites(bundle, preset), "methods": methods, "config": config}
+
     return settled
 
 
 def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> None:
     """Raise InputError where `methods`, `config`, `presets`, a method or a preset is given and is no table."""
-    tables = {key: values.get(key) for key in ("methods", "config", *(() if within else ("presets",)))}
+    tables = {
+        key: values.get(key) for key in ("methods", "config", *(() if within else ("presets",)))
+    }
     for key in ("methods", "presets"):
         if isinstance(inner := tables.get(key), Mapping):
             tables |= {f"{key}: {name}": value for name, value in inner.items()}
+
     for key, value in tables.items():
         if value is not None and not isinstance(value, Mapping):
             problem = f"{within}{key} {str(value)!r:.60} in the federated.yaml of bundle {bundle!r}"
             raise InputError(problem, "a table: NAME: value", "write it as one, or take it out")
+
         if key.startswith("presets: "):
             _check_tables(bundle, value or {}, f"{key}: ")
 
@@ -71,9 +85,12 @@ def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
     sites = values.get("sites")
     if not isinstance(sites, Mapping):
         return dict(values)
+
     texts: dict[str, list[str]] = {}
     for site, facts in sites.items():
-        for fact, names in facts.items() if isinstance(facts, Mapping) else [(str(facts), None)] if facts else ():
+        for fact, names in (
+            facts.items() if isinstance(facts, Mapping) else [(str(facts), None)] if facts else ()
+        ):
             listed = [names] if isinstance(names, str) else names
             if fact not in _OF_SITES or not isinstance(listed, list) or not listed:
                 raise InputError(
@@ -81,8 +98,14 @@ def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
                     f"of a site it says {', '.join(_OF_SITES)}, each a list of names",
                     f"as {next(iter(_OF_SITES))}: [NAME, NAME]",
                 )
+
             texts.setdefault(_OF_SITES[fact], []).append(f"{site}={','.join(map(str, listed))}")
-    return {**values, "sites": len(sites), **{setting: ";".join(parts) for setting, parts in texts.items()}}
+
+    return {
+        **values,
+        "sites": len(sites),
+        **{setting: ";".join(parts) for setting, parts in texts.items()},
+    }
 
 
 def options_for(protocol: Mapping[str, Any], method: str) -> Mapping[str, Any]:

@@ -51,17 +51,26 @@ class BundleSections:
         find_unlabelled: Callable[[], UnlabelledEntries] | None = None,
     ) -> None:
         """Take the configurations; nothing in them is evaluated yet."""
-        self.root, self._trainer, self._config, self._read = root, trainer, config, evaluation
+        self.root = root
+        self._trainer = trainer
+        self._config = config
+        self._read = evaluation
         self._opened: dict[str, Section] = {}
-        self.test_error, self._has_own_trainer = "", has_own_trainer
-        has_validation = find_evaluator(config) is not None or any(key in config for key in _VALIDATION_SETS)
+        self.test_error = ""
+        self._has_own_trainer = has_own_trainer
+        has_validation = find_evaluator(config) is not None or any(
+            key in config for key in _VALIDATION_SETS
+        )
         self._unscored = has_own_trainer and not has_validation
         self._find_unlabelled = find_unlabelled
 
     @cached_property
     def _unlabelled(self) -> UnlabelledEntries | None:
         """The images without labels, None where they are not asked for."""
-        return None if self._find_unlabelled is None else self._find_unlabelled()
+        if self._find_unlabelled is None:
+            return None
+
+        return self._find_unlabelled()
 
     @property
     def images_only(self) -> bool:
@@ -72,7 +81,14 @@ class BundleSections:
     def has_training_items(self) -> bool:
         """Tell whether the training data list, as the bundle makes it, has items."""
         try:
-            return len(take_apart(self._config.evaluated(self._loader_ids(self._config, "train")[1])).entries) > 0
+            return (
+                len(
+                    take_apart(
+                        self._config.evaluated(self._loader_ids(self._config, "train")[1])
+                    ).entries
+                )
+                > 0
+            )
         except (InputError, TypeError):
             return False
 
@@ -85,16 +101,22 @@ class BundleSections:
         """Tell whether evaluate.* names data of its own that are here; else the validation items serve as such."""
         if self._unscored or self.images_only:
             return True  # no items serve for others
+
         validate, test = (
             config.dependencies_of(config.within(self._loader_ids(config, "validate")[1], "data"))
             for config in (self._config, self._evaluation)
         )
+
         if validate == test:
             return False
+
         try:
             self._opened["test"] = self._open("test")
-        except InputError as error:  # many a bundle's test data lie in another way than those that it trains on
+        except (
+            InputError
+        ) as error:  # many a bundle's test data lie in another way than those that it trains on
             self.test_error = str(error)
+
         return not self.test_error
 
     def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
@@ -107,29 +129,41 @@ class BundleSections:
             return "", dataset_id
         else:
             given = f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')"
-            raise InputError(given, "a bundle to be federated has validation data", "add a validate section")
+            raise InputError(
+                given, "a bundle to be federated has validation data", "add a validate section"
+            )
+
         return loader, config.within(loader, "dataset")
 
     def validation_batch_size(self) -> int:
         """Return the items per batch of the validation loader; its data are opened only where they have to tell."""
         key = f"{self._loader_ids(self._config, 'validate')[0]}#batch_size"
-        return int(self._config.evaluated(key)) if key in self._config else self["validate"].batch_size
+        if key in self._config:
+            return int(self._config.evaluated(key))
+
+        return self["validate"].batch_size
 
     def __getitem__(self, section: str) -> Section:
         """Return a section, opened once; InputError, which names the id, if its data cannot be divided or are none."""
         if section != "train" and (self._unscored or self.images_only):
             return Section(Source([]), [], None, _as_loaded)
+
         if section == "test" and not self.has_test:
             section = "validate"
+
         if section not in self._opened:
             self._opened[section] = self._open(section)
+
         return self._opened[section]
 
     def _open(self, section: str) -> Section:
         config = self._evaluation if section == "test" else self._config
         loader_id, dataset_id = self._loader_ids(config, section)
         if self.images_only:
-            config.override({config.within(dataset_id, "data"): [{}]})  # the bundle would look for labels
+            config.override(
+                {config.within(dataset_id, "data"): [{}]}
+            )  # the bundle would look for labels
+
         dataset = config.evaluated(dataset_id)
         try:
             source = take_apart(dataset.dataset if isinstance(dataset, DataLoader) else dataset)
@@ -139,50 +173,79 @@ class BundleSections:
                 "a data set to be divided can be indexed",
                 "give it a data set with __len__ and __getitem__",
             ) from error
+
         if source.is_list:
             source = replace(source, entries=[_without_marks(entry) for entry in source.entries])
+
         if section == "train" and self._unlabelled is not None:
             source = _with(source, self._unlabelled)
+
         if len(source.entries) == 0:
             raise InputError(
                 f"{config.file}: the data list '{config.within(dataset_id, 'data')}' of section {section!r} is empty",
                 "each section has at least one item",
                 "check dataset_dir: give the data folder with --data",
             )
+
         engine = self._trainer if section == "train" else find_evaluator(config)
         has_own = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
-        prepare_batch = config.evaluated(f"{engine}#prepare_batch") if has_own else default_prepare_batch
+        prepare_batch = (
+            config.evaluated(f"{engine}#prepare_batch") if has_own else default_prepare_batch
+        )
         prepare_batch = _as_loaded if self._has_own_trainer else prepare_batch
-        folder = config.evaluated("dataset_dir") if "dataset_dir" in config else self.root
+
+        if "dataset_dir" in config:
+            folder = config.evaluated("dataset_dir")
+        else:
+            folder = self.root
+
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         items, source = self._with_channels(items, source)
-        return Section(source, items, config.evaluated(loader_id) if loader_id else None, prepare_batch)
+        return Section(
+            source, items, config.evaluated(loader_id) if loader_id else None, prepare_batch
+        )
 
     def _with_channels(self, items: list[Item], source: Source) -> tuple[list[Item], Source]:
         """Return a data list in which images whose channels are files have one for each."""
-        channels = int(tensor_described(self._config.metadata, "inputs", "image").get("num_channels") or 0)
+        channels = int(
+            tensor_described(self._config.metadata, "inputs", "image").get("num_channels") or 0
+        )
         if channels < 2 or not source.is_list:
             return items, source
+
         numbered = "masks" in self._config and "split" in self._config  # medfl new wrote it
         entries = [with_all_channels(entry, channels, numbered) for entry in source.entries]
         absent = [entry.get(LACKS, ()) if isinstance(entry, Mapping) else () for entry in entries]
         if not any(absent):
             return items, source
-        items = [{**item, LACKS: lacks} if lacks else item for item, lacks in zip(items, absent, strict=True)]
+
+        items = [
+            {**item, LACKS: lacks} if lacks else item
+            for item, lacks in zip(items, absent, strict=True)
+        ]
         return items, fill_missing(replace(source, entries=entries), channels)
 
 
 def _without_marks(entry: Any) -> Any:
     """Return an entry as the bundle gives it; what it lacks is found out here and never taken from it."""
     marked = isinstance(entry, Mapping) and not {NO_LABEL, LACKS}.isdisjoint(entry)
-    return {key: value for key, value in entry.items() if key not in (NO_LABEL, LACKS)} if marked else entry
+    if marked:
+        return {key: value for key, value in entry.items() if key not in (NO_LABEL, LACKS)}
+
+    return entry
 
 
 def _with(source: Source, more: UnlabelledEntries) -> Source:
     """Return a data list with images without labels, at their places by id."""
     listed = [] if more.alone or not source.is_list else source.entries
-    entries = [drop_label(entry) if is_unlabelled(entry) else entry for entry in (*listed, *more.entries)]
+    entries = [
+        drop_label(entry) if is_unlabelled(entry) else entry for entry in (*listed, *more.entries)
+    ]
     if more.entries and all(isinstance(entry, Mapping) and "id" in entry for entry in entries):
         entries.sort(key=lambda entry: str(entry["id"]))
+
     bare = any(isinstance(entry, Mapping) and NO_LABEL in entry for entry in entries)
-    return fill_missing(replace(source, entries=entries)) if bare else source
+    if bare:
+        return fill_missing(replace(source, entries=entries))
+
+    return source

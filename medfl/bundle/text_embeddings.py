@@ -25,7 +25,13 @@ from medfl.core.release import pip_install
 from medfl.core.seeding import stream
 from medfl.core.untrusted import read_json
 from medfl.problem.prompts import Text
-from medfl.storage.files import file_sha256, load_pickled, load_weights, weights_sha256, write_atomic
+from medfl.storage.files import (
+    file_sha256,
+    load_pickled,
+    load_weights,
+    weights_sha256,
+    write_atomic,
+)
 from medfl.storage.places import cache_folder
 
 _HUB = {
@@ -81,7 +87,9 @@ class Embeddings:
             "precision": "float16; normalise in float32 after reading",
         }  # fmt: skip
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, safetensors.torch.save({"embeddings": self.values.half()}, metadata=header))
+        write_atomic(
+            path, safetensors.torch.save({"embeddings": self.values.half()}, metadata=header)
+        )
 
 
 def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddings:
@@ -98,10 +106,15 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
     try:
         if not path.is_file():  # a pipe would be waited for
             raise ValueError("there is no plain file")
+
         with safetensors.safe_open(path, framework="pt") as file:
-            header, values = file.metadata() or {}, file.get_tensor("embeddings")
+            header = file.metadata() or {}
+            values = file.get_tensor("embeddings")
+
         stored = Text(tuple(json.loads(header["concepts"])), tuple(json.loads(header["prompts"])))
-        embeddings = Embeddings(unit(values), header["plm"], header["weights_sha256"], stored, header["pooling"])
+        embeddings = Embeddings(
+            unit(values), header["plm"], header["weights_sha256"], stored, header["pooling"]
+        )
         if values.ndim != 3 or values.shape[:2] != (len(stored.concepts), len(stored.prompts)):
             raise ValueError(f"its tensor has shape {tuple(values.shape)}")
         if not embeddings.values.any(2).all() or not embeddings.values.isfinite().all():
@@ -109,6 +122,7 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
         problem = f"{path} is not a file of text embeddings ({error})"
         raise InputError(problem, "medfl concepts writes them", "make it anew") from error
+
     if text is not None:
         for what, in_file, in_bundle, shown in (
             ("classes", stored.concepts, text.concepts, 8),
@@ -121,6 +135,7 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
                     f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {embeddings.plm} "
                     f"--out {path if own else 'FILE.safetensors'}",
                 )
+
     return embeddings
 
 
@@ -151,11 +166,15 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     """
     if plm.endswith(".safetensors"):
         return load(Path(plm).expanduser(), text)
+
     for path in (*([shipped / f"{plm}.safetensors"] if shipped else []), cached(plm, text)):
         if path.is_file():
             return load(path, text, own=True)
+
     built = build(plm, text)
-    return replace(built, values=unit(built.values.half()))  # as from the file that it would be kept in
+    return replace(
+        built, values=unit(built.values.half())
+    )  # as from the file that it would be kept in
 
 
 def cached(plm: str, text: Text) -> Path:
@@ -190,41 +209,72 @@ def build(
     network.train(dropout is not None)
     drawn = stream(dropout, "text dropout") if dropout is not None else nullcontext()
     fits = at_hand(
-        f"language model {plm!r}", "transformers", "see that tokenizer and network fit", "take made embeddings"
+        f"language model {plm!r}",
+        "transformers",
+        "see that tokenizer and network fit",
+        "take made embeddings",
     )
+
     with fits, torch.no_grad(), drawn:
         parts = [encode(flat[i : i + _BATCH]).float().cpu() for i in range(0, len(flat), _BATCH)]
+
     values = unit(torch.cat(parts)).reshape(len(text.concepts), len(text.prompts), -1)
-    pooling = "text tower" if plm in _OPEN_CLIP else "masked mean" if masked else "unmasked mean"
+    if plm in _OPEN_CLIP:
+        pooling = "text tower"
+    elif masked:
+        pooling = "masked mean"
+    else:
+        pooling = "unmasked mean"
+
     pooling += f", dropout {dropout}" if dropout is not None else ""
     return Embeddings(values, plm, digest, text, pooling)
 
 
-def _open(plm: str, model: str | None, download: bool, masked: bool) -> tuple[nn.Module, Encode, str]:
+def _open(
+    plm: str, model: str | None, download: bool, masked: bool
+) -> tuple[nn.Module, Encode, str]:
     folder = model or (plm if Path(plm).expanduser().is_dir() else _packaged(plm))
     if model is not None and not Path(model).expanduser().is_dir():
-        raise InputError(f"--model {model}", "it is the folder of a language model", "give the folder of config.json")
+        raise InputError(
+            f"--model {model}",
+            "it is the folder of a language model",
+            "give the folder of config.json",
+        )
+
     if folder is None and plm not in names():
         allowed = f"known ones are {', '.join(names())}, a folder of transformers, or a .safetensors file of embeddings"
         raise InputError(f"language model {plm!r}", allowed, "choose one of them")
+
     folder = str(Path(folder).expanduser().resolve()) if folder else None
-    clip = plm in _OPEN_CLIP or (folder is not None and (Path(folder) / "open_clip_config.json").is_file())
-    advice = (
-        f"see that {folder} has weights, configuration and tokenizer, and that what these name is here too"
-        if folder
-        else f"download it once with `medfl concepts BUNDLE --plm {plm}` where there is a network, "
-        "or point to a folder with --model DIR"
+    clip = plm in _OPEN_CLIP or (
+        folder is not None and (Path(folder) / "open_clip_config.json").is_file()
     )
+    if folder:
+        advice = f"see that {folder} has weights, configuration and tokenizer, and that what these name is here too"
+    else:
+        advice = (
+            f"download it once with `medfl concepts BUNDLE --plm {plm}` where there is a network, "
+            "or point to a folder with --model DIR"
+        )
+
     instead = "take embeddings that are made already"
     with at_hand(
-        f"language model {plm!r}", "open_clip" if clip else "transformers", advice, instead, download=download
+        f"language model {plm!r}",
+        "open_clip" if clip else "transformers",
+        advice,
+        instead,
+        download=download,
     ):
-        network, encode = _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
+        network, encode = (
+            _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
+        )
         return network, encode, _hash(network, folder)
 
 
 @contextmanager
-def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool = False) -> Iterator[None]:
+def at_hand(
+    what: str, reader: str, advice: str, instead: str, *, download: bool = False
+) -> Iterator[None]:
     """Read a model in this block, from this machine unless the hub's client may `download` it.
 
     Raises:
@@ -243,25 +293,39 @@ def at_hand(what: str, reader: str, advice: str, instead: str, *, download: bool
             f"it is read with {reader}",
             f"{pip_install('teachers')}, or {instead}",
         ) from error
-    except Exception as error:  # hub, safetensors, tokenizers and network errors have no common base
+    except (
+        Exception
+    ) as error:  # hub, safetensors, tokenizers and network errors have no common base
         text = " ".join(str(error).replace(";", ",").split())
         problem = f"{what} is not at hand ({type(error).__name__}: {text[:160]})"
-        raise InputError(problem, "its weights are in a folder or in the hub's cache", advice) from error
+        raise InputError(
+            problem, "its weights are in a folder or in the hub's cache", advice
+        ) from error
     finally:
         logging.disable(before)
 
 
 def _hash(network: nn.Module, folder: str | None) -> str:
-    files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)] if folder else []
+    if folder:
+        files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)]
+    else:
+        files = []
+
     if len(files) == 1:
         return file_sha256(files[0])
+
     used = {name: t for name, t in network.state_dict().items() if not name.startswith("pooler.")}
-    return weights_sha256(used)  # a pooler that the weights lack would be random, and it is not used
+    return weights_sha256(
+        used
+    )  # a pooler that the weights lack would be random, and it is not used
 
 
 def _packaged(plm: str) -> str | None:
     spec = importlib.util.find_spec(_PACKAGED[plm]) if plm in _PACKAGED else None
-    return str(Path(spec.origin).parent / "model") if spec and spec.origin else None
+    if spec and spec.origin:
+        return str(Path(spec.origin).parent / "model")
+
+    return None
 
 
 @contextmanager
@@ -269,7 +333,8 @@ def offline() -> Iterator[None]:
     """Keep the hub's client from reaching for the network: a run never downloads on its own."""
     from huggingface_hub import constants
 
-    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
     try:
         yield
     finally:
@@ -283,8 +348,11 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
     # without trust_remote_code it would ask the user
     tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     model: Any
+
     if Path(source).is_dir():
-        config = transformers.AutoConfig.from_pretrained(Path(source) / "config.json", trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(
+            Path(source) / "config.json", trust_remote_code=False
+        )
         model, _ = from_files(transformers.MODEL_MAPPING[type(config)], config, Path(source))
     else:
         model = transformers.AutoModel.from_pretrained(source, trust_remote_code=False)
@@ -292,8 +360,13 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
     def encode(texts: Sequence[str]) -> Tensor:
         tokens = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
         hidden: Tensor = model(**tokens).last_hidden_state
-        mask = tokens["attention_mask"] if masked else torch.ones_like(tokens["attention_mask"])
-        return (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        if masked:
+            mask = tokens["attention_mask"]
+        else:
+            mask = torch.ones_like(tokens["attention_mask"])
+
+        mean: Tensor = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return mean
 
     return model, encode
 
@@ -311,17 +384,23 @@ def from_files(model: Any, config: Any, folder: Path) -> tuple[Any, Any]:
     Raises:
         ValueError: it has neither.
     """
-    tensors, pickled = folder / "model.safetensors", folder / "pytorch_model.bin"
+    tensors = folder / "model.safetensors"
+    pickled = folder / "pytorch_model.bin"
     if not (tensors.is_file() or pickled.is_file()):
         raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
+
     weights = load_weights(tensors) if tensors.is_file() else load_pickled(pickled)
-    made, loading = model.from_pretrained(None, config=config, state_dict=weights, output_loading_info=True)
+    made, loading = model.from_pretrained(
+        None, config=config, state_dict=weights, output_loading_info=True
+    )
     return made, loading
 
 
 def refuse_other_folders(folder: Path) -> None:
     """Raise a ValueError if the configuration of an open_clip model's folder names a folder elsewhere by its path."""
-    document = read_json(folder / "open_clip_config.json", "a model of open_clip", "see that its folder is whole")
+    document = read_json(
+        folder / "open_clip_config.json", "a model of open_clip", "see that its folder is whole"
+    )
     settings = document.get("model_cfg", {}) if isinstance(document, dict) else {}
     text = settings.get("text_cfg", {}) if isinstance(settings, dict) else {}
     for key in ("hf_model_name", "hf_tokenizer_name"):
@@ -337,6 +416,7 @@ def _open_clip(plm: str, folder: str | None) -> tuple[nn.Module, Encode]:
 
     if folder:
         refuse_other_folders(Path(folder))
+
     name, pretrained = (f"local-dir:{folder}", None) if folder else _OPEN_CLIP[plm]
     model: Any = open_clip.create_model(name, pretrained=pretrained)
     tokenizer = open_clip.get_tokenizer(name)

@@ -28,22 +28,39 @@ def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
     those of a folder `unlabelled` beside the classes'. For others they lie in such a folder, in one for each centre if
     that is known, or have no mask where a shipped data set has masks.
     """
-    ids, channels = ids_of(bundle), channels_of(bundle.metadata)
+    ids = ids_of(bundle)
+    channels = channels_of(bundle.metadata)
     if not bundle.dataset and isinstance(ids["classes"], list) and "split" in ids:
         return _of_own(folder, ids, channels)
+
     if bundle.dataset:
         alone = not datasets.get(bundle.dataset).layout(folder)
     else:
         alone = not bundle.sections.has_training_items
+
     images = folder if alone else folder / own.UNLABELLED
-    files = joined(named([images], is_volumes(bundle.metadata)), channels) if images.is_dir() else {}
-    entries = [_entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri) for name, uri in files.items()]
-    maskless = read_table(bundle.dataset, folder).unlabelled if bundle.dataset and not alone else {}
-    return UnlabelledEntries([*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone)
+    if images.is_dir():
+        files = joined(named([images], is_volumes(bundle.metadata)), channels)
+    else:
+        files = {}
+
+    entries = [
+        _entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri)
+        for name, uri in files.items()
+    ]
+    if bundle.dataset and not alone:
+        maskless = read_table(bundle.dataset, folder).unlabelled
+    else:
+        maskless = {}
+
+    return UnlabelledEntries(
+        [*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone
+    )
 
 
 def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
-    files, (first, *below) = uri.split(JOINED), ident.split("/")
+    files = uri.split(JOINED)
+    (first, *below) = ident.split("/")
     centre = below[0] if first == own.UNLABELLED and len(below) > 1 else "unknown"
     image = uri if bundle.dataset or len(files) == 1 else files
     return {"image": image, "id": ident, "centre": centre, "group": ident}
@@ -56,31 +73,58 @@ def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> UnlabelledEntr
     """
     images = own.path_below(root, str(ids.get("images") or "."))
     images = images if images.is_dir() else root
-    group_by, held_out = ids.get("group_by"), set[str]()
+    group_by = ids.get("group_by")
+    held_out = set[str]()
+
     if unlabelled := _alone(root, images, ids, channels):
         dataset = own.OwnImages([], [], cases.read(root, (), unlabelled), unlabelled=unlabelled)
     else:
         dataset = own.found_by(root, ids, lacking=True)
         divided = own.sections_of(root, dataset, group_by, ids.get("split"))
         held_out = {record.group for record, section in divided if section != SECTIONS[0]}
+
     records = cases.described(root, _grouped(dataset.unlabelled, images, group_by), dataset.rows)
-    taken = [r for r in records if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held_out]
-    return UnlabelledEntries([{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(unlabelled))
+    taken = [
+        r
+        for r in records
+        if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held_out
+    ]
+    return UnlabelledEntries(
+        [{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(unlabelled)
+    )
 
 
 def _alone(root: Path, images: Path, ids: Mapping[str, Any], channels: int) -> tuple[Record, ...]:
     """Return the images of a folder in which none has a label; none where some have."""
     if ids.get("masks"):
-        table = pairs.paired(*matching.match(*own.paths(images, own.path_below(root, str(ids["masks"])), channels > 1)))
-        return () if table.records or table.problems else own.unlabelled(table.unlabelled.items())
+        table = pairs.paired(
+            *matching.match(
+                *own.paths(images, own.path_below(root, str(ids["masks"])), channels > 1)
+            )
+        )
+        if table.records or table.problems:
+            return ()
+
+        return own.unlabelled(table.unlabelled.items())
+
     if ids.get("labels"):
-        return () if own.path_below(root, str(ids["labels"])).is_file() else own.unlabelled(tables.image_files(images))
+        if own.path_below(root, str(ids["labels"])).is_file():
+            return ()
+
+        return own.unlabelled(tables.image_files(images))
+
     has_class = any(name in ids["classes"] for name in own.image_folders(root))
-    return () if has_class else own.unlabelled(tables.image_files(root))
+    if has_class:
+        return ()
+
+    return own.unlabelled(tables.image_files(root))
 
 
 def _grouped(records: Sequence[Record], images: Path, group_by: str | None) -> Sequence[Record]:
     if not group_by or not records:
         return records
     patients = grouping.by_names(group_by, [own.path_in(images, record) for record in records])
-    return [replace(record, group=patient or record.group) for record, patient in zip(records, patients, strict=True)]
+    return [
+        replace(record, group=patient or record.group)
+        for record, patient in zip(records, patients, strict=True)
+    ]

@@ -79,8 +79,12 @@ def run(
     launch = _launch(out, jobs, say).having(
         with_local=with_local, resume=resume, callbacks=callbacks, track=track, runtime=runtime
     )
+
     with trusting(trust):
-        summary = federate(given(bundle), options=options, config=config, requested=requested, launch=launch)
+        summary = federate(
+            given(bundle), options=options, config=config, requested=requested, launch=launch
+        )
+
     return Result(summary["folder"])
 
 
@@ -124,15 +128,28 @@ def compare(
     specs: tuple[str | None, ...] = tuple(partitions) or (None,)
     entries = tuple(Entry.read(text) for text in methods)
     if not entries:
-        raise InputError("no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name at least one method")
+        raise InputError(
+            "no methods", "names such as 'fedavg' or 'fedprox mu=0.1'", "name at least one method"
+        )
     if not seeds:
         raise InputError("no seeds", "whole numbers, as (0, 1, 2)", "give at least one")
-    grid = Grid(given(bundle), entries, specs, tuple(seeds), dict(options or {}), dict(config or {}), requested)
+
+    grid = Grid(
+        given(bundle),
+        entries,
+        specs,
+        tuple(seeds),
+        dict(options or {}),
+        dict(config or {}),
+        requested,
+    )
     with trusting(trust):
         comparison, failed = run_grid(grid, _launch(out, jobs, say))
+
     if failed or comparison is None:
         failures = "; ".join(f"{title}: {text}" for title, text in failed.items())
         raise RunError(f"{len(failed)} runs failed, the others are kept in {out}: {failures}")
+
     write_tables(comparison, Path(out))
     return comparison
 
@@ -180,12 +197,25 @@ def tune(
     requested = _known(settings, ("seed", "partition"))
     values = parse_grid(f"{name}={','.join(map(str, listed))}" for name, listed in grid.items())
     search = searched(
-        given(bundle), method, values, trials, tuple(seeds), partition, options or {}, config or {}, requested
+        given(bundle),
+        method,
+        values,
+        trials,
+        tuple(seeds),
+        partition,
+        options or {},
+        config or {},
+        requested,
     )
+
     with trusting(trust):
         best, comparison, failed = run_search(search, _launch(out, jobs, say))
+
     if comparison is None:
-        raise RunError(f"the chosen run failed; the trials are kept in {out}: {'; '.join(failed.values())}")
+        raise RunError(
+            f"the chosen run failed; the trials are kept in {out}: {'; '.join(failed.values())}"
+        )
+
     return best
 
 
@@ -197,15 +227,21 @@ def bundles() -> tuple[str, ...]:
 def _launch(out: str | Path | None, jobs: int | None, say: Print) -> Launch:
     """Return how these calls carry out their runs."""
     folder = Path(out) if out else None
-    return Launch(out=folder, jobs=jobs, progress=sys.stderr.isatty(), command="medfl.run(...)", say=say)
+    return Launch(
+        out=folder, jobs=jobs, progress=sys.stderr.isatty(), command="medfl.run(...)", say=say
+    )
 
 
 def _known(settings: Mapping[str, Any], never: Sequence[str] = ()) -> dict[str, Any]:
     """Return the settings as a run takes them; refuse what no run has."""
     if "folds" in settings:
         call = "medfl.runs.cross_validate(BUNDLE, K, requested={'method': NAME}, out=DIR)"
-        raise InputError(f"folds={settings['folds']}", "a cross-validation is a call of its own", f"use {call}")
-    check_names(settings, [f.name for f in dataclasses.fields(Request) if f.name not in (*_APART, *never)])
+        raise InputError(
+            f"folds={settings['folds']}", "a cross-validation is a call of its own", f"use {call}"
+        )
+    check_names(
+        settings, [f.name for f in dataclasses.fields(Request) if f.name not in (*_APART, *never)]
+    )
     return {name: _plain(value) for name, value in settings.items() if value is not None}
 
 

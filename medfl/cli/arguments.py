@@ -20,7 +20,10 @@ def add_number(group: Any, flag: str, metavar: str, text: str, kind: type = int)
             value: int | float = kind(text)
         except ValueError as error:
             allowed = "a whole number" if kind is int else "a number"
-            raise InputError(f"{flag} {text}", f"{flag} takes {allowed}", "write it in digits") from error
+            raise InputError(
+                f"{flag} {text}", f"{flag} takes {allowed}", "write it in digits"
+            ) from error
+
         return value
 
     group.add_argument(flag, type=read, metavar=metavar, help=text)
@@ -28,7 +31,14 @@ def add_number(group: Any, flag: str, metavar: str, text: str, kind: type = int)
 
 def add_what(group: Any, option_text: str, *, data: bool = True) -> None:
     """Add the flags that say what is trained, and with `data` on what, but for the method."""
-    group.add_argument("--set", dest="options", action="append", default=[], metavar="OPTION=VALUE", help=option_text)
+    group.add_argument(
+        "--set",
+        dest="options",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help=option_text,
+    )
     add_config(
         group,
         "override a value of the bundle's configuration, e.g. network=small_cnn or image_size=64; may be repeated",
@@ -41,6 +51,7 @@ def add_what(group: Any, option_text: str, *, data: bool = True) -> None:
         "folder of the images, or phantom for synthetic ones; default: the bundle's folder below "
         "$MEDFL_DATA if there is one, else phantom"
     )
+
     if data:
         group.add_argument("--data", metavar="DIR|phantom", help=text)
 
@@ -119,7 +130,14 @@ def add_robustness(parser: Any) -> Any:
         "N",
         "continue without failed sites, with a warning, while at least N reply; default: all must reply",
     )
-    add_number(group, "--deadline", "SECONDS", "time limit for a round, in seconds; with --runtime flare", float)
+    add_number(
+        group,
+        "--deadline",
+        "SECONDS",
+        "time limit for a round, in seconds; with --runtime flare",
+        float,
+    )
+
     return group
 
 
@@ -134,7 +152,9 @@ def add_trust(group: Any) -> None:
 
 def add_jobs(group: Any, text: str) -> None:
     """Add the flag for a number of processes, None for as many as fit."""
-    group.add_argument("--jobs", type=_jobs, default="auto", metavar="auto|N", help=f"{text}; default auto")
+    group.add_argument(
+        "--jobs", type=_jobs, default="auto", metavar="auto|N", help=f"{text}; default auto"
+    )
 
 
 def add_machine_and_output(verb: Any, content: str) -> Any:
@@ -142,11 +162,13 @@ def add_machine_and_output(verb: Any, content: str) -> Any:
     of_machine = add_machine(verb)
     add_trust(of_machine)
     add_jobs(
-        of_machine, "number of concurrent runs, on a GPU at most as many as fit in memory; does not change results"
+        of_machine,
+        "number of concurrent runs, on a GPU at most as many as fit in memory; does not change results",
     )
     output = verb.add_argument_group("output")
     text = f"folder of {content}; what is there already is not run again"
     output.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
+
     return output
 
 
@@ -175,7 +197,11 @@ def bundle_folder(text: str) -> Path:
 
     folder = shipped_folders().get(text) or Path(text)
     if not folder.expanduser().is_dir():
-        raise InputError(f"bundle {text}", "the folder of a MONAI bundle, or a shipped bundle's name", "check the path")
+        raise InputError(
+            f"bundle {text}",
+            "the folder of a MONAI bundle, or a shipped bundle's name",
+            "check the path",
+        )
     return folder
 
 
@@ -190,7 +216,9 @@ def existing(text: str) -> Path:
 def run_folder(text: str) -> Path:
     """Return the folder of a run; an InputError where it holds none."""
     if not (Path(text) / "run.json").is_file():
-        raise InputError(f"{text} holds no run (no run.json)", "a folder that medfl run wrote", "as runs/NAME")
+        raise InputError(
+            f"{text} holds no run (no run.json)", "a folder that medfl run wrote", "as runs/NAME"
+        )
     return Path(text)
 
 
@@ -205,7 +233,9 @@ def _jobs(text: str) -> int | None:
     if text == "auto":
         return None
     if not (text.isascii() and text.isdecimal() and int(text)):  # of ² isdigit holds too
-        raise InputError(f"--jobs {text}", "auto or a whole number of at least 1", "give for example --jobs 2")
+        raise InputError(
+            f"--jobs {text}", "auto or a whole number of at least 1", "give for example --jobs 2"
+        )
     return int(text)
 
 
@@ -215,8 +245,11 @@ def parse_pairs(flag: str, texts: Sequence[str]) -> dict[str, str]:
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name:
-            raise InputError(f"{flag} {text}", f"{flag} takes NAME=VALUE", "write it with an equals sign")
+            raise InputError(
+                f"{flag} {text}", f"{flag} takes NAME=VALUE", "write it with an equals sign"
+            )
         values[name] = value
+
     return values
 
 
@@ -227,7 +260,10 @@ def parse_names(text: str) -> list[str]:
 
 def as_flag_text(value: Any) -> str:
     """Return a value as it is typed on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+
+    return json.dumps(value)
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -235,4 +271,6 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(seed) for seed in text.split(",")))
     except ValueError as error:
-        raise InputError(f"--seeds {text}", "whole numbers, as 0,1,2", "write only digits and commas") from error
+        raise InputError(
+            f"--seeds {text}", "whole numbers, as 0,1,2", "write only digits and commas"
+        ) from error

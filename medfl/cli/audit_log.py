@@ -15,20 +15,31 @@ def text(log: VerifiedLog, width: int) -> list[str]:
     head = ["time", "site", "round", "", "what", "bytes", "tensors", "sha256", "content"]
     rows = [
         [
-            *(printable(entry.get(key, "-"), 40) for key in ("time", "site", "round", "direction", "kind")),
+            *(
+                printable(entry.get(key, "-"), 40)
+                for key in ("time", "site", "round", "direction", "kind")
+            ),
             *(printable(entry.get(key, "-"), 20) for key in ("bytes", "tensors")),
             printable(str(entry.get("sha256", "-"))[:12]),
             _content(entry),
         ]
         for entry in log.entries
     ]
-    lines = tables.text_table(head, rows, max(width, 150), spare=["site"]) if rows else ["no line"]
+
+    if rows:
+        lines = tables.text_table(head, rows, max(width, 150), spare=["site"])
+    else:
+        lines = ["no line"]
+
     lines += ["", *(f"note: {note}" for note in log.notes)]
     words = [entry["privacy"] for entry in log.entries if isinstance(entry.get("privacy"), str)]
-    lines += terminal.hanging_indent("privacy: ", printable(words[-1], 1000), width) if words else []
+    lines += (
+        terminal.hanging_indent("privacy: ", printable(words[-1], 1000), width) if words else []
+    )
     lines.append(f"last line: sha256 {log.last or '-'}")
     count = len(log.problems)
     lines.append(f"BROKEN in {count} place{'s' if count > 1 else ''}" if count else "INTACT")
+
     return lines + [f"  {problem}" for problem in log.problems]
 
 
@@ -36,11 +47,21 @@ def _content(entry: Mapping[str, Any]) -> str:
     """Return a line's groups and numbers, or why it was refused."""
     if "reason" in entry:
         return printable(entry["reason"], 300)
+
     parts = []
-    groups, numbers = entry.get("groups"), entry.get("numbers")
+    groups = entry.get("groups")
+    numbers = entry.get("numbers")
     for name, about in groups.items() if isinstance(groups, dict) else ():
         norm = about.get("norm") if isinstance(about, dict) else None
-        parts.append(printable(name, 40) + (f" (norm {printable(norm, 20)})" if norm is not None else ""))
+        parts.append(
+            printable(name, 40) + (f" (norm {printable(norm, 20)})" if norm is not None else "")
+        )
+
     for name, value in numbers.items() if isinstance(numbers, dict) else ():
-        parts.append(f"{printable(name, 40)} {value:.6g}" if isinstance(value, int | float) else printable(name, 40))
+        parts.append(
+            f"{printable(name, 40)} {value:.6g}"
+            if isinstance(value, int | float)
+            else printable(name, 40)
+        )
+
     return ", ".join(parts) or "-"

@@ -28,6 +28,7 @@ def bundles(name: str | None = None) -> Document:
             f"shipped bundles are {', '.join(shipped())}",
             did_you_mean(name, shipped(), "pick one (medfl run takes any folder)"),
         )
+
     data = datasets.get(name)
     return {
         **_bundle(name),
@@ -44,9 +45,21 @@ def bundles(name: str | None = None) -> Document:
 
 
 def _bundle(name: str) -> Document:
-    protocol, data = read_protocol(name), datasets.get(name)
+    protocol = read_protocol(name)
+    data = datasets.get(name)
     training = read(find(name) / "configs" / "train.yaml")
-    settings = ("sites", "partition", "cohort", "rounds", "local_epochs", "batch_size", "lr", "lr_decay", "split")
+    settings = (
+        "sites",
+        "partition",
+        "cohort",
+        "rounds",
+        "local_epochs",
+        "batch_size",
+        "lr",
+        "lr_decay",
+        "split",
+    )
+
     return {
         "name": name,
         "title": data.title,
@@ -59,7 +72,10 @@ def _bundle(name: str) -> Document:
         "network": training["network_name"],
         "protocol": protocol.get("protocol", ""),
         "defaults": {key: protocol[key] for key in settings if protocol.get(key) is not None},
-        "presets": {name: preset.get("about", "") for name, preset in (protocol.get("presets") or {}).items()},
+        "presets": {
+            name: preset.get("about", "")
+            for name, preset in (protocol.get("presets") or {}).items()
+        },
         "data": _status(name),
         "licence": data.licence,
     }
@@ -81,20 +97,37 @@ def _short(text: str) -> str:
 
 def classes_text(entry: Document) -> str:
     """Return the number of classes; of masks with the background."""
-    return f"{entry['classes']} (masks)" if entry["task"] == "segmentation" else str(entry["classes"])
+    if entry["task"] == "segmentation":
+        return f"{entry['classes']} (masks)"
+
+    return str(entry["classes"])
 
 
 def _sides(entry: Document) -> str:
     """Return the size of what enters the network: the images', or of volumes with patches the patches'."""
     size = entry["patch_size"] or entry["image_size"]
-    return "x".join(map(str, size)) if isinstance(size, list) else str(size)
+    if isinstance(size, list):
+        return "x".join(map(str, size))
+
+    return str(size)
 
 
 def bundles_text(document: Document, width: int = tables.WIDTH) -> str:
     """Return the table of bundles, or the page of one, at most `width` columns wide."""
     if "bundles" not in document:
         return _bundle_page(document, width)
-    head = ["bundle", "images", "classes", "centres", "pixels", "network", "protocol", "data", "licence"]
+
+    head = [
+        "bundle",
+        "images",
+        "classes",
+        "centres",
+        "pixels",
+        "network",
+        "protocol",
+        "data",
+        "licence",
+    ]
     rows = [
         [e["name"], e["title"].rpartition(": ")[2], classes_text(e), str(e["centres"]), _sides(e),
          e["network"], _short(e["protocol"]), e["data"]["status"].replace("phantom only", "none"), _short(e["licence"])]
@@ -105,6 +138,7 @@ def bundles_text(document: Document, width: int = tables.WIDTH) -> str:
         "one bundle with its classes, defaults and data layouts: medfl bundles NAME",
     )
     lines = [*tables.text_table(head, rows, width, ("licence", "pixels", "network")), ""]
+
     return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
 
 
@@ -117,7 +151,9 @@ def _bundle_page(entry: Document, width: int) -> str:
     }[entry["data"]["status"]]
     concepts = entry["concepts"] or entry["class_names"]  # a mask's values have no other words
     named = zip(entry["class_names"], concepts, strict=True)
-    classes = [key if concepts == entry["class_names"] else f"{key} ({words})" for key, words in named]
+    classes = [
+        key if concepts == entry["class_names"] else f"{key} ({words})" for key, words in named
+    ]
     facts = {
         "task": f"{entry['task']}, {entry['channels']} channel{'s' * (entry['channels'] > 1)}, "
         f"{_sides(entry)} {'voxels' if 'x' in _sides(entry) else 'pixels a side'}",
@@ -125,16 +161,28 @@ def _bundle_page(entry: Document, width: int) -> str:
         "centres": ", ".join(entry["centre_names"]),
         "network": entry["network"],
         "protocol": entry["protocol"],
-        "defaults": ", ".join(f"{key} {as_flag_text(value)}" for key, value in entry["defaults"].items()),
-        "presets": "; ".join(f"{name}: {about}" for name, about in entry["presets"].items()) or "none",
+        "defaults": ", ".join(
+            f"{key} {as_flag_text(value)}" for key, value in entry["defaults"].items()
+        ),
+        "presets": "; ".join(f"{name}: {about}" for name, about in entry["presets"].items())
+        or "none",
         "splits": ", ".join(entry["splits"]),
         "data": status,
         "layouts": " | ".join(entry["layouts"]),
-        "fetch": f"medfl data fetch {name} --out DIR" if entry["can_fetch"] else "by hand, from the source",
+        "fetch": f"medfl data fetch {name} --out DIR"
+        if entry["can_fetch"]
+        else "by hand, from the source",
         "licence": entry["licence"],
         "source": entry["source"],
         "cite": entry["citation"],
     }
-    notes = [line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note, width)]
-    lines = [*textwrap.wrap(f"{name}: {entry['title']}", width), "", *terminal.definitions(facts, width)]
+    notes = [
+        line for note in entry["notes"] for line in terminal.hanging_indent("note: ", note, width)
+    ]
+    lines = [
+        *textwrap.wrap(f"{name}: {entry['title']}", width),
+        "",
+        *terminal.definitions(facts, width),
+    ]
+
     return "\n".join([*lines, *notes])

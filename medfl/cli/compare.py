@@ -28,10 +28,15 @@ def add(verbs: Any) -> None:
     text = "run a grid of methods, partitions and seeds, and compare them"
     compare = add_verb(verbs, "compare", text, _compare, _EXAMPLES)
     text = "name of a shipped bundle, or the folder of any bundle; with --paper, default: all bundles of that table"
-    compare.add_argument("bundle", nargs="?", type=arguments.bundle_name, metavar="BUNDLE", help=text)
+    compare.add_argument(
+        "bundle", nargs="?", type=arguments.bundle_name, metavar="BUNDLE", help=text
+    )
     what = compare.add_argument_group("what")
     what.add_argument(
-        "--methods", default="", metavar="A,B,...", help=("comma-separated methods, with their default options")
+        "--methods",
+        default="",
+        metavar="A,B,...",
+        help=("comma-separated methods, with their default options"),
     )
     what.add_argument(
         "--paper", metavar="PAPER/TABLE",
@@ -56,7 +61,9 @@ def add(verbs: Any) -> None:
     arguments.add_training(compare, seed=False)
     compare.add_argument("--folds", type=_no_folds, help=SUPPRESS)
     output = arguments.add_machine_and_output(compare, "the runs and tables")
-    output.add_argument("--against", metavar="METHOD", help="method to test the others against; default: the first")
+    output.add_argument(
+        "--against", metavar="METHOD", help="method to test the others against; default: the first"
+    )
     output.add_argument(
         "--target", metavar="VALUE|METHOD",
         help=("report rounds, bytes and seconds needed to reach this validation metric, or a method's best;"
@@ -71,57 +78,91 @@ def _compare(args: Any) -> int:
     if args.paper:
         return _paper(args)
     if args.scale is not None:
-        raise InputError(f"--scale {args.scale:g} without --paper", "it reduces a published table", "use --rounds")
+        raise InputError(
+            f"--scale {args.scale:g} without --paper",
+            "it reduces a published table",
+            "use --rounds",
+        )
     if args.bundle is None:
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
-    shared, seeds = _shared(args), arguments.parse_seeds(args.seeds or "0,1,2")
+
+    shared = _shared(args)
+    seeds = arguments.parse_seeds(args.seeds or "0,1,2")
     from medfl.compare.entry import Entry
     from medfl.compare.search import tuned_entries
 
     tuned = tuned_entries(args.tuned) if args.tuned else {}
-    named = list(dict.fromkeys(arguments.parse_names(args.methods))) or ([] if args.entries else [*tuned])
+    named = list(dict.fromkeys(arguments.parse_names(args.methods))) or (
+        [] if args.entries else [*tuned]
+    )
     entries = [tuned[name] if name in tuned else Entry.read(name) for name in named]
     entries += [Entry.read(text) for text in dict.fromkeys(args.entries)]
+
     if not entries:
-        raise InputError("no methods", "--methods A,B,... or --method 'NAME OPTION=VALUE ...'", "add one of these")
+        raise InputError(
+            "no methods",
+            "--methods A,B,... or --method 'NAME OPTION=VALUE ...'",
+            "add one of these",
+        )
+
     for entry in entries:
         check_options(entry.method, entry.options)
+
     with without_gc():
         from medfl.compare.grid import Grid, compare
         from medfl.compare.tables import write_tables
 
     grid = Grid(args.bundle, tuple(entries), tuple(args.partition or (None,)), seeds, **shared)
     tests = {"against": args.against, "target": args.target}
-    comparison, failed = compare(grid, Launch(out=args.out, jobs=args.jobs, **telling(args)), **tests)
+    comparison, failed = compare(
+        grid, Launch(out=args.out, jobs=args.jobs, **telling(args)), **tests
+    )
     document: dict[str, Any] = {"folder": str(args.out), "failed": failed}
+
     if tuned:
         document["trials"] = {one.label: one.trials or 0 for one in entries}
+
     if comparison is None:
         show(args, document, lambda: "no run finished")
         return 1
+
     written = write_tables(comparison, args.out, **tests)
-    document |= {"tables": {form: str(path) for form, path in written.items()}, "ranks": comparison.ranks()}
+    document |= {
+        "tables": {form: str(path) for form, path in written.items()},
+        "ranks": comparison.ranks(),
+    }
     lines = [written["md"].read_text(), *(f"written: {path}" for path in written.values())]
     if args.published:
         from medfl.compare.papers.runs import published
 
         document["published"] = published(comparison)
         lines += ["", "## Beside the papers' figures", *document["published"]]
+
     counts = (f"{label}: {count}" for label, count in document.get("trials", {}).items())
     lines += [f"trials of the settings: {', '.join(counts)}"] if tuned else []
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
     show(args, document, lambda: "\n".join([*lines, comparison.describe()]))
+
     return 1 if failed else 0
 
 
 def _paper(args: Any) -> int:
     papers.check_name(args.paper)
-    clashes = {"against": args.against, "target": args.target, "method": args.entries, "tuned": args.tuned}
+    clashes = {
+        "against": args.against,
+        "target": args.target,
+        "method": args.entries,
+        "tuned": args.tuned,
+    }
     if flag := next((flag for flag, value in clashes.items() if value), None):
-        raise InputError(f"--{flag} with --paper", "a published table has its own rows and tests", "leave it out")
+        raise InputError(
+            f"--{flag} with --paper", "a published table has its own rows and tests", "leave it out"
+        )
+
     with without_gc():
         from medfl.compare.papers import runs as paper_runs
         from medfl.compare.papers import tables as paper_tables
+
     lines, code, document = paper_runs.run(
         paper_tables.load(args.paper), Launch(out=args.out, jobs=args.jobs, **telling(args)), bundle=args.bundle,
         methods=arguments.parse_names(args.methods), partitions=args.partition,
@@ -130,6 +171,7 @@ def _paper(args: Any) -> int:
         **_shared(args),
     )  # fmt: skip
     show(args, document, lambda: "\n".join(lines))
+
     return code
 
 

@@ -12,24 +12,36 @@ from medfl.core.errors import InputError
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    concepts = add_verb(verbs, "concepts", "build and store the text embeddings of a bundle's classes", _concepts)
+    concepts = add_verb(
+        verbs, "concepts", "build and store the text embeddings of a bundle's classes", _concepts
+    )
     arguments.add_bundle(concepts)
     concepts.add_argument(
         "--plm", required=True, metavar="NAME",
         help="language model: biomedclip, clip, bert, roberta, minilm, or a folder that transformers can read",
     )  # fmt: skip
     concepts.add_argument(
-        "--model", metavar="DIR", help=("folder of the language model; default: the Hugging Face cache, or a download")
+        "--model",
+        metavar="DIR",
+        help=("folder of the language model; default: the Hugging Face cache, or a download"),
     )
     arguments.add_trust(concepts)
     concepts.add_argument(
-        "--out", type=Path, metavar="FILE", help=("output file; default: where --set plm=NAME looks for it")
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=("output file; default: where --set plm=NAME looks for it"),
     )
     concepts.add_argument(
-        "--unmasked", action="store_true", help=("average over padding tokens too, as in the authors' code")
+        "--unmasked",
+        action="store_true",
+        help=("average over padding tokens too, as in the authors' code"),
     )
     arguments.add_number(
-        concepts, "--dropout", "SEED", "keep the language model's dropout active, as in the authors' code"
+        concepts,
+        "--dropout",
+        "SEED",
+        "keep the language model's dropout active, as in the authors' code",
     )
 
 
@@ -44,11 +56,20 @@ def _concepts(args: Any) -> int:
             "such embeddings are used with --set plm=FILE, never by the model's name",
             "add --out FILE.safetensors",
         )
+
     path = args.out or text_embeddings.cached(args.plm, bundle.text)
     if path.suffix != ".safetensors":
-        raise InputError(f"--out {path}", "embeddings are written as FILE.safetensors", "end it in .safetensors")
+        raise InputError(
+            f"--out {path}", "embeddings are written as FILE.safetensors", "end it in .safetensors"
+        )
+
     embeddings = text_embeddings.build(
-        args.plm, bundle.text, args.model, download=True, masked=not args.unmasked, dropout=args.dropout
+        args.plm,
+        bundle.text,
+        args.model,
+        download=True,
+        masked=not args.unmasked,
+        dropout=args.dropout,
     )
     embeddings.save(path)
     classes, prompts, size = embeddings.values.shape
@@ -58,4 +79,5 @@ def _concepts(args: Any) -> int:
     }  # fmt: skip
     model = f"{embeddings.plm} ({embeddings.pooling})"
     text = f"{classes} classes x {prompts} prompts x {size} dimensions of {model}: {path}"
+
     return show(args, document, lambda: text)

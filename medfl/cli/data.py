@@ -25,11 +25,17 @@ def add(verbs: Any) -> None:
     actions = add_actions(verbs, "data", "make, fetch or check the images of a bundle")
     text = "write synthetic images in the layout of the real data"
     make = add_verb(actions, "make", text, _make, EXAMPLES)
-    fetch = add_verb(actions, "fetch", "download the real data, showing its licence and checksums", _fetch)
-    check = add_verb(actions, "check", "verify a data folder: layout, counts, unreadable images", _check)
+    fetch = add_verb(
+        actions, "fetch", "download the real data, showing its licence and checksums", _fetch
+    )
+    check = add_verb(
+        actions, "check", "verify a data folder: layout, counts, unreadable images", _check
+    )
     shipped = "name of a shipped bundle (medfl bundles)"
     fetch.add_argument("bundle", metavar="BUNDLE", help=shipped)
-    check.add_argument("bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote")
+    check.add_argument(
+        "bundle", metavar="BUNDLE", help=f"{shipped}, or the folder of one that medfl new wrote"
+    )
     make.add_argument("bundle", metavar="BUNDLE", help=shipped)
     make.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
     arguments.add_number(make, "--per-class", "N", "images per class")
@@ -38,17 +44,27 @@ def add(verbs: Any) -> None:
     text = "folder to download to; an interrupted download is continued"
     fetch.add_argument("--out", type=Path, required=True, metavar="DIR", help=text)
     check.add_argument(
-        "--data", type=Path, metavar="DIR", help=("data folder; default: the bundle's folder below $MEDFL_DATA")
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help=("data folder; default: the bundle's folder below $MEDFL_DATA"),
     )
 
 
 def _make(args: Any) -> int:
     from medfl import datasets
 
-    sizes = {name: value for name in ("per_class", "size", "seed") if (value := getattr(args, name)) is not None}
+    sizes = {
+        name: value
+        for name in ("per_class", "size", "seed")
+        if (value := getattr(args, name)) is not None
+    }
     if args.bundle not in datasets.names() and Path(args.bundle).is_dir():
         advice = "draw some in a checkout of medfl: python -m tools.synthetic_data BUNDLE --out DIR"
-        raise InputError(f"bundle {args.bundle}", "shipped bundles have drawn images (medfl bundles)", advice)
+        raise InputError(
+            f"bundle {args.bundle}", "shipped bundles have drawn images (medfl bundles)", advice
+        )
+
     folder = datasets.write_phantom(args.bundle, args.out, **sizes)
     document = {"name": args.bundle, "folder": str(folder), "source": "phantom"}
     return show(args, document, lambda: f"PHANTOM cohort (drawn images) of {args.bundle}: {folder}")
@@ -58,7 +74,10 @@ def _fetch(args: Any) -> int:
     from medfl import datasets
     from medfl.datasets.readers.download import fetch
 
-    files = [str(path) for path in fetch(datasets.get(args.bundle), args.out, progress=sys.stderr.isatty())]
+    files = [
+        str(path)
+        for path in fetch(datasets.get(args.bundle), args.out, progress=sys.stderr.isatty())
+    ]
     return show(args, {"name": args.bundle, "files": files}, lambda: "\n".join(files))
 
 
@@ -71,10 +90,20 @@ def _check(args: Any) -> int:
         report = check_own.check(args.bundle, args.data, progress=sys.stderr.isatty())
     else:
         report = datasets.check(args.bundle, args.data, progress=sys.stderr.isatty())
+
     show(args, report.as_dict(), lambda: _check_text(report.as_dict(), terminal.width()))
     if not report.ok:
-        more = f" (and {len(report.problems) - 1} more)" if len(report.problems) > 1 else ""
-        raise InputError(f"{report.problems[0]}{more}", "a folder without problems can be used", "repair or remove it")
+        if len(report.problems) > 1:
+            more = f" (and {len(report.problems) - 1} more)"
+        else:
+            more = ""
+
+        raise InputError(
+            f"{report.problems[0]}{more}",
+            "a folder without problems can be used",
+            "repair or remove it",
+        )
+
     return 0
 
 
@@ -90,12 +119,26 @@ def _check_text(document: Mapping[str, Any], width: int) -> str:
     }
     several = any(len(centres) > 1 for centres in document["counts"].values())
     rows = [
-        [section, *([centre] if several else []), str(sum(row)), *(str(count) if count else "-" for count in row)]
+        [
+            section,
+            *([centre] if several else []),
+            str(sum(row)),
+            *(str(count) if count else "-" for count in row),
+        ]
         for section, centres in document["counts"].items()
         for centre, row in centres.items()
     ]
     head = ["section", *(["centre"] if several else []), "all", *document["classes"]]
     lines = [*terminal.definitions(facts, width), "", *tables.text_table(head, rows, width), ""]
+
     for label, kind in (("note: ", "notes"), ("warning: ", "warnings"), ("problem: ", "problems")):
-        lines += [line for text in document[kind] for line in terminal.hanging_indent(label, text, width)]
-    return "\n".join([*lines, "the data can be used" if document["ok"] else "the data cannot be used as they are"])
+        lines += [
+            line for text in document[kind] for line in terminal.hanging_indent(label, text, width)
+        ]
+
+    return "\n".join(
+        [
+            *lines,
+            "the data can be used" if document["ok"] else "the data cannot be used as they are",
+        ]
+    )

@@ -25,9 +25,15 @@ In the bundle's folder MONAI reads it back:
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    export = add_verb(verbs, "export", "write the result of a run as a MONAI bundle", _export, _EXAMPLES)
-    export.add_argument("run", type=arguments.run_folder, metavar="RUN", help="a folder that medfl run wrote")
-    export.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle")
+    export = add_verb(
+        verbs, "export", "write the result of a run as a MONAI bundle", _export, _EXAMPLES
+    )
+    export.add_argument(
+        "run", type=arguments.run_folder, metavar="RUN", help="a folder that medfl run wrote"
+    )
+    export.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="new folder of the bundle"
+    )
     text = "model of the last round, or the best by validation; default: last"
     export.add_argument("--which", default="last", metavar="last|best", help=text)
     export.add_argument(
@@ -51,7 +57,16 @@ def _export(args: Any) -> int:
     formats = parse_formats(args.formats)
     from medfl.export.bundle_writer import export
 
-    document = export(args.run, args.out, which=args.which, site=args.site, formats=formats, data=args.data, say=log)
+    document = export(
+        args.run,
+        args.out,
+        which=args.which,
+        site=args.site,
+        formats=formats,
+        data=args.data,
+        say=log,
+    )
+
     return show(args, document, lambda: "\n".join(_lines(document)))
 
 
@@ -61,18 +76,27 @@ def _lines(document: Mapping[str, Any]) -> list[str]:
     lines = []
     for one in document["bundles"]:
         whose = f"site {one['site']}" if one["site"] else "global model"
-        lines += [f"bundle: {one['folder']} (version {one['version']})", f"  {whose}, round {one['round']}"]
+        lines += [
+            f"bundle: {one['folder']} (version {one['version']})",
+            f"  {whose}, round {one['round']}",
+        ]
         for name, agreement in one["agreement"].items():
             lines.append(
                 f"  {name}: differs by {format_difference(agreement['probabilities'])} at most "
                 f"(allowed {agreement['limit']:.0e}), on {agreement['images']} {one['measured_on']}"
             )
+
         if same := one["predictions"]:
             lines.append(
                 f"  predictions.csv of the run: differs by {format_difference(same['largest_difference'])} at most, "
                 f"on {same['items']} items"
             )
-        lines += [f"  {name}: {f['bytes']} bytes, sha256 {f['sha256'][:16]}..." for name, f in one["files"].items()]
+
+        lines += [
+            f"  {name}: {f['bytes']} bytes, sha256 {f['sha256'][:16]}..."
+            for name, f in one["files"].items()
+        ]
         lines += [f"  note: {note}" for note in one["notes"]]
+
     phantom = "PHANTOM data: images drawn by a program; this model says nothing about patients"
     return [*lines, phantom if document["data_source"] == "phantom" else "real data"]

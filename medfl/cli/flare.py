@@ -52,33 +52,51 @@ def add(verbs: Any) -> None:
         action = add_verb(actions, name, text, run.run, examples)
         run.add_flags(action)
         action.set_defaults(runtime=runtime)
+
     text = "write a job for sites that train on their own images"
     export = add_verb(actions, "export", text, _export, _EXPORT)
     arguments.add_bundle(export)
     what = export.add_argument_group("what", "each site permits which ids --config may set")
-    what.add_argument("--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg")
-    arguments.add_what(what, "set an option of the method (medfl methods NAME); may be repeated", data=False)
+    what.add_argument(
+        "--method", metavar="NAME", help="a shipped method (medfl methods); default fedavg"
+    )
+    arguments.add_what(
+        what, "set an option of the method (medfl methods NAME); may be repeated", data=False
+    )
     what.add_argument("--rehearsal", action="store_true", help="use synthetic images at all sites")
     sites = export.add_argument_group("sites")
     sites.add_argument(
-        "--sites", required=True, metavar="A,B,...", help=("comma-separated names of the sites in the federation")
+        "--sites",
+        required=True,
+        metavar="A,B,...",
+        help=("comma-separated names of the sites in the federation"),
     )
     arguments.add_settings(sites, *arguments.names_of_group(SITES))
     arguments.add_training(export)
     arguments.add_robustness(export)
     arguments.add_trust(export)
-    machine = export.add_argument_group("machine", "each site trains on the device that it chooses itself")
+    machine = export.add_argument_group(
+        "machine", "each site trains on the device that it chooses itself"
+    )
     arguments.add_settings(machine, *arguments.names_of_group(COMPUTING), "threads")
     output = export.add_argument_group("output")
-    output.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder for the job")
-    output.add_argument("--resume", action="store_true", help="continue the run that the server and the sites hold")
+    output.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="new folder for the job"
+    )
+    output.add_argument(
+        "--resume", action="store_true", help="continue the run that the server and the sites hold"
+    )
 
 
 def _export(args: Any) -> int:
-    values, config = arguments.parse_pairs("--set", args.options), arguments.parse_pairs("--config", args.config)
+    values = arguments.parse_pairs("--set", args.options)
+    config = arguments.parse_pairs("--config", args.config)
     sites = arguments.parse_names(args.sites)
     if len(set(sites)) != len(sites) or not sites:
-        raise InputError(f"--sites {args.sites}", "different names, as north,south", "name each site once")
+        raise InputError(
+            f"--sites {args.sites}", "different names, as north,south", "name each site once"
+        )
+
     check_options(args.method or "fedavg", values)
     requested = arguments.given_settings(args, "method", "presets")
     require_unused(args.out)
@@ -89,11 +107,16 @@ def _export(args: Any) -> int:
         rehearsal=args.rehearsal, resume=args.resume, min_replies=args.min_replies,
         deadline=args.deadline,
     )  # fmt: skip
+
     return show(args, document, lambda: _text(document))
 
 
 def _text(document: Mapping[str, Any]) -> str:
-    lines = [f"job: {document['job']}", f"sites: {', '.join(document['sites'])}", f"run: {document['run_hash'][:16]}"]
+    lines = [
+        f"job: {document['job']}",
+        f"sites: {', '.join(document['sites'])}",
+        f"run: {document['run_hash'][:16]}",
+    ]
     lines += [
         f"bundle: {document['bundle']} ({document['bundle_sha256'][:16]})",
         "submit it with your own startup kit, of type admin:",

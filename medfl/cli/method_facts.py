@@ -33,9 +33,12 @@ def catalogue() -> list[Document]:
         entry["module"] = registry.method_class(name).__module__
         for key in ("options", "prototype_options"):
             entry[key] = [
-                {field: value for field, value in option.items() if value is not None} for option in entry[key]
+                {field: value for field, value in option.items() if value is not None}
+                for option in entry[key]
             ]
+
         entries.append(entry)
+
     return entries
 
 
@@ -73,18 +76,28 @@ def travels(cls: type[Method]) -> Document:
     public = Public("toy", Shard.of(items, range(8)), task)
     settings = LocalSettings(1, 4, lambda network: torch.optim.SGD(network.parameters(), 0.1))
     sites = []
+
     for index, name in enumerate(("a", "b")):
         shard = Shard.of(items, range(4 * index, 4 * index + 4))
         loss = nn.functional.cross_entropy
-        sites.append(Site(name, index, shard, shard, shard, loss, settings, networks, 1, public=public))
+        sites.append(
+            Site(name, index, shard, shard, shard, loss, settings, networks, 1, public=public)
+        )
+
     with networks.scope():
         host = Host(0, networks, 1, public=public)
         personal = method.personal_names(host.model(networks.initial))
         introductions = {site.name: method.introduce(site) for site in sites}
         server = method.init_server(host, networks.initial, introductions)
         down = {site.name: method.broadcast(host, server, site.name) for site in sites}
-        results = {site.name: method.local_update(site, method.init_site(site), down[site.name]) for site in sites}
-        method.aggregate(host, server, {name: reply for name, (_, reply) in results.items()}, len(sites))
+        results = {
+            site.name: method.local_update(site, method.init_site(site), down[site.name])
+            for site in sites
+        }
+        method.aggregate(
+            host, server, {name: reply for name, (_, reply) in results.items()}, len(sites)
+        )
+
     state, reply = results["a"]
     return {
         "start": sorted(introductions["a"].tensors),
@@ -97,7 +110,9 @@ def travels(cls: type[Method]) -> Document:
 
 
 def _toy_network() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 2, 5, 4), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2))
+    return nn.Sequential(
+        nn.Conv2d(1, 2, 5, 4), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 2)
+    )
 
 
 def _in_order(groups: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,10 @@ from medfl.core.task import TASKS
 
 CATALOGUE = Path(__file__).with_name("methods.json")
 """What `method_facts` found out; `make docs` refreshes it, and a test holds it to the classes."""
-_JUDGED = {"global": "the server's model is the product", "personal": "each site's own model is the product"}
+_JUDGED = {
+    "global": "the server's model is the product",
+    "personal": "each site's own model is the product",
+}
 _SHOWN = 4  # options of a method in a table; its own page has them all
 
 Document = dict[str, Any]
@@ -48,7 +51,9 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     check_method_name(name)
     if options and name in method_names():
         entry = _catalogue()[name]
-        declared = [Declared(**option) for option in [*entry["options"], *entry["prototype_options"]]]
+        declared = [
+            Declared(**option) for option in [*entry["options"], *entry["prototype_options"]]
+        ]
         read_options(name, {option.name: option for option in declared}, options)
 
 
@@ -76,6 +81,7 @@ def travels_text(entry: Document) -> str:
     facts = entry["travels"]
     if facts["pooled"]:
         return "all images, to one place"
+
     up, down = (" + ".join(facts[way]) or "nothing" for way in ("up", "down"))
     text = up if up == down else f"{up} up, {down} down"
     text += f" but {', '.join(facts['withheld'])}" if facts["withheld"] else ""
@@ -84,12 +90,17 @@ def travels_text(entry: Document) -> str:
 
 def tasks_text(entry: Document) -> str:
     """Return the tasks that a method is for."""
-    return "any" if set(entry["tasks"]) >= set(TASKS) else ", ".join(entry["tasks"])
+    if set(entry["tasks"]) >= set(TASKS):
+        return "any"
+
+    return ", ".join(entry["tasks"])
 
 
 def _defaults(entry: Document) -> list[str]:
     """Return the first options of a method with their defaults; of prototype sharing only that it can be had."""
-    defaults = [f"{option['name']}={as_flag_text(option['default'])}" for option in entry["options"]]
+    defaults = [
+        f"{option['name']}={as_flag_text(option['default'])}" for option in entry["options"]
+    ]
     return [*defaults[:_SHOWN], *(["prototypes=false"] if entry["prototype_options"] else [])]
 
 
@@ -108,7 +119,16 @@ def methods_text(document: Document, width: int = tables.WIDTH) -> str:
     """Return the table of methods, or the page of one, at most `width` columns wide."""
     if "methods" not in document:
         return _method_page(document, width)
-    head = ["method", "tasks", "judged", "what travels", "plain host", "options and defaults", "paper"]
+
+    head = [
+        "method",
+        "tasks",
+        "judged",
+        "what travels",
+        "plain host",
+        "options and defaults",
+        "paper",
+    ]
     rows = [
         [e["name"], tasks_text(e), e["judged"], travels_text(e), "yes" if e["plain_host"] else "no",
          " ".join(_defaults(e)) + _more(e) or "-", _authors(e["paper"])]
@@ -120,6 +140,7 @@ def methods_text(document: Document, width: int = tables.WIDTH) -> str:
         "one method with its options and equations: medfl methods NAME",
     )
     lines = [*tables.text_table(head, rows, width, ("tasks", "plain host", "paper")), ""]
+
     return "\n".join([*lines, *(line for text in legend for line in textwrap.wrap(text, width))])
 
 
@@ -127,6 +148,7 @@ def _method_page(entry: Document, width: int) -> str:
     host = "yes" if entry["plain_host"] else "no, the server has work of its own"
     if entry["travels"]["pooled"]:
         host = "no, there is nothing to average"
+
     stays = ", ".join(entry["travels"]["kept"])
     facts = {
         "paper": entry["paper"] or "-",
@@ -136,16 +158,32 @@ def _method_page(entry: Document, width: int) -> str:
         "stays": f"{stays} (kept at a site from round to round)" if stays else "nothing",
         "plain host": f"{host} (a server that only averages, as of MONAI FL or NVIDIA FLARE)",
     }
-    lines = [*textwrap.wrap(f"{entry['name']}: {entry['summary']}", width), "", *terminal.definitions(facts, width), ""]
-    lines += _options("options, each given as --set NAME=VALUE", entry["options"], width) or ["no options"]
-    shared = _options("options of prototype sharing, as in FedMR", entry["prototype_options"], width)
+    lines = [
+        *textwrap.wrap(f"{entry['name']}: {entry['summary']}", width),
+        "",
+        *terminal.definitions(facts, width),
+        "",
+    ]
+    lines += _options("options, each given as --set NAME=VALUE", entry["options"], width) or [
+        "no options"
+    ]
+    shared = _options(
+        "options of prototype sharing, as in FedMR", entry["prototype_options"], width
+    )
     lines += ["", *shared] if shared else []
+
     return "\n".join([*lines, "", *terminal.wrap_docstring(entry["docs"], width)])
 
 
 def _options(title: str, options: list[Document], width: int) -> list[str]:
     rows = [[o["name"], _type(o), as_flag_text(o["default"]), o["help"]] for o in options]
-    return [title, *tables.text_table(["name", "value", "default", "what it does"], rows, width)] if rows else []
+    if rows:
+        return [
+            title,
+            *tables.text_table(["name", "value", "default", "what it does"], rows, width),
+        ]
+
+    return []
 
 
 def _type(option: Document) -> str:

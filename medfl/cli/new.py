@@ -31,14 +31,29 @@ def add(verbs: Any) -> None:
     text = "write a bundle for your own images: labelled pictures, or images with masks"
     new = add_verb(verbs, "new", text, _new, _EXAMPLES)
     new.add_argument(
-        "bundle", type=Path, metavar="BUNDLE_DIR", help=("new folder; its name becomes the name of the bundle")
+        "bundle",
+        type=Path,
+        metavar="BUNDLE_DIR",
+        help=("new folder; its name becomes the name of the bundle"),
     )
-    new.add_argument("--images", type=arguments.existing, required=True, metavar="DIR", help="folder of the images")
     new.add_argument(
-        "--masks", type=arguments.existing, metavar="DIR", help=("folder of the masks; may be within --images")
+        "--images",
+        type=arguments.existing,
+        required=True,
+        metavar="DIR",
+        help="folder of the images",
     )
     new.add_argument(
-        "--classes", default="", metavar="A,B,...", help=("comma-separated class names of the mask values 1, 2, ...")
+        "--masks",
+        type=arguments.existing,
+        metavar="DIR",
+        help=("folder of the masks; may be within --images"),
+    )
+    new.add_argument(
+        "--classes",
+        default="",
+        metavar="A,B,...",
+        help=("comma-separated class names of the mask values 1, 2, ..."),
     )
     new.add_argument(
         "--labels", type=arguments.existing, metavar="CSV",
@@ -48,13 +63,20 @@ def add(verbs: Any) -> None:
     new.add_argument(
         "--group-by",
         metavar="REGEX",
-        help=("regular expression whose group in a file's name is the patient; default: read cases.csv"),
+        help=(
+            "regular expression whose group in a file's name is the patient; default: read cases.csv"
+        ),
     )
     new.add_argument(
-        "--network", metavar="NAME", help=("network of the bundle (a run can override it); default: a small one")
+        "--network",
+        metavar="NAME",
+        help=("network of the bundle (a run can override it); default: a small one"),
     )
     arguments.add_number(
-        new, "--size", "PIXELS", "side length to which pictures are resized; default: 64, or 128 with masks"
+        new,
+        "--size",
+        "PIXELS",
+        "side length to which pictures are resized; default: 64, or 128 with masks",
     )
 
 
@@ -69,7 +91,9 @@ def _new(args: Any) -> int:
     folder = starter.write(args.bundle, seen, network=args.network, size=args.size)
     data = Path(seen.folder)
     data = data.relative_to(Path.cwd()) if data.is_relative_to(Path.cwd()) else data
-    command = shlex.join(["medfl", "run", str(folder), "--data", str(data), "--out", f"runs/{folder.name}"])
+    command = shlex.join(
+        ["medfl", "run", str(folder), "--data", str(data), "--out", f"runs/{folder.name}"]
+    )
     document = {
         "bundle": str(folder), "kind": seen.kind, "data": seen.folder,
         "classes": dict(zip(seen.classes, seen.counts, strict=True)), "channels": seen.channels,
@@ -77,6 +101,7 @@ def _new(args: Any) -> int:
         "patients": seen.patients or None, "group_by": seen.group_by, "offered_group_by": seen.offer and seen.offer[0],
         "said": list(seen.said), "tested": seen.tested, "offered_folds": seen.folds or None, "next": command,
     }  # fmt: skip
+
     return show(args, document, lambda: _text(folder, seen, command, _offer(args, seen)))
 
 
@@ -86,13 +111,16 @@ def _offer(args: Any, seen: Survey) -> str:
 
     if seen.offer is None:
         return NO_PATIENTS
+
     again = [f"{word}-by-patient" if word == str(args.bundle) else word for word in args.given]
     command = shlex.join(["medfl", *again, "--group-by", seen.offer[0]])
     return f"{NO_PATIENTS}, or, if the names of the files begin with them ({seen.offer[1]} patients then): {command}"
 
 
 def _text(folder: Path, seen: Survey, command: str, unknown: str) -> str:
-    counts = ", ".join(f"{name} {count}" for name, count in zip(seen.classes, seen.counts, strict=True))
+    counts = ", ".join(
+        f"{name} {count}" for name, count in zip(seen.classes, seen.counts, strict=True)
+    )
     colour = {1: "grey", 3: "colour"}.get(seen.channels, f"{seen.channels} channels")
     unit = "voxels" if seen.kind == "volumes" else "pixels"
     lines = [
@@ -100,9 +128,18 @@ def _text(folder: Path, seen: Survey, command: str, unknown: str) -> str:
         *seen.said,
         f"{seen.patients} patients, each in one section" if seen.patients else f"note: {unknown}",
         *(f"note: {note}" for note in seen.notes),
-        *([f"PHANTOM: {seen.phantom} holds drawn images, not real ones; runs on them say so"] if seen.phantom else []),
+        *(
+            [f"PHANTOM: {seen.phantom} holds drawn images, not real ones; runs on them say so"]
+            if seen.phantom
+            else []
+        ),
         f"bundle: {folder}",
         f"next: {command}",
-        *([f"or, as {seen.tested} test images are few: {command} --folds {seen.folds}"] if seen.folds else []),
+        *(
+            [f"or, as {seen.tested} test images are few: {command} --folds {seen.folds}"]
+            if seen.folds
+            else []
+        ),
     ]
+
     return "\n".join(lines)

@@ -40,14 +40,20 @@ class Parser(argparse.ArgumentParser):
 
 def _formatter(prog: str) -> argparse.HelpFormatter:
     """Return what writes help as wide as the terminal, at most 100 columns, with the examples kept as written."""
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=28, width=terminal.width() - 2)
+    return argparse.RawDescriptionHelpFormatter(
+        prog, max_help_position=28, width=terminal.width() - 2
+    )
 
 
-def add_verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | None], examples: str = "") -> Any:
+def add_verb(
+    verbs: Any, name: str, text: str, function: Callable[[Any], int | None], examples: str = ""
+) -> Any:
     """Add a verb, or an action of one, with the flags that all have; return its parser."""
     verb = verbs.add_parser(name, help=text, description=_sentence(text), epilog=examples or None)
     verb.set_defaults(verb=function)
-    verb.add_argument("--json", action="store_true", help="print one JSON document on stdout, logs on stderr")
+    verb.add_argument(
+        "--json", action="store_true", help="print one JSON document on stdout, logs on stderr"
+    )
     verb.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return verb
 
@@ -55,7 +61,9 @@ def add_verb(verbs: Any, name: str, text: str, function: Callable[[Any], int | N
 def add_actions(verbs: Any, name: str, text: str) -> Any:
     """Add a verb that has actions; return the subparsers that take them."""
     verb = verbs.add_parser(name, help=text, description=_sentence(text))
-    return verb.add_subparsers(title="actions", metavar="ACTION", required=True, parser_class=Parser)
+    return verb.add_subparsers(
+        title="actions", metavar="ACTION", required=True, parser_class=Parser
+    )
 
 
 def _sentence(text: str) -> str:
@@ -76,7 +84,11 @@ def telling(args: Any) -> dict[str, Any]:
 
 def log(text: str) -> None:
     """Print a line while running; on a terminal a long one is broken between words, a table is left as it is."""
-    warn("\n".join(terminal.wrap_to_terminal(text)) if "\n" not in text and sys.stderr.isatty() else text)
+    warn(
+        "\n".join(terminal.wrap_to_terminal(text))
+        if "\n" not in text and sys.stderr.isatty()
+        else text
+    )
 
 
 def warn(text: str) -> None:

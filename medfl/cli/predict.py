@@ -35,7 +35,9 @@ def add(verbs: Any) -> None:
         "and series, .zip and .npz archives"
     )
     predict.add_argument("images", type=Path, nargs="+", metavar="PATH", help=text)
-    predict.add_argument("--out", type=Path, required=True, metavar="DIR", help="new or empty folder")
+    predict.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="new or empty folder"
+    )
     text = (
         "ground truth to score against: masks named as the images, a folder of images per class, or a "
         "CSV with id and label"
@@ -44,22 +46,31 @@ def add(verbs: Any) -> None:
     text = "model of a run: of the last round, or the best by validation; default: last"
     predict.add_argument("--which", default="last", metavar="last|best", help=text)
     predict.add_argument(
-        "--site", metavar="NAME", help=("use the personal model of this site, if the method has one for each")
+        "--site",
+        metavar="NAME",
+        help=("use the personal model of this site, if the method has one for each"),
     )
     arguments.add_settings(predict, "device")
     arguments.add_number(
-        predict, "--threads", "T", "CPU threads; default: as in the run, or PyTorch's default for a bundle"
+        predict,
+        "--threads",
+        "T",
+        "CPU threads; default: as in the run, or PyTorch's default for a bundle",
     )
     arguments.add_trust(predict)
 
 
 def _predict(args: Any) -> int:
     arguments.given_settings(args)
-    is_run(args.model.expanduser())  # refuses another folder before PyTorch is imported, as what follows
+    is_run(
+        args.model.expanduser()
+    )  # refuses another folder before PyTorch is imported, as what follows
     require_unused(args.out.expanduser(), advice="give a new folder")
     check_which(args.which)
+
     for path in args.images:
         require_there(path.expanduser())
+
     from medfl.runs.predict import predict
 
     document = predict(
@@ -67,16 +78,23 @@ def _predict(args: Any) -> int:
         reference=args.reference, which=args.which, site=args.site, device=args.device or "cpu",
         thread_count=args.threads, progress=sys.stderr.isatty(), say=log,
     )  # fmt: skip
+
     for one in document["failed"]:
         warn(" ".join(f"error: {one['id']}: {one['problem']}".split()))
+
     show(args, document, lambda: "\n".join(_lines(document, terminal.width())))
     if failed := len(document["failed"]):
-        raise RunError(f"{failed} of {document['images']} images failed, as told above; the others are in {args.out}")
+        raise RunError(
+            f"{failed} of {document['images']} images failed, as told above; the others are in {args.out}"
+        )
+
     return 0
 
 
 def _lines(document: Mapping[str, Any], width: int) -> list[str]:
-    lines = [f"{len(document['predictions'])} of {document['images']} images predicted by {document['model']}"]
+    lines = [
+        f"{len(document['predictions'])} of {document['images']} images predicted by {document['model']}"
+    ]
     if document["task"] == "classification":
         counts = Counter(row["prediction"] for row in document["predictions"])
         lines += tables.text_table(
@@ -84,20 +102,27 @@ def _lines(document: Mapping[str, Any], width: int) -> list[str]:
         )
     else:
         lines += _structures(document["predictions"], width)
+
     if (scores := document["scores"]) is not None:
         from medfl.evaluation.metrics import title
 
         lines += ["", f"scores by the references of {document['scored']} images"]
         units = {name: f" ({unit})" for name, unit in document["units"].items()}
         rows = []
+
         for name, value in scores.items():
             if not name.endswith("_cases"):
                 cases = scores.get(f"{name}_cases", document["scored"])
                 rows.append([title(name) + units.get(name, ""), f"{value:.3f}", f"{cases:.0f}"])
+
         lines += tables.text_table(["metric", "value", "cases"], rows, width)
+
     lines += ["", *document["files"].values()]
     if document["data_source"] == "phantom":
-        lines.append("this model learned from PHANTOM data, images drawn by a program: it says nothing about patients")
+        lines.append(
+            "this model learned from PHANTOM data, images drawn by a program: it says nothing about patients"
+        )
+
     return [*lines, "for research: not a medical device"]
 
 
@@ -110,4 +135,5 @@ def _structures(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
         mean = sum(values) / len(values)
         shown = f"{mean:.1f} ml" if unit == "ml" else f"{mean:.1%} of the pixels"
         lines.append([structure, shown, str(len(values))])
+
     return tables.text_table(["structure", "mean", "images"], lines, width)

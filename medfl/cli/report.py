@@ -24,14 +24,21 @@ def add(verbs: Any) -> None:
     text = "write an HTML report on one or several runs"
     report = add_verb(verbs, "report", text, _report, _EXAMPLES)
     report.add_argument(
-        "folders", nargs="+", type=arguments.existing, metavar="DIR", help="a folder that medfl run wrote"
+        "folders",
+        nargs="+",
+        type=arguments.existing,
+        metavar="DIR",
+        help="a folder that medfl run wrote",
     )
     report.add_argument(
         "--out", type=Path, metavar="FILE.html",
         help="write one page that compares the runs, which must share a bundle, instead of one in each folder",
     )  # fmt: skip
     report.add_argument(
-        "--curves", type=Path, metavar="FILE.png", help="plot the metric of all runs against bytes sent and seconds"
+        "--curves",
+        type=Path,
+        metavar="FILE.png",
+        help="plot the metric of all runs against bytes sent and seconds",
     )
     report.add_argument(
         "--gains",
@@ -52,20 +59,28 @@ def _report(args: Any) -> int:
             "a comparison has a page of its own, in its folder",
             f"medfl report {grids[0]}",
         )
+
     if args.out is not None:
         from medfl.compare.side_by_side import write_page
 
         written = [str(write_page(args.folders, args.out))]
     else:
-        written = [str(grid_page.write_grid_page(one) if one in grids else write_report(one)) for one in args.folders]
+        written = [
+            str(grid_page.write_grid_page(one) if one in grids else write_report(one))
+            for one in args.folders
+        ]
+
     if grids:
         args.folders = [run.path for run in grid_page.runs_of(grids[0]) if run.summary is not None]
+
     if args.curves is not None:
         from medfl.compare.cost_curves import write_cost_curves
 
         written.append(str(write_cost_curves(args.folders, args.curves)))
+
     if args.gains is None:
         return show(args, {"reports": written}, lambda: "\n".join(written))
+
     from medfl.compare.gains import write_gains
 
     gains, file = write_gains(args.folders, args.gains)
@@ -74,4 +89,5 @@ def _report(args: Any) -> int:
         "reports": written, "gains": gains.gains, "values": gains.values, "small": sorted(gains.small),
         "notes": gains.notes,
     }  # fmt: skip
+
     return show(args, document, lambda: "\n".join([gains.table(), "", *gains.summary(), *written]))

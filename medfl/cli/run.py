@@ -48,7 +48,9 @@ def add_flags(run: Any) -> None:
     )  # fmt: skip
     what = run.add_argument_group("what")
     what.add_argument(
-        "--method", metavar="NAME", help="a method (medfl methods), or the dotted path of your own; default: fedavg"
+        "--method",
+        metavar="NAME",
+        help="a method (medfl methods), or the dotted path of your own; default: fedavg",
     )
     arguments.add_what(what, "set an option of the method (medfl methods NAME); may be repeated")
     arguments.add_partition(arguments.add_sites(run))
@@ -63,11 +65,17 @@ def add_flags(run: Any) -> None:
              "process, or a job on NVIDIA FLARE's simulator",
     )  # fmt: skip
     output = run.add_argument_group("output")
-    output.add_argument("--out", type=Path, metavar="DIR", help="new run folder; default: runs/BUNDLE-METHOD-SEED")
     output.add_argument(
-        "--resume", action="store_true", help=("continue the run in --out, optionally for more --rounds")
+        "--out", type=Path, metavar="DIR", help="new run folder; default: runs/BUNDLE-METHOD-SEED"
     )
-    output.add_argument("--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run")
+    output.add_argument(
+        "--resume",
+        action="store_true",
+        help=("continue the run in --out, optionally for more --rounds"),
+    )
+    output.add_argument(
+        "--from", dest="source", type=Path, metavar="RUN.JSON", help="repeat a recorded run"
+    )
     arguments.add_number(
         output, "--folds", "K",
         "K-fold cross-validation, split by patient, and pooled metrics over all folds",
@@ -92,7 +100,9 @@ def add_flags(run: Any) -> None:
              "with Landlock",
     )  # fmt: skip
     output.add_argument(
-        "--track", metavar="mlflow[:URI]|wandb[:PROJECT]", help="log metrics to MLflow or Weights & Biases"
+        "--track",
+        metavar="mlflow[:URI]|wandb[:PROJECT]",
+        help="log metrics to MLflow or Weights & Biases",
     )
     arguments.add_quiet(output)
 
@@ -101,31 +111,48 @@ def run(args: Any) -> int:
     """Execute `medfl run`."""
     if args.sandbox:  # which a process with threads, as NumPy's BLAS starts, cannot enter
         os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
     if _was_portable(args):
         portable.enable()
-    values, config = arguments.parse_pairs("--set", args.options), arguments.parse_pairs("--config", args.config)
+
+    values = arguments.parse_pairs("--set", args.options)
+    config = arguments.parse_pairs("--config", args.config)
     requested = arguments.given_settings(args, "method", "partition", "presets", "data", "sites")
     from medfl.bundle.files import find
     from medfl.runs import request_checks
 
     launch = _launch(args)
+
     if args.resume and args.out is not None and (args.out / FOLDS).is_file():
         return _cross_validate(args, values, config, requested, launch, again=True)
+
     request_checks.check_before_imports(
-        args.bundle, requested, has_overrides=bool(values or config), source=args.source, launch=launch
+        args.bundle,
+        requested,
+        has_overrides=bool(values or config),
+        source=args.source,
+        launch=launch,
     )
     if args.bundle is not None and not args.resume:
         check_options(args.method or "fedavg", values)
         find(args.bundle)
+
     if args.folds is not None:
         return _cross_validate(args, values, config, requested, launch, again=False)
+
     if args.sandbox:
         enter_sandbox(args)
+
     with without_gc():
         from medfl.runs.launch import federate  # torch and monai take seconds to import
 
     document = federate(
-        args.bundle, options=values, config=config, requested=requested, source=args.source, launch=launch
+        args.bundle,
+        options=values,
+        config=config,
+        requested=requested,
+        source=args.source,
+        launch=launch,
     )
     return show(args, document, lambda: _result(Path(document["folder"])))
 
@@ -142,35 +169,61 @@ def _launch(args: Any) -> Launch:
 
 def _was_portable(args: Any) -> bool:
     """Return whether the run to go on with, or to repeat, is portable; what cannot be read is told later."""
-    again = [args.out / "run.json", args.out / FOLDS] if args.resume and args.out else []
+    if args.resume and args.out:
+        again = [args.out / "run.json", args.out / FOLDS]
+    else:
+        again = []
+
     for path in [*again, *([record_of(args.source)] if args.source else [])]:
         with suppress(Refused):
             document = json_values(path)
-            settings = document.get("requested", document) if isinstance(document, dict) else {}
+            if isinstance(document, dict):
+                settings = document.get("requested", document)
+            else:
+                settings = {}
+
             return isinstance(settings, dict) and settings.get("portable") is True
+
     return False
 
 
-def _cross_validate(args: Any, values: Any, config: Any, requested: Any, launch: Launch, again: bool) -> int:
+def _cross_validate(
+    args: Any, values: Any, config: Any, requested: Any, launch: Launch, again: bool
+) -> int:
     refused = {"--sandbox": args.sandbox, "--from": args.source, "--profile": args.profile}
     refused |= {"--resume, where no cross-validation is": args.resume and not again}
-    refused |= {"--resume and other settings": again and any((args.folds, args.bundle, values, config))}
+    refused |= {
+        "--resume and other settings": again and any((args.folds, args.bundle, values, config))
+    }
     if wrong := next((flag for flag, given in refused.items() if given), None):
         allowed = "a cross-validation is K new runs; --resume --out DIR alone goes on with it"
-        given = f"--folds with {wrong}" if args.folds else f"a cross-validation with {wrong}"
+        if args.folds:
+            given = f"--folds with {wrong}"
+        else:
+            given = f"a cross-validation with {wrong}"
+
         raise InputError(given, allowed, "leave it out")
+
     if not again:
         from medfl.datasets.readers.splitting import check_folds
 
         check_folds(args.folds)
+
     with without_gc():
         from medfl.runs import folds
+
     if again:
         document = folds.resume(args.out, requested, launch=launch)
     else:
         document = folds.cross_validate(
-            args.bundle, args.folds, options=values, config=config, requested=requested, launch=launch
+            args.bundle,
+            args.folds,
+            options=values,
+            config=config,
+            requested=requested,
+            launch=launch,
         )
+
     return show(args, document, lambda: _of_folds(Path(document["folder"])))
 
 

@@ -29,15 +29,27 @@ def enter_sandbox(args: Any) -> None:
         InputError: the kernel has no Landlock, or the run needs what is refused.
     """
     if args.runtime.startswith("flare") or (args.track or "").partition(":")[2]:
-        what = f"--runtime {args.runtime}" if args.runtime.startswith("flare") else f"--track {args.track}"
-        raise InputError(f"--sandbox with {what}", "a run without connections", "leave one of them out")
+        if args.runtime.startswith("flare"):
+            what = f"--runtime {args.runtime}"
+        else:
+            what = f"--track {args.track}"
+
+        raise InputError(
+            f"--sandbox with {what}", "a run without connections", "leave one of them out"
+        )
+
     before = _record(args)
     args.out = out = _run_folder(args)
     bundle = args.bundle or (before.bundle_path if before else "")
-    private = cache_folder("sandbox") / hashlib.sha256(os.fsencode(Path(bundle).resolve())).hexdigest()[:16]
+    private = (
+        cache_folder("sandbox")
+        / hashlib.sha256(os.fsencode(Path(bundle).resolve())).hexdigest()[:16]
+    )
     written = [cache_folder("phantom"), cache_folder("answers")]
+
     for folder in [*written, *([] if args.resume else [out])]:
         folder.mkdir(parents=True, exist_ok=True)
+
     variables = private_folders(private)
     programs = (*_COMPILERS, sys.prefix, sys.base_prefix) if args.compile else ()
     allowed = Allowed(
@@ -65,6 +77,7 @@ def _run_folder(args: Any) -> Path:
         raise InputError("--sandbox with --from", "a run folder that you name", "add --out")
     if args.out is not None:
         return Path(args.out)
+
     name = Path(args.bundle or "none").expanduser().resolve().name
     seed = SETTINGS["seed"].default if args.seed is None else args.seed
     return default_run_folder(name, args.method or "fedavg", seed)
@@ -72,9 +85,17 @@ def _run_folder(args: Any) -> Path:
 
 def _named(args: Any, run: Run | None) -> Iterator[Path]:
     """Yield the files and folders that are named: on the command line, in a record, by $MEDFL_DATA."""
-    recorded_paths = [run.bundle_path, run.data.folder, run.public and run.public.data.folder] if run else []
+    if run:
+        recorded_paths = [run.bundle_path, run.data.folder, run.public and run.public.data.folder]
+    else:
+        recorded_paths = []
+
     recorded = [*recorded_paths, run.options, run.config] if run else []
-    for text in (os.environ.get("MEDFL_DATA", ""), *args.given, *(t for t in _texts(recorded) if "/" in t)):
+    for text in (
+        os.environ.get("MEDFL_DATA", ""),
+        *args.given,
+        *(t for t in _texts(recorded) if "/" in t),
+    ):
         value = text.partition("=")[2]
         for part in (text, value, text.partition(":")[2], value.partition(":")[2]):
             if os.path.exists(path := os.path.expanduser(part)):
@@ -84,7 +105,9 @@ def _named(args: Any, run: Run | None) -> Iterator[Path]:
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for one in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from _texts(one)
 
 

@@ -55,9 +55,13 @@ examples
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
     actions = add_actions(
-        verbs, "site", ("tools for a hospital: inspect a bundle, check the data, share statistics, audit, join")
+        verbs,
+        "site",
+        ("tools for a hospital: inspect a bundle, check the data, share statistics, audit, join"),
     )
-    inspect = add_verb(actions, "inspect", "inspect a bundle without running any of its code", _inspect, _EXAMPLES)
+    inspect = add_verb(
+        actions, "inspect", "inspect a bundle without running any of its code", _inspect, _EXAMPLES
+    )
     add_bundle(inspect, type=arguments.bundle_folder)
     _add_policy(inspect)
     text = "previously accepted version of the bundle: show the differences"
@@ -74,7 +78,9 @@ def add(verbs: Any) -> None:
     text = "preflight: would a bundle run here, on these images?"
     check = add_verb(actions, "check", text, _check, _CHECK_EXAMPLES)
     _add_data(check)
-    check.add_argument("--server", metavar="HOST:PORT", help="check that this server can be reached")
+    check.add_argument(
+        "--server", metavar="HOST:PORT", help="check that this server can be reached"
+    )
     check.add_argument(
         "--kit",
         type=arguments.existing,
@@ -82,18 +88,27 @@ def add(verbs: Any) -> None:
         help=("check that this startup kit is valid for the server and the site"),
     )
     check.add_argument(
-        "--device", default="cpu", metavar="auto|cpu|cuda[:i]", help=("device for training; default: cpu")
+        "--device",
+        default="cpu",
+        metavar="auto|cpu|cuda[:i]",
+        help=("device for training; default: cpu"),
     )
     add_number(check, "--batch-size", "B", "images per optimiser step; default: the bundle's")
-    check.add_argument("--folder", type=Path, default=Path("."), metavar="DIR", help="folder for the site's state")
+    check.add_argument(
+        "--folder", type=Path, default=Path("."), metavar="DIR", help="folder for the site's state"
+    )
     text = "local statistics: show what would leave, and write it"
     stats = add_verb(actions, "stats", text, _stats, _STATS_EXAMPLES)
     _add_data(stats, "?")
     add_number(stats, "--bins", "N", "number of bins of the intensity histograms; default: 32")
     stats.add_argument(
-        "--range", metavar="LOW,HIGH", help=("value range of the histograms; default: value_range of metadata.json")
+        "--range",
+        metavar="LOW,HIGH",
+        help=("value range of the histograms; default: value_range of metadata.json"),
     )
-    add_number(stats, "--min-count", "K", "suppress counts below K; default: 10; never below the policy's")
+    add_number(
+        stats, "--min-count", "K", "suppress counts below K; default: 10; never below the policy's"
+    )
     add_number(
         stats,
         "--noise",
@@ -102,7 +117,10 @@ def add(verbs: Any) -> None:
         float,
     )
     stats.add_argument(
-        "--out", type=Path, metavar="FILE", help=("write the statistics to this file; with --collect: the plot")
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=("write the statistics to this file; with --collect: the plot"),
     )
     stats.add_argument(
         "--collect",
@@ -111,7 +129,9 @@ def add(verbs: Any) -> None:
         metavar="FILE",
         help=("plot the statistics that several sites have written"),
     )
-    audit = add_verb(actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES)
+    audit = add_verb(
+        actions, "audit", "verify and show a site's audit log", _audit, _AUDIT_EXAMPLES
+    )
     audit.add_argument("file", type=arguments.existing, metavar="FILE", help="the log")
     audit.add_argument(
         "--noted",
@@ -124,11 +144,16 @@ def add(verbs: Any) -> None:
 def _add_data(parser: Any, many: str | None = None) -> None:
     """Add what opens a bundle on its data."""
     add_bundle(parser, nargs=many)
-    parser.add_argument("--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones")
+    parser.add_argument(
+        "--data", metavar="DIR|phantom", help="folder of the images, or phantom for synthetic ones"
+    )
     text = "the site has no labels: use unlabelled images for training"
     parser.add_argument("--unlabelled", action="store_true", help=text)
     _add_policy(parser)
-    arguments.add_config(parser, "override a value of the bundle's configuration, e.g. image_size=64; may be repeated")
+    arguments.add_config(
+        parser,
+        "override a value of the bundle's configuration, e.g. image_size=64; may be repeated",
+    )
 
 
 def _add_policy(parser: Any) -> None:
@@ -143,18 +168,34 @@ def _inspect(args: Any) -> int:
     from medfl.storage.run_documents import read_run
 
     policy = Policy.read(args.policy) if args.policy is not None else Policy()
+
     if args.job is not None:
         policy = policy.restricted_to(read_run(_run_file(args.job))[0])
+
     folder = args.bundle
     target = args.write_policy
     if target is not None:
         _check_new_file("--write-policy", target)
         if target.resolve().is_relative_to(folder.expanduser().resolve()):
-            raise InputError(f"--write-policy {target}", "a place outside of the bundle", "give a file outside of it")
+            raise InputError(
+                f"--write-policy {target}",
+                "a place outside of the bundle",
+                "give a file outside of it",
+            )
+
     inspection = inspect(folder, policy)
     anew = None if target is None or policy.files is None else inspection.unpin()
-    changes = None if args.against is None else list(differences(inspect(args.against, policy), inspection))
-    document = {**inspection.as_dict(), "outbound": policy.outbound.lines(), "jobs": policy.jobs(), "changes": changes}
+    if args.against is None:
+        changes = None
+    else:
+        changes = list(differences(inspect(args.against, policy), inspection))
+
+    document = {
+        **inspection.as_dict(),
+        "outbound": policy.outbound.lines(),
+        "jobs": policy.jobs(),
+        "changes": changes,
+    }
     document |= {} if anew is None else {"pinned_anew": anew}
     if target is not None and inspection.accepted:
         from medfl.storage.files import write_atomic
@@ -162,6 +203,7 @@ def _inspect(args: Any) -> int:
         check_name(inspection.bundle, "the bundle's folder")
         write_atomic(target, inspection.policy(policy).text().encode())
         document["policy_written"] = str(target)
+
     show(args, document, lambda: "\n".join(_inspection_lines(document, terminal.width())))
     inspection.require()
     return 0
@@ -171,22 +213,54 @@ def _run_file(job: Path) -> Path:
     """Return the record in a job's folder, or the one given."""
     run_files = sorted(job.rglob("run.json")) if job.is_dir() else [job]
     if not run_files:
-        raise InputError(f"--job {job}", "the folder of a job with its run.json", "give what medfl flare export wrote")
+        raise InputError(
+            f"--job {job}",
+            "the folder of a job with its run.json",
+            "give what medfl flare export wrote",
+        )
     return run_files[0]
 
 
 def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
     from medfl.core.untrusted import printable
 
-    pinned = "every file is as the policy says" if document["pinned"] else "not pinned: --policy names no files"
-    pinned = "judged without the pins of --policy" if document.get("pinned_anew") else pinned
-    lines = [f"bundle {printable(document['bundle'])} in {printable(document['folder'], 200)}", "", f"Files ({pinned})"]
-    rows = [[printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]]
-    lines += tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(width, 132)) if rows else ["none"]
-    if document["changes"] is not None:
-        lines += ["", "What differs from the version given with --against", *(document["changes"] or ["nothing"])]
+    if document["pinned"]:
+        pinned = "every file is as the policy says"
+    else:
+        pinned = "not pinned: --policy names no files"
+
     if document.get("pinned_anew"):
-        lines += ["", "What is not as --policy pinned it", *(f"  {line}" for line in document["pinned_anew"])]
+        pinned = "judged without the pins of --policy"
+    else:
+        pinned = pinned
+
+    lines = [
+        f"bundle {printable(document['bundle'])} in {printable(document['folder'], 200)}",
+        "",
+        f"Files ({pinned})",
+    ]
+    rows = [
+        [printable(f["path"]), f["kind"], str(f["bytes"]), f["sha256"]] for f in document["files"]
+    ]
+    lines += (
+        tables.text_table(["file", "kind", "bytes", "sha256"], rows, max(width, 132))
+        if rows
+        else ["none"]
+    )
+    if document["changes"] is not None:
+        lines += [
+            "",
+            "What differs from the version given with --against",
+            *(document["changes"] or ["nothing"]),
+        ]
+
+    if document.get("pinned_anew"):
+        lines += [
+            "",
+            "What is not as --policy pinned it",
+            *(f"  {line}" for line in document["pinned_anew"]),
+        ]
+
     for title, what in (
         ("Components that would be made (_target_)", document["targets"]),
         (f"What its {document['expressions']} expressions and its imports use", document["uses"]),
@@ -194,26 +268,44 @@ def _inspection_lines(document: Mapping[str, Any], width: int) -> list[str]:
         lines += ["", title]
         counts = ", ".join(f"{printable(name)} {count}" for name, count in what.items())
         lines += terminal.hanging_indent("  ", counts or "nothing", width)
+
     lines += ["", "Never run by medfl: statements for `monai.bundle run`"]
     lines += [f"  {line}" for line in document["statements"]] or ["  none"]
     lines += ["", "Allowed by the policy's words"]
     for item in document["allowed_by_policy"]:
         lines.append(f"  {item['word']}: {item['what']}, {item['times']} times ({item['meaning']})")
+
     lines += [] if document["allowed_by_policy"] else ["  none"]
     lines += ["", "Data that would be read"]
-    lines += [f"  {printable(file)}: dataset_dir is {text}" for file, text in document["data"].items()]
-    lines += ["  the folder given with --data takes its place; nothing else is known without running anything"]
+    lines += [
+        f"  {printable(file)}: dataset_dir is {text}" for file, text in document["data"].items()
+    ]
+    lines += [
+        "  the folder given with --data takes its place; nothing else is known without running anything"
+    ]
     lines += ["", "What would leave"]
+
     for text in (*document["leaves"], *(f"policy: {line}" for line in document["outbound"])):
         lines += terminal.hanging_indent("  ", text, width)
-    lines += ["", "Jobs that would be taken", *terminal.hanging_indent("  ", f"policy: {document['jobs']}", width)]
+
+    lines += [
+        "",
+        "Jobs that would be taken",
+        *terminal.hanging_indent("  ", f"policy: {document['jobs']}", width),
+    ]
     if "policy_written" in document:
         lines += ["", f"policy: {document['policy_written']}"]
+
     count = len(document["refused"])
     lines += ["", f"REFUSED, for {count} reason{'s' if count > 1 else ''}" if count else "ACCEPTED"]
     for refusal in document["refused"]:
-        where = f"{refusal['file']}: {refusal['id']}" if refusal["id"] else refusal["file"]
+        if refusal["id"]:
+            where = f"{refusal['file']}: {refusal['id']}"
+        else:
+            where = refusal["file"]
+
         lines.append(f"  {printable(where)}: {refusal['why']}")
+
     return lines
 
 
@@ -226,9 +318,14 @@ def _config(texts: list[str]) -> dict[str, Any]:
 
     values = parse_pairs("--config", texts)
     try:
-        return {name: value if value[:1] in "$@%" else typed_value(value) for name, value in values.items()}
+        return {
+            name: value if value[:1] in "$@%" else typed_value(value)
+            for name, value in values.items()
+        }
     except Refused as error:
-        raise InputError(f"--config {' '.join(texts)}", "values are YAML, as MONAI reads them", "quote it") from error
+        raise InputError(
+            f"--config {' '.join(texts)}", "values are YAML, as MONAI reads them", "quote it"
+        ) from error
 
 
 def _check(args: Any) -> int:
@@ -245,6 +342,7 @@ def _check(args: Any) -> int:
     report = check(preflight, progress=sys.stderr.isatty())
     show(args, report.as_dict(), lambda: "\n".join(report.text(terminal.width())))
     report.require()
+
     return 0
 
 
@@ -252,9 +350,15 @@ def _stats(args: Any) -> int:
     if args.collect:
         return _collect(args)
     if args.bundle is None:
-        raise InputError("no bundle", "a shipped bundle's name or a folder, or --collect FILE ...", "see medfl bundles")
+        raise InputError(
+            "no bundle",
+            "a shipped bundle's name or a folder, or --collect FILE ...",
+            "see medfl bundles",
+        )
+
     if args.out is not None:
         _check_new_file("--out", args.out)
+
     from medfl.bundle.files import shipped_folders
     from medfl.bundle.open import open_problem, with_data
     from medfl.partner.statistics import StatisticsOptions, bins_of, encoded, gather, text
@@ -266,10 +370,18 @@ def _stats(args: Any) -> int:
     policy = Policy.read(args.policy) if args.policy is not None else Policy()
     inspect(shipped_folders().get(args.bundle, Path(args.bundle)), policy).require(TRAINING)
     min_count = 10 if args.min_count is None else args.min_count
+
     if min_count < 0:
-        raise InputError(f"--min-count {min_count}", "a whole number of at least 0", "give 10, or 0 for all")
+        raise InputError(
+            f"--min-count {min_count}", "a whole number of at least 0", "give 10, or 0 for all"
+        )
     if args.noise is not None and not 0 < args.noise < 100:
-        raise InputError(f"--noise {args.noise:g}", "epsilon, above 0 and below 100", "give for example --noise 1")
+        raise InputError(
+            f"--noise {args.noise:g}",
+            "epsilon, above 0 and below 100",
+            "give for example --noise 1",
+        )
+
     least = max(min_count, policy.outbound.min_count)
     config = _config(args.config)
     problem = open_problem(args.bundle, config, policy=policy)
@@ -278,6 +390,7 @@ def _stats(args: Any) -> int:
     rules = StatisticsOptions(bins, least, args.noise)
     document = gather(opened.bundle, opened.folder, rules, progress=sys.stderr.isatty())
     lines = text(document, terminal.width())
+
     if args.out is None:
         lines += ["", "Nothing was written; with --out FILE, exactly this is."]
     else:
@@ -285,12 +398,16 @@ def _stats(args: Any) -> int:
 
         write_atomic(args.out, encoded(document))
         lines += ["", f"written: {args.out}"]
+
     return show(args, document, lambda: "\n".join(lines))
 
 
 def _collect(args: Any) -> int:
     if args.bundle is not None or args.data is not None:
-        raise InputError("--collect with a bundle or --data", "it reads what sites have written", "drop them")
+        raise InputError(
+            "--collect with a bundle or --data", "it reads what sites have written", "drop them"
+        )
+
     from medfl.partner.heterogeneity import draw, read
 
     federation = read(args.collect)
@@ -298,6 +415,7 @@ def _collect(args: Any) -> int:
     if args.out is not None:
         draw(federation, args.out)
         lines += ["", f"picture: {args.out}"]
+
     return show(args, federation.as_dict(), lambda: "\n".join(lines))
 
 
@@ -308,12 +426,15 @@ def _audit(args: Any) -> int:
     log = audit.verify(args.file, args.noted)
     show(args, log.as_dict(), lambda: "\n".join(text(log, terminal.width())))
     log.require()
+
     return 0
 
 
 def _check_new_file(flag: str, target: Path) -> None:
     """Raise an InputError if a file exists already, or its folder does not."""
     if target.exists():
-        raise InputError(f"{flag} {target}", "a new file: nothing is overwritten", "give a new file name")
+        raise InputError(
+            f"{flag} {target}", "a new file: nothing is overwritten", "give a new file name"
+        )
     if not target.resolve().parent.is_dir():
         raise InputError(f"{flag} {target}", "a file in a folder that exists", "make the folder")

@@ -21,10 +21,15 @@ examples
 
 def add(verbs: Any) -> None:
     """Add the verb to the command line."""
-    text = "test metrics of a run by centre, site, sex, age or lesion site, with confidence intervals"
+    text = (
+        "test metrics of a run by centre, site, sex, age or lesion site, with confidence intervals"
+    )
     subgroups = add_verb(verbs, "subgroups", text, _subgroups, _EXAMPLES)
     subgroups.add_argument(
-        "run", type=arguments.run_folder, metavar="RUN", help="a run folder; its images must be available"
+        "run",
+        type=arguments.run_folder,
+        metavar="RUN",
+        help="a run folder; its images must be available",
     )
     arguments.add_trust(subgroups)
     subgroups.add_argument(
@@ -54,7 +59,12 @@ def _subgroups(args: Any) -> int:
             for group in (*subgroups.groups, subgroups.total) if group.areas
         },
     }  # fmt: skip
-    last = "PHANTOM data: images drawn by a program" if source == "phantom" else f"real data: {run.run.bundle}"
+
+    if source == "phantom":
+        last = "PHANTOM data: images drawn by a program"
+    else:
+        last = f"real data: {run.run.bundle}"
+
     return show(args, document, lambda: "\n".join([*text(subgroups, terminal.width()), last]))
 
 
@@ -67,10 +77,12 @@ def text(subgroups: Subgroups, width: int) -> list[str]:
     for group in (*subgroups.groups, subgroups.total):
         count = "not told" if group.count is None else str(group.count)
         rows.append([group.name, count, *(_cell(group.metrics.get(name)) for name in names)])
+
     spare = [title(name) for name in reversed(names[2:])]
     lines = tables.text_table([subgroups.by, "cases", *map(title, names)], rows, width, spare)
     for note in subgroups.notes():
         lines += terminal.hanging_indent("note: ", note, width)
+
     return lines
 
 

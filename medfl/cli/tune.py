@@ -26,13 +26,17 @@ def add(verbs: Any) -> None:
     tune = add_verb(verbs, "tune", "search for the best settings of a method", _tune, _EXAMPLES)
     arguments.add_bundle(tune)
     what = tune.add_argument_group("what")
-    what.add_argument("--method", required=True, metavar="NAME", help="a method, or the dotted path of your own")
+    what.add_argument(
+        "--method", required=True, metavar="NAME", help="a method, or the dotted path of your own"
+    )
     what.add_argument(
         "--grid", action="append", default=[], metavar="OPTION=A,B,C",
         help="values to try for an option of the method, or for lr, lr_decay, local_epochs, batch_size, "
              "rounds or cohort; may be repeated to try all combinations",
     )  # fmt: skip
-    arguments.add_number(what, "--trials", "N", "try this many randomly drawn combinations; default: all")
+    arguments.add_number(
+        what, "--trials", "N", "try this many randomly drawn combinations; default: all"
+    )
     text = "comma-separated seeds for each trial, which is scored by their mean; default: 0"
     what.add_argument("--seeds", default="0", metavar="0,1,2", help=text)
     arguments.add_what(what, "set an option of the method in all trials; may be repeated")
@@ -45,28 +49,46 @@ def _tune(args: Any) -> int:
     from medfl.compare import search
 
     requested = arguments.given_settings(args, "presets", "data", "sites")
-    values, fixed = search.parse_grid(args.grid), arguments.parse_pairs("--set", args.options)
+    values = search.parse_grid(args.grid)
+    fixed = arguments.parse_pairs("--set", args.options)
     seeds = arguments.parse_seeds(args.seeds)
+
     for one in search.trials(args.method, values, args.trials, seeds[0]):
         check_options(args.method, {**fixed, **one.options})
+
     with without_gc():
         from medfl.compare.tables import write_tables
         from medfl.compare.tune import searched, tune
+
     config = arguments.parse_pairs("--config", args.config)
-    grid = searched(args.bundle, args.method, values, args.trials, seeds, args.partition, fixed, config, requested)
+    grid = searched(
+        args.bundle,
+        args.method,
+        values,
+        args.trials,
+        seeds,
+        args.partition,
+        fixed,
+        config,
+        requested,
+    )
     document, comparison, failed = tune(grid, Launch(out=args.out, jobs=args.jobs, **telling(args)))
     if comparison is not None:
         document["tables"] = str(write_tables(comparison, args.out / "best")["md"])
+
     show(args, document, lambda: _text(document, comparison, failed, args.out))
     return 1 if failed else 0
 
 
 def _text(document: Any, comparison: Any, failed: Any, out: Path) -> str:
-    settings = [f"{name}={value}" for part in document["settings"].values() for name, value in part.items()]
+    settings = [
+        f"{name}={value}" for part in document["settings"].values() for name, value in part.items()
+    ]
     lines = [f"trials: {document['trials']}", f"best: {' '.join([document['method'], *settings])}"]
     lines += [f"validation {document['metric']}: {document['validation']:.4f}"]
     if comparison is not None:
         lines += ["", Path(document["tables"]).read_text()]
+
     lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
     lines += [f"settings: {out / 'best.json'}", f"next: medfl compare ... --tuned {out}"]
     return "\n".join([*lines, *([comparison.describe()] if comparison is not None else [])])

@@ -42,7 +42,21 @@ examples
   medfl run ham10000 --data DIR --partition centre --method scaffold --rounds 20
       four hospitals, real images"""
 
-VERBS = (run, catalogue, compare, tune, data, concepts, new, predict, report, subgroups, export, site, flare)
+VERBS = (
+    run,
+    catalogue,
+    compare,
+    tune,
+    data,
+    concepts,
+    new,
+    predict,
+    report,
+    subgroups,
+    export,
+    site,
+    flare,
+)
 """Modules whose `add` adds a verb, in the order of `medfl --help`."""
 
 
@@ -69,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.given = words
         if getattr(options, "portable", False):
             portable.enable()  # before anything that computes is imported
+
         with terminal.sigterm_as_ctrl_c(), _trusting(options):
             return int(options.verb(options) or 0)
     except SystemExit as done:  # argparse after --help and --version
@@ -84,10 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (MedflError, MemoryError, OSError, ImportError) as error:
         if "--debug" in words:
             traceback.print_exc()
-        message = f"out of memory ({error})" if isinstance(error, MemoryError) else str(error)
+
+        if isinstance(error, MemoryError):
+            message = f"out of memory ({error})"
+        else:
+            message = str(error)
+
         warn(f"error: {' '.join(message.split())}")
         terminal.flush(sys.stdout)
-        return error.exit_code if isinstance(error, MedflError) else 1
+        if isinstance(error, MedflError):
+            return error.exit_code
+
+        return 1
 
 
 def _trusting(args: Any) -> AbstractContextManager[None]:
@@ -108,6 +131,8 @@ def parser() -> Parser:
     whole.add_argument("--version", action="version", version=f"medfl {VERSION}")
     whole.add_argument("--debug", action="store_true", help="show the traceback of an error")
     verbs = whole.add_subparsers(title="verbs", metavar="VERB", required=True, parser_class=Parser)
+
     for module in VERBS:
         module.add(verbs)
+
     return whole

@@ -32,7 +32,10 @@ MUST_AGREE: Mapping[str, Callable[[RunFiles], str]] = {
 
 
 def require_same(
-    runs: Sequence[RunFiles], allowed: str, advice: str, kinds: Mapping[str, Callable[[RunFiles], str]] = MUST_AGREE
+    runs: Sequence[RunFiles],
+    allowed: str,
+    advice: str,
+    kinds: Mapping[str, Callable[[RunFiles], str]] = MUST_AGREE,
 ) -> None:
     """Raise an InputError that names the first kind in which the runs differ."""
     for kind, read in kinds.items():
@@ -43,24 +46,35 @@ def require_same(
 
 def check_folder(settings: Mapping[str, Any], out: Path) -> None:
     """Raise an InputError unless a folder is new, or of a comparison with these settings (`Grid.settings`)."""
-    allowed, advice = "a new folder, or one of an earlier comparison", "give --out a path that does not exist yet"
+    allowed = "a new folder, or one of an earlier comparison"
+    advice = "give --out a path that does not exist yet"
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file", allowed, advice)
+
     if not out.exists():
         require_unused(out)  # refuses a folder that cannot be made
         return
+
     if not any(out.iterdir()):
         return
+
     try:
         before = json_values(out / GRID)
-        if not isinstance(before, dict) or any(not isinstance(before.get(p) or {}, dict) for p in _PARTS):
+        if not isinstance(before, dict) or any(
+            not isinstance(before.get(p) or {}, dict) for p in _PARTS
+        ):
             raise Refused("no settings")
     except Refused as error:
         raise InputError(f"--out {out}, which holds no comparison", allowed, advice) from error
-    asked, present = _flat(settings), _flat(before)
+
+    asked = _flat(settings)
+    present = _flat(before)
     differing = [name for name in {**present, **asked} if asked.get(name) != present.get(name)]
     if differing:
-        texts = [", ".join(f"{name} {flat.get(name, 'not set')}" for name in differing) for flat in (asked, present)]
+        texts = [
+            ", ".join(f"{name} {flat.get(name, 'not set')}" for name in differing)
+            for flat in (asked, present)
+        ]
         raise InputError(
             f"--out {out} with {texts[0]}",
             f"the comparison there has {texts[1]}",
@@ -83,8 +97,11 @@ def check_names(runs: Sequence[Run], against: str | None, target: str | None) ->
     methods = ", ".join(names)
     if against is not None and against not in names:
         raise InputError(
-            f"--against {against}", f"methods are {methods}", did_you_mean(against, names, "choose one of them")
+            f"--against {against}",
+            f"methods are {methods}",
+            did_you_mean(against, names, "choose one of them"),
         )
+
     if target is not None and target not in names and not _is_finite(target):
         advice = did_you_mean(target, names, "give --target one of these")
         raise InputError(f"--target {target}", f"a number, or one of {methods}", advice)
@@ -102,7 +119,8 @@ def differing_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> l
 
     Paths are no settings, and what older records lack counts as its default.
     """
-    left, right = _record_settings(first), _record_settings(second)
+    left = _record_settings(first)
+    right = _record_settings(second)
     names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
     return [f"{name} ({_short(left.get(name))} and {_short(right.get(name))})" for name in names]
 
@@ -121,7 +139,11 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
         return {"sites": len(value)}
     if not isinstance(value, Mapping):
         return {name: value}
-    return {leaf: v for inner, part in value.items() for leaf, v in _leaves(f"{name}.{inner}", part).items()}
+    return {
+        leaf: v
+        for inner, part in value.items()
+        for leaf, v in _leaves(f"{name}.{inner}", part).items()
+    }
 
 
 def _short(value: Any, width: int = 40) -> str:
@@ -135,7 +157,11 @@ def check_same_source_and_bundle(planned: Run, finished: Sequence[Path]) -> None
         record = RunFiles(path).record
         for what, now, before in (
             ("images", planned.data.source, record["data"]["source"]),
-            ("bundle", planned.bundle_sha256[:16], str(record.get("bundle_sha256") or planned.bundle_sha256)[:16]),
+            (
+                "bundle",
+                planned.bundle_sha256[:16],
+                str(record.get("bundle_sha256") or planned.bundle_sha256)[:16],
+            ),
         ):
             if now != before:
                 raise InputError(

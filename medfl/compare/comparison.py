@@ -41,7 +41,10 @@ class MeanSd:
     def of(cls, values: Sequence[float]) -> MeanSd | None:
         """Return mean and sd of the finite values, None where there are none."""
         finite = [value for value in values if math.isfinite(value)]
-        return cls(statistics.fmean(finite), statistics.pstdev(finite), len(finite)) if finite else None
+        if finite:
+            return cls(statistics.fmean(finite), statistics.pstdev(finite), len(finite))
+
+        return None
 
 
 @dataclass(frozen=True)
@@ -133,14 +136,20 @@ class Comparison:
         """
         if not runs:
             raise InputError(
-                "no runs", "a comparison needs finished run folders", "start them with medfl compare or medfl run"
+                "no runs",
+                "a comparison needs finished run folders",
+                "start them with medfl compare or medfl run",
             )
+
         one_data = "a comparison has one bundle, one key metric and the same images"
         require_same(runs, one_data, "compare the runs of each kind apart")
-        same_seed = [run for run in runs if run.record.get("seed") == runs[0].record.get("seed")]  # a split may use it
+        same_seed = [
+            run for run in runs if run.record.get("seed") == runs[0].record.get("seed")
+        ]  # a split may use it
         data = {"data": lambda run: str(run.record["data"].get("checksum"))}
         require_same(same_seed, one_data, "compare the runs of each data set apart", data)
         rows: dict[tuple[str, str], dict[int, RunFiles]] = {}
+
         for label, run in zip(labels(runs), runs, strict=True):
             by_seed = rows.setdefault((run.partition, label), {})
             seed = int(run.record["seed"])
@@ -152,8 +161,12 @@ class Comparison:
                     "rows are told apart by method, options and partition, runs in a row by their seed",
                     "leave one of these two runs out",
                 )
+
             by_seed[seed] = run
-        self.rows = [Row(method, partition, by_seed) for (partition, method), by_seed in rows.items()]
+
+        self.rows = [
+            Row(method, partition, by_seed) for (partition, method), by_seed in rows.items()
+        ]
         self.key = runs[0].key
         self.higher = metrics.higher_is_better(self.key)
 
@@ -183,7 +196,12 @@ class Comparison:
 
     def runs(self, partition: str | None = None) -> list[RunFiles]:
         """Return all runs, or those on a partition."""
-        return [run for row in self.rows if partition in (None, row.partition) for run in row.runs.values()]
+        return [
+            run
+            for row in self.rows
+            if partition in (None, row.partition)
+            for run in row.runs.values()
+        ]
 
     @cached_property
     def columns(self) -> list[Column]:
@@ -194,7 +212,8 @@ class Comparison:
                    metrics.higher_is_better(name))
             for name in names for when, text in (("last", "last round"), ("best", "best round"))
         ]  # fmt: skip
-        title, site_models = metrics.title(self.key), _entry("site_models", "mean", self.key)
+        title = metrics.title(self.key)
+        site_models = _entry("site_models", "mean", self.key)
         columns += [
             Column("site_models", f"{title}, each site's model on all", site_models, self.higher),
             Column("personal_last", f"{title}, personal, own", _entry("personal", "last", self.key), self.higher),
@@ -203,6 +222,7 @@ class Comparison:
             Column("bytes", "sent", _total("bytes_up", "bytes_down"), False, "bytes"),
             Column("seconds", "time", _total("seconds"), False, "seconds"),
         ]  # fmt: skip
+
         return [column for column in columns if any(row.values(column) for row in self.rows)]
 
     @property
@@ -229,7 +249,10 @@ class Comparison:
         tests = []
         for row, base in self._pairs(against):
             seeds = sorted(row.runs.keys() & base.runs.keys())
-            if len(seeds) == 1 and (one := between_models(row.runs[seeds[0]], base.runs[seeds[0]])) is not None:
+            if (
+                len(seeds) == 1
+                and (one := between_models(row.runs[seeds[0]], base.runs[seeds[0]])) is not None
+            ):
                 tests.append((row, base, one))
         return tests
 
@@ -251,7 +274,8 @@ class Comparison:
 
     def ranks(self) -> dict[str, float]:
         """Return each method's mean rank (1 is best, ties share) over partitions and seeds that all methods have."""
-        column, methods = self.judged_by, self.methods
+        column = self.judged_by
+        methods = self.methods
         places: dict[str, list[float]] = {method: [] for method in methods}
         for partition in self.partitions:
             rows = {row.method: row.values(column) for row in self.on(partition)}
@@ -262,6 +286,7 @@ class Comparison:
                 ranks = stats.rankdata([sign * rows[method][seed] for method in methods])
                 for method, rank in zip(methods, ranks, strict=True):
                     places[method].append(float(rank))
+
         return {method: statistics.fmean(values) for method, values in places.items() if values}
 
     def target_value(self, target: str, partition: str) -> float:
@@ -272,8 +297,13 @@ class Comparison:
         """
         with suppress(ValueError):
             return float(target)
+
         row = next((row for row in self.on(partition) if row.method == target), None)
-        scored = [[value for *_, value in run.progress()] for run in row.runs.values()] if row else []
+        if row:
+            scored = [[value for *_, value in run.progress()] for run in row.runs.values()]
+        else:
+            scored = []
+
         values = [(max if self.higher else min)(points) for points in scored if points]
         if not values:
             raise InputError(
@@ -281,12 +311,16 @@ class Comparison:
                 f"a number, or one of {', '.join(row.method for row in self.on(partition))} with scored rounds",
                 "give --target one of these",
             )
+
         return statistics.fmean(values)
 
     def to_reach(self, row: Row, value: float) -> CostToTarget:
         """Return what a row's runs took until their validation metric reached a value."""
         sign = 1 if self.higher else -1
-        reaching = ([point for point in run.progress() if sign * point[3] >= sign * value] for run in row.runs.values())
+        reaching = (
+            [point for point in run.progress() if sign * point[3] >= sign * value]
+            for run in row.runs.values()
+        )
         first = [points[0] for points in reaching if points]
         rounds, sent, seconds = (MeanSd.of([point[i] for point in first]) for i in range(3))
         return CostToTarget(rounds, sent, seconds, len(first), len(row.runs))
@@ -294,17 +328,22 @@ class Comparison:
 
 def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
     """Compare two rows over their common seeds; None with fewer than two."""
-    ours, theirs = row.values(column), against.values(column)
+    ours = row.values(column)
+    theirs = against.values(column)
     seeds = sorted(ours.keys() & theirs.keys())
     if len(seeds) < 2:
         return None
+
     differences = [ours[seed] - theirs[seed] for seed in seeds]
-    mean, sd = statistics.fmean(differences), statistics.stdev(differences)
+    mean = statistics.fmean(differences)
+    sd = statistics.stdev(differences)
     rounding = _ROUNDING * max(abs(values[seed]) for values in (ours, theirs) for seed in seeds)
     ends = t_interval(differences, rounding)
+
     if ends is None:
         p, effect = (1.0, 0.0) if abs(mean) <= rounding else (math.nan, math.nan)
         return PairedTest(row, against, len(seeds), mean, math.nan, math.nan, p, effect, UNCLEAR)
+
     p = float(stats.ttest_rel([ours[s] for s in seeds], [theirs[s] for s in seeds]).pvalue)
     said = UNCLEAR if column.higher is None else word(ends, column.higher)
     return PairedTest(row, against, len(seeds), mean, *ends, p, mean / sd, said)
@@ -316,7 +355,9 @@ def t_interval(differences: Sequence[float], least_sd: float = 1e-9) -> tuple[fl
     sd = statistics.stdev(differences) if count > 1 else 0.0
     if sd <= least_sd:
         return None
-    mean, half = statistics.fmean(differences), float(stats.t.ppf(0.975, count - 1)) * sd / math.sqrt(count)
+
+    mean = statistics.fmean(differences)
+    half = float(stats.t.ppf(0.975, count - 1)) * sd / math.sqrt(count)
     return mean - half, mean + half
 
 
@@ -337,7 +378,11 @@ def _entry(*keys: str) -> Callable[[RunFiles], float | None]:
         value: Any = run.summary
         for key in keys:
             value = (value or {}).get(key)
-        return None if value is None or not math.isfinite(float(value)) else float(value)
+
+        if value is None or not math.isfinite(float(value)):
+            return None
+
+        return float(value)
 
     return read_entry
 

@@ -31,9 +31,17 @@ class Entry:
         try:
             name, *words = shlex.split(text)
         except ValueError as error:
-            raise InputError(f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "close the quotes") from error
+            raise InputError(
+                f"method {text!r} ({error})", "NAME OPTION=VALUE ...", "close the quotes"
+            ) from error
+
         wrong = [word for word in words if "=" not in word]
         if wrong:
-            raise InputError(f"{wrong[0]!r} in method {text!r}", "NAME OPTION=VALUE ...", f"write {wrong[0]}=VALUE")
+            raise InputError(
+                f"{wrong[0]!r} in method {text!r}",
+                "NAME OPTION=VALUE ...",
+                f"write {wrong[0]}=VALUE",
+            )
+
         check_method_name(name)
         return cls(" ".join([name, *words]), name, dict(word.split("=", 1) for word in words))

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 REFERENCES = {"local": "Local", "fedavg": "FedAvg"}
 """The methods that a site's gain is measured against, and their titles."""
-_WIDTH, _HEIGHT = 7.2, 4.2
+_WIDTH = 7.2
+_HEIGHT = 4.2
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Gains:
 
     def table(self) -> str:
         """Return a markdown table: for each site each method's metric and its gains over Local and FedAvg."""
-        heads, columns = ["site", "training items"], []
+        heads = ["site", "training items"]
+        columns = []
         for name, by_site in self.values.items():
             heads.append(name)
             columns.append(by_site)
@@ -72,11 +74,16 @@ class Gains:
                 if gained:
                     heads.append(f"{name} − {REFERENCES[reference]}")
                     columns.append(gained)
+
         rows = []
         for site in self.sites:
             mark = " (small)" if site in self.small else ""
-            cells = [_cell(column.get(site, []), head) for head, column in zip(heads[2:], columns, strict=True)]
+            cells = [
+                _cell(column.get(site, []), head)
+                for head, column in zip(heads[2:], columns, strict=True)
+            ]
             rows.append([f"{site}{mark}", str(self.train.get(site, 0)), *cells])
+
         return tables.markdown_table(heads, rows)
 
     def summary(self) -> list[str]:
@@ -86,20 +93,27 @@ class Gains:
             for reference, words in self.words[name].items():
                 if not words:
                     continue
+
                 sentence = f"{name} against {reference}: {counted([*words.values()], 'site')}"
                 if self.small:
                     small = [said for site, said in words.items() if site in self.small]
                     sentence += f"; better at {small.count(BETTER)} of the {len(small)} small ones"
+
                 sentences.append(sentence)
+
         return [*sentences, *self.notes]
 
 
 def _cell(values: Sequence[float], head: str) -> str:
     if not values:
         return "–"
+
     mean = statistics.mean(values)
     text = f"{mean:+.3f}" if " − " in head else f"{mean:.3f}"
-    return f"{text} ± {statistics.pstdev(values):.3f}" if len(values) > 1 else text
+    if len(values) > 1:
+        return f"{text} ± {statistics.pstdev(values):.3f}"
+
+    return text
 
 
 def gains(folders: Sequence[Path]) -> Gains:
@@ -112,12 +126,20 @@ def gains(folders: Sequence[Path]) -> Gains:
         InputError: a folder is not a finished run's, the runs differ in bundle, metric, images or sites, two are the
             same, two could be the reference of a third, or no run has a reference.
     """
-    listed = [RunFiles(path) for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()]
-    local = {run.path: RunFiles(run.path / "local") for run in listed if (run.path / "local/run.json").is_file()}
+    listed = [
+        RunFiles(path)
+        for path in {Path(folder).resolve(): Path(folder) for folder in folders}.values()
+    ]
+    local = {
+        run.path: RunFiles(run.path / "local")
+        for run in listed
+        if (run.path / "local/run.json").is_file()
+    }
     paths = {run.path.resolve() for run in listed}
     runs = listed + [run for run in local.values() if run.path.resolve() not in paths]
     _check(runs)
     by_label: dict[str, dict[tuple[Any, ...], RunFiles]] = {}
+
     for number, (label, run) in enumerate(zip(labels_with_settings(runs), runs, strict=True)):
         twin = by_label.setdefault(label, {}).setdefault(_pairing(run), run)
         if twin is not run and number < len(listed):
@@ -126,15 +148,20 @@ def gains(folders: Sequence[Path]) -> Gains:
                 "runs differ in method, options, settings, partition, data or seed",
                 "leave one of these two runs out",
             )
+
     rows = [run for seeds in by_label.values() for run in seeds.values()]
     sign = 1 if metrics.higher_is_better(runs[0].key) else -1
     values: dict[str, dict[str, list[float]]] = {}
     gained: dict[str, dict[str, dict[str, list[float]]]] = {}
     words: dict[str, dict[str, dict[str, str]]] = {}
     notes: dict[str, None] = {}
+
     for label, seeds in by_label.items():
         method = next(iter(seeds.values())).method
-        values[label], gained[label] = {}, {reference: {} for reference in REFERENCES if reference != method}
+        values[label], gained[label] = (
+            {},
+            {reference: {} for reference in REFERENCES if reference != method},
+        )
         words[label] = {reference: {} for reference in gained[label]}
         for _, run in sorted(seeds.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
@@ -144,23 +171,35 @@ def gains(folders: Sequence[Path]) -> Gains:
                 other = local.get(run.path) if reference == "local" else None
                 if (other := other or _reference(run, reference, rows)) is None:
                     continue
+
                 theirs = other.site_values(other.judged, other.key)
                 for site in (name for name in scores if name in theirs):
                     column.setdefault(site, []).append(sign * (scores[site] - theirs[site]))
                     words[label][reference][site] = _said(column[site], run, other, site)
+
                 if differing := ", ".join(_differing(run, other)):
-                    notes[f"{label} and the {reference} that it is measured against differ in {differing}"] = None
+                    notes[
+                        f"{label} and the {reference} that it is measured against differ in {differing}"
+                    ] = None
+
     if not any(column for references in gained.values() for column in references.values()):
         raise InputError(
             f"{len(runs)} runs, none of which has the data and seed of a run of Local or FedAvg",
             "a gain is measured against one of these",
             "give such a run too, or repeat the runs with --with-local",
         )
+
     large = {name.strip() for run in runs for name in str(run.options.get("large", "")).split(",")}
     sites = runs[0].site_names
-    small = frozenset(site for site in sites if site not in large) if large - {""} else frozenset()
+    if large - {""}:
+        small = frozenset(site for site in sites if site not in large)
+    else:
+        small = frozenset()
+
     train = {site: runs[0].size(site, "train") for site in sites}
-    return Gains(runs[0].key, sites, train, small, values, gained, words, runs[0].phantom, tuple(notes))
+    return Gains(
+        runs[0].key, sites, train, small, values, gained, words, runs[0].phantom, tuple(notes)
+    )
 
 
 def _said(gained: Sequence[float], run: RunFiles, other: RunFiles, site: str) -> str:
@@ -174,8 +213,17 @@ def _said(gained: Sequence[float], run: RunFiles, other: RunFiles, site: str) ->
 def _check(runs: Sequence[RunFiles]) -> None:
     for run in runs:
         if run.summary is None:
-            raise InputError(f"{run.path} is not finished", "gains are of finished runs", "continue it with --resume")
-    require_same(runs, "gains compare one metric of one bundle on the same images", "give the runs of each kind apart")
+            raise InputError(
+                f"{run.path} is not finished",
+                "gains are of finished runs",
+                "continue it with --resume",
+            )
+
+    require_same(
+        runs,
+        "gains compare one metric of one bundle on the same images",
+        "give the runs of each kind apart",
+    )
     names = {tuple(sorted(run.site_names)) for run in runs}
     if len(names) > 1:
         different = f"runs with {len(names)} different sets of sites"
@@ -184,14 +232,20 @@ def _check(runs: Sequence[RunFiles]) -> None:
 
 def _differing(run: RunFiles, other: RunFiles) -> list[str]:
     """Return the settings in which two runs differ."""
-    first, second = settings(run), settings(other)
+    first = settings(run)
+    second = settings(other)
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]
 
 
 def _pairing(run: RunFiles) -> tuple[Any, ...]:
     """Return the seed, partition and data, which two runs share whose sites can be compared."""
     partition = run.record["partition"]
-    return run.record.get("seed"), partition.get("spec"), partition.get("seed"), run.record["data"].get("checksum")
+    return (
+        run.record.get("seed"),
+        partition.get("spec"),
+        partition.get("seed"),
+        run.record["data"].get("checksum"),
+    )
 
 
 def _reference(run: RunFiles, method: str, rows: Sequence[RunFiles]) -> RunFiles | None:
@@ -208,6 +262,7 @@ def _reference(run: RunFiles, method: str, rows: Sequence[RunFiles]) -> RunFiles
             f"one run of {method} with its seed, partition and data, or one with its settings too",
             "leave one of these two runs out",
         )
+
     return candidates[0] if candidates else None
 
 
@@ -224,9 +279,15 @@ def write_gains(folders: Sequence[Path], file: Path) -> tuple[Gains, Path]:
 
 def draw(result: Gains) -> Picture:
     """Draw each site's gain under each method: a panel for each reference, small sites on grey."""
-    shown = [reference for reference in REFERENCES if any(result.gains[name].get(reference) for name in result.methods)]
+    shown = [
+        reference
+        for reference in REFERENCES
+        if any(result.gains[name].get(reference) for name in result.methods)
+    ]
     tone = dict(zip(result.methods, colours(len(result.methods)), strict=True))
-    title = f"{metrics.title(result.key)}: what each site gains" + (", PHANTOM data" if result.phantom else "")
+    title = f"{metrics.title(result.key)}: what each site gains" + (
+        ", PHANTOM data" if result.phantom else ""
+    )
 
     def fill(figure: Figure) -> None:
         panels: Any = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
@@ -240,26 +301,38 @@ def draw(result: Gains) -> Picture:
                     values = result.gains[name][reference].get(site, [])
                     if not values:
                         continue
+
                     x = column + (turn - (len(methods) - 1) / 2) * step
-                    axes.bar(x, statistics.mean(values), width=0.9 * step, color=tone[name], zorder=2)
+                    axes.bar(
+                        x, statistics.mean(values), width=0.9 * step, color=tone[name], zorder=2
+                    )
                     axes.plot([x] * len(values), values, ".", color=INK, markersize=3, zorder=3)
+
             axes.axhline(0, color=INK, linewidth=0.8)
-            axes.set(ylabel=f"against {REFERENCES[reference]}", xlim=(-0.5, len(result.sites) - 0.5))
+            axes.set(
+                ylabel=f"against {REFERENCES[reference]}", xlim=(-0.5, len(result.sites) - 0.5)
+            )
             axes.tick_params(labelcolor=INK, color=SOFT, length=0)
             plain_axes(axes)
             axes.spines["bottom"].set_visible(False)
+
         names = [f"{shorten(site, 18)}\n({result.train.get(site, 0)})" for site in result.sites]
         slanted = max(map(len, result.sites)) * len(result.sites) > 75
         panels[-1, 0].set_xticks(range(len(names)), names, **(slant(35) if slanted else {}))
         for name in result.methods:
             panels[0, 0].bar(math.nan, math.nan, color=tone[name], label=shorten(name, 34))
-        figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK)
+
+        figure.legend(
+            loc="outside lower center", ncols=3, frameon=False, fontsize=9, labelcolor=INK
+        )
 
     caption = (
         f"Difference in {metrics.title(result.key).lower()} on each site's own test items; bars are means over "
         "the seeds, points single runs. In brackets: training items."
     )
+
     if result.small:
         caption += " Small sites on grey."
+
     size = (_WIDTH, 1.4 + (_HEIGHT - 1.4) * len(shown) / 1.4)
     return render("gains", title, caption, size, fill, layout="constrained")

@@ -63,8 +63,11 @@ class Cell:
 
     def done(self, rounds: int | None) -> bool:
         """Tell whether the run is finished, with at least `rounds` rounds."""
-        summary, rounds = self._summary(), self.entry.settings.get("rounds", rounds)
-        return summary.get("status") == "finished" and (rounds is None or summary["rounds"] >= rounds)
+        summary = self._summary()
+        rounds = self.entry.settings.get("rounds", rounds)
+        return summary.get("status") == "finished" and (
+            rounds is None or summary["rounds"] >= rounds
+        )
 
     def _summary(self) -> dict[str, Any]:
         """Return the run's summary, {} where it is not over.
@@ -107,7 +110,13 @@ class Grid:
     def cells(self, out: Path) -> list[Cell]:
         """Return the runs, seed by seed, so that an interrupted grid has whole rows of the first seeds."""
         return [
-            Cell(entry, partition, seed, out.joinpath(*map(safe_file_name, names), f"seed-{seed}"), bool(self.search))
+            Cell(
+                entry,
+                partition,
+                seed,
+                out.joinpath(*map(safe_file_name, names), f"seed-{seed}"),
+                bool(self.search),
+            )
             for seed in self.seeds
             for partition in self.partitions
             for entry in self.entries
@@ -117,7 +126,12 @@ class Grid:
     def settings(self) -> dict[str, Any]:
         """Return what all runs of a folder share, as plain JSON values."""
         requested = {**self.requested, **({"grid": self.search} if self.search else {})}
-        shared = {"bundle": self.bundle, "options": self.options, "config": self.config, "requested": requested}
+        shared = {
+            "bundle": self.bundle,
+            "options": self.options,
+            "config": self.config,
+            "requested": requested,
+        }
         document: dict[str, Any] = json.loads(json.dumps(shared, default=str))
         return document
 
@@ -152,33 +166,45 @@ def run_missing(
     """Run what is missing of a grid; return its runs, and title -> error of those that failed. As `compare`."""
     out = launch.folder
     if launch.jobs is not None and launch.jobs < 1:
-        raise InputError(f"--jobs {launch.jobs}", "a whole number of at least 1", "leave it out to use all cores")
+        raise InputError(
+            f"--jobs {launch.jobs}", "a whole number of at least 1", "leave it out to use all cores"
+        )
+
     checks.check_folder(grid.settings(), out)
     for entry in grid.entries:
         trust_module(entry.method)
+
     cells = grid.cells(out)
     rounds = grid.requested.get("rounds")
     done = [cell for cell in cells if cell.done(rounds)]
     missing = [cell for cell in cells if cell not in done]
-    shared, finished = Shared(), [cell.folder for cell in done]
-    runs, plan_by_images = [read_run(path / "run.json")[0] for path in finished], dict[str, Plan]()
+    shared = Shared()
+    finished = [cell.folder for cell in done]
+    runs = [read_run(path / "run.json")[0] for path in finished]
+    plan_by_images = dict[str, Plan]()
     device = str(grid.requested.get("device", "cpu")) if missing else "cpu"
+
     if device != "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise InputError(
             "a comparison on a GPU from a process that has used CUDA",
             "its runs are forked, and CUDA works in no process that is forked after its first use",
             "begin it in a new process, as medfl compare does",
         )
+
     with _without_cuda_init():
         device = device_named(device)
-        for cell in {(cell.entry.label, cell.partition): cell for cell in missing}.values():  # refuse before any run
+        for cell in {
+            (cell.entry.label, cell.partition): cell for cell in missing
+        }.values():  # refuse before any run
             planned = make_plan(dataclasses.replace(_request(grid, cell), device="cpu"))
             runs.append(dataclasses.replace(planned.run, device=device))
             checks.check_same_source_and_bundle(runs[-1], finished)
             plan_by_images.setdefault(Shared.key(planned), planned)
+
         checks.check_names(runs, against, target)
         for planned in plan_by_images.values():
             shared.sections(planned)
+
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / checks.GRID, (json.dumps(grid.settings(), indent=1) + "\n").encode())
     launch.say(f"{len(cells)} runs, {len(done)} of them there already")
@@ -203,10 +229,25 @@ def _without_cuda_init() -> Iterator[None]:
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
-    taken_options = {name: value for name, value in grid.options.items() if methods.has_option(cell.entry.method, name)}
+    taken_options = {
+        name: value
+        for name, value in grid.options.items()
+        if methods.has_option(cell.entry.method, name)
+    }
     partition = {"partition": cell.partition} if cell.partition else {}
-    requested = {**grid.requested, **cell.entry.settings, **partition, "method": cell.entry.method, "seed": cell.seed}
-    return Request(grid.bundle, options={**taken_options, **cell.entry.options}, config=grid.config, **requested)
+    requested = {
+        **grid.requested,
+        **cell.entry.settings,
+        **partition,
+        "method": cell.entry.method,
+        "seed": cell.seed,
+    }
+    return Request(
+        grid.bundle,
+        options={**taken_options, **cell.entry.options},
+        config=grid.config,
+        **requested,
+    )
 
 
 def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) -> dict[str, str]:
@@ -217,8 +258,14 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
     busy: dict[int, tuple[Any, Cell, float]] = {}
     failed: dict[str, str] = {}
     form = "{desc} {n}/{total} {bar:8} {elapsed}<{remaining}{postfix}"
+
     with terminal.bar(
-        total=len(cells), desc="runs", unit="run", shown=launch.progress, bar_format=form, leave=True
+        total=len(cells),
+        desc="runs",
+        unit="run",
+        shown=launch.progress,
+        bar_format=form,
+        leave=True,
     ) as bar:
         try:
             while left or busy:
@@ -239,17 +286,22 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
                     else:
                         failed[cell.title] = _failure_line(cell) or f"ended with {process.exitcode}"
                         say(f"FAILED: {cell.title}: {failed[cell.title]}")
+
                     bar.update()
         finally:
             for process, _, _ in busy.values():
                 process.terminate()
+
     return failed
 
 
 def _failure_line(cell: Cell) -> str:
     """Return in a line why a run failed, "" where it left no error."""
     path = _failure_file(cell)
-    return path.read_text().splitlines()[0] if path.is_file() else ""
+    if path.is_file():
+        return path.read_text().splitlines()[0]
+
+    return ""
 
 
 def _failure_file(cell: Cell) -> Path:
@@ -258,11 +310,14 @@ def _failure_file(cell: Cell) -> Path:
 
 def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
     """Run one cell in this process of its own; its messages go to a file beside its folder."""
-    threading.Thread(target=_exit_with, args=(multiprocessing.parent_process(),), daemon=True).start()
+    threading.Thread(
+        target=_exit_with, args=(multiprocessing.parent_process(),), daemon=True
+    ).start()
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     failure = _failure_file(cell)
     failure.unlink(missing_ok=True)
     request = _request(grid, cell)
+
     with cell.folder.with_name(f"{cell.folder.name}-log.txt").open("a") as log:
         try:
             launch = Launch(
@@ -273,7 +328,11 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
                 command=f"a run of medfl compare {grid.bundle}",
                 say=partial(print, file=log, flush=True),
             )
-            requested = {name: getattr(request, name) for name in _REQUESTED if getattr(request, name) is not None}
+            requested = {
+                name: getattr(request, name)
+                for name in _REQUESTED
+                if getattr(request, name) is not None
+            }
             federate(
                 grid.bundle,
                 options=request.options,
@@ -283,14 +342,19 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
                 launch=launch,
             )
         except Exception as error:  # of any kind: the other runs go on, and the parent reports it
-            text, code = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}", 1
+            text = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}"
+            code = 1
             if isinstance(error, MedflError):
-                text, code = f"{' '.join(str(error).split())}\n", error.exit_code
+                text = f"{' '.join(str(error).split())}\n"
+                code = error.exit_code
+
             failure.write_text(text)
             sys.exit(code)
 
 
-_REQUESTED = tuple(f.name for f in dataclasses.fields(Request) if f.name not in ("bundle", "options", "config"))
+_REQUESTED = tuple(
+    f.name for f in dataclasses.fields(Request) if f.name not in ("bundle", "options", "config")
+)
 
 
 def _exit_with(parent: Any) -> None:

@@ -47,7 +47,10 @@ def write_grid_page(folder: Path) -> Path:
             "a comparison has finished runs whose rounds were scored",
             "repeat its medfl compare, which runs what is missing",
         )
-    page = environment().get_template("grid.html.j2").render(_context(Comparison(finished), len(runs)))
+
+    page = (
+        environment().get_template("grid.html.j2").render(_context(Comparison(finished), len(runs)))
+    )
     path = folder / "report.html"
     write_atomic(path, page.encode())
     return path
@@ -63,6 +66,7 @@ def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
     }
     target = against if scored == set(comparison.partitions) else None
     runs = comparison.runs()
+
     return {
         "run": runs[0].record,
         "key": comparison.key,
@@ -73,7 +77,10 @@ def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
         "begun": begun,
         "against": against,
         "judged_by": comparison.judged_by.title,
-        "tables": [(title, Markup(table)) for title, table in all_tables(comparison, against, target, "html")],  # noqa: S704
+        "tables": [
+            (title, Markup(table))
+            for title, table in all_tables(comparison, against, target, "html")
+        ],  # noqa: S704
         "learning": [_learning(comparison, partition) for partition in comparison.partitions],
         "costs": [
             (partition, *drawn)
@@ -86,20 +93,34 @@ def _context(comparison: Comparison, begun: int) -> dict[str, Any]:
 def _learning(comparison: Comparison, partition: str) -> Chart:
     """Draw each method's validation metric over the rounds, the mean over its seeds."""
     rows = comparison.on(partition)[: charts.TONES]
-    scored = [[{point[0]: point[3] for point in run.progress()} for run in row.runs.values()] for row in rows]
+    scored = [
+        [{point[0]: point[3] for point in run.progress()} for run in row.runs.values()]
+        for row in rows
+    ]
     numbers = sorted({number for row in scored for run in row for number in run})
     lines = {
         f"tone-{i}": [_mean([run[number] for run in row if number in run]) for number in numbers]
         for i, row in enumerate(scored)
     }
     title = f"{metrics.title(comparison.key)} on the validation set, {partition}"
-    svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local") if numbers else None
+
+    if numbers:
+        svg = charts.lines(title, numbers, lines, [[] for _ in numbers], band_of="local")
+    else:
+        svg = None
+
     legend = [(f"tone-{i}", row.method) for i, row in enumerate(rows)]
     left = len(comparison.on(partition)) - len(rows)
-    caption = "Lines are means over the seeds." + (f" {left} more methods are not drawn." if left else "")
-    personal = [row.method for row in rows if any(run.judged == "personal" for run in row.runs.values())]
+    caption = "Lines are means over the seeds." + (
+        f" {left} more methods are not drawn." if left else ""
+    )
+    personal = [
+        row.method for row in rows if any(run.judged == "personal" for run in row.runs.values())
+    ]
+
     if personal:
         caption += f" Each site's own model on the site's own images, which is another question: {', '.join(personal)}."
+
     return Chart(title, legend, svg, caption)
 
 

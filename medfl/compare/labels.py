@@ -34,28 +34,45 @@ def unique_labels(runs: Sequence[RunFiles]) -> list[str]:
         lambda run: run.path.name,
         lambda run: str(run.path),
     )
+
     for part in parts:
         for label in [label for label, count in Counter(unique).items() if count > 1]:
             same = [i for i, other in enumerate(unique) if other == label]
             if len({part(runs[i]) for i in same}) > 1:
                 for i in same:
                     unique[i] = f"{label}, {part(runs[i])}"
+
     count = Counter(unique)
     return [f"{label} ({i})" if count[label] > 1 else label for i, label in enumerate(unique, 1)]
 
 
 def settings(run: RunFiles) -> dict[str, Any]:
     """Return what decides how well a run does beside its method and options."""
-    return {name: run.record[name] for name in _SETTINGS if name in run.record} | dict(run.record.get("config") or {})
+    return {name: run.record[name] for name in _SETTINGS if name in run.record} | dict(
+        run.record.get("config") or {}
+    )
 
 
 def _with_differing(
-    labels: Sequence[str], runs: Sequence[RunFiles], values: Sequence[Mapping[str, Any]], text: Callable[[Any], str]
+    labels: Sequence[str],
+    runs: Sequence[RunFiles],
+    values: Sequence[Mapping[str, Any]],
+    text: Callable[[Any], str],
 ) -> list[str]:
     """Return the labels with the values in which a run differs from another of its method."""
     extended = []
     for label, run, values_of_run in zip(labels, runs, values, strict=True):
-        others = [other for other_run, other in zip(runs, values, strict=True) if other_run.method == run.method]
-        differing = {n: value for n, value in values_of_run.items() if any(other.get(n) != value for other in others)}
-        extended.append(" ".join([label, *(f"{name}={text(value)}" for name, value in differing.items())]))
+        others = [
+            other
+            for other_run, other in zip(runs, values, strict=True)
+            if other_run.method == run.method
+        ]
+        differing = {
+            n: value
+            for n, value in values_of_run.items()
+            if any(other.get(n) != value for other in others)
+        }
+        extended.append(
+            " ".join([label, *(f"{name}={text(value)}" for name, value in differing.items())])
+        )
     return extended

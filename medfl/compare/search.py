@@ -36,25 +36,42 @@ def parse_grid(texts: Iterable[str]) -> dict[str, tuple[str, ...]]:
         name, _, listed = text.partition("=")
         values = tuple(value.strip() for value in listed.split(","))
         if not name or not all(values) or name in candidates or len(set(values)) < len(values):
-            raise InputError(f"--grid {text}", "OPTION=A,B,C, each option and value once", "give as lr=0.01,0.1")
+            raise InputError(
+                f"--grid {text}", "OPTION=A,B,C, each option and value once", "give as lr=0.01,0.1"
+            )
+
         candidates[name] = values
+
     if not candidates:
-        raise InputError("no --grid", "--grid OPTION=A,B,C, an option of the method or lr, rounds, ...", "add one")
+        raise InputError(
+            "no --grid",
+            "--grid OPTION=A,B,C, an option of the method or lr, rounds, ...",
+            "add one",
+        )
+
     return candidates
 
 
-def trials(method: str, values: Mapping[str, Sequence[str]], count: int | None, seed: int) -> tuple[Entry, ...]:
+def trials(
+    method: str, values: Mapping[str, Sequence[str]], count: int | None, seed: int
+) -> tuple[Entry, ...]:
     """Return what is tried: all combinations of the values, or so many of them, drawn by the seed.
 
     Raises:
         InputError: no such method, a run setting of another form, or a count below 1 or above that of the combinations.
     """
-    points = [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
+    points = [
+        dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())
+    ]
     if count is not None and not 1 <= count <= len(points):
         allowed = f"1 to {len(points)}, the combinations of the values"
         raise InputError(f"--trials {count}", allowed, "change it, or leave it out to try all")
+
     if count is not None:  # the order of the hashes is one drawn by the seed
-        points = sorted(points, key=lambda point: sha256(f"{seed} {point}".encode()).digest())[:count]
+        points = sorted(points, key=lambda point: sha256(f"{seed} {point}".encode()).digest())[
+            :count
+        ]
+
     return tuple(entry(method, point) for point in points)
 
 
@@ -68,14 +85,21 @@ def entry(method: str, point: Mapping[str, Any]) -> Entry:
     settings = {name: _number(name, value) for name, value in point.items() if name in _RUN}
     check_limits(settings)
     options = {name: str(value) for name, value in point.items() if name not in _RUN}
-    return Entry(" ".join([method, *(f"{name}={value}" for name, value in point.items())]), method, options, settings)
+    return Entry(
+        " ".join([method, *(f"{name}={value}" for name, value in point.items())]),
+        method,
+        options,
+        settings,
+    )
 
 
 def _number(name: str, value: Any) -> int | float:
     try:
         number: int | float = SETTINGS[name].kind(value)
     except ValueError as error:
-        raise InputError(f"{name}={value}", f"{name} is {SETTINGS[name].allowed}", "write it in digits") from error
+        raise InputError(
+            f"{name}={value}", f"{name} is {SETTINGS[name].allowed}", "write it in digits"
+        ) from error
     return number
 
 
@@ -85,17 +109,29 @@ def tuned_entries(folder: Path) -> dict[str, Entry]:
     Raises:
         InputError: there is none, one is damaged, or two are of the same method.
     """
-    files = [folder / BEST] if (folder / BEST).is_file() else sorted(folder.glob(f"*/{BEST}"))
+    if (folder / BEST).is_file():
+        files = [folder / BEST]
+    else:
+        files = sorted(folder.glob(f"*/{BEST}"))
+
     entries: dict[str, Entry] = {}
     for file in files:
         one = _read(file)
         if one.method in entries:
-            raise InputError(f"--tuned {folder} with two searches of {one.method}", "one a method", "move one away")
+            raise InputError(
+                f"--tuned {folder} with two searches of {one.method}",
+                "one a method",
+                "move one away",
+            )
         entries[one.method] = one
+
     if not entries:
         raise InputError(
-            f"--tuned {folder} has no {BEST}", "the folder of medfl tune, or of several", "name the one that it wrote"
+            f"--tuned {folder} has no {BEST}",
+            "the folder of medfl tune, or of several",
+            "name the one that it wrote",
         )
+
     return entries
 
 
@@ -105,8 +141,10 @@ def _read(file: Path) -> Entry:
         document = json_values(file)
     except Refused as error:
         raise InputError(f"{file}: {error}", allowed, "tune anew") from error
+
     if problem := _wrong(document):
         raise InputError(f"{file} {problem}", allowed, "tune anew")
+
     refuse_untrusted_module(document["method"], "method", file)
     point = {**document["settings"]["options"], **document["settings"]["requested"]}
     return replace(entry(document["method"], point), trials=document["trials"])
@@ -116,10 +154,15 @@ def _wrong(document: Any) -> str:
     """Return what is wrong with the content of best.json, "" where nothing is."""
     if not isinstance(document, dict):
         return "is no object"
+
     settings = document.get("settings", {})
     if wrong := next(type_errors(document, _FORM), ""):
         return wrong
     if not (_FORM.keys() <= document.keys() and {"options", "requested"} <= settings.keys()):
         return "lacks entries"
+
     odd = sorted(settings["requested"].keys() - {*_RUN})
-    return f"has {odd[0]!r} under settings.requested, where {', '.join(_RUN)} belong" if odd else ""
+    if odd:
+        return f"has {odd[0]!r} under settings.requested, where {', '.join(_RUN)} belong"
+
+    return ""

@@ -17,7 +17,10 @@ from medfl.report.differences import Difference
 from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import safe_file_name
 
-_HEADERS: dict[str, tuple[str, ...]] = {"md": (), "tex": ("% needs \\usepackage{booktabs,graphicx}",)}
+_HEADERS: dict[str, tuple[str, ...]] = {
+    "md": (),
+    "tex": ("% needs \\usepackage{booktabs,graphicx}",),
+}
 _BOLD = {"md": "**", "tex": "\\textbf", "html": "<b>"}
 _MAX_COLUMNS = 9  # on a page of LaTeX
 _UNITS = {"bytes": (1e6, "MB"), "seconds": (1.0, "s"), "metric": (0.01, "%")}
@@ -28,22 +31,39 @@ def result_table(comparison: Comparison, partition: str, format_: str) -> str:
 
     A value is bold where it is better than every other's by the paired interval over the seeds.
     """
-    heads = ["method", "seeds", *(f"{column.title}, {_UNITS[column.scale][1]}" for column in comparison.columns)]
+    heads = [
+        "method",
+        "seeds",
+        *(f"{column.title}, {_UNITS[column.scale][1]}" for column in comparison.columns),
+    ]
     scored = [column for column in comparison.columns if column.scale == "metric"]
     best = {column.name: comparison.clearly_best(partition, column) for column in scored}
     lines = []
+
     for row in comparison.on(partition):
         cells = [row.method, str(len(row.runs))]
         for column in comparison.columns:
             text = _spread(MeanSd.of(list(row.values(column).values())), _UNITS[column.scale][0], 1)
             cells.append(f"**{text}**" if best.get(column.name) is row else text)
+
         lines.append(cells)
+
     return formatted_table(heads, lines, format_)
 
 
 def test_table(tests: Sequence[PairedTest], format_: str) -> str:
     """Return the table of paired tests."""
-    heads = ["method", "against", "partition", "seeds", "difference", "95 % interval", "p (paired t)", "effect d_z", ""]
+    heads = [
+        "method",
+        "against",
+        "partition",
+        "seeds",
+        "difference",
+        "95 % interval",
+        "p (paired t)",
+        "effect d_z",
+        "",
+    ]
     lines = [
         [
             test.row.method, test.against.method, test.row.partition, str(test.count), f"{100 * test.difference:+.1f}",
@@ -53,6 +73,7 @@ def test_table(tests: Sequence[PairedTest], format_: str) -> str:
         ]
         for test in tests
     ]  # fmt: skip
+
     return formatted_table(heads, lines, format_)
 
 
@@ -66,6 +87,7 @@ def case_table(tests: Sequence[tuple[Row, Row, Difference]], format_: str) -> st
         ]
         for row, against, test in tests
     ]  # fmt: skip
+
     return formatted_table(heads, lines, format_)
 
 
@@ -75,14 +97,22 @@ def target_table(comparison: Comparison, partition: str, value: float, format_: 
     lines = []
     for row in comparison.on(partition):
         target = comparison.to_reach(row, value)
-        cells = [_spread(target.rounds, 1.0, 1), _spread(target.bytes, 1e6, 1), _spread(target.seconds, 1.0, 0)]
+        cells = [
+            _spread(target.rounds, 1.0, 1),
+            _spread(target.bytes, 1e6, 1),
+            _spread(target.seconds, 1.0, 0),
+        ]
         lines.append([row.method, f"{target.reached} of {target.count}", *cells])
+
     return formatted_table(heads, lines, format_)
 
 
 def rank_table(ranks: dict[str, float], format_: str) -> str:
     """Return the table of mean ranks, the best first."""
-    lines = [[method, f"{rank:.2f}"] for method, rank in sorted(ranks.items(), key=lambda entry: entry[1])]
+    lines = [
+        [method, f"{rank:.2f}"]
+        for method, rank in sorted(ranks.items(), key=lambda entry: entry[1])
+    ]
     return formatted_table(["method", "mean rank"], lines, format_)
 
 
@@ -92,12 +122,17 @@ def as_csv(comparison: Comparison) -> str:
     writer = csv.writer(file, lineterminator="\n")
     head = ["partition", "method", "seed", "data_source", "run_hash", "folder"]
     writer.writerow([*head, *(column.name for column in comparison.columns)])
+
     for row in comparison.rows:
         for seed, run in sorted(row.runs.items()):
             values = [column.read(run) for column in comparison.columns]
-            source, run_hash = run.record["data"]["source"], (run.summary or {}).get("run_hash", "")
+            source = run.record["data"]["source"]
+            run_hash = (run.summary or {}).get("run_hash", "")
             about = [row.partition, row.method, seed, source, run_hash, str(run.path)]
-            writer.writerow([*map(as_cell, about), *("" if value is None else repr(value) for value in values)])
+            writer.writerow(
+                [*map(as_cell, about), *("" if value is None else repr(value) for value in values)]
+            )
+
     return file.getvalue()
 
 
@@ -121,35 +156,55 @@ def write_tables(
     for partition in comparison.partitions:
         runs = comparison.runs(partition)
         if any(run.progress() for run in runs):
-            name = "curves" if len(comparison.partitions) == 1 else f"curves-{safe_file_name(partition)}"
+            if len(comparison.partitions) == 1:
+                name = "curves"
+            else:
+                name = f"curves-{safe_file_name(partition)}"
+
             written[name] = out / f"{name}.png"
             write_atomic(written[name], cost_curves(runs).png)
+
     for format_ in ("md", "tex"):
         written[format_] = out / f"tables.{format_}"
         parts = all_tables(comparison, against, target or against, format_)
-        texts = [titled(f"{title}; {comparison.describe()}", table, format_) for title, table in parts]
+        texts = [
+            titled(f"{title}; {comparison.describe()}", table, format_) for title, table in parts
+        ]
         write_atomic(written[format_], ("\n\n".join([*_HEADERS[format_], *texts]) + "\n").encode())
+
     return written
 
 
-def all_tables(comparison: Comparison, against: str, target: str | None, format_: str) -> list[tuple[str, str]]:
+def all_tables(
+    comparison: Comparison, against: str, target: str | None, format_: str
+) -> list[tuple[str, str]]:
     """Return title and text of each table; arguments as of `write_tables`, without a target none of what it took."""
     parts: list[tuple[str, str]] = []
     for partition in comparison.partitions:
         table = result_table(comparison, partition, format_)
-        bold = "; bold: better than all others by the paired 95 % interval" if _BOLD[format_] in table else ""
+        if _BOLD[format_] in table:
+            bold = "; bold: better than all others by the paired 95 % interval"
+        else:
+            bold = ""
+
         parts.append((f"Partition {partition}{bold}", table))
         if target is not None:
             value = comparison.target_value(target, partition)
             title = f"To reach {100 * value:.1f} on the validation set ({target}), partition {partition}"
             parts.append((title, target_table(comparison, partition, value, format_)))
+
     if tests := comparison.tests(against):
-        parts.append((f"Paired over the seeds: {comparison.judged_by.title}", test_table(tests, format_)))
+        parts.append(
+            (f"Paired over the seeds: {comparison.judged_by.title}", test_table(tests, format_))
+        )
+
     if cases := comparison.case_tests(against):
         title = f"Paired over the test cases of the judged models, one seed: {metrics.title(comparison.key)}"
         parts.append((title, case_table(cases, format_)))
+
     if ranks := comparison.ranks():
         parts.append(("Mean ranks over partitions and seeds", rank_table(ranks, format_)))
+
     return parts
 
 
@@ -167,5 +222,9 @@ def _spread(spread: MeanSd | None, unit: float, digits: int) -> str:
     """Return mean ± sd in a unit, the mean alone of one run."""
     if spread is None:
         return "–"
+
     mean = f"{spread.mean / unit:.{digits}f}"
-    return f"{mean} ± {spread.sd / unit:.{digits}f}" if spread.count > 1 else mean
+    if spread.count > 1:
+        return f"{mean} ± {spread.sd / unit:.{digits}f}"
+
+    return mean

@@ -37,7 +37,9 @@ def searched(
     text = " ".join(f"{name}={','.join(listed)}" for name, listed in values.items())
     text += f" ({count} of them, seed {seeds[0]})" if count else ""
     entries = trials(method, values, count, seeds[0])
-    return Grid(bundle, entries, (partition,), seeds, options, config, {**requested, "method": method}, text)
+    return Grid(
+        bundle, entries, (partition,), seeds, options, config, {**requested, "method": method}, text
+    )
 
 
 def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None, dict[str, str]]:
@@ -56,10 +58,16 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     cells, failed = run_missing(grid, launch)
     done = [cell for cell in cells if cell.done(None)]
     key = str(read_run(done[0].folder / "run.json")[1]["key_metric"]) if done else ""
-    figures = [_mean([cell for cell in cells if cell.entry == entry], key) for entry in grid.entries]
+    figures = [
+        _mean([cell for cell in cells if cell.entry == entry], key) for entry in grid.entries
+    ]
     validated = [figure for figure in figures if figure is not None]
+
     if not validated:
-        raise RunError("no trial was validated: " + ("; ".join(failed.values()) or "no validation images"))
+        raise RunError(
+            "no trial was validated: " + ("; ".join(failed.values()) or "no validation images")
+        )
+
     best = (max if higher_is_better(key) else min)(validated)
     winner = grid.entries[figures.index(best)]
     document = {
@@ -69,16 +77,22 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
         "tested": TESTED,
     }  # fmt: skip
     write_atomic(launch.folder / BEST, (json.dumps(document, indent=1) + "\n").encode())
-    launch.say(f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test")
+    launch.say(
+        f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test"
+    )
     whole = replace(grid, entries=(winner,), search="")
     comparison, more = compare(whole, replace(launch, out=launch.folder / TESTED))
+
     return document, comparison, {**failed, **more}
 
 
 def _mean(cells: Sequence[Cell], key: str) -> float | None:
     """Return the mean of the validation figures of a trial's seeds, None unless all have one."""
     values = [cell.validated(key) if cell.done(None) else None for cell in cells]
-    return None if None in values else statistics.fmean(value for value in values if value is not None)
+    if None in values:
+        return None
+
+    return statistics.fmean(value for value in values if value is not None)
 
 
 def _settings(options: Mapping[str, Any], entry: Entry) -> dict[str, Any]:

@@ -35,7 +35,8 @@ _HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 _LEAST = 64  # numbers: an entry of the header of a message takes 60 to 100 bytes
 _LEVELS = 127
 _COMPRESSIBLE = {"float32": torch.float32, "float64": torch.float64}
-_SCALES, _SPARSE = "scales", ("indices", "values")
+_SCALES = "scales"
+_SPARSE = ("indices", "values")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,10 @@ class Compression:
 
     def __str__(self) -> str:
         """Return what `parse` reads."""
-        return f"topk:{self.fraction!r}" if self.kind == "topk" else self.kind
+        if self.kind == "topk":
+            return f"topk:{self.fraction!r}"
+
+        return self.kind
 
     @property
     def lossless(self) -> bool:
@@ -78,9 +82,14 @@ class Compression:
 
     def broadcast(self, message: Message, seed: int) -> Message:
         """Return the server's message as it is sent, rounded with this seed."""
-        return message if self.lossless or self.kind == "topk" else self._rounded(message, {}, seed)
+        if self.lossless or self.kind == "topk":
+            return message
 
-    def reply(self, message: Message, received: Message, seed: int, unsent: Weights) -> tuple[Message, Weights]:
+        return self._rounded(message, {}, seed)
+
+    def reply(
+        self, message: Message, received: Message, seed: int, unsent: Weights
+    ) -> tuple[Message, Weights]:
         """Return a reply as it is sent, and the error feedback after it; `unsent` is that so far, at first empty."""
         if self.lossless:
             return message, unsent
@@ -91,16 +100,25 @@ class Compression:
 
     def _rounded(self, message: Message, base: Weights, seed: int) -> Message:
         """Return the message with each tensor that this takes in fewer bits, of `weights` the changes of `base`."""
-        generator, half = torch.Generator().manual_seed(seed), _HALVES.get(self.kind)
+        generator = torch.Generator().manual_seed(seed)
+        half = _HALVES.get(self.kind)
         groups: dict[str, dict[str, Tensor]] = {}
         scales: dict[str, list[Tensor]] = {}
-        for group in sorted(message.tensors):  # the order of the draws must not depend on how the message was made
+
+        for group in sorted(
+            message.tensors
+        ):  # the order of the draws must not depend on how the message was made
             groups[group] = {}
             for name, tensor in sorted(message[group].items()):
                 if not self.takes(group, name, tensor.dtype, tensor.numel()):
                     groups[group][name] = tensor
                     continue
-                value = tensor - base[name] if _changes(group, name, tensor, base) else tensor
+
+                if _changes(group, name, tensor, base):
+                    value = tensor - base[name]
+                else:
+                    value = tensor
+
                 label = _label(group, self.kind, tensor.dtype)
                 if half is None:
                     groups.setdefault(label, {})[name], scale = _quantised(value, generator)
@@ -109,6 +127,7 @@ class Compression:
                     groups[group][name] = tensor
                 else:
                     groups.setdefault(label, {})[name] = value.to(half)
+
         together = {label: {_SCALES: torch.cat(parts)} for label, parts in scales.items()}
         return Message({**groups, **together}, message.scalars)
 
@@ -121,27 +140,39 @@ class Compression:
         parts = self._parts(base)
         names = [name for some in parts.values() for name in some]
         if not names or any(
-            name not in weights or not _changes("weights", name, weights[name], base) for name in names
+            name not in weights or not _changes("weights", name, weights[name], base)
+            for name in names
         ):
             return message, unsent
+
         groups = dict(message.tensors)
-        groups["weights"] = {name: tensor for name, tensor in weights.items() if name not in set(names)}
+        groups["weights"] = {
+            name: tensor for name, tensor in weights.items() if name not in set(names)
+        }
         rest: dict[str, Tensor] = {}
         for dtype, some in parts.items():
-            changes = [weights[n] - base[n] + (unsent[n].to(base[n]) if n in unsent else 0) for n in some]  # (2)
+            changes = [
+                weights[n] - base[n] + (unsent[n].to(base[n]) if n in unsent else 0) for n in some
+            ]  # (2)
             whole = torch.cat([change.reshape(-1) for change in changes])
-            indices = torch.topk(whole.abs(), self._count(len(whole)), sorted=False).indices.sort().values
+            indices = (
+                torch.topk(whole.abs(), self._count(len(whole)), sorted=False).indices.sort().values
+            )
             sent = {"indices": indices.to(_positions(len(whole))), "values": whole[indices]}
             groups[_label("weights", self.kind, dtype)] = sent
             whole[indices] = 0
             rest |= {n: left.clone() for n, left in _cut(whole, some, base)}
+
         return Message(groups, message.scalars), rest
 
     # The receiving ends
 
     def decompress_broadcast(self, wire: Message, sender: str = "the server") -> Message:
         """Return a broadcast as the site uses it; RunError, naming the tensor, if `broadcast` made no such one."""
-        return wire if self.lossless or self.kind == "topk" else self._opened(wire, {}, sender)
+        if self.lossless or self.kind == "topk":
+            return wire
+
+        return self._opened(wire, {}, sender)
 
     def decompress_reply(self, wire: Message, sent: Message, sender: str) -> Message:
         """Return a reply as the server uses it; `sent` is the broadcast as it was before it was made smaller.
@@ -149,7 +180,10 @@ class Compression:
         Raises:
             RunError: `reply` cannot have made it; names the sender and the tensor.
         """
-        return wire if self.lossless else self._opened(wire, sent.tensors.get("weights", {}), sender)
+        if self.lossless:
+            return wire
+
+        return self._opened(wire, sent.tensors.get("weights", {}), sender)
 
     def _opened(self, wire: Message, base: Weights, sender: str) -> Message:
         groups = {group: dict(named) for group, named in wire.tensors.items() if "@" not in group}
@@ -159,15 +193,20 @@ class Compression:
                 label = _label(group, self.kind, dtype)
                 if label not in wire:
                     continue
-                expected |= {label, _label(group, _SCALES, dtype)} if self.kind == "int8" else {label}
+
+                expected |= (
+                    {label, _label(group, _SCALES, dtype)} if self.kind == "int8" else {label}
+                )
                 into = groups.setdefault(group, {})
                 for name, value in self._restored(wire, group, dtype, base, sender):
                     if name in into:
                         raise RunError(f"{sender}: '{group}/{name}' comes twice in its message")
                     changes = _changes(group, name, value, base)
                     into[name] = base[name] + value.to(base[name].device) if changes else value
+
         if unexpected := wire.tensors.keys() - expected:
             raise RunError(f"{sender}: unexpected group {min(unexpected)!r} in its message")
+
         return Message(groups, wire.scalars)
 
     def _restored(
@@ -188,20 +227,27 @@ class Compression:
                 _check(value, f"{label}/{name}", _HALVES[self.kind], value.shape, sender)
                 yield name, value.to(dtype)
 
-    def _dense(self, sent: Weights, label: str, names: Sequence[str], base: Weights, sender: str) -> Tensor:
+    def _dense(
+        self, sent: Weights, label: str, names: Sequence[str], base: Weights, sender: str
+    ) -> Tensor:
         """Return the changes of `names`, one after the other, from the positions and values of the largest."""
         size = sum(base[name].numel() for name in names)
         if not size or sent.keys() != set(_SPARSE):
             raise RunError(
                 f"{sender}: {label!r} has {sorted(sent)}; expected {list(_SPARSE) if size else 'no such group'}"
             )
+
         indices, values = (sent[name] for name in _SPARSE)
-        count, first = torch.Size([self._count(size)]), base[names[0]]
+        count = torch.Size([self._count(size)])
+        first = base[names[0]]
         _check(indices, f"{label}/indices", _positions(size), count, sender)
         _check(values, f"{label}/values", first.dtype, count, sender)
-        low, high = int(indices[0]), int(indices[-1])
+        low = int(indices[0])
+        high = int(indices[-1])
+
         if low < 0 or high >= size or not bool((indices[1:] > indices[:-1]).all()):
             raise RunError(f"{sender}: '{label}/indices' is not ascending in 0 to {size - 1}")
+
         return torch.zeros(size, dtype=first.dtype, device=first.device).index_copy_(
             0, indices.to(first.device, torch.int64), values.to(first.device)
         )
@@ -236,7 +282,10 @@ def _positions(size: int) -> torch.dtype:
 
 def _rowed(tensor: Tensor) -> Tensor:
     """Return a tensor (R, numbers of a row): a row an output channel, or one row if these would be short."""
-    rows = len(tensor) if tensor.ndim > 1 and tensor.numel() >= _LEAST * max(1, len(tensor)) else 1
+    if tensor.ndim > 1 and tensor.numel() >= _LEAST * max(1, len(tensor)):
+        rows = len(tensor)
+    else:
+        rows = 1
     return tensor.reshape(rows, -1)
 
 
@@ -244,34 +293,48 @@ def _quantised(value: Tensor, generator: torch.Generator) -> tuple[Tensor, Tenso
     """Return q, int8 of the same shape, and s of each row (1)."""
     rows = _rowed(value.detach())
     scale = rows.abs().amax(1, keepdim=True) / _LEVELS
-    exact = (rows / torch.where(scale > 0, scale, 1)).clamp_(-_LEVELS, _LEVELS)  # the quotient may be 127.00001
+    exact = (rows / torch.where(scale > 0, scale, 1)).clamp_(
+        -_LEVELS, _LEVELS
+    )  # the quotient may be 127.00001
     low = exact.floor()
-    up = torch.rand(exact.shape, generator=generator, dtype=exact.dtype).to(exact.device) < exact - low
+    up = (
+        torch.rand(exact.shape, generator=generator, dtype=exact.dtype).to(exact.device)
+        < exact - low
+    )
     return (low + up).to(torch.int8).reshape(value.shape), scale[:, 0]
 
 
-def _scales(wire: Message, label: str, scales: str, dtype: torch.dtype, sender: str) -> Iterator[Tensor]:
+def _scales(
+    wire: Message, label: str, scales: str, dtype: torch.dtype, sender: str
+) -> Iterator[Tensor]:
     """Return the scales of each tensor of a group in 8 bits, in the order of their names, after a look at both."""
     for name, value in wire[label].items():
         _check(value, f"{label}/{name}", torch.int8, value.shape, sender)
+
     sizes = [len(_rowed(wire[label][name])) for name in sorted(wire[label])]
     if scales not in wire or wire[scales].keys() != {_SCALES}:
         raise RunError(f"{sender}: {scales!r} is not one tensor {_SCALES!r} in its message")
+
     values = wire[scales][_SCALES]
     _check(values, f"{scales}/{_SCALES}", dtype, torch.Size([sum(sizes)]), sender)
     if bool((values < 0).any()) or not is_finite(values * (_LEVELS + 1)):
         raise RunError(f"{sender}: '{scales}/{_SCALES}' has a scale below 0, or too large a one")
+
     return iter(torch.split(values, sizes))
 
 
 def _check(tensor: Tensor, name: str, dtype: torch.dtype, shape: torch.Size, sender: str) -> None:
     if (tensor.dtype, tensor.shape) != (dtype, shape):
-        raise RunError(f"{sender}: {name!r} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(shape)} {dtype}")
+        raise RunError(
+            f"{sender}: {name!r} is {tuple(tensor.shape)} {tensor.dtype}; expected {tuple(shape)} {dtype}"
+        )
     if not is_finite(tensor):
         raise RunError(f"{sender}: {name!r} has NaN or infinite values")
 
 
-def _cut(whole: Tensor, names: Sequence[str], like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def _cut(
+    whole: Tensor, names: Sequence[str], like: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """Split `whole` into consecutive tensors of the shapes in `like`."""
     parts = torch.split(whole, [like[name].numel() for name in names])
     return ((name, part.reshape(like[name].shape)) for name, part in zip(names, parts, strict=True))

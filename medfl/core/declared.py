@@ -54,7 +54,11 @@ class Declared:
     @classmethod
     def of(cls: builtins.type[D], field: dataclasses.Field[Any]) -> D:
         """Read the field of a dataclass that `declared` made."""
-        type_text = field.type.__name__ if isinstance(field.type, type) else str(field.type)
+        if isinstance(field.type, type):
+            type_text = field.type.__name__
+        else:
+            type_text = str(field.type)
+
         default = None if field.default is dataclasses.MISSING else field.default
         attributes = {attribute.name for attribute in dataclasses.fields(cls)}
         # A method of a user's own may have fields with metadata of its own.
@@ -102,6 +106,7 @@ class Declared:
 
         if float in kinds and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
+
         return value
 
     def allows(self, value: Any) -> bool:
@@ -120,11 +125,16 @@ class Declared:
         least = -math.inf if self.minimum is None else self.minimum
         above = -math.inf if self.above is None else self.above
         most = math.inf if self.maximum is None else self.maximum
-        finite = isinstance(value, int) or math.isfinite(value)  # isfinite fails on integers beyond float's range
+        finite = isinstance(value, int) or math.isfinite(
+            value
+        )  # isfinite fails on integers beyond float's range
+
         return finite and least <= value <= most and value > above
 
 
-def read_options(method: str, options: Mapping[str, Declared], values: Mapping[str, Any]) -> dict[str, Any]:
+def read_options(
+    method: str, options: Mapping[str, Declared], values: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the values of a method's options, which may be text, in the options' types.
 
     Raises:
@@ -149,4 +159,5 @@ def read_options(method: str, options: Mapping[str, Declared], values: Mapping[s
                 f"{name} is {option.form}{', finite' if infinite else ''}",
                 f"see medfl methods {method}",
             )
+
     return read

@@ -50,7 +50,9 @@ class RunError(MedflError):
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the error that an error comes from; MONAI wraps errors several times."""
-    while error.__cause__ is not None and not (isinstance(error, InputError) or "referring item" in str(error)):
+    while error.__cause__ is not None and not (
+        isinstance(error, InputError) or "referring item" in str(error)
+    ):
         error = error.__cause__
     return error
 
@@ -71,7 +73,11 @@ def missing_package(error: BaseException | None) -> str:
 
 def without_package(where: str, package: str, reader: str = "") -> InputError:
     """Return the error that says where a Python package is needed; `reader` is the id that names what reads images."""
-    other = f", or name another reader that is, with --config {reader}=NAME" if reader else ""
+    if reader:
+        other = f", or name another reader that is, with --config {reader}=NAME"
+    else:
+        other = ""
+
     return InputError(
         f"{where} needs the Python package {package!r}, which is not installed",
         "what a bundle uses is installed",
@@ -82,13 +88,20 @@ def without_package(where: str, package: str, reader: str = "") -> InputError:
 def refuse_folder(error: OSError) -> None:
     """Raise an InputError for a folder that is there but cannot be read, which `os.walk` would pass over."""
     if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise InputError(f"folder {error.filename} ({error.strerror})", "folders that may be read", "check its rights")
+        raise InputError(
+            f"folder {error.filename} ({error.strerror})",
+            "folders that may be read",
+            "check its rights",
+        )
 
 
 def did_you_mean(given: str, known: Iterable[str], advice: str) -> str:
     """Return advice on an unknown name: the most similar known name, if there is one, then `advice`."""
     near = difflib.get_close_matches(given, list(known), 1)
-    return f"did you mean {near[0]}? else {advice}" if near else advice
+    if near:
+        return f"did you mean {near[0]}? else {advice}"
+
+    return advice
 
 
 @contextmanager

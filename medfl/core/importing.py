@@ -18,12 +18,17 @@ def lazy_names(package: str) -> tuple[list[str], Callable[[str], Any]]:
     """
     source = pkgutil.get_data(package, "__init__.py") or b""
     imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    modules = {alias.asname: str(node.module) for node in imports for alias in node.names if alias.asname}
+    modules = {
+        alias.asname: str(node.module) for node in imports for alias in node.names if alias.asname
+    }
 
     def load(name: str) -> Any:
         if name not in modules:
             public_names = ", ".join(sorted(modules))
-            raise AttributeError(f"module {package!r} has no attribute {name!r}; its public names are {public_names}")
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}; its public names are {public_names}"
+            )
+
         with without_gc():
             return getattr(importlib.import_module(modules[name]), name)
 

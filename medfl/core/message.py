@@ -39,9 +39,13 @@ class Message:
         """Refuse group names that would be ambiguous once flat, and make the mappings read-only."""
         bad = [group for group in self.tensors if group in ("", _SCALARS) or "/" in group]
         if bad:
-            raise ValueError(f"message group {bad[0]!r}: a group name has no '/' and is neither empty nor {_SCALARS!r}")
+            raise ValueError(
+                f"message group {bad[0]!r}: a group name has no '/' and is neither empty nor {_SCALARS!r}"
+            )
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
-        object.__setattr__(self, "scalars", MappingProxyType({k: float(v) for k, v in self.scalars.items()}))
+        object.__setattr__(
+            self, "scalars", MappingProxyType({k: float(v) for k, v in self.scalars.items()})
+        )
 
     def __getitem__(self, group: str) -> Weights:
         """Return one group; KeyError names the groups that are present."""
@@ -52,14 +56,25 @@ class Message:
     def __contains__(self, group: object) -> bool:
         return group in self.tensors
 
-    def __reduce__(self) -> tuple[type[Message], tuple[dict[str, dict[str, Tensor]], dict[str, float]]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[Message], tuple[dict[str, dict[str, Tensor]], dict[str, float]]]:
         """Pickle with plain dicts for worker processes: a read-only mapping does not pickle."""
-        return Message, ({group: dict(named) for group, named in self.tensors.items()}, dict(self.scalars))
+        return Message, (
+            {group: dict(named) for group, named in self.tensors.items()},
+            dict(self.scalars),
+        )
 
     def flat(self) -> dict[str, Tensor]:
         """Return `group/name -> tensor`; numbers become float64 tensors of shape () named `scalars/<name>`."""
-        named = {f"{group}/{name}": value for group, members in self.tensors.items() for name, value in members.items()}
-        return named | {f"{_SCALARS}/{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.scalars.items()}
+        named = {
+            f"{group}/{name}": value
+            for group, members in self.tensors.items()
+            for name, value in members.items()
+        }
+        return named | {
+            f"{_SCALARS}/{k}": torch.tensor(v, dtype=torch.float64) for k, v in self.scalars.items()
+        }
 
     @classmethod
     def from_flat(cls, named: Weights) -> Message:
@@ -72,6 +87,7 @@ class Message:
                 scalars[name] = float(value)
             else:
                 tensors.setdefault(group, {})[name] = value
+
         return cls(tensors, scalars)
 
     @classmethod
@@ -87,11 +103,16 @@ class Message:
                 raise RunError(f"{sender}: {key!r} is not named group/name")
             if group == _SCALARS and tensor.numel() != 1:
                 raise RunError(f"{sender}: {key!r} is {tuple(tensor.shape)}; expected one number")
+
         return cls.from_flat(named)
 
     def encode(self) -> bytes:
         """Return the message as safetensors bytes (tensors on the CPU, each with its own storage)."""
-        return bytes(safetensors.torch.save({k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()}))
+        return bytes(
+            safetensors.torch.save(
+                {k: v.detach().cpu().contiguous().clone() for k, v in self.flat().items()}
+            )
+        )
 
     @classmethod
     def decode(cls, data: bytes, limits: MessageLimits | None = None, sender: str = "") -> Message:
@@ -112,27 +133,37 @@ class Message:
                 check_bools(name, tensor)
             return cls.from_flat(named)
         except Exception as error:  # the Rust reader raises its own type for each kind of damage
-            problem = f"a received message of {len(data)} bytes is not a safetensors document: {error}"
+            problem = (
+                f"a received message of {len(data)} bytes is not a safetensors document: {error}"
+            )
             raise RunError(f"{sender}: {problem}" if sender else problem) from error
 
     @property
     def num_bytes(self) -> int:
         """Length of `encode()`, without copying the tensors; 0 for an empty message, which is not sent."""
-        shapes = tuple((name, value.dtype, tuple(value.shape)) for name, value in self.flat().items())
+        shapes = tuple(
+            (name, value.dtype, tuple(value.shape)) for name, value in self.flat().items()
+        )
         return _encoded_length(shapes) if shapes else 0
 
 
 @lru_cache(maxsize=256)
 def _encoded_length(shapes: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> int:
     """Return the length of an encoding, which depends on names, dtypes and shapes alone."""
-    return len(safetensors.torch.save({name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}))
+    return len(
+        safetensors.torch.save(
+            {name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in shapes}
+        )
+    )
 
 
 def is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinity (always true for integers and empty tensors)."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return True
-    if bool(torch.isfinite(tensor.sum())):  # the fastest pass; finite numbers may still overflow in it
+    if bool(
+        torch.isfinite(tensor.sum())
+    ):  # the fastest pass; finite numbers may still overflow in it
         return True
     low, high = torch.aminmax(tensor)  # NaN propagates; unlike isfinite it allocates nothing
     return bool(torch.isfinite(low) & torch.isfinite(high))

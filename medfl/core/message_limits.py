@@ -24,7 +24,8 @@ _TYPES = {
 }  # fmt: skip
 _DTYPES = frozenset(_TYPES.values())
 _ENTRY = {"dtype", "shape", "data_offsets"}
-_FACTOR, _FLOOR = 8, 2**28
+_FACTOR = 8
+_FLOOR = 2**28
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class MessageLimits:
         Methods send up to four tensors for each of the network's, and besides prototypes, images or scores, which make
         up most of a small network's messages.
         """
-        size = max((sum(tensor.nbytes for tensor in network.values()) for network in networks), default=0)
+        size = max(
+            (sum(tensor.nbytes for tensor in network.values()) for network in networks), default=0
+        )
         most = max((len(network) for network in networks), default=0)
         return cls(size=max(_FLOOR, _FACTOR * size), tensors=max(2**16, _FACTOR * most))
 
@@ -71,18 +74,28 @@ class MessageLimits:
             raise RunError(f"{sender}: {problem}" if sender else problem) from error
 
     def _check_header(self, data: bytes) -> None:
-        length, room = int.from_bytes(data[:8], "little"), len(data) - 8
+        length = int.from_bytes(data[:8], "little")
+        room = len(data) - 8
         _require(room >= 0, "it is shorter than the length of a header")
         _require(length <= room, f"its header claims {length} bytes; {room} are there")
         _require(length <= self.header, f"its header has {length} bytes; at most {self.header}")
-        _require(room - length <= self.size, f"its tensors have {room - length} bytes; at most {self.size}")
+        _require(
+            room - length <= self.size,
+            f"its tensors have {room - length} bytes; at most {self.size}",
+        )
         entries = json.loads(data[8 : 8 + length].decode(), object_pairs_hook=_unique)
         _require(isinstance(entries, dict), "its header is no mapping")
-        _require(len(entries) <= self.tensors, f"it has {len(entries)} tensors; at most {self.tensors}")
+        _require(
+            len(entries) <= self.tensors, f"it has {len(entries)} tensors; at most {self.tensors}"
+        )
         end = 0
+
         for start, stop in sorted(self._span(name, entry) for name, entry in entries.items()):
-            _require(start == end, f"its tensors overlap, or leave a gap, at byte {min(start, end)}")
+            _require(
+                start == end, f"its tensors overlap, or leave a gap, at byte {min(start, end)}"
+            )
             end = stop
+
         _require(end == room - length, f"its tensors claim {end} bytes; {room - length} are there")
 
     def _span(self, name: str, entry: Any) -> tuple[int, int]:
@@ -90,18 +103,37 @@ class MessageLimits:
         self._check_name(name)
         group, slash, _ = name.partition("/")
         _require(bool(group and slash), f"{name!r} is not named group/name")
-        _require(isinstance(entry, dict) and entry.keys() == _ENTRY, f"{name!r} is not described as a tensor")
-        kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-        _require(isinstance(kind, str) and kind in _TYPES, f"{name!r} has the type {str(kind)[:40]!r}")
-        _require(_are_sizes(shape) and len(shape) <= self.dimensions, f"{name!r} has the shape {str(shape)[:80]}")
+        _require(
+            isinstance(entry, dict) and entry.keys() == _ENTRY,
+            f"{name!r} is not described as a tensor",
+        )
+        kind = entry["dtype"]
+        shape = entry["shape"]
+        offsets = entry["data_offsets"]
+        _require(
+            isinstance(kind, str) and kind in _TYPES, f"{name!r} has the type {str(kind)[:40]!r}"
+        )
+        _require(
+            _are_sizes(shape) and len(shape) <= self.dimensions,
+            f"{name!r} has the shape {str(shape)[:80]}",
+        )
         _require(_are_sizes(offsets) and len(offsets) == 2, f"{name!r} lies at {str(offsets)[:80]}")
-        size, (start, stop) = math.prod(shape) * _TYPES[kind].itemsize, offsets
-        _require(stop - start == size, f"{name!r} has {size:,} bytes by its shape, and {stop - start:,}")
-        _require(group != "scalars" or math.prod(shape) == 1, f"{name!r} is {shape}; expected one number")
+        size = math.prod(shape) * _TYPES[kind].itemsize
+        (start, stop) = offsets
+        _require(
+            stop - start == size, f"{name!r} has {size:,} bytes by its shape, and {stop - start:,}"
+        )
+        _require(
+            group != "scalars" or math.prod(shape) == 1, f"{name!r} is {shape}; expected one number"
+        )
+
         return start, stop
 
     def _check_name(self, name: str) -> None:
-        _require(len(name) <= self.name, f"a name of {len(name)} characters, {name[:40]!r}…; at most {self.name}")
+        _require(
+            len(name) <= self.name,
+            f"a name of {len(name)} characters, {name[:40]!r}…; at most {self.name}",
+        )
 
     # Restored tensors
 
@@ -112,8 +144,11 @@ class MessageLimits:
             RunError: a value is none of these, or they exceed a limit; names the sender.
         """
         try:
-            _require(len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}")
-            left, tensors = self.size, {}
+            _require(
+                len(named) <= self.tensors, f"it has {len(named)} tensors; at most {self.tensors}"
+            )
+            left = self.size
+            tensors = {}
             for name, value in named.items():
                 _require(isinstance(name, str), f"the name {str(name)[:40]!r} is no text")
                 self._check_name(name)
@@ -123,6 +158,7 @@ class MessageLimits:
                 tensors[name] = _tensor(name, value)
         except ValueError as error:
             raise RunError(f"{sender}: {error}") from error
+
         return tensors
 
 
@@ -132,7 +168,10 @@ def _size(name: str, value: Any) -> int:
         _require(value.dtype.kind in "fiub", f"{name!r} has the type {value.dtype}")
         return int(value.nbytes)
     dense = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
-    _require(dense and not value.is_meta, f"{name!r} is a {type(value).__name__}; expected a dense tensor or an array")
+    _require(
+        dense and not value.is_meta,
+        f"{name!r} is a {type(value).__name__}; expected a dense tensor or an array",
+    )
     return int(value.nbytes)
 
 
@@ -142,8 +181,12 @@ def _tensor(name: str, value: Any) -> Tensor:
     else:
         try:
             tensor = torch.as_tensor(np.array(value))
-        except (TypeError, ValueError) as error:  # of a type, or in an order of bytes, that a tensor cannot have
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # of a type, or in an order of bytes, that a tensor cannot have
             raise ValueError(f"{name!r}: {error}") from error
+
     _require(tensor.dtype in _DTYPES, f"{name!r} has the type {tensor.dtype}")
     check_bools(name, tensor)
     return tensor
@@ -152,7 +195,9 @@ def _tensor(name: str, value: Any) -> Tensor:
 def check_bools(name: str, tensor: Tensor) -> None:
     """Raise a ValueError for truth values of other bytes than 0 and 1, which operators read each in its own way."""
     if tensor.dtype is torch.bool and tensor.numel():
-        _require(int(tensor.view(torch.uint8).max()) <= 1, f"{name!r} has a truth value besides 0 and 1")
+        _require(
+            int(tensor.view(torch.uint8).max()) <= 1, f"{name!r} has a truth value besides 0 and 1"
+        )
 
 
 def _require(holds: bool, what: str) -> None:
@@ -170,4 +215,6 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < 2**63 for size in value
+    )

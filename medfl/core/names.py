@@ -39,7 +39,9 @@ def is_name(text: Any) -> bool:
 def check_name(text: Any, what: str) -> str:
     """Return a name from outside; InputError if it is none."""
     if not is_name(text):
-        allowed = "letters, digits, '_', '-' and '.' after a letter or digit, at most 64, without '..'"
+        allowed = (
+            "letters, digits, '_', '-' and '.' after a letter or digit, at most 64, without '..'"
+        )
         raise InputError(f"{what} {printable(text, 60)!r}", allowed, "give it such a name")
     return str(text)
 
@@ -56,7 +58,9 @@ def is_formula(text: str) -> bool:
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
     """Join names, at most `limit` of them."""
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return ", ".join(names[:limit]) + (
+        f" and {len(names) - limit} more" if len(names) > limit else ""
+    )
 
 
 def as_cell(value: Any) -> Any:
@@ -67,7 +71,10 @@ def as_cell(value: Any) -> Any:
 
 def from_cell(text: str) -> str:
     """Invert `as_cell`."""
-    return text[1:] if text[:1] == _AS_TEXT and is_formula(text.lstrip(_AS_TEXT)) else text
+    if text[:1] == _AS_TEXT and is_formula(text.lstrip(_AS_TEXT)):
+        return text[1:]
+
+    return text
 
 
 def readable_file_name(name: str) -> str:
@@ -94,11 +101,15 @@ def method_names() -> tuple[str, ...]:
 def check_method_name(name: Any) -> None:
     """Raise an InputError if this is neither a shipped method's name nor the dotted path of a module."""
     shipped = method_names()
-    if name not in shipped and (not isinstance(name, str) or "." not in name or name.startswith(".")):
+    if name not in shipped and (
+        not isinstance(name, str) or "." not in name or name.startswith(".")
+    ):
         raise InputError(
             f"method {name!r}",
             f"methods are {', '.join(shipped)}",
-            did_you_mean(str(name), shipped, "pick one, or give the dotted path of your own module"),
+            did_you_mean(
+                str(name), shipped, "pick one, or give the dotted path of your own module"
+            ),
         )
 
 

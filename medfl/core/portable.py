@@ -44,6 +44,7 @@ def enable() -> None:
     _require_processor()
     if _begun or active(_at_the_start()):
         return
+
     if {"torch", "numpy"} & sys.modules.keys():
         settings = " ".join(f"{name}='{value}'" for name, value in ENVIRONMENT.items())
         raise InputError(
@@ -51,6 +52,7 @@ def enable() -> None:
             f"they are read when NumPy and PyTorch are imported: {settings}",
             "set them before Python is started, or use medfl run --portable",
         )
+
     os.environ.update(ENVIRONMENT)
     _begun = True
 
@@ -65,8 +67,13 @@ def check(values: Mapping[str, Any]) -> None:
         "--amp": values.get("amp"),
         "--compile": values.get("compile"),
     }
+
     if wrong := next((flag for flag, is_given in excluded.items() if is_given), None):
-        raise InputError(f"--portable with {wrong}", "one thread on a CPU, in float32, not compiled", "leave one out")
+        raise InputError(
+            f"--portable with {wrong}",
+            "one thread on a CPU, in float32, not compiled",
+            "leave one out",
+        )
 
 
 def enable_if_requested(run: Mapping[str, Any]) -> None:
@@ -90,6 +97,7 @@ def _require_processor(file: Path = Path("/proc/cpuinfo")) -> None:
         lines = file.read_text(errors="replace").splitlines()
     except OSError:
         lines = []
+
     flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     if missing := _NEEDED - flags:
         raise InputError(

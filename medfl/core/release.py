@@ -23,7 +23,10 @@ def version_of(package: str) -> str:
     Raises:
         importlib.metadata.PackageNotFoundError: it is not installed.
     """
-    return VERSION if package in ("medfl", DISTRIBUTION) else metadata.version(package)
+    if package in ("medfl", DISTRIBUTION):
+        return VERSION
+
+    return metadata.version(package)
 
 
 def versions_of(*packages: str) -> dict[str, str]:

@@ -14,7 +14,15 @@ from medfl.core.settings import ADDED_LATER, SETTINGS, WITHDRAWN, GeneralSetting
 from medfl.core.type_checks import Count, read_record
 
 _OPTIONAL = ("public", "text", "adapted")
-_NOT_HASHED = ("bundle_path", "partition.notes", "data.folder", "data.counts", "data.notes", "metrics", "score_trained")
+_NOT_HASHED = (
+    "bundle_path",
+    "partition.notes",
+    "data.folder",
+    "data.counts",
+    "data.notes",
+    "metrics",
+    "score_trained",
+)
 """Where things lie, what was said about them, and how a run is scored beside Dice cannot change a weight."""
 
 
@@ -128,8 +136,10 @@ class Run(GeneralSettings, ProtocolSettings):
         for name in _OPTIONAL:
             if not document[name]:
                 document.pop(name)
+
         for name in [name for name, value in ADDED_LATER.items() if document[name] == value]:
             document.pop(name)
+
         return document
 
     @classmethod
@@ -145,13 +155,21 @@ class Run(GeneralSettings, ProtocolSettings):
             for name in names:
                 if name not in optional and name not in document:
                     raise ValueError(f"without {name!r}")
+
             run = read_record(cls, {name: document[name] for name in names if name in document})
             for name, entry in SETTINGS.items():
                 if not entry.within_limits(getattr(run, name)):
                     raise ValueError(f"{name} is {getattr(run, name)}, not {entry.allowed}")
         except (TypeError, ValueError) as error:  # TypeError: it is no mapping
-            what = str(error) if str(error).startswith("without") else f"that is damaged ({error})"
-            raise InputError(f"run.json {what}", "it is a run.json that medfl wrote", "give that file") from error
+            if str(error).startswith("without"):
+                what = str(error)
+            else:
+                what = f"that is damaged ({error})"
+
+            raise InputError(
+                f"run.json {what}", "it is a run.json that medfl wrote", "give that file"
+            ) from error
+
         return run
 
     @property
@@ -162,26 +180,48 @@ class Run(GeneralSettings, ProtocolSettings):
     def difference(self, other: Run) -> list[str]:
         """Name the settings in which two runs differ, but for the number of rounds and where things lie."""
         left, right = ({**ADDED_LATER, **run.to_dict()} for run in (self, other))
-        may_differ = ("rounds", "bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes")
+        may_differ = (
+            "rounds",
+            "bundle_path",
+            "data.folder",
+            "data.counts",
+            "data.notes",
+            "partition.notes",
+        )
         for document in (left, right):
             # a record that says nothing of text is compared without it
-            _forget(document, may_differ if self.text is not None and other.text is not None else (*may_differ, "text"))
+            _forget(
+                document,
+                may_differ
+                if self.text is not None and other.text is not None
+                else (*may_differ, "text"),
+            )
+
         lines = []
         for name in {**left, **right}:
-            now, was = left.get(name), right.get(name)
+            now = left.get(name)
+            was = right.get(name)
             if now == was:
                 continue
+
             if isinstance(now, Mapping) and isinstance(was, Mapping):
                 keys = [k for k in {**now, **was} if now.get(k) != was.get(k)]
-                lines += [f"{name}.{k}: {_short(now.get(k))} was {_short(was.get(k))}" for k in keys]
+                lines += [
+                    f"{name}.{k}: {_short(now.get(k))} was {_short(was.get(k))}" for k in keys
+                ]
             else:
                 lines.append(f"{name}: {_short(now)} was {_short(was)}")
+
         return lines
 
 
 def withdrawn_settings(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings in a record that nothing reads any more, but for those at their defaults."""
-    return {name: document[name] for name, default in WITHDRAWN.items() if document.get(name, default) != default}
+    return {
+        name: document[name]
+        for name, default in WITHDRAWN.items()
+        if document.get(name, default) != default
+    }
 
 
 def hash_as_recorded(document: Mapping[str, Any]) -> str:
@@ -211,16 +251,21 @@ def _forget(document: dict[str, Any], paths: Iterable[str]) -> None:
         node = document
         for parent in parents:
             node = node[parent]
+
         node.pop(leaf, None)
+
     document["device"] = document["device"].partition(":")[0]
     if "text" in document:
         document["text"].pop("plm")
         document["options"] = {k: v for k, v in document["options"].items() if k != "plm"}
+
     if "public" in document:
         for name in ("folder", "counts", "notes"):
             document["public"]["data"].pop(name)
         document["public"]["teachers"] = [digest for _, digest in document["public"]["teachers"]]
-        document["options"] = {k: v for k, v in document["options"].items() if k not in ("public", "teachers")}
+        document["options"] = {
+            k: v for k, v in document["options"].items() if k not in ("public", "teachers")
+        }
 
 
 def _short(value: Any) -> str:

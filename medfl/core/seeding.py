@@ -33,10 +33,13 @@ def stream(seed: int, *path: str | int) -> Iterator[torch.Generator]:
     import numpy as np
     import torch
 
-    value, restore = derive(seed, *path), snapshot_rng()
+    value = derive(seed, *path)
+    restore = snapshot_rng()
     torch.default_generator.manual_seed(value)
+
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
+
     np.random.seed(value % 2**32)
     random.seed(value)
     try:
@@ -50,9 +53,17 @@ def snapshot_rng() -> Callable[[], None]:
     import numpy as np
     import torch
 
-    cpu_state, numpy_state, python_state = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    cpu_state = torch.default_generator.get_state()
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    cuda_states = [(generator, generator.get_state()) for generator in torch.cuda.default_generators] if used else []
+
+    if used:
+        cuda_states = [
+            (generator, generator.get_state()) for generator in torch.cuda.default_generators
+        ]
+    else:
+        cuda_states = []
 
     def restore() -> None:
         torch.default_generator.set_state(cpu_state)

@@ -23,8 +23,10 @@ def messages(text: str) -> tuple[str, float]:
     if kind not in MESSAGES or (kind == "topk") != bool(colon):
         allowed = f"{', '.join(MESSAGES[:-1])} or topk:FRACTION"
         raise InputError(f"--messages {text}", allowed, "choose one, for example int8")
+
     if kind != "topk":
         return kind, 0.0
+
     fraction = _number(share)
     if not 0 < fraction <= 0.5:
         raise InputError(
@@ -32,6 +34,7 @@ def messages(text: str) -> tuple[str, float]:
             "a fraction above 0 and at most 0.5, since a number that leaves takes its position along",
             "for example topk:0.01",
         )
+
     return kind, fraction
 
 
@@ -44,23 +47,36 @@ def aggregation(text: str) -> tuple[str, float, int, float | None]:
     kind, colon, number = text.partition(":")
     if kind not in AGGREGATIONS or (kind in ("mean", "median")) == bool(colon):
         allowed = "mean, clip:C, clip:auto, median, trimmed:FRACTION, krum:F or multikrum:F"
-        raise InputError(f"--aggregation {text}", allowed, "choose one, for example trimmed:0.2 or krum:1")
+        raise InputError(
+            f"--aggregation {text}", allowed, "choose one, for example trimmed:0.2 or krum:1"
+        )
+
     if not colon:
         return kind, 0.0, 0, None
+
     if kind == "clip":
         bound = None if number == "auto" else _number(number)
         if bound is not None and not 0 < bound < math.inf:
-            allowed = "the largest norm of a site's change, above 0, or auto: the round's middle one"
+            allowed = (
+                "the largest norm of a site's change, above 0, or auto: the round's middle one"
+            )
             raise InputError(f"--aggregation {text}", allowed, "as clip:auto or clip:2.5")
+
         return kind, 0.0, 0, bound
+
     if kind == "trimmed":
         fraction = _number(number)
         if not 0 <= fraction < 0.5:
             allowed = "a fraction from 0 and below 0.5 is dropped at each end"
             raise InputError(f"--aggregation {text}", allowed, "as trimmed:0.2")
+
         return kind, fraction, 0, None
+
     if not (number.isascii() and number.isdecimal()):
-        raise InputError(f"--aggregation {text}", "a whole number of bad sites", f"for example {kind}:1")
+        raise InputError(
+            f"--aggregation {text}", "a whole number of bad sites", f"for example {kind}:1"
+        )
+
     return kind, 0.0, int(number), None
 
 
@@ -75,13 +91,21 @@ def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
         for part in text.split(";") if text.strip() else []:
             site, _, rest = (piece.strip() for piece in part.partition("="))
             names = tuple(name.strip() for name in rest.split(","))
-            if not site or not all(names) or "=" in rest or site in said or len({*names}) < len(names):
+            if (
+                not site
+                or not all(names)
+                or "=" in rest
+                or site in said
+                or len({*names}) < len(names)
+            ):
                 raise InputError(
                     f"{flag} {text}"[:200],
                     "SITE=NAME,NAME;SITE=NAME, each site and each of its names once",
                     f"as {flag} 'north=liver,spleen;south=kidney'",
                 )
+
             said[site] = names
+
         return said
 
     return read
@@ -90,7 +114,9 @@ def by_site(flag: str) -> Callable[[str], dict[str, tuple[str, ...]]]:
 def device(text: str) -> tuple[str, int]:
     """Return the kind of device, "auto", "cpu" or "cuda", and its index; InputError for anything else."""
     kind, colon, index = text.partition(":")
-    right = text in ("auto", "cpu") or (kind == "cuda" and (not colon or (index.isascii() and index.isdecimal())))
+    right = text in ("auto", "cpu") or (
+        kind == "cuda" and (not colon or (index.isascii() and index.isdecimal()))
+    )
     if not right:
         raise InputError(f"--device {text}", "auto, cpu, cuda or cuda:INDEX", "give one of these")
     return kind, int(index or 0)
@@ -102,11 +128,15 @@ def metrics(text: str) -> list[str]:
     Raises:
         InputError: one is none of these, nor begins as one.
     """
-    names, kinds = [name.strip() for name in text.split(",")], (ALL, "dice", *SURFACE_METRICS)
+    names = [name.strip() for name in text.split(",")]
+    kinds = (ALL, "dice", *SURFACE_METRICS)
     for name in names:
         if name not in kinds and not name.startswith(tuple(f"{kind}_" for kind in SURFACE_METRICS)):
             allowed = f"{', '.join(kinds)}, or either of the last two with _ and a structure's name"
-            raise InputError(f"--metrics {name}", allowed, did_you_mean(name, kinds, "leave it out"))
+            raise InputError(
+                f"--metrics {name}", allowed, did_you_mean(name, kinds, "leave it out")
+            )
+
     return names
 
 

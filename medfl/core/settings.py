@@ -17,8 +17,13 @@ from medfl.core import portable, setting_values
 from medfl.core.declared import Declared, declared
 from medfl.core.errors import InputError, did_you_mean
 
-LOSSLESS, MEAN = "lossless", "mean"
-TRAINING, MACHINE, COMPUTING, ROBUSTNESS, SITES = "training", "machine", "computing", "robustness", "sites"
+LOSSLESS = "lossless"
+MEAN = "mean"
+TRAINING = "training"
+MACHINE = "machine"
+COMPUTING = "computing"
+ROBUSTNESS = "robustness"
+SITES = "sites"
 _MAX_VALUE = 1_000_000
 
 
@@ -62,7 +67,9 @@ class Setting(Declared):
             return " or ".join(self.choices)
 
         limits = {"of at least": self.minimum, "above": self.above, "at most": self.maximum}
-        bounds = " and ".join(f"{words} {limit:g}" for words, limit in limits.items() if limit is not None)
+        bounds = " and ".join(
+            f"{words} {limit:g}" for words, limit in limits.items() if limit is not None
+        )
         kind = "a whole number" if self.kind is int else "a number"
         return f"{kind} {bounds}".strip()
 
@@ -79,7 +86,10 @@ class Setting(Declared):
         }
         schema = kinds[self.kind]
 
-        return {"anyOf": [{"type": "null"}, schema]} if self.optional else schema
+        if self.optional:
+            return {"anyOf": [{"type": "null"}, schema]}
+
+        return schema
 
     def check(self, value: Any) -> None:
         """Raise an InputError for a value of its kind that is beyond its limits or not of its form; None is neither."""
@@ -91,13 +101,16 @@ class Setting(Declared):
             advice = f"change the value of {self.flag}"
             if self.choices is not None:
                 advice = did_you_mean(text, self.choices, "choose one")
+
             raise InputError(f"{self.flag} {text}", self.allowed, advice)
 
         if self.parse is not None:
             self.parse(value)
 
 
-def setting(help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **form: Any) -> Any:
+def setting(
+    help: str, metavar: str = "", *, group: str, default: Any = dataclasses.MISSING, **form: Any
+) -> Any:
     """Declare a setting; without a default it comes from the bundle's protocol."""
     return declared(default, help, metavar=metavar, group=group, **form)
 
@@ -106,16 +119,23 @@ def setting(help: str, metavar: str = "", *, group: str, default: Any = dataclas
 class GeneralSettings:
     """Settings that have a default."""
 
-    seed: int = setting("random seed; default: 0", "S", group=TRAINING, default=0, minimum=0, maximum=2**63 - 1)
+    seed: int = setting(
+        "random seed; default: 0", "S", group=TRAINING, default=0, minimum=0, maximum=2**63 - 1
+    )
     device: str = setting(
         "device for training; default: cpu", "auto|cpu|cuda[:i]",
         group=MACHINE, default="cpu", parse=setting_values.device,
     )  # fmt: skip
     amp: bool = setting("train with automatic mixed precision", group=COMPUTING, default=False)
     tf32: bool = setting(
-        "allow TF32 matrix products and convolutions on a GPU", group=COMPUTING, default=False, later=True
+        "allow TF32 matrix products and convolutions on a GPU",
+        group=COMPUTING,
+        default=False,
+        later=True,
     )
-    channels_last: bool = setting("use the channels-last memory layout", group=COMPUTING, default=False, later=True)
+    channels_last: bool = setting(
+        "use the channels-last memory layout", group=COMPUTING, default=False, later=True
+    )
     compile: bool = setting(
         "compile networks with torch.compile for training; results differ in the last bits",
         group=COMPUTING, default=False, later=True,
@@ -180,14 +200,28 @@ class ProtocolSettings:
     """Settings whose default is the bundle's protocol."""
 
     cohort: float = setting(
-        "fraction of the sites that take part in each round", "FRACTION", group=SITES, above=0, maximum=1
+        "fraction of the sites that take part in each round",
+        "FRACTION",
+        group=SITES,
+        above=0,
+        maximum=1,
     )
-    rounds: int = setting("number of communication rounds", "R", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
-    local_epochs: int = setting("local epochs per round", "E", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
-    batch_size: int = setting("images per optimiser step", "B", group=TRAINING, minimum=1, maximum=_MAX_VALUE)
+    rounds: int = setting(
+        "number of communication rounds", "R", group=TRAINING, minimum=1, maximum=_MAX_VALUE
+    )
+    local_epochs: int = setting(
+        "local epochs per round", "E", group=TRAINING, minimum=1, maximum=_MAX_VALUE
+    )
+    batch_size: int = setting(
+        "images per optimiser step", "B", group=TRAINING, minimum=1, maximum=_MAX_VALUE
+    )
     lr: float | None = setting("learning rate in round 1", "X", group=TRAINING, above=0)
     lr_decay: float = setting(
-        "factor applied to the learning rate each round (1: constant)", "G", group=TRAINING, above=0, maximum=1
+        "factor applied to the learning rate each round (1: constant)",
+        "G",
+        group=TRAINING,
+        above=0,
+        maximum=1,
     )
     patience: int = setting(
         "stop after this many rounds without a better validation metric; default: 0 (never)", "N",
@@ -228,7 +262,9 @@ SETTINGS: Mapping[str, Setting] = {
     field.name: Setting.of(field)
     for field in (*dataclasses.fields(ProtocolSettings), *dataclasses.fields(GeneralSettings))
 }
-ADDED_LATER: Mapping[str, Any] = {name: entry.default for name, entry in SETTINGS.items() if entry.later}
+ADDED_LATER: Mapping[str, Any] = {
+    name: entry.default for name, entry in SETTINGS.items() if entry.later
+}
 """Defaults of the settings with `later`."""
 WITHDRAWN: Mapping[str, Any] = {"capture": False, "pack": 1}
 """Settings that earlier releases had, with their defaults; what a record says of them is ignored."""
@@ -245,4 +281,5 @@ def check_limits(values: Mapping[str, Any]) -> None:
 
     for name, entry in SETTINGS.items():
         entry.check(values.get(name))
+
     portable.check(values)

@@ -12,7 +12,10 @@ _BOLD = re.compile(r"\*\*(.+?)\*\*")
 
 
 def text_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], width: int = WIDTH, spare: Sequence[str] = ()
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int = WIDTH,
+    spare: Sequence[str] = (),
 ) -> list[str]:
     """Return the lines of a table, columns of numbers aligned to the right.
 
@@ -25,6 +28,7 @@ def text_table(
         gaps = 2 * (len(columns) - 1)
         if sum(floors) + gaps <= width:
             break
+
         columns = [column for column in columns if column[0] != name]
 
     while sum(widths) + gaps > width:
@@ -37,8 +41,10 @@ def text_table(
     top, *body = zip(*columns, strict=True)
     lines = _wrapped_row(top, widths, numeric)
     lines.append("  ".join("-" * size for size in widths))
+
     for row in body:
         lines += _wrapped_row(row, widths, numeric)
+
     return lines
 
 
@@ -54,14 +60,21 @@ def _wrapped_row(row: Sequence[str], widths: Sequence[int], numeric: Sequence[bo
         for parts, size, right in zip(wrapped, widths, numeric, strict=True):
             part = parts[i] if i < len(parts) else ""
             cells.append(part.rjust(size) if right else part.ljust(size))
+
         lines.append("  ".join(cells).rstrip())
+
     return lines
 
 
 def wrap(text: str, width: int, first: str = "", others: str = "") -> list[str]:
     """Wrap a text between words only; `first` and `others` start its first line and the further ones."""
     return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False, break_long_words=False
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=others,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
 
 
@@ -86,11 +99,14 @@ def formatted_table(head: Sequence[str], rows: Sequence[Sequence[object]], forma
     from tabulate import tabulate  # here: only comparisons print in these formats
 
     align = None if format_ == "md" else ["left", *["right"] * (len(head) - 1)]
-    table = str(tabulate(rows, head, tablefmt=_FORMATS[format_], disable_numparse=True, colalign=align))
+    table = str(
+        tabulate(rows, head, tablefmt=_FORMATS[format_], disable_numparse=True, colalign=align)
+    )
     if format_ == "md":
         return table
     if format_ == "html":
         return _BOLD.sub(r"<b>\1</b>", table)
+
     return _BOLD.sub(r"\\textbf{\1}", table).replace("±", r"$\pm$").replace("–", "--")
 
 

@@ -26,7 +26,9 @@ Constants = tuple[tuple[float, ...], tuple[float, ...]]
 
 def _no_intensities() -> Constants:
     raise InputError(
-        "images without transforms", "how their intensities were scaled is read from these", "say it: normalise=MEAN/SD"
+        "images without transforms",
+        "how their intensities were scaled is read from these",
+        "say it: normalise=MEAN/SD",
     )
 
 

@@ -43,9 +43,13 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
     """Let SIGTERM raise `Terminated` in the block, so that what the command has started ends with it."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    ):
         yield
         return
+
     owner = os.getpid()
 
     def end(number: int, _: Any) -> None:
@@ -71,7 +75,10 @@ def flush(stream: Any) -> None:
 
 def width() -> int:
     """Return the width of output in columns: the terminal's, at most 100; 100 where stdout is a file or a pipe."""
-    return max(60, min(WIDTH, shutil.get_terminal_size().columns)) if sys.stdout.isatty() else WIDTH
+    if sys.stdout.isatty():
+        return max(60, min(WIDTH, shutil.get_terminal_size().columns))
+
+    return WIDTH
 
 
 def bar(items: Any = None, total: int | None = None, *, shown: bool, **settings: Any) -> Any:
@@ -85,19 +92,28 @@ def bar(items: Any = None, total: int | None = None, *, shown: bool, **settings:
     with suppress(OSError, ValueError):  # no terminal
         if os.get_terminal_size(sys.stderr.fileno()).columns == 0:
             settings |= {"ncols": 80, "nrows": 24, "dynamic_ncols": False}
+
     return tqdm(items, total=total, disable=not shown, **{"leave": False, **settings})
 
 
 def beside_bars() -> AbstractContextManager[None]:
     """Return a context in which lines can be printed on stderr: progress bars there are taken away, and shown again."""
     tqdm = sys.modules.get("tqdm")
-    return tqdm.tqdm.external_write_mode(file=sys.stderr) if tqdm else nullcontext()
+    if tqdm:
+        context: AbstractContextManager[None] = tqdm.tqdm.external_write_mode(file=sys.stderr)
+        return context
+
+    return nullcontext()
 
 
 def definitions(named: Mapping[str, str], width: int = WIDTH) -> list[str]:
     """Return names and their descriptions in two columns."""
     indent = max(map(len, named)) + 2
-    return [line for name, text in named.items() for line in hanging_indent(name.ljust(indent), text, width)]
+    return [
+        line
+        for name, text in named.items()
+        for line in hanging_indent(name.ljust(indent), text, width)
+    ]
 
 
 def wrap_to_terminal(text: str) -> list[str]:
@@ -122,4 +138,5 @@ def wrap_docstring(text: str, width: int = WIDTH) -> list[str]:
             lines += [part for line in originals for part in hanging_indent("", line, width)]
         else:
             lines += wrap(paragraph, width)
+
     return lines[1:]

@@ -12,7 +12,17 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial, wraps
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
+from typing import (
+    Annotated,
+    Any,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
 
 from medfl.core.errors import InputError
 
@@ -39,14 +49,19 @@ def read_record(kind: type[R], document: Any, where: str = "") -> R:
     """
     if not isinstance(document, Mapping):
         raise ValueError(f"{where or 'it'} is {document!r:.40}, not keys and values")
+
     at, hints = f"{where}." if where else "", _HINTS(kind)  # type: ignore[arg-type]
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for name in document.keys() - fields:
         raise ValueError(f"{at}{name!s:.60} is not one of {', '.join(fields)}")
+
     for name, field in fields.items():
         if name not in document and field.default is dataclasses.MISSING:
             raise ValueError(f"without {at + name!r}")
-    return kind(**{name: _built(hints[name], value, f"{at}{name}") for name, value in document.items()})
+
+    return kind(
+        **{name: _built(hints[name], value, f"{at}{name}") for name, value in document.items()}
+    )
 
 
 def _built(kind: Any, value: Any, where: str) -> Any:
@@ -54,15 +69,20 @@ def _built(kind: Any, value: Any, where: str) -> Any:
     record = next((one for one in (kind, *get_args(kind)) if dataclasses.is_dataclass(one)), None)
     if record is not None and not (value is None and types.NoneType in get_args(kind)):
         return read_record(record, value, where)  # type: ignore[arg-type]
+
     if get_origin(kind) is tuple and isinstance(value, list):
         part = get_args(kind)[0]  # the members of a tuple here are of one type
         value = tuple(_built(part, one, where) for one in value)
+
     if not matches_type(value, kind):
         raise ValueError(f"{where} is {value!r:.40}, not {describe_type(kind)}")
+
     return value
 
 
-def type_errors(document: Mapping[str, Any], form: Mapping[str, Any], within: str = "") -> Iterator[str]:
+def type_errors(
+    document: Mapping[str, Any], form: Mapping[str, Any], within: str = ""
+) -> Iterator[str]:
     """Yield the entries of a wrong type, as "has 'x' under rounds, where a whole number belongs".
 
     Entries that the form (name -> type, or an object's form) does not name are passed over, missing ones are no error.
@@ -70,7 +90,9 @@ def type_errors(document: Mapping[str, Any], form: Mapping[str, Any], within: st
     for name, expected in form.items():
         if name not in document:
             continue
-        value, where = document[name], f"{within}{name}"
+
+        value = document[name]
+        where = f"{within}{name}"
         if isinstance(expected, Mapping):
             if not isinstance(value, Mapping):
                 yield f"has {value!r:.60} under {where}, where a dict belongs"
@@ -86,14 +108,20 @@ def check_arguments(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name, value, allowed in type_mismatches(function, signature.bind(*args, **kwargs).arguments):
-            raise InputError(f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument")
+        for name, value, allowed in type_mismatches(
+            function, signature.bind(*args, **kwargs).arguments
+        ):
+            raise InputError(
+                f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument"
+            )
         return function(*args, **kwargs)
 
     return call
 
 
-def type_mismatches(declared: type | Callable[..., Any], values: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def type_mismatches(
+    declared: type | Callable[..., Any], values: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, str]]:
     """Yield (name, value, allowed type in words) for each value that is not of its field's or argument's type.
 
     An int passes for a float and a list for a tuple; True and False are not numbers.
@@ -106,7 +134,8 @@ def type_mismatches(declared: type | Callable[..., Any], values: Mapping[str, An
 
 def matches_type(value: Any, kind: Any) -> bool:
     """Return whether a value is of a type, by the rules of `type_mismatches`."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if kind is Any:
         return True
     if is_typeddict(kind):
@@ -121,20 +150,28 @@ def matches_type(value: Any, kind: Any) -> bool:
         )
     if origin is Callable:
         return callable(value)
+
     if origin in (list, tuple, Sequence):
-        if not isinstance(value, Sequence if origin is Sequence else list | tuple) or isinstance(value, str | bytes):
+        if not isinstance(value, Sequence if origin is Sequence else list | tuple) or isinstance(
+            value, str | bytes
+        ):
             return False
         if origin is tuple and inner[-1] is not ...:
             return len(value) == len(inner) and all(map(matches_type, value, inner))
         return all(matches_type(member, inner[0]) for member in value)
+
     if kind in (int, float):
-        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+        return isinstance(value, int if kind is int else int | float) and not isinstance(
+            value, bool
+        )
+
     return isinstance(value, kind)  # a record too
 
 
 def describe_type(kind: Any) -> str:
     """Return a type in words."""
-    origin, inner = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inner = get_args(kind)
     if is_typeddict(kind) or origin in (Mapping, dict):
         return "a dict"
     if origin is Annotated:
@@ -145,4 +182,5 @@ def describe_type(kind: Any) -> str:
         return "a function"
     if origin in (list, tuple, Sequence):
         return f"a list, each {describe_type(inner[0])}"
+
     return _WORDS.get(kind, "of another kind")

@@ -10,7 +10,7 @@ import re
 import stat
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,21 @@ from medfl.core.errors import InputError
 
 Plain = Any
 """None, bool, int, float, str, date, and lists and dicts of them."""
-TABLE_BYTES, TABLE_ROWS = 2**29, 5_000_000
-JSON_BYTES, JSON_VALUES, JSON_LEVELS = 2**26, 2_000_000, 32
+TABLE_BYTES = 2**29
+TABLE_ROWS = 5_000_000
+JSON_BYTES = 2**26
+JSON_VALUES = 2_000_000
+JSON_LEVELS = 32
 """Bounds of a JSON file: a run's record lists the ids of all its images."""
 _NUMBER = 64  # characters: no number that a configuration needs has more, and YAML reads 1:1:1:... for minutes
 _TEXT = 10_000_000  # characters that all texts of a YAML document have together, one under an alias counted each time
-_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair: an escape may write it, and no terminal takes it
+_HALF = re.compile(
+    "[\ud800-\udfff]"
+)  # of a surrogate pair: an escape may write it, and no terminal takes it
 _YAML = "tag:yaml.org,2002:"
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C where it was built so: several times as fast
+_LOADER: Any = getattr(
+    yaml, "CSafeLoader", yaml.SafeLoader
+)  # in C where it was built so: several times as fast
 
 
 class Refused(Exception):
@@ -41,13 +48,25 @@ def printable(text: object, length: int = 100) -> str:
         plain = ascii(str(text))[1:-1]
     except ValueError:  # of so many digits that Python writes none
         plain = "a number of thousands of digits"
-    return plain if len(plain) <= length else plain[: length - 3] + "..."
+
+    if len(plain) <= length:
+        return plain
+
+    return plain[: length - 3] + "..."
 
 
 def check_visible(text: str) -> None:
     """Refuse control, format (zero width, right-to-left), line-separating, private and unassigned characters."""
     for character in sorted(set(text)):
-        if character not in "\t\n\r" and unicodedata.category(character) in ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"):
+        if character not in "\t\n\r" and unicodedata.category(character) in (
+            "Cc",
+            "Cf",
+            "Cn",
+            "Co",
+            "Cs",
+            "Zl",
+            "Zp",
+        ):
             raise Refused(f"the invisible character U+{ord(character):04X}")
 
 
@@ -69,12 +88,15 @@ def read_bytes(path: Path, most: int) -> bytes:
     """
     try:
         # non-blocking: of a pipe the other end is not waited for
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise Refused("it is no plain file")
             if status.st_size > most:
                 raise Refused(f"more than {most} bytes")
+
             return file.read(status.st_size)
     except (OSError, ValueError) as error:  # also a name with a null
         reason = error.strerror if isinstance(error, OSError) else error
@@ -116,7 +138,9 @@ def read_json_bytes(data: bytes) -> Plain:
     Raises:
         Refused: it is no JSON, or exceeds `JSON_VALUES` or `JSON_LEVELS`.
     """
-    return read_plain(decode_text(data), is_json=True, nodes=JSON_VALUES, depth=JSON_LEVELS, constants=True)
+    return read_plain(
+        decode_text(data), is_json=True, nodes=JSON_VALUES, depth=JSON_LEVELS, constants=True
+    )
 
 
 def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
@@ -133,7 +157,13 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]
     try:
         text = read_bytes(path, TABLE_BYTES).decode("utf-8-sig")
         head = text.partition("\n")[0]
-        parts = "\t" if "\t" in head else ";" if ";" in head and "," not in head else ","
+        if "\t" in head:
+            parts = "\t"
+        elif ";" in head and "," not in head:
+            parts = ";"
+        else:
+            parts = ","
+
         reader = csv.DictReader(io.StringIO(text, ""), delimiter=parts)
         names = list(reader.fieldnames or ())
         for row in reader:
@@ -142,14 +172,20 @@ def read_table(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]
                 raise Refused(f"more than {TABLE_ROWS} rows")
             if len(rows) * len(names) > 2 * len(text) + 1000:
                 raise Refused(f"rows without most of its {len(names)} columns")
-        if twice := sorted(name for name, times in Counter(filter(None, names)).items() if times > 1):
+
+        if twice := sorted(
+            name for name, times in Counter(filter(None, names)).items() if times > 1
+        ):
             raise Refused(f"it has two columns {printable(twice[0])!r}")
     except (UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"it is no table in UTF-8 text ({error})") from error
+
     return names, rows
 
 
-def read_plain(text: str, *, is_json: bool, nodes: int, depth: int, constants: bool = False) -> Plain:
+def read_plain(
+    text: str, *, is_json: bool, nodes: int, depth: int, constants: bool = False
+) -> Plain:
     """Return the values of a JSON or YAML text.
 
     Args:
@@ -176,7 +212,10 @@ def read_plain(text: str, *, is_json: bool, nodes: int, depth: int, constants: b
         raise Refused(f"more than {depth} levels") from error
     except (ValueError, TypeError, OverflowError, yaml.YAMLError) as error:
         line = " ".join(str(error).split())
-        raise Refused(f"not valid {'JSON' if is_json else 'YAML'} ({printable(line, 160)})") from error
+        raise Refused(
+            f"not valid {'JSON' if is_json else 'YAML'} ({printable(line, 160)})"
+        ) from error
+
     _measure(value, nodes, depth)
     return value
 
@@ -222,19 +261,25 @@ def _read_yaml(text: str, nodes: int, depth: int) -> Plain:
             level += 1
         elif isinstance(event, yaml.CollectionEndEvent):
             level -= 1
+
         if level > depth:
             raise Refused(f"more than {depth} levels")
         if count > 4 * nodes:
             raise Refused(f"more than {nodes} values")
         if isinstance(event, yaml.DocumentStartEvent) and (event.tags or event.version):
             raise Refused("a YAML directive")
-        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
+        if (
+            isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
+            and event.tag is not None
+        ):
             raise Refused(f"the YAML tag {printable(event.tag)!r}")
+
     loader = _LOADER(text)
     try:
         root: yaml.Node | None = loader.get_single_node()
         if root is None:
             return None
+
         _check_node(root, [nodes, max(_TEXT, len(text))], depth)
         return loader.construct_document(root)
     finally:
@@ -248,6 +293,7 @@ def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
         raise Refused("aliases that stand for too many values, or too much text")
     if depth < 0:
         raise Refused("too many levels, or an alias of itself")
+
     _check_number(node)
     if isinstance(node, yaml.MappingNode):
         seen: set[Any] = set()
@@ -256,10 +302,12 @@ def _check_node(node: yaml.Node, left: list[int], depth: int) -> None:
                 raise Refused("a key that is no text")
             if key.tag == f"{_YAML}merge":
                 raise Refused("the YAML merge key '<<'")
+
             _check_number(key)
             same = yaml.constructor.SafeConstructor().construct_object(key)  # type: ignore[no-untyped-call]
             if same in seen:
                 raise Refused(f"key {printable(key.value)!r} twice")
+
             seen.add(same)  # 1, 0x1 and true are one key to Python
             _check_node(value, left, depth - 1)
     elif isinstance(node, yaml.SequenceNode):
@@ -273,16 +321,25 @@ def _check_number(node: yaml.Node) -> None:
 
 
 def _measure(value: Plain, nodes: int, depth: int) -> None:
-    count, todo = 0, [(value, 0)]
+    count = 0
+    todo = [(value, 0)]
     while todo:
         node, level = todo.pop()
         for text in node if isinstance(node, dict) else (node,):
             if isinstance(text, str) and not text.isascii() and (half := _HALF.search(text)):
                 raise Refused(f"half a character, U+{ord(half[0]):04X}")
+
         count += 1
         if count > nodes:
             raise Refused(f"more than {nodes} values")
         if level > depth:
             raise Refused(f"more than {depth} levels")
-        children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+
+        if isinstance(node, dict):
+            children: Iterable[Any] = node.values()
+        elif isinstance(node, list):
+            children = node
+        else:
+            children = ()
+
         todo += [(child, level + 1) for child in children]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,7 +43,10 @@ def _changed(rows: Column, chosen: Tensor, change: Callable[[Tensor], Tensor]) -
         positions = chosen.to(values.device)
         return values.index_copy_(0, positions, change(values.index_select(0, positions)))
 
-    return rows.rearranged(apply) if isinstance(rows, Coded) else apply(rows)
+    if isinstance(rows, Coded):
+        return rows.rearranged(apply)
+
+    return apply(rows)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,8 @@ class Rotate90(_Random):
         chosen = self._chosen(draws)
         times = (draws[chosen, 1] * self.max_k).long() + 1
         for k in range(1, self.max_k + 1):
-            rows = _changed(rows, chosen[times == k], lambda part, k=k: torch.rot90(part, k, self.dims))  # type: ignore[misc]
+            rows = _changed(rows, chosen[times == k], partial(torch.rot90, k=k, dims=self.dims))
+
         return rows
 
 
@@ -112,9 +117,12 @@ class Crop:
             return self._cut(rows, draws)
         if isinstance(rows, Coded):
             return rows.rearranged(lambda codes: self._cut(codes, draws))
+
         batches = (row if isinstance(row, Coded) else row[None] for row in rows)  # of one each
         cut = [self(key, batch, drawn[None]) for batch, drawn in zip(batches, draws, strict=True)]
-        return stacked([patch if isinstance(patch, Coded) else patch[0] for patch in cut], share=False)
+        return stacked(
+            [patch if isinstance(patch, Coded) else patch[0] for patch in cut], share=False
+        )
 
     def _cut(self, values: Tensor, draws: Tensor) -> Tensor:
         sides = list(zip(values.shape[2:], self.size, strict=True))
@@ -122,8 +130,13 @@ class Crop:
             corners = [[n // 2 - s // 2 for n, s in sides]] * len(values)
         else:
             corners = (draws * torch.tensor([n - s + 1 for n, s in sides])).long().tolist()
-        patches = [[slice(c, c + s) for c, s in zip(corner, self.size, strict=True)] for corner in corners]
-        return torch.stack([row[(slice(None), *patch)] for row, patch in zip(values, patches, strict=True)])
+
+        patches = [
+            [slice(c, c + s) for c, s in zip(corner, self.size, strict=True)] for corner in corners
+        ]
+        return torch.stack(
+            [row[(slice(None), *patch)] for row, patch in zip(values, patches, strict=True)]
+        )
 
 
 @dataclass(frozen=True)
@@ -174,14 +187,20 @@ class Noise(_Random):
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Add noise to the chosen items."""
         chosen = self._chosen(draws)
-        deviations = _uniform(draws[chosen, 2], 0.0, self.std) if self.sampled else torch.full((len(chosen),), self.std)
+        if self.sampled:
+            deviations = _uniform(draws[chosen, 2], 0.0, self.std)
+        else:
+            deviations = torch.full((len(chosen),), self.std)
 
         def add(part: Tensor) -> Tensor:
             fields = []
             for number in draws[chosen, 1].tolist():
                 generator = torch.Generator().manual_seed(int(number * 2**53))
                 fields.append(torch.randn(part.shape[1:], generator=generator))
-            noise = self.mean + torch.stack(fields) * _for_channels(deviations[:, None], fields[0][None])
+
+            noise = self.mean + torch.stack(fields) * _for_channels(
+                deviations[:, None], fields[0][None]
+            )
             return part + noise.to(part)
 
         return _changed(rows, chosen, add)
@@ -208,15 +227,27 @@ class Affine(_Random):
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Resample the chosen items."""
-        chosen, (mode, padding) = self._chosen(draws), self.modes[key]
+        chosen = self._chosen(draws)
+        (mode, padding) = self.modes[key]
         shape = tuple(rows.shape[2:])
 
         def resample(part: Tensor) -> Tensor:
-            matrices = torch.stack([self.matrix(row, shape) for row in draws[chosen, 1:]]).to(part.device)
-            grid = torch.as_tensor(create_grid(shape, device=part.device, backend="torch"), dtype=torch.float32)
+            matrices = torch.stack([self.matrix(row, shape) for row in draws[chosen, 1:]]).to(
+                part.device
+            )
+            grid = torch.as_tensor(
+                create_grid(shape, device=part.device, backend="torch"), dtype=torch.float32
+            )
             coordinates = (matrices @ grid.flatten(1))[:, : len(shape)].double()
-            scale = torch.tensor([2.0 / max(2, side) for side in shape], dtype=torch.float64, device=part.device)
-            positions = (coordinates * scale[:, None]).flip(1).transpose(1, 2).reshape(len(part), *shape, len(shape))
+            scale = torch.tensor(
+                [2.0 / max(2, side) for side in shape], dtype=torch.float64, device=part.device
+            )
+            positions = (
+                (coordinates * scale[:, None])
+                .flip(1)
+                .transpose(1, 2)
+                .reshape(len(part), *shape, len(shape))
+            )
             return grid_sample(part.double(), positions, mode, padding, align_corners=False).float()
 
         return _changed(rows.float(), chosen, resample)
@@ -228,6 +259,7 @@ class Affine(_Random):
         for name, ranges in self.ranges.items():
             added = 1.0 if name == "scale_params" else 0.0
             parameters[name] = [low + (high - low) * next(numbers) + added for low, high in ranges]
+
         _, matrix = AffineGrid(**parameters, lazy=True)(shape)
         return torch.as_tensor(matrix, dtype=torch.float32)
 
@@ -251,24 +283,36 @@ class Rotate(_Random):
 
     def __call__(self, key: str, rows: Tensor, draws: Tensor) -> Column:
         """Rotate the chosen items."""
-        chosen, (mode, padding, corners) = self._chosen(draws), self.modes[key]
+        chosen = self._chosen(draws)
+        (mode, padding, corners) = self.modes[key]
         shape = tuple(rows.shape[2:])
 
         def rotate(part: Tensor) -> Tensor:
             matrices = np.stack([self.matrix(row, shape) for row in draws[chosen, 1:]])
             resample = AffineTransform(
-                normalized=False, mode=mode, padding_mode=padding, align_corners=corners, reverse_indexing=True
+                normalized=False,
+                mode=mode,
+                padding_mode=padding,
+                align_corners=corners,
+                reverse_indexing=True,
             )
-            rotated: Tensor = resample(part, torch.from_numpy(matrices).to(part), spatial_size=shape)
+            rotated: Tensor = resample(
+                part, torch.from_numpy(matrices).to(part), spatial_size=shape
+            )
             return rotated
 
         return _changed(rows.float(), chosen, rotate)
 
     def matrix(self, draws: Tensor, shape: Shape) -> Any:
         """Return the homogeneous matrix (d + 1, d + 1) of one item's angles about the image's middle."""
-        angles = [low + (high - low) * u for (low, high), u in zip(self.ranges, draws.tolist(), strict=True)]
+        angles = [
+            low + (high - low) * u
+            for (low, high), u in zip(self.ranges, draws.tolist(), strict=True)
+        ]
         middle = [(side - 1) / 2 for side in shape]
-        to_middle, from_middle = (create_translate(len(shape), [sign * m for m in middle]) for sign in (1, -1))
+        to_middle, from_middle = (
+            create_translate(len(shape), [sign * m for m in middle]) for sign in (1, -1)
+        )
         return to_middle @ create_rotate(len(shape), angles) @ from_middle
 
 

@@ -18,7 +18,17 @@ from monai.transforms.utils import map_spatial_axes
 from monai.utils import fall_back_tuple
 from torch import Tensor
 
-from medfl.data.batch_steps import Affine, Crop, Flip, Intensity, Noise, Rotate, Rotate90, Shape, Step
+from medfl.data.batch_steps import (
+    Affine,
+    Crop,
+    Flip,
+    Intensity,
+    Noise,
+    Rotate,
+    Rotate90,
+    Shape,
+    Step,
+)
 from medfl.data.byte_codes import Coded, Column, plain, stacked
 
 _KEYS = ("image", "label")
@@ -40,7 +50,12 @@ class BatchRecipe:
 
     def deterministic(self, uncropped: bool) -> BatchRecipe:
         """Return the steps that are left where nothing is drawn: crops, of the middle, or with `uncropped` none."""
-        crops = () if uncropped else tuple(replace(step, centred=True) for step in self.steps if isinstance(step, Crop))
+        if uncropped:
+            crops: tuple[Step, ...] = ()
+        else:
+            crops = tuple(
+                replace(step, centred=True) for step in self.steps if isinstance(step, Crop)
+            )
         return BatchRecipe(crops, self.masks)
 
     def __call__(self, inputs: Any, targets: Any, draws: Tensor) -> tuple[Any, Any]:
@@ -55,14 +70,20 @@ class BatchRecipe:
         drawn = torch.split(draws, [step.num_draws for step in self.steps], dim=1)
         for step, numbers in zip(self.steps, drawn, strict=True):
             for key in step.keys:
-                column: Any = rows[key] if isinstance(step, Crop) else _as_column(rows[key])  # crops take any sizes
+                column: Any = (
+                    rows[key] if isinstance(step, Crop) else _as_column(rows[key])
+                )  # crops take any sizes
                 rows[key] = step(key, column if step.keeps_values else plain(column), numbers)
+
         masks = plain(_as_column(rows["label"])) if self.masks else rows["label"]
         return plain(_as_column(rows["image"])), masks
 
 
 def _as_column(rows: Any) -> Column:
-    return rows if isinstance(rows, Tensor | Coded) else stacked(rows, share=False)
+    if isinstance(rows, Tensor | Coded):
+        return rows
+
+    return stacked(rows, share=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +107,12 @@ class _Arriving:
 
 
 def recipe(
-    compose: mt.Compose, first: int, shapes: frozenset[Shape], channels: int, dtype: torch.dtype, masks: bool
+    compose: mt.Compose,
+    first: int,
+    shapes: frozenset[Shape],
+    channels: int,
+    dtype: torch.dtype,
+    masks: bool,
 ) -> BatchRecipe | None:
     """Return the transforms from position `first` on as steps for batches, None where one of them has no such form.
 
@@ -98,9 +124,12 @@ def recipe(
         dtype: of all images.
         masks: whether labels are masks; else they are passed on as they are.
     """
-    plain_chain = compose.map_items is True and not (compose.unpack_items or compose.log_stats or compose.overrides)
+    plain_chain = compose.map_items is True and not (
+        compose.unpack_items or compose.log_stats or compose.overrides
+    )
     if not plain_chain or compose.lazy or len({len(shape) for shape in shapes}) != 1:
         return None
+
     arriving: _Arriving | None = _Arriving(shapes, channels, dtype, _KEYS if masks else _KEYS[:1])
     steps: list[Step] = []
     for transform in compose.transforms[first:]:
@@ -108,32 +137,49 @@ def recipe(
             return None
         if _changes_nothing(transform, arriving.keys):
             continue
+
         convert = _CONVERTERS.get(type(transform))
         keys = tuple(dict.fromkeys(getattr(transform, "keys", ())))
-        if convert is None or len(keys) < len(transform.keys) or not set(keys) <= set(arriving.keys):
+        if (
+            convert is None
+            or len(keys) < len(transform.keys)
+            or not set(keys) <= set(arriving.keys)
+        ):
             return None
         if not arriving.uniform and convert is not _crop:
             return None
+
         try:
             step = convert(transform, keys, arriving)
-        except (TypeError, ValueError):  # malformed arguments: item by item the error names the item
+        except (
+            TypeError,
+            ValueError,
+        ):  # malformed arguments: item by item the error names the item
             return None
+
         if step is None:
             return None
+
         steps.append(step)
         arriving = _after(step, arriving)
+
     if arriving is None or not arriving.uniform or not arriving.shape:
         return None
+
     return BatchRecipe(tuple(steps), masks)
 
 
 def _changes_nothing(transform: Any, keys: Sequence[str]) -> bool:
     """Tell whether a transform only makes tensors of what are tensors already."""
-    if type(transform) not in (mt.EnsureTyped, mt.ToTensord) or not set(transform.keys) <= set(keys):
+    if type(transform) not in (mt.EnsureTyped, mt.ToTensord) or not set(transform.keys) <= set(
+        keys
+    ):
         return False
+
     converter = transform.converter
     if converter.dtype is not None or converter.device is not None:
         return False
+
     return type(transform) is mt.ToTensord or (
         converter.data_type == "tensor" and all(dtype is None for dtype in transform.dtype)
     )
@@ -154,7 +200,11 @@ def _flip(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | 
 
 def _rotate90(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     dims = _dims(transform.spatial_axes, len(arriving.shape))
-    if transform.max_k < 1 or len(dims) != 2 or arriving.shape[dims[0] - 2] != arriving.shape[dims[1] - 2]:
+    if (
+        transform.max_k < 1
+        or len(dims) != 2
+        or arriving.shape[dims[0] - 2] != arriving.shape[dims[1] - 2]
+    ):
         return None
     return Rotate90(keys, transform.prob, int(transform.max_k), (dims[0], dims[1]))
 
@@ -168,15 +218,27 @@ def _crop(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | 
     cropper = transform.cropper
     if cropper.random_size or not cropper.random_center:
         return None
+
     sizes = {
-        tuple(min(int(r), side) for r, side in zip(fall_back_tuple(cropper.roi_size, shape), shape, strict=True))
+        tuple(
+            min(int(r), side)
+            for r, side in zip(fall_back_tuple(cropper.roi_size, shape), shape, strict=True)
+        )
         for shape in arriving.shapes
     }
-    return Crop(keys, next(iter(sizes))) if len(sizes) == 1 else None
+
+    if len(sizes) == 1:
+        return Crop(keys, next(iter(sizes)))
+
+    return None
 
 
 def _is_intensity(keys: tuple[str, ...], arriving: _Arriving, dtype: Any = np.float32) -> bool:
-    return arriving.dtype == torch.float32 and keys == _KEYS[:1] and dtype in (np.float32, torch.float32)
+    return (
+        arriving.dtype == torch.float32
+        and keys == _KEYS[:1]
+        and dtype in (np.float32, torch.float32)
+    )
 
 
 def _scale(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
@@ -205,30 +267,56 @@ def _noise(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
 
 
 def _affine(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
-    affine, grid = transform.rand_affine, transform.rand_affine.rand_affine_grid
-    modes = {key: (str(m), str(p)) for key, m, p in zip(keys, transform.mode, transform.padding_mode, strict=True)}
+    affine = transform.rand_affine
+    grid = transform.rand_affine.rand_affine_grid
+    modes = {
+        key: (str(m), str(p))
+        for key, m, p in zip(keys, transform.mode, transform.padding_mode, strict=True)
+    }
     keeps_size = tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
-    if not keeps_size or grid.device is not None or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
+
+    if (
+        not keeps_size
+        or grid.device is not None
+        or arriving.dtype != torch.float32
+        or not _are_offered(modes.values())
+    ):
         return None
+
     ranges = {
         f"{name}_params": [
-            (float(r[0]), float(r[1])) if isinstance(r, Sequence | np.ndarray) else (-float(r), float(r))
+            (float(r[0]), float(r[1]))
+            if isinstance(r, Sequence | np.ndarray)
+            else (-float(r), float(r))
             for r in getattr(grid, f"{name}_range")
             if r is not None
         ]
         for name in ("rotate", "shear", "translate", "scale")
     }
+
     return Affine(keys, transform.prob, ranges, modes)
 
 
 def _rotate(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     inner = transform.rand_rotate
-    options = zip(keys, transform.mode, transform.padding_mode, transform.align_corners, strict=True)
-    modes = {key: (str(mode), str(padding), bool(corners)) for key, mode, padding, corners in options}
-    keeps = inner.keep_size and all(dtype in (np.float32, torch.float32) for dtype in transform.dtype)
+    options = zip(
+        keys, transform.mode, transform.padding_mode, transform.align_corners, strict=True
+    )
+    modes = {
+        key: (str(mode), str(padding), bool(corners)) for key, mode, padding, corners in options
+    }
+    keeps = inner.keep_size and all(
+        dtype in (np.float32, torch.float32) for dtype in transform.dtype
+    )
+
     if not keeps or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
-    ranges = [inner.range_x] if len(arriving.shape) == 2 else [inner.range_x, inner.range_y, inner.range_z]
+
+    if len(arriving.shape) == 2:
+        ranges = [inner.range_x]
+    else:
+        ranges = [inner.range_x, inner.range_y, inner.range_z]
+
     return Rotate(keys, transform.prob, [(float(low), float(high)) for low, high in ranges], modes)
 
 

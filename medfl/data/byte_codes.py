@@ -16,7 +16,11 @@ from torch import Tensor
 
 _VALUES = 256  # that a byte can tell apart
 _GLANCE = 2048  # numbers looked at first: most tensors that do not fit show it there
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # bit patterns, so that -0.0 and NaN stay what they are
+_BITS = {
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # bit patterns, so that -0.0 and NaN stay what they are
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +42,9 @@ class Coded:
         """Return some of the batch, (N,) int64."""
         rows = indices.to(self.codes.device)
         codes = self.codes.index_select(0, rows)
-        return Coded(codes, self.values if self.values.ndim == 2 else self.values.index_select(0, rows))
+        return Coded(
+            codes, self.values if self.values.ndim == 2 else self.values.index_select(0, rows)
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -82,36 +88,51 @@ def encode(tensor: Tensor) -> Coded | None:
     size = tensor.element_size()
     if type(tensor) is not Tensor or tensor.ndim < 2 or size not in _BITS or not tensor.numel():
         return None
+
     bits = tensor.contiguous().view(_BITS[size]).numpy(force=True).reshape(len(tensor), -1)
     if len(np.unique(bits[0, :: max(1, bits.shape[1] // _GLANCE)])) > _VALUES:
         return None
-    codes, tables = np.empty(bits.shape, np.uint8), []
+
+    codes = np.empty(bits.shape, np.uint8)
+    tables = []
     for channel, numbers in enumerate(bits):
         table, inverse = np.unique(numbers, return_inverse=True)
         if len(table) > _VALUES:
             return None
+
         codes[channel] = inverse
         tables.append(table)
+
     values = _padded(tables)
     if codes.nbytes + values.nbytes >= bits.nbytes:
         return None
+
     coded = torch.from_numpy(codes).view(1, *tensor.shape)
     return Coded(coded, torch.from_numpy(values).view(tensor.dtype)[None])
 
 
 def decoded(value: Tensor | Coded) -> Tensor:
     """Return one item's tensor (C, ...)."""
-    return value.decode()[0] if isinstance(value, Coded) else value
+    if isinstance(value, Coded):
+        return value.decode()[0]
+
+    return value
 
 
 def plain(column: Column) -> Tensor:
     """Return a column's tensor (N, ...)."""
-    return column.decode() if isinstance(column, Coded) else column
+    if isinstance(column, Coded):
+        return column.decode()
+
+    return column
 
 
 def shape_of(value: Tensor | Coded) -> torch.Size:
     """Return the shape (C, ...) of one item."""
-    return value.shape[1:] if isinstance(value, Coded) else value.shape
+    if isinstance(value, Coded):
+        return value.shape[1:]
+
+    return value.shape
 
 
 def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
@@ -124,22 +145,36 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
     coded = [part for part in parts if isinstance(part, Coded)]
     if len(coded) < len(parts) or len({part.values.dtype for part in coded}) > 1:
         return torch.stack([decoded(part) for part in parts])
+
     dtype = coded[0].values.dtype
     tables = [part.values[0].view(_BITS[dtype.itemsize]).numpy(force=True) for part in coded]
-    channels = range(len(tables[0]) if share else 0)  # each channel's values in any of the tables, sorted
+    channels = range(
+        len(tables[0]) if share else 0
+    )  # each channel's values in any of the tables, sorted
     channel_values = [np.unique(np.concatenate([table[c] for table in tables])) for c in channels]
-    common = channel_values if channel_values and max(map(len, channel_values)) <= _VALUES else None
+
+    if channel_values and max(map(len, channel_values)) <= _VALUES:
+        common = channel_values
+    else:
+        common = None
+
     codes = torch.empty(len(coded), *shape_of(coded[0]), dtype=torch.uint8)
     for row, table, part in zip(codes, tables, coded, strict=True):
         row.copy_(part.codes[0])
         if common is not None:
             _recode(row, table, common)
+
     values = torch.from_numpy(_padded(tables) if common is None else _padded(common)).view(dtype)
     column = Coded(codes, values)
-    return column if column.nbytes < codes.numel() * dtype.itemsize else column.decode()
+    if column.nbytes < codes.numel() * dtype.itemsize:
+        return column
+
+    return column.decode()
 
 
-def _recode(codes: Tensor, table: NDArray[np.signedinteger], common: Sequence[NDArray[np.signedinteger]]) -> None:
+def _recode(
+    codes: Tensor, table: NDArray[np.signedinteger], common: Sequence[NDArray[np.signedinteger]]
+) -> None:
     """Turn positions in a table into positions in the common one, in place."""
     for row, old, values in zip(codes.numpy(), table, common, strict=True):
         positions = np.searchsorted(values, old).astype(np.uint8)
@@ -151,5 +186,8 @@ def _padded(tables: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedint
     """Stack tables (..., K) of different lengths, the shorter ones filled with their last value."""
     longest = max(table.shape[-1] for table in tables)
     return np.stack(
-        [np.concatenate([t, np.repeat(t[..., -1:], longest - t.shape[-1], axis=-1)], axis=-1) for t in tables]
+        [
+            np.concatenate([t, np.repeat(t[..., -1:], longest - t.shape[-1], axis=-1)], axis=-1)
+            for t in tables
+        ]
     )

@@ -27,8 +27,12 @@ class Channels(Prepared):
             drop: chance that a channel of an item is set to zero where a generator is given; one always stays.
         """
         super().__init__(prepared.items)
-        self.prepared, self.present, self.drop = prepared, present, drop
-        self.geometry, self.extras_of, self.pinned = (prepared.geometry, prepared.extras_of, prepared.pinned)
+        self.prepared = prepared
+        self.present = present
+        self.drop = drop
+        self.geometry = prepared.geometry
+        self.extras_of = prepared.extras_of
+        self.pinned = prepared.pinned
         self.labelled = prepared.labelled
 
     @property
@@ -44,28 +48,41 @@ class Channels(Prepared):
     def to(self, device: torch.device, budget: int) -> Prepared:
         """Return the same items held on a device, this very object where they stay."""
         moved = self.prepared.to(device, budget)
-        return self if moved is self.prepared else self._with(prepared=moved)
+        if moved is self.prepared:
+            return self
+
+        return self._with(prepared=moved)
 
     def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms; none of their channels is dropped."""
         return self._with(prepared=self.prepared.deterministic(uncropped), drop=0.0)
 
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         """Yield batches with zeros in the channels that are lacking; what is dropped is drawn on the CPU first."""
         present = self.present[indices]
         if generator is not None and self.drop:
             draws = torch.where(present, torch.rand(present.shape, generator=generator), -1.0)
             present = (draws >= self.drop) | (draws == draws.amax(1, keepdim=True))
         batches = self.prepared.batches(indices, size, generator)
-        return ((_zeroed(x, rows), y) for (x, y), rows in zip(batches, torch.split(present, size), strict=True))
+        return (
+            (_zeroed(x, rows), y)
+            for (x, y), rows in zip(batches, torch.split(present, size), strict=True)
+        )
 
 
 def _zeroed(x: Any, present: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[1] != present.shape[1]:
-        form = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"that are a {type(x).__name__}"
+        if isinstance(x, Tensor):
+            form = f"of shape {tuple(x.shape)}"
+        else:
+            form = f"that are a {type(x).__name__}"
+
         raise InputError(
             f"images {form} with --site-channels or --channel-drop",
             f"{present.shape[1]} channels, as the bundle's metadata.json says of its images",
             "correct num_channels there, or leave out --site-channels and --channel-drop",
         )
+
     return torch.where(present.reshape(*present.shape, *[1] * (x.ndim - 2)).to(x.device), x, 0)

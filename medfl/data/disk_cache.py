@@ -51,10 +51,16 @@ def budget() -> int:
     gib = os.environ.get("MEDFL_MEMORY")
     if not gib:
         return int(free_ram() * _SHARE)
+
     with suppress(ValueError):
         if 0 < float(gib) < 1e9:
             return int(float(gib) * 2**30)
-    raise InputError(f"MEDFL_MEMORY={gib}", "GiB for prepared images, a number above 0", "set it to 8, or unset it")
+
+    raise InputError(
+        f"MEDFL_MEMORY={gib}",
+        "GiB for prepared images, a number above 0",
+        "set it to 8, or unset it",
+    )
 
 
 def size_of(sample: Any) -> int:
@@ -81,13 +87,16 @@ class DiskCache:
         """Return all samples: a list, or memory maps where they exceed the budget going by the first one."""
         if not count:
             return []
+
         (first,) = make([0])
         if size_of(first) * count <= self.budget:
             return [first, *make(range(1, count))]
+
         paths = [self.folder / f"{self.key(index)}.pt" for index in range(count)]
         missing = [index for index in range(count) if not paths[index].is_file()]
         for index, sample in zip(missing, make(missing), strict=True):
             _write(paths[index], sample)
+
         return OnDisk(paths)
 
 
@@ -114,7 +123,9 @@ class OnDisk(Sequence[Any]):
 
 def sample_key(parts: Sequence[Any], entry: Any) -> str:
     """Hash what determines a prepared sample: `parts` (JSON), our readers, an entry's values and its files' content."""
-    digest = hashlib.sha256(json.dumps([_readers(), *parts], sort_keys=True, default=_content).encode())
+    digest = hashlib.sha256(
+        json.dumps([_readers(), *parts], sort_keys=True, default=_content).encode()
+    )
     for name, value in sorted(entry.items()) if isinstance(entry, Mapping) else [("", entry)]:
         digest.update(f"\0{name}={_content(value)}".encode())
     return digest.hexdigest()[:40]
@@ -132,22 +143,35 @@ def _readers() -> str:
 def _content(value: Any) -> str:
     """Return what tells a value from all others: of arrays their type, shape and bytes, of files their content."""
     if isinstance(value, Mapping):
-        return _hashed("mapping", *(part for name, held in value.items() for part in (repr(name), _content(held))))
+        return _hashed(
+            "mapping",
+            *(part for name, held in value.items() for part in (repr(name), _content(held))),
+        )
     if isinstance(value, list | tuple):
         return _hashed("list", *map(_content, value))
     if isinstance(value, MetaTensor):  # its affine decides what spacing and orientation make of it
         return _hashed(_content(value.as_tensor()), _content(value.meta))
+
     if isinstance(value, Tensor):  # as bytes, for NumPy lacks some of its types
         flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return _hashed(str(value.dtype), str(tuple(value.shape)), flat.view(torch.uint8).numpy().tobytes())
+        return _hashed(
+            str(value.dtype), str(tuple(value.shape)), flat.view(torch.uint8).numpy().tobytes()
+        )
+
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:  # its bytes are addresses
             return _hashed(str(value.dtype), str(value.shape), _content(value.tolist()))
-        mask = [_content(np.ma.getmaskarray(value))] if isinstance(value, np.ma.MaskedArray) else []
+        if isinstance(value, np.ma.MaskedArray):
+            mask = [_content(np.ma.getmaskarray(value))]
+        else:
+            mask = []
+
         return _hashed(str(value.dtype), str(value.shape), np.asarray(value).tobytes(), *mask)
+
     if isinstance(value, str | os.PathLike):
         with suppress(InputError):
             return f"{value} {content_key(str(value))}"
+
     return repr(value)
 
 

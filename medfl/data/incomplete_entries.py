@@ -54,18 +54,28 @@ def with_all_channels(entry: Any, channels: int, numbered: bool) -> Any:
     """
     image = entry.get("image") if isinstance(entry, Mapping) else None
     if isinstance(image, list | tuple):
-        there = {i: file for i, file in enumerate(image) if len(image) == channels and os.path.exists(file)}
+        there = {
+            i: file
+            for i, file in enumerate(image)
+            if len(image) == channels and os.path.exists(file)
+        }
     elif isinstance(image, str) and numbered:
         matches = [(_NUMBERED.search(file), file) for file in image.split(JOINED)]
         there = {int(match[1]): file for match, file in matches if match}
         there = there if len(there) == len(matches) and max(there) < channels else {}
     else:
         return entry
+
     if not 0 < len(there) < channels:
         return entry
+
     files = [there.get(channel, min(there.items())[1]) for channel in range(channels)]
     complete = JOINED.join(files) if isinstance(image, str) else files
-    return {**entry, "image": complete, LACKS: tuple(channel for channel in range(channels) if channel not in there)}
+    return {
+        **entry,
+        "image": complete,
+        LACKS: tuple(channel for channel in range(channels) if channel not in there),
+    }
 
 
 def fill_missing(source: Source, channels: int = 0) -> Source:
@@ -78,12 +88,21 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
     steps = list(allow_missing_labels(source.transforms).transforms)
     if any(isinstance(step, ZeroChannels if channels else StandInLabel) for step in steps):
         return source
-    random = (i for i, t in enumerate(steps) if isinstance(t, RandomizableTrait) or not isinstance(t, Transform))
+
+    random = (
+        i
+        for i, t in enumerate(steps)
+        if isinstance(t, RandomizableTrait) or not isinstance(t, Transform)
+    )
     first = next(random, len(steps))
     zero = [ZeroChannels(channels)] if channels else []
     fixed: list[Any] = [part for step in steps[:first] for part in (step, *zero)]
     example = next((entry for entry in source.entries if "label" in entry), None)
-    return replace(source, transforms=(Compose([*fixed, StandInLabel(Compose(fixed), example), *steps[first:]]),))
+
+    return replace(
+        source,
+        transforms=(Compose([*fixed, StandInLabel(Compose(fixed), example), *steps[first:]]),),
+    )
 
 
 class ZeroChannels(Transform):
@@ -96,9 +115,16 @@ class ZeroChannels(Transform):
 
     def __call__(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the entry, its image changed in a copy."""
-        image, absent = data["image"], list(data.get(LACKS, ()))
-        if not absent or not isinstance(image, Tensor) or image.ndim < 3 or len(image) != self.channels:
+        image = data["image"]
+        absent = list(data.get(LACKS, ()))
+        if (
+            not absent
+            or not isinstance(image, Tensor)
+            or image.ndim < 3
+            or len(image) != self.channels
+        ):
             return data
+
         image = image.clone()
         image[absent] = 0
         return {**data, "image": image}
@@ -115,20 +141,30 @@ class StandInLabel(Transform):
     keys = ()
 
     def __init__(self, before: Compose, example: Mapping[str, Any] | None) -> None:
-        self.before, self.example = before, example
+        self.before = before
+        self.example = example
 
     @cached_property
     def like(self) -> Any:
         """A label as the transforms make it."""
         if self.example is not None:
             return self.before(dict(self.example))["label"]
-        reader = next((step for step in self.before.transforms if isinstance(step, MapTransform)), None)
-        return torch.zeros((1, 1, 1), dtype=torch.uint8) if reader and "label" in reader.keys else -1
+
+        reader = next(
+            (step for step in self.before.transforms if isinstance(step, MapTransform)), None
+        )
+        if reader and "label" in reader.keys:
+            return torch.zeros((1, 1, 1), dtype=torch.uint8)
+
+        return -1
 
     def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entry with a label, and without the keys that say what it lacks."""
         sample = {key: value for key, value in data.items() if key not in (LACKS, NO_LABEL)}
-        return sample if "label" in sample else {**sample, "label": self._empty(sample["image"])}
+        if "label" in sample:
+            return sample
+
+        return {**sample, "label": self._empty(sample["image"])}
 
     def _empty(self, image: Any) -> Any:
         like = self.like
@@ -136,5 +172,9 @@ class StandInLabel(Transform):
             return -1
         if like.ndim < 2:
             return torch.full_like(like, -1)
+
         mask = torch.zeros((len(like), *image.shape[1:]), dtype=like.dtype)
-        return MetaTensor(mask, meta=image.meta) if isinstance(like, MetaTensor) else mask
+        if isinstance(like, MetaTensor):
+            return MetaTensor(mask, meta=image.meta)
+
+        return mask

@@ -28,28 +28,42 @@ def constants(steps: Sequence[Any]) -> Constants:
     for step in Compose([*steps]).flatten().transforms:  # type: ignore[no-untyped-call]
         if "image" not in getattr(step, "keys", ("image",)):
             continue
+
         by = getattr(step, "scaler", getattr(step, "normalizer", step))
         kind = type(by).__name__
         if kind == "ScaleIntensityRange" and by.b_min is not None and by.b_max is not None:
-            mean, sd = -np.float64(by.b_min) / (by.b_max - by.b_min), 1 / np.float64(by.b_max - by.b_min)
+            mean = -np.float64(by.b_min) / (by.b_max - by.b_min)
+            sd = 1 / np.float64(by.b_max - by.b_min)
         elif kind == "ScaleIntensity" and by.factor is None and not by.channel_wise:
-            mean, sd = -np.float64(by.minv) / (by.maxv - by.minv), 1 / np.float64(by.maxv - by.minv)
-        elif kind == "NormalizeIntensity" and None not in (by.subtrahend, by.divisor, mean) and not by.nonzero:
-            subtrahend, divisor = (np.asarray(value, float).reshape(-1) for value in (by.subtrahend, by.divisor))
-            mean, sd = mean + sd * subtrahend, sd * divisor
+            mean = -np.float64(by.minv) / (by.maxv - by.minv)
+            sd = 1 / np.float64(by.maxv - by.minv)
+        elif (
+            kind == "NormalizeIntensity"
+            and None not in (by.subtrahend, by.divisor, mean)
+            and not by.nonzero
+        ):
+            subtrahend, divisor = (
+                np.asarray(value, float).reshape(-1) for value in (by.subtrahend, by.divisor)
+            )
+            mean = mean + sd * subtrahend
+            sd = sd * divisor
         elif not _keeps(by):
             raise _unread(f"transform {type(step).__name__}")
+
     if mean is None:
         raise _unread("transforms without one that scales to a range")
+
     mean, sd = np.broadcast_arrays(np.atleast_1d(mean) + 0.0, np.atleast_1d(sd))
     if not (np.isfinite(mean).all() and np.isfinite(sd).all() and (sd != 0).all()):
         raise _unread(f"a mean of {mean.tolist()} and a standard deviation of {sd.tolist()}")
+
     return tuple(mean.tolist()), tuple(sd.tolist())
 
 
 def _keeps(step: Any) -> bool:
     """Tell whether a transform leaves intensities as they are, or is random."""
-    name, module = type(step).__name__, type(step).__module__
+    name = type(step).__name__
+    module = type(step).__module__
     if name.startswith("Rand") or module.startswith("medfl.datasets"):
         return True
     return module.startswith(_KEEPING) and not name.startswith(_CHANGING)

@@ -55,11 +55,15 @@ class AnnotatedClasses:
                 f"with --site-labels it has {self.count} channels, one for each structure that the bundle names",
                 "name in the bundle's metadata.json (channel_def) what each channel is",
             )
+
         channels = output.unbind(1)
         shown = [channels[c] for c in self.classes]
         if not self.exclusive:
             return torch.stack(shown, 1)
-        return torch.stack([torch.stack([channels[c] for c in self.unannotated], 1).logsumexp(1), *shown], 1)
+
+        return torch.stack(
+            [torch.stack([channels[c] for c in self.unannotated], 1).logsumexp(1), *shown], 1
+        )
 
     def renumbered(self, target: Tensor) -> Tensor:
         """Return masks numbered as those channels: class indices (B, 1, ...) or (B, ...), or binary channels.
@@ -74,7 +78,10 @@ class AnnotatedClasses:
     def others_as_background(self, target: Tensor) -> Tensor:
         """Return masks with their own numbers, in which whatever they show of other structures is background."""
         if self._in_channels(target):
-            shown = [target[:, c] if c in self.classes else torch.zeros_like(target[:, c]) for c in range(self.count)]
+            shown = [
+                target[:, c] if c in self.classes else torch.zeros_like(target[:, c])
+                for c in range(self.count)
+            ]
             if self.exclusive:
                 shown[0] = self._rest(target)
             return torch.stack(shown, 1)

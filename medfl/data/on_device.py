@@ -39,21 +39,36 @@ def hold(
     """
     if device.type == "cpu":
         return dict(sections), ""
+
     memory = free(device)
     left = memory // 2
     moved: dict[int, Prepared] = {}
     sets: dict[str, list[str]] = {"held": [], "large": [], "single": []}
+
     for name, prepared in sections.items():
         if id(prepared) not in moved:
             placed = prepared.to(device, left) if prepared.nbytes else prepared
             left -= 0 if placed is prepared else prepared.nbytes
-            if placed is prepared and device.type == "cuda":  # a copy, whose batches come in pinned memory
+            if (
+                placed is prepared and device.type == "cuda"
+            ):  # a copy, whose batches come in pinned memory
                 placed = copy.copy(prepared)
                 placed.pinned = True
+
             moved[id(prepared)] = placed
-        fate = "single" if not prepared.nbytes else "large" if moved[id(prepared)].device.type == "cpu" else "held"
+
+        if not prepared.nbytes:
+            fate = "single"
+        elif moved[id(prepared)].device.type == "cpu":
+            fate = "large"
+        else:
+            fate = "held"
+
         sets[fate].append(f"{name} ({_size(prepared.nbytes)})" if prepared.nbytes else name)
-    return {name: moved[id(prepared)] for name, prepared in sections.items()}, _line(sets, device, memory)
+
+    return {name: moved[id(prepared)] for name, prepared in sections.items()}, _line(
+        sets, device, memory
+    )
 
 
 def _line(sets: Mapping[str, list[str]], device: torch.device, memory: int) -> str:
@@ -62,10 +77,15 @@ def _line(sets: Mapping[str, list[str]], device: torch.device, memory: int) -> s
         parts.append(
             f"copied batch by batch, as they do not fit in half of its free {_size(memory)}: {', '.join(sets['large'])}"
         )
+
     if sets["single"]:
         parts.append(f"made item by item on the CPU: {', '.join(sets['single'])}")
+
     return "; ".join(parts)
 
 
 def _size(number: int) -> str:
-    return f"{number / _GB:.1f} GB" if number >= _GB / 10 else f"{number / 1e6:.1f} MB"
+    if number >= _GB / 10:
+        return f"{number / _GB:.1f} GB"
+
+    return f"{number / 1e6:.1f} MB"

@@ -54,40 +54,81 @@ def prepare(
     samples = SampleMaker(items, source)
     if source.repeatable:
         make = partial(_make, samples, label=label, jobs=jobs, progress=progress)
-        samples.cached = list(make(range(len(items)))) if cache is None else cache.keep(len(items), make)
+        samples.cached = (
+            list(make(range(len(items)))) if cache is None else cache.keep(len(items), make)
+        )
+
     prepared = _prepared(items, samples, collate, prepare_batch)
     if not samples.has_steps_left:
         cached = samples.cached or []
-        light = [extras(sample) for sample in cached] if isinstance(cached, list) else cached  # without pixels
+        light = (
+            [extras(sample) for sample in cached] if isinstance(cached, list) else cached
+        )  # without pixels
         prepared.extras_of = lambda index: collate([extras(light[index])])
-        geometries = [_geometry(sample, samples.reads_rows_first) for sample in samples.cached or []]
+        geometries = [
+            _geometry(sample, samples.reads_rows_first) for sample in samples.cached or []
+        ]
+
         if all(geometries):
             prepared.geometry = [geometry for geometry in geometries if geometry is not None]
+
     return prepared
 
 
 def _prepared(
-    items: Sequence[Item], samples: SampleMaker, collate: Callable[[list[Any]], Any], prepare_batch: Callable[..., Any]
+    items: Sequence[Item],
+    samples: SampleMaker,
+    collate: Callable[[list[Any]], Any],
+    prepare_batch: Callable[..., Any],
 ) -> Prepared:
     """Return the samples in the fastest form that they have: stacked, transformed in batches, or one by one."""
     cached: Sequence[Any] = [] if samples.cached is None else samples.cached
-    usual = bool(cached) and collate in (list_data_collate, default_collate) and prepare_batch is default_prepare_batch
+    usual = (
+        bool(cached)
+        and collate in (list_data_collate, default_collate)
+        and prepare_batch is default_prepare_batch
+    )
     recipe = samples.recipe() if usual and samples.has_steps_left else None
-    if usual and isinstance(cached, list) and (recipe or not samples.has_steps_left) and all(map(is_pair, cached)):
-        stacked = stack(items, *([as_plain(sample[key]) for sample in cached] for key in ("image", "label")))
+    if (
+        usual
+        and isinstance(cached, list)
+        and (recipe or not samples.has_steps_left)
+        and all(map(is_pair, cached))
+    ):
+        stacked = stack(
+            items, *([as_plain(sample[key]) for sample in cached] for key in ("image", "label"))
+        )
         if stacked is not None:
-            return stacked if recipe is None else Augmented(items, stacked, recipe)
+            if recipe is None:
+                return stacked
+
+            return Augmented(items, stacked, recipe)
+
     if recipe is not None:
         return Augmented(items, cached, recipe)
+
     reseed = without_draws = None
     if samples.has_steps_left:
         samples.check_channels()
         reseed = samples.reseed
         if samples.cached is not None:  # else the data set may draw while it is read
             without_draws = samples.without_draws
-    in_threads = samples.has_own_state if samples.has_steps_left else isinstance(cached, OnDisk)
+
+    if samples.has_steps_left:
+        in_threads = samples.has_own_state
+    else:
+        in_threads = isinstance(cached, OnDisk)
+
     unpack_batch = partial(_unpack_batch, prepare_batch)
-    return Sampled(items, samples, reseed, collate, unpack_batch, samples.clone if in_threads else None, without_draws)
+    return Sampled(
+        items,
+        samples,
+        reseed,
+        collate,
+        unpack_batch,
+        samples.clone if in_threads else None,
+        without_draws,
+    )
 
 
 def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
@@ -99,12 +140,16 @@ def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
     image = pixels.tracked if isinstance(pixels, Tracked) else pixels
     if not isinstance(image, MetaTensor) or "spatial_shape" not in image.meta:
         return None
+
     shape = tuple(int(side) for side in np.asarray(image.meta["spatial_shape"]).reshape(-1))
-    file, original = str(image.meta.get("filename_or_obj", "")), image.meta.get("original_affine")
+    file = str(image.meta.get("filename_or_obj", ""))
+    original = image.meta.get("original_affine")
     if original is None:
         if len(shape) != 2 or not file.lower().endswith(IMAGE_SUFFIXES):
             return None
-        shape, original = shape[::-1], np.eye(4)[[0, 1, 2, 3] if rows_first else [1, 0, 2, 3]]
+        shape = shape[::-1]
+        original = np.eye(4)[[0, 1, 2, 3] if rows_first else [1, 0, 2, 3]]
+
     affines = [np.asarray(a, dtype=np.float64) for a in (image.affine, original)]
     return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
 
@@ -116,6 +161,7 @@ def _unpack_batch(prepare_batch: Callable[..., Any], batch: Any) -> Batch:
             "a batch is a dict, a pair or a tensor",
             "let the data loader collate as MONAI does: leave collate_fn out",
         )
+
     pair = prepare_batch(batch, torch.device("cpu"), False)
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise InputError(
@@ -123,10 +169,13 @@ def _unpack_batch(prepare_batch: Callable[..., Any], batch: Any) -> Batch:
             "a supervised batch is a pair of inputs and targets",
             "let it return (inputs, targets)",
         )
+
     return as_plain(pair[0]), as_plain(pair[1])
 
 
-def _make(samples: SampleMaker, indices: Sequence[int], label: str, jobs: int, progress: bool) -> Iterator[Any]:
+def _make(
+    samples: SampleMaker, indices: Sequence[int], label: str, jobs: int, progress: bool
+) -> Iterator[Any]:
     """Run the deterministic transforms over these items in order, in forked workers where that pays."""
     count = len(indices)
     with terminal.bar(total=count, desc=label, unit="image", shown=progress) as bar:
@@ -134,14 +183,19 @@ def _make(samples: SampleMaker, indices: Sequence[int], label: str, jobs: int, p
             for index in indices:
                 yield samples.compact(index)
                 bar.update()
+
             return
+
         chunks = [indices[start : start + _CHUNK] for start in range(0, count, _CHUNK)]
-        context = multiprocessing.get_context("fork")  # workers inherit what cannot be pickled: the bundle's lambdas
+        context = multiprocessing.get_context(
+            "fork"
+        )  # workers inherit what cannot be pickled: the bundle's lambdas
         with ProcessPoolExecutor(jobs, context, _start_worker, (samples,)) as pool:
             for packed in pool.map(_make_chunk, chunks):
                 chunk = load_shared(packed)
                 if isinstance(chunk, str):
                     raise InputError(*chunk.split("; ", 2))
+
                 bar.update(len(chunk))
                 yield from chunk
 

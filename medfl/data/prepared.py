@@ -68,17 +68,28 @@ class Geometry:
 
         A grid of pixels of another size than the file's counts as a whole, as its edges are rounded.
         """
-        axes, parts = len(self.original_shape), list[slice]()
-        to_file = np.linalg.inv(self.original_affine) @ self.affine  # index in the grid -> index in the file
-        steps, start = np.rint(to_file[:axes, :axes]), to_file[:axes, -1]
+        axes = len(self.original_shape)
+        parts = list[slice]()
+        to_file = (
+            np.linalg.inv(self.original_affine) @ self.affine
+        )  # index in the grid -> index in the file
+        steps = np.rint(to_file[:axes, :axes])
+        start = to_file[:axes, -1]
         same_pixels = np.allclose(to_file[:axes, :axes], steps, atol=1e-4)
-        if len(shape) != axes or not same_pixels or not np.array_equal(np.abs(steps) @ np.abs(steps).T, np.eye(axes)):
+
+        if (
+            len(shape) != axes
+            or not same_pixels
+            or not np.array_equal(np.abs(steps) @ np.abs(steps).T, np.eye(axes))
+        ):
             return ()
+
         for column, side in zip(steps.T, shape, strict=True):
             axis = int(np.abs(column).argmax())
             there = np.rint(start[axis] + column[axis] * np.arange(side))
             inside = np.flatnonzero((there >= 0) & (there < self.original_shape[axis]))
             parts.append(slice(int(inside[0]), int(inside[-1]) + 1) if len(inside) else slice(None))
+
         return tuple(parts)
 
 
@@ -92,7 +103,8 @@ class Prepared(ABC):
         labelled: whether its batches have targets; None stands for them where not (`medfl.data.unlabelled`).
     """
 
-    pinned, labelled = False, True
+    pinned = False
+    labelled = True
 
     def __init__(self, items: Sequence[Item]) -> None:
         """Keep the data list entries; index i below always means `items[i]`."""
@@ -104,7 +116,9 @@ class Prepared(ABC):
         return len(self.items)
 
     @abstractmethod
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         """Yield the batches of `indices` in order, the last one possibly smaller.
 
         Args:
@@ -160,7 +174,8 @@ class Stacked(Prepared):
     def __init__(self, items: Sequence[Item], inputs: Column, targets: Column) -> None:
         """Hold inputs (N, C, H, W[, D]) and targets (N, ...)."""
         super().__init__(items)
-        self.inputs, self.targets = inputs, targets
+        self.inputs = inputs
+        self.targets = targets
 
     @property
     def nbytes(self) -> int:
@@ -178,7 +193,9 @@ class Stacked(Prepared):
             return self
         return self._with(inputs=self.inputs.to(device), targets=self.targets.to(device))
 
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         """Yield batches; `generator` is not used, there is nothing random."""
         batch = max(1, size * self.inputs.shape[1:].numel())
         for chunk in torch.split(indices, size * max(1, min(_AHEAD, _GATHERED // batch))):
@@ -187,7 +204,9 @@ class Stacked(Prepared):
 
     def rows(self, indices: Tensor) -> tuple[Column, Column]:
         """Return inputs and targets at indices (B,) int64, gathered where they are."""
-        inputs, targets = (column[indices.to(column.device)] for column in (self.inputs, self.targets))
+        inputs, targets = (
+            column[indices.to(column.device)] for column in (self.inputs, self.targets)
+        )
         return inputs, targets
 
 
@@ -201,38 +220,62 @@ class Augmented(Prepared):
     """
 
     def __init__(
-        self, items: Sequence[Item], cached: Stacked | Sequence[Mapping[str, Any]], recipe: BatchRecipe
+        self,
+        items: Sequence[Item],
+        cached: Stacked | Sequence[Mapping[str, Any]],
+        recipe: BatchRecipe,
     ) -> None:
         super().__init__(items)
-        self.cached, self.recipe = cached, recipe
+        self.cached = cached
+        self.recipe = recipe
 
     @property
     def nbytes(self) -> int:
         """Bytes of inputs and targets where they are stacked."""
-        return self.cached.nbytes if isinstance(self.cached, Stacked) else 0
+        if isinstance(self.cached, Stacked):
+            return self.cached.nbytes
+
+        return 0
 
     @property
     def device(self) -> torch.device:
         """Where inputs and targets are."""
-        return self.cached.device if isinstance(self.cached, Stacked) else super().device
+        if isinstance(self.cached, Stacked):
+            return self.cached.device
+
+        return super().device
 
     def to(self, device: torch.device, budget: int) -> Prepared:
         """Return the same items with both tensors on a device, where they are then transformed too."""
-        moved = self.cached.to(device, budget) if isinstance(self.cached, Stacked) else self.cached
-        return self if moved is self.cached else self._with(cached=moved)
+        if not isinstance(self.cached, Stacked):
+            return self
+
+        moved = self.cached.to(device, budget)
+        if moved is self.cached:
+            return self
+
+        return self._with(cached=moved)
 
     def deterministic(self, uncropped: bool = False) -> Prepared:
         """Return the same items without random transforms, held where these are."""
         return self._with(recipe=self.recipe.deterministic(uncropped))
 
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         """Yield batches, random transforms drawn on the CPU from the generator, or without one by each position."""
         num_draws = self.recipe.num_draws
         if generator is not None:
             draws = torch.rand(len(indices), num_draws, generator=generator, dtype=torch.float64)
         else:
-            seeds = [torch.Generator().manual_seed(derive(0, "sample", index)) for index in indices.tolist()]
-            draws = torch.stack([torch.rand(num_draws, generator=seed, dtype=torch.float64) for seed in seeds])
+            seeds = [
+                torch.Generator().manual_seed(derive(0, "sample", index))
+                for index in indices.tolist()
+            ]
+            draws = torch.stack(
+                [torch.rand(num_draws, generator=seed, dtype=torch.float64) for seed in seeds]
+            )
+
         for chunk, drawn in zip(torch.split(indices, size), torch.split(draws, size), strict=True):
             yield self.recipe(*self._rows(chunk), drawn)
 
@@ -240,7 +283,9 @@ class Augmented(Prepared):
         if isinstance(self.cached, Stacked):
             return self.cached.rows(chunk)
         samples = [self.cached[index] for index in chunk.tolist()]
-        images, labels = ([as_plain(sample[key]) for sample in samples] for key in ("image", "label"))
+        images, labels = (
+            [as_plain(sample[key]) for sample in samples] for key in ("image", "label")
+        )
         masks = all(isinstance(label, Coded) or getattr(label, "ndim", 0) > 1 for label in labels)
         return images, labels if masks else default_collate(labels)
 
@@ -251,17 +296,26 @@ def moved(value: Any, device: torch.device) -> Any:
         return {key: moved(part, device) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(moved(part, device) for part in value)
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) and value.device != device else value
+    if isinstance(value, Tensor) and value.device != device:
+        return value.to(device, non_blocking=True)
+
+    return value
 
 
 def extras(sample: Any) -> dict[str, Any]:
     """Return what a sample or a batch has beside image and label."""
-    return {k: v for k, v in sample.items() if k not in ("image", "label")} if isinstance(sample, Mapping) else {}
+    if isinstance(sample, Mapping):
+        return {k: v for k, v in sample.items() if k not in ("image", "label")}
+
+    return {}
 
 
 def as_plain(value: Any) -> Any:
     """Take the tensor out of MONAI's MetaTensor, whose bookkeeping costs more than small networks."""
-    return value.as_tensor() if isinstance(value, MetaTensor) else value
+    if isinstance(value, MetaTensor):
+        return value.as_tensor()
+
+    return value
 
 
 @dataclass(frozen=True)
@@ -300,7 +354,10 @@ class Shard:
     def labels(self) -> list[int]:
         """The items' class labels, empty where the data list has none."""
         labels = [self.prepared.items[i].get("label") for i in self.indices.tolist()]
-        return [int(x) for x in labels if isinstance(x, int)] if all(isinstance(x, int) for x in labels) else []
+        if all(isinstance(x, int) for x in labels):
+            return [int(x) for x in labels if isinstance(x, int)]
+
+        return []
 
     def deterministic(self, uncropped: bool = False) -> Shard:
         """Return the same items without random transforms, to measure on them; see `Prepared.deterministic`."""
@@ -311,10 +368,15 @@ class Shard:
         order = self.indices
         if not len(order):
             return iter(())
+
         if generator is not None:
             order = order[torch.randperm(len(order), generator=generator)]
+
         batches = self.prepared.batches(order, size, generator)
-        return map(_pin, batches) if self.prepared.pinned else batches
+        if self.prepared.pinned:
+            return map(_pin, batches)
+
+        return batches
 
 
 def _pin(batch: Batch) -> Batch:
@@ -338,15 +400,21 @@ def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> N
             )
 
 
-def stack(items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Any]) -> Stacked | None:
+def stack(
+    items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Any]
+) -> Stacked | None:
     """Stack samples into a `Stacked`, or return None where shapes differ.
 
     Raises:
         InputError: two images have different numbers of channels.
     """
     check_channels(items, inputs)
-    values = [target if isinstance(target, Coded) else torch.as_tensor(target) for target in targets]
+    values = [
+        target if isinstance(target, Coded) else torch.as_tensor(target) for target in targets
+    ]
     if any(len({shape_of(value) for value in column}) > 1 for column in (inputs, values)):
         return None
     masks = any(isinstance(value, Coded) for value in values)
-    return Stacked(items, stacked(inputs), stacked(values) if masks else default_collate(list(targets)))
+    return Stacked(
+        items, stacked(inputs), stacked(values) if masks else default_collate(list(targets))
+    )

@@ -46,9 +46,14 @@ class Public:
         x, y = next(self.shard.prepared.batches(indices, max(1, len(indices)), None))
         return (x if self.channels in (0, x.shape[1]) else recoloured(x, self.channels)), y
 
-    def batches(self, size: int, generator: torch.Generator | None = None) -> Iterator[tuple[Tensor, Any, Any]]:
+    def batches(
+        self, size: int, generator: torch.Generator | None = None
+    ) -> Iterator[tuple[Tensor, Any, Any]]:
         """Yield (positions (B,), inputs, targets): shuffled with a generator, in order without."""
-        order = torch.arange(len(self)) if generator is None else torch.randperm(len(self), generator=generator)
+        if generator is None:
+            order = torch.arange(len(self))
+        else:
+            order = torch.randperm(len(self), generator=generator)
         for positions in torch.split(order, size):
             yield (positions, *self.at(positions))
 
@@ -69,7 +74,10 @@ class Public:
 
     def flat(self, output: Tensor) -> Tensor:
         """Return an output for repeated images (B, K, H, W, depth) as one for images, the mean along the last axis."""
-        return output.mean(-1) if self.depth and output.ndim > 2 else output
+        if self.depth and output.ndim > 2:
+            return output.mean(-1)
+
+        return output
 
 
 def recoloured(x: Tensor, channels: int) -> Tensor:
@@ -78,8 +86,13 @@ def recoloured(x: Tensor, channels: int) -> Tensor:
     Of other images the mean of their channels is repeated. The images are normalised already, each channel by its own
     mean and deviation, so this is luma up to a factor and an offset.
     """
-    weights = (0.299, 0.587, 0.114) if x.shape[1] == 3 else (1 / x.shape[1],) * x.shape[1]
-    grey = torch.einsum("bc...,c->b...", x, torch.tensor(weights, dtype=x.dtype, device=x.device))[:, None]
+    if x.shape[1] == 3:
+        weights: tuple[float, ...] = (0.299, 0.587, 0.114)
+    else:
+        weights = (1 / x.shape[1],) * x.shape[1]
+    grey = torch.einsum("bc...,c->b...", x, torch.tensor(weights, dtype=x.dtype, device=x.device))[
+        :, None
+    ]
     return grey.expand(-1, channels, *grey.shape[2:])
 
 
@@ -91,7 +104,9 @@ def cycle(length: int, generator: torch.Generator) -> Callable[[int], Tensor]:
         nonlocal left
         while len(left) < count:
             left = torch.cat([left, torch.randperm(length, generator=generator)])
-        taken, left = left[:count], left[count:]
+
+        taken = left[:count]
+        left = left[count:]
         return taken
 
     return take

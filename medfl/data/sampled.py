@@ -47,7 +47,11 @@ class Sampled(Prepared):
         without_draws: Callable[[bool], SampleFunctions] | None = None,
     ) -> None:
         super().__init__(items)
-        self.sample, self.reseed, self.collate, self.unpack, self.clone = sample, reseed, collate, unpack, clone
+        self.sample = sample
+        self.reseed = reseed
+        self.collate = collate
+        self.unpack = unpack
+        self.clone = clone
         self._without_draws = without_draws
         self._clones: list[SampleFunctions] = []
 
@@ -55,13 +59,20 @@ class Sampled(Prepared):
         """Return the same items without random transforms."""
         if self._without_draws is None:
             return self
+
         clone = partial(self._without_draws, uncropped)
         sample, reseed = clone()
         return self._with(
-            sample=sample, reseed=reseed, clone=clone if self.clone else None, _without_draws=None, _clones=[]
+            sample=sample,
+            reseed=reseed,
+            clone=clone if self.clone else None,
+            _without_draws=None,
+            _clones=[],
         )
 
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         """Yield batches; each item's random transforms are seeded from the generator, or without one by its position.
 
         The samples of the next batches are made in threads where that is safe.
@@ -73,15 +84,25 @@ class Sampled(Prepared):
         for batch in self._collated(indices, 1, None):
             yield *self.unpack(batch), extras(batch)
 
-    def _collated(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Any]:
+    def _collated(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Any]:
         seeds = indices
         if self.reseed is not None and generator is not None:
             seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
+
         work = [
             list(zip(chunk.tolist(), some.tolist(), strict=True))
-            for chunk, some in zip(torch.split(indices, size), torch.split(seeds, size), strict=True)
+            for chunk, some in zip(
+                torch.split(indices, size), torch.split(seeds, size), strict=True
+            )
         ]
-        batches = self._in_threads(work) if self.clone is not None and len(work) > 1 else map(self._make, work)
+
+        if self.clone is not None and len(work) > 1:
+            batches = self._in_threads(work)
+        else:
+            batches = map(self._make, work)
+
         for samples in batches:
             yield self.collate(samples)
 
@@ -95,6 +116,7 @@ class Sampled(Prepared):
                 if reseed is not None:
                     reseed(seed)
                 samples.append(sample(index))
+
         return samples
 
     def _in_threads(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Any]]:
@@ -106,6 +128,7 @@ class Sampled(Prepared):
                 pending.append(pool.submit(self._make_in_thread, batch))
                 if len(pending) > _AHEAD:
                     yield pending.popleft().result()
+
             while pending:
                 yield pending.popleft().result()
         finally:
@@ -118,6 +141,7 @@ class Sampled(Prepared):
             clone = self._clones.pop()
         except IndexError:
             clone = self.clone()
+
         samples = self._make(work, clone)
         self._clones.append(clone)
         return samples

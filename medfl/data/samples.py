@@ -24,7 +24,13 @@ from medfl.data.prepared import Item, as_plain, check_channels
 from medfl.data.sampled import SampleFunctions
 from medfl.data.source import Source
 
-_OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")  # MONAI's; others may draw globally
+_OWN_STATE = (
+    "spatial",
+    "intensity",
+    "croppad",
+    "smooth_field",
+    "utility",
+)  # MONAI's; others may draw globally
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +42,9 @@ class Tracked(Coded):
     def restored(self) -> MetaTensor:
         """Return the MetaTensor, its records a copy."""
         tracked = deepcopy(self.tracked)
-        return MetaTensor(decoded(self), meta=tracked.meta, applied_operations=tracked.applied_operations)
+        return MetaTensor(
+            decoded(self), meta=tracked.meta, applied_operations=tracked.applied_operations
+        )
 
 
 def _encoded(image: Tensor) -> Coded | None:
@@ -45,7 +53,10 @@ def _encoded(image: Tensor) -> Coded | None:
         return coded
     if image.pending_operations:
         return None
-    tracked = MetaTensor(torch.empty(0), meta=image.meta, applied_operations=image.applied_operations)
+
+    tracked = MetaTensor(
+        torch.empty(0), meta=image.meta, applied_operations=image.applied_operations
+    )
     return Tracked(coded.codes, coded.values, tracked)
 
 
@@ -59,10 +70,18 @@ class SampleMaker:
 
     def __init__(self, items: Sequence[Item], source: Source) -> None:
         chain = source.transforms
-        compose = chain[0] if len(chain) == 1 and type(chain[0]) is Compose else Compose(chain)
+        if len(chain) == 1 and type(chain[0]) is Compose:
+            compose = chain[0]
+        else:
+            compose = Compose(chain)
+
         self._items, self._entries, self._compose = items, source.entries, compose.flatten()  # type: ignore[no-untyped-call]
         steps = self._compose.transforms
-        random = (i for i, t in enumerate(steps) if isinstance(t, RandomizableTrait) or not isinstance(t, Transform))
+        random = (
+            i
+            for i, t in enumerate(steps)
+            if isinstance(t, RandomizableTrait) or not isinstance(t, Transform)
+        )
         self._first = next(random, len(steps)) if source.repeatable else 0
         self.has_steps_left = not source.repeatable or self._first < len(steps)
         self.cached: Sequence[Any] | None = None
@@ -72,8 +91,15 @@ class SampleMaker:
     def reads_rows_first(self) -> bool:
         """Whether one of the transforms is a PILReader of MONAI that keeps a picture's rows as the first axis."""
         loaders = [getattr(step, "_loader", step) for step in self._compose.transforms]
-        readers = [reader for loader in loaders if isinstance(loader, LoadImage) for reader in loader.readers]
-        return any(isinstance(reader, PILReader) and not reader.reverse_indexing for reader in readers)
+        readers = [
+            reader
+            for loader in loaders
+            if isinstance(loader, LoadImage)
+            for reader in loader.readers
+        ]
+        return any(
+            isinstance(reader, PILReader) and not reader.reverse_indexing for reader in readers
+        )
 
     def __len__(self) -> int:
         return len(self._items)
@@ -82,23 +108,35 @@ class SampleMaker:
         """Return one sample after the deterministic transforms."""
         with self._naming(index):
             entry = self._entries[index]
-            return self._compose(dict(entry) if isinstance(entry, Mapping) else entry, end=self._first)
+            return self._compose(
+                dict(entry) if isinstance(entry, Mapping) else entry, end=self._first
+            )
 
     def compact(self, index: int) -> Any:
         """Return the sample of `after_deterministic`, its image and mask as a byte a number where that is lossless."""
         sample = self.after_deterministic(index)
         if not isinstance(sample, Mapping):
             return sample
-        coded = {key: _encoded(sample[key]) for key in ("image", "label") if isinstance(sample.get(key), Tensor)}
+        coded = {
+            key: _encoded(sample[key])
+            for key in ("image", "label")
+            if isinstance(sample.get(key), Tensor)
+        }
         return {**sample, **{key: value for key, value in coded.items() if value is not None}}
 
     def __call__(self, index: int) -> Any:
         """Return one sample after all transforms."""
-        sample = self.after_deterministic(index) if self.cached is None else _decoded(self.cached[index])
+        if self.cached is None:
+            sample = self.after_deterministic(index)
+        else:
+            sample = _decoded(self.cached[index])
+
         if not self.has_steps_left:
             return sample
         with self._naming(index):  # a copy, as CacheDataset makes: transforms may write in place
-            return self._compose(sample if self.cached is None else deepcopy(sample), start=self._first)
+            return self._compose(
+                sample if self.cached is None else deepcopy(sample), start=self._first
+            )
 
     def reseed(self, seed: int) -> None:
         """Set the state of all random transforms, also of those that a data set applies by itself.
@@ -107,62 +145,95 @@ class SampleMaker:
         them depends on whether it is applied at all.
         """
         if self._parts is None:
-            transforms = [*self._compose.transforms[self._first :], *_inner_transforms(self._entries)]
-            self._parts = [part for transform in transforms for part in random_parts(transform, set())]
+            transforms = [
+                *self._compose.transforms[self._first :],
+                *_inner_transforms(self._entries),
+            ]
+            self._parts = [
+                part for transform in transforms for part in random_parts(transform, set())
+            ]
         for number, part in enumerate(self._parts):
             part.set_random_state(seed=derive(seed, number) % 2**32)
 
     def clone(self) -> SampleFunctions:
         """Return what makes the same samples in another thread, and what seeds its random transforms."""
         clone = copy(self)
-        clone._compose, clone._parts = deepcopy(self._compose), None
+        clone._compose = deepcopy(self._compose)
+        clone._parts = None
         return clone, clone.reseed if self.has_steps_left else None
 
     def without_draws(self, uncropped: bool) -> SampleFunctions:
         """Return what makes the same samples without random transforms, and what seeds those that have to stay."""
         clone = copy(self)
-        clone._compose, clone._parts = deepcopy(self._compose), None
+        clone._compose = deepcopy(self._compose)
+        clone._parts = None
         steps = clone._compose.transforms
-        clone._compose.transforms = (*steps[: self._first], *without_draws(steps[self._first :], uncropped=uncropped))
+        clone._compose.transforms = (
+            *steps[: self._first],
+            *without_draws(steps[self._first :], uncropped=uncropped),
+        )
         return clone, clone.reseed
 
     @property
     def has_own_state(self) -> bool:
         """Whether what is left to do for each sample draws from nothing but its transforms' own state."""
-        return self.cached is not None and all(map(_has_own_state, self._compose.transforms[self._first :]))
+        return self.cached is not None and all(
+            map(_has_own_state, self._compose.transforms[self._first :])
+        )
 
     def recipe(self) -> BatchRecipe | None:
         """Return what is left to do for each sample as steps for batches, None where it has no such form.
 
         It depends on the transforms and on the cached samples of all items, not on where these are cached.
         """
-        images, masks = set(), set()
+        images = set()
+        masks = set()
         for sample in self.cached or []:
             if not is_pair(sample):
                 return None
-            image, label = as_plain(sample["image"]), as_plain(sample["label"])
+
+            image = as_plain(sample["image"])
+            label = as_plain(sample["label"])
             shape = shape_of(image)
-            images.add((shape[0], image.values.dtype if isinstance(image, Coded) else image.dtype, tuple(shape[1:])))
+            images.add(
+                (
+                    shape[0],
+                    image.values.dtype if isinstance(image, Coded) else image.dtype,
+                    tuple(shape[1:]),
+                )
+            )
             is_mask = isinstance(label, Coded) or (isinstance(label, Tensor) and label.ndim > 1)
             masks.add(is_mask)
+
             if len(shape) < 3 or (is_mask and shape_of(label)[1:] != shape[1:]):
                 return None
+
         if len(masks) != 1 or len({image[:2] for image in images}) != 1:
             return None
+
         channels, dtype, _ = next(iter(images))
         return recipe(
-            self._compose, self._first, frozenset(shape for *_, shape in images), channels, dtype, masks == {True}
+            self._compose,
+            self._first,
+            frozenset(shape for *_, shape in images),
+            channels,
+            dtype,
+            masks == {True},
         )
 
     def check_channels(self) -> None:
         """Compare the images' channels now where the deterministic transforms already put them first."""
-        cached = self.cached if isinstance(self.cached, list) else []  # else another pass over the disk
+        cached = (
+            self.cached if isinstance(self.cached, list) else []
+        )  # else another pass over the disk
         images = [sample["image"] for sample in cached if _has_image(sample)]
         if not images or len(images) < len(self):
             return
+
         with stream(0, "channels"):
             self.reseed(0)
             last = self(0)
+
         last = last[0] if isinstance(last, list) else last
         shape = shape_of(images[0])
         if _has_image(last) and (last["image"].ndim, len(last["image"])) == (len(shape), shape[0]):
@@ -177,16 +248,22 @@ class SampleMaker:
             cause: BaseException = error
             while cause.__cause__ is not None and not isinstance(cause, MedflError):
                 cause = cause.__cause__
+
             if isinstance(cause, MedflError):
                 raise cause from None
+
             item = f"item {self._items[index].get('id', index)!r}"
             if package := missing_package(error):
                 raise without_package(item, package) from error
+
             entry = self._entries[index] if isinstance(self._entries, list) else None
-            bare = ", or name its site with --unlabelled" * (is_unlabelled(entry) and "label" in str(cause))
+            bare = ", or name its site with --unlabelled" * (
+                is_unlabelled(entry) and "label" in str(cause)
+            )
             advice = f"remove the item from the data, or repair its files{bare}"
             if isinstance(cause, KeyError) and "_meta_dict" in str(cause):  # MONAI before 1.3
                 advice = "give its LoadImage `image_only: false`, which older MONAI had where nothing was said"
+
             raise InputError(
                 f"{item} cannot be prepared: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}",
                 "every item can be read and transformed",
@@ -205,27 +282,38 @@ def is_pair(sample: Any) -> bool:
 
 def _decoded(sample: Any) -> Any:
     """Return a sample as the transforms gave it."""
-    if not isinstance(sample, Mapping) or not any(isinstance(value, Coded) for value in sample.values()):
+    if not isinstance(sample, Mapping) or not any(
+        isinstance(value, Coded) for value in sample.values()
+    ):
         return sample
-    return {key: value.restored() if isinstance(value, Tracked) else decoded(value) for key, value in sample.items()}
+    return {
+        key: value.restored() if isinstance(value, Tracked) else decoded(value)
+        for key, value in sample.items()
+    }
 
 
 def random_parts(transform: Any, seen: set[int]) -> list[Any]:
     """Return what has a random state in a transform: itself first, then the transforms inside it."""
     if id(transform) in seen or not hasattr(transform, "set_random_state"):
         return []
+
     seen.add(id(transform))
     inside = vars(transform).values() if isinstance(transform, Randomizable) else ()
     many = [value if isinstance(value, list | tuple) else [value] for value in inside]
     parts = [part for values in many for value in values for part in random_parts(value, seen)]
+
     return [transform, *parts]
 
 
 def _has_own_state(transform: Any) -> bool:
     """Tell whether a transform is one of MONAI's that use neither a global generator nor somebody's own function."""
     module = type(transform).__module__.split(".")
-    is_listed = module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
-    is_foreign = any(other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM"))
+    is_listed = (
+        module[:2] == ["monai", "transforms"] and len(module) > 2 and module[2] in _OWN_STATE
+    )
+    is_foreign = any(
+        other in type(transform).__name__ for other in ("Lambda", "TorchVision", "TorchIO", "CuCIM")
+    )
     return is_listed and not is_foreign
 
 
@@ -233,10 +321,12 @@ def _inner_transforms(dataset: Any) -> list[Any]:
     """Return the random transforms inside a data set that only its own class can read."""
     if not isinstance(dataset, torch.utils.data.Dataset):
         return []
+
     inner = [getattr(dataset, name) for name in ("dataset", "data") if hasattr(dataset, name)]
     parts = [*inner, *getattr(dataset, "datasets", [])]
     deeper = [transform for part in parts for transform in _inner_transforms(part)]
     outer = [dataset, getattr(dataset, "transform", None)]
+
     return [*deeper, *(part for part in outer if hasattr(part, "set_random_state"))]
 
 
@@ -252,23 +342,36 @@ def without_draws(transforms: Sequence[Any], *, uncropped: bool) -> list[Any]:
     """
     without: list[Any] = []
     for transform in transforms:
-        crop = _middle(transform) if isinstance(transform, mt.RandomizableTrait) else None
+        if isinstance(transform, mt.RandomizableTrait):
+            crop = _middle(transform)
+        else:
+            crop = None
+
         if crop is not None:
             without += [] if uncropped else [crop]
             continue
+
         if isinstance(transform, mt.RandomizableTransform):
-            transform.prob = 0.0  # it keeps what it does in any case: types, and sizes that are asked for
+            # it keeps what it does in any case: types, and sizes that are asked for
+            transform.prob = 0.0
+
         without.append(transform)
+
     return without
 
 
 def _middle(transform: Any) -> Any:
     """Return the crop of the same size around the middle, None for what is no crop of a known size."""
-    if not any("Crop" in kind.__name__ and kind.__module__.startswith("monai.") for kind in type(transform).__mro__):
+    if not any(
+        "Crop" in kind.__name__ and kind.__module__.startswith("monai.")
+        for kind in type(transform).__mro__
+    ):
         return None
+
     cropper = transform
     while hasattr(cropper, "cropper"):
         cropper = cropper.cropper
+
     for name, array, mapped in (
         ("roi_scale", mt.CenterScaleCrop, mt.CenterScaleCropd),
         ("roi_size", mt.CenterSpatialCrop, mt.CenterSpatialCropd),
@@ -279,4 +382,5 @@ def _middle(transform: Any) -> Any:
             return mapped(transform.keys, size, allow_missing_keys=transform.allow_missing_keys)
         if size is not None:
             return array(size)
+
     return None

@@ -23,7 +23,8 @@ _CENTRE = ("centre", "center", "site", "hospital", "institution")
 _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
 
 
-NO_LABEL, LACKS = "lacks_label", "lacks_channels"
+NO_LABEL = "lacks_label"
+LACKS = "lacks_channels"
 """Keys of an entry and its record: that its label is not there, or not to be read; positions of such channels."""
 
 
@@ -58,17 +59,24 @@ def take_apart(dataset: Any) -> Source:
         if inner.is_list:
             return replace(inner, entries=[inner.entries[i] for i in dataset.indices])
         return replace(inner, entries=Subset(inner.entries, dataset.indices))
+
     if isinstance(dataset, ConcatDataset):
         parts = [take_apart(part) for part in dataset.datasets]
         if all(part.is_list and part.transforms == parts[0].transforms for part in parts):
             return Source([entry for part in parts for entry in part.entries], parts[0].transforms)
-    if isinstance(dataset, Dataset) and type(dataset)._transform in (Dataset._transform, CacheDataset._transform):
+
+    if isinstance(dataset, Dataset) and type(dataset)._transform in (
+        Dataset._transform,
+        CacheDataset._transform,
+    ):
         inner = take_apart(dataset.data)
         return replace(inner, transforms=inner.transforms + _transforms(dataset))
+
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise TypeError(f"a {type(dataset).__name__} has no length or no positions")
     if not isinstance(dataset, torch.utils.data.Dataset):
         return Source(list(dataset))
+
     stored = isinstance(dataset, NPZDictItemDataset | TensorDataset) and not _transforms(dataset)
     return Source(dataset, (), repeatable=stored)
 
@@ -88,23 +96,36 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
     """
     items: list[Item] = []
     taken: set[str] = set()
-    for index, entry in enumerate(source.entries if source.is_list else [None] * len(source.entries)):
+    for index, entry in enumerate(
+        source.entries if source.is_list else [None] * len(source.entries)
+    ):
         entry = entry if isinstance(entry, Mapping) else {}
-        ident = str(entry["id"]) if "id" in entry else _path(entry, folders) or f"{section}-{index}"
+        if "id" in entry:
+            ident = str(entry["id"])
+        else:
+            ident = _path(entry, folders) or f"{section}-{index}"
+
         ident = f"{ident}#{index}" if ident in taken else ident
         taken.add(ident)
         record: dict[str, Any] = {"id": ident}
         label = class_index(entry.get("label"))
+
         if label is not None:
             record["label"] = label
+
         for field, names in (("centre", _CENTRE), ("group", _GROUP)):
             texts = (str(entry[name]) for name in names if entry.get(name) is not None)
-            value = next((text for text in texts if text not in ("", "nan", "<NA>")), "")  # as tables have none
+            value = next(
+                (text for text in texts if text not in ("", "nan", "<NA>")), ""
+            )  # as tables have none
             record |= {field: value} if value else {}
+
         if isinstance(entry.get("size"), int):
             record["size"] = entry["size"]
+
         record |= {key: entry[key] for key in (NO_LABEL, LACKS) if key in entry}
         items.append(record)
+
     return items
 
 
@@ -114,8 +135,12 @@ def _path(entry: Mapping[str, Any], folders: Sequence[Path]) -> str:
         first = value[0] if isinstance(value, list | tuple) and value else value
         if isinstance(first, str | Path):
             path = Path(os.path.abspath(first))
-            below = next((path.relative_to(folder) for folder in folders if path.is_relative_to(folder)), path)
+            below = next(
+                (path.relative_to(folder) for folder in folders if path.is_relative_to(folder)),
+                path,
+            )
             return below.as_posix()
+
     return ""
 
 
@@ -123,6 +148,10 @@ def class_index(label: Any) -> int | None:
     """Return a label that is a whole number in any of the forms that data lists have, else None."""
     if isinstance(label, np.ndarray | np.generic | Tensor) and math.prod(label.shape) == 1:
         label = label.item()
+
     if isinstance(label, str) and re.fullmatch(r"-?\d+", label):
         return int(label)
-    return int(label) if isinstance(label, int | float) and float(label).is_integer() else None
+    if isinstance(label, int | float) and float(label).is_integer():
+        return int(label)
+
+    return None

@@ -19,7 +19,9 @@ class LabelsHidden(Prepared):
 
     def __init__(self, prepared: Prepared) -> None:
         super().__init__(_WithoutLabels(prepared.items))
-        self.prepared, self.geometry, self.pinned = prepared, prepared.geometry, prepared.pinned
+        self.prepared = prepared
+        self.geometry = prepared.geometry
+        self.pinned = prepared.pinned
 
     @property
     def device(self) -> torch.device:
@@ -30,7 +32,9 @@ class LabelsHidden(Prepared):
         """Return the same items without random transforms, labels hidden too."""
         return LabelsHidden(self.prepared.deterministic(uncropped))
 
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         """Yield inputs with None."""
         return ((x, None) for x, _ in self.prepared.batches(indices, size, generator))
 

@@ -129,7 +129,9 @@ class DataSet:
 def _registry() -> Mapping[str, DataSet]:
     names_here = (module.name for module in pkgutil.iter_modules([os.path.dirname(__file__)]))
     modules = (importlib.import_module(f"medfl.datasets.{name}") for name in names_here)
-    return MappingProxyType({module.DATASET.name: module.DATASET for module in modules if hasattr(module, "DATASET")})
+    return MappingProxyType(
+        {module.DATASET.name: module.DATASET for module in modules if hasattr(module, "DATASET")}
+    )
 
 
 def names() -> tuple[str, ...]:
@@ -163,12 +165,16 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
     layouts = f"known layouts: {' | '.join(dataset.layout_texts)}"
     if folder is None and not os.environ.get("MEDFL_DATA"):
         raise InputError(
-            f"no folder is given for {name} and MEDFL_DATA is not set", layouts, "give --data, or set MEDFL_DATA"
+            f"no folder is given for {name} and MEDFL_DATA is not set",
+            layouts,
+            "give --data, or set MEDFL_DATA",
         )
 
     root = Path(os.environ["MEDFL_DATA"] if folder is None else folder)
     if not root.is_dir():
-        raise InputError(f"{root} is not a folder", layouts, f"give the folder that holds {name} with --data")
+        raise InputError(
+            f"{root} is not a folder", layouts, f"give the folder that holds {name} with --data"
+        )
 
     candidates = [root, *(root / folder_name for folder_name in dataset.folders)]
     for candidate in candidates:
@@ -177,7 +183,9 @@ def locate(name: str, folder: str | Path | None = None) -> Path:
 
     looked = ", ".join(candidate.name for candidate in candidates[1:])
     raise InputError(
-        f"{root} holds no {name} data, nor does a folder {looked} in it", layouts, "give its folder with --data"
+        f"{root} holds no {name} data, nor does a folder {looked} in it",
+        layouts,
+        "give its folder with --data",
     )
 
 
@@ -221,7 +229,10 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
     if isinstance(rule, WholeCentres) and number.isdecimal():
         return split, dataclasses.replace(rule, trial=int(number))
 
-    forms = [f"{offered}[:TRIAL]" if isinstance(rule, WholeCentres) else offered for offered, rule in rules.items()]
+    forms = [
+        f"{offered}[:TRIAL]" if isinstance(rule, WholeCentres) else offered
+        for offered, rule in rules.items()
+    ]
     raise InputError(
         f"split {split!r} is not offered by {name} in {root}",
         f"splits there: {', '.join(forms)}",
@@ -265,7 +276,9 @@ def datalist(name: str, folder: str | Path, section: str, split: str | None = No
     """
     if section not in SECTIONS:
         raise InputError(
-            f"section {section!r} is not known", f"sections: {', '.join(SECTIONS)}", "give one of these sections"
+            f"section {section!r} is not known",
+            f"sections: {', '.join(SECTIONS)}",
+            "give one of these sections",
         )
 
     from medfl.datasets.readers import label_images  # noqa: F401 - MONAI's own reader learns to open such items
@@ -273,7 +286,9 @@ def datalist(name: str, folder: str | Path, section: str, split: str | None = No
     return [item.copy() for item in sections(name, folder, split)[section]]
 
 
-def sections(name: str, folder: str | Path, split: str | None = None) -> Mapping[str, tuple[Item, ...]]:
+def sections(
+    name: str, folder: str | Path, split: str | None = None
+) -> Mapping[str, tuple[Item, ...]]:
     """Return the items of all sections; they are shared with later calls and must not be changed."""
     return _sections(name, *_version(name, folder), split)
 
@@ -283,7 +298,8 @@ def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int,
     root, layout = layout_of(name, folder)
     with os.scandir(root) as entries:
         files = [
-            (entry.name, (stat := entry.stat(follow_symlinks=False)).st_mtime_ns, stat.st_size) for entry in entries
+            (entry.name, (stat := entry.stat(follow_symlinks=False)).st_mtime_ns, stat.st_size)
+            for entry in entries
         ]
     return root.absolute(), (*sorted(files), (layout.text, 0, 0))
 
@@ -293,7 +309,9 @@ def _read(name: str, root: Path, version: tuple[tuple[str, int, int], ...]) -> T
     table = layout_of(name, root)[1].read(root)
     table.records.sort(key=lambda record: record.id)
     times = Counter(record.id for record in table.records)
-    table.problems += [f"image {ident} is listed {count} times" for ident, count in times.items() if count > 1]
+    table.problems += [
+        f"image {ident} is listed {count} times" for ident, count in times.items() if count > 1
+    ]
 
     if not table.records and not table.problems:
         table.problems.append(f"{root} holds no image")
@@ -315,7 +333,9 @@ def _sections(
         )
 
     items: dict[str, list[Item]] = {section: [] for section in (*SECTIONS, LEFT_OUT)}
-    for record, section in zip(table.records, choose(name, root, split)[1](table.records), strict=True):
+    for record, section in zip(
+        table.records, choose(name, root, split)[1](table.records), strict=True
+    ):
         items[section].append(item_of(record))
 
     return MappingProxyType({section: tuple(items[section]) for section in SECTIONS})
@@ -324,7 +344,9 @@ def _sections(
 def item_of(record: Record) -> Item:
     """Return a record as an entry of a data list."""
     label = record.mask or ClassIndex(record.label, record.image)
-    item = Item(image=record.image, label=label, id=record.id, centre=record.centre, group=record.group)
+    item = Item(
+        image=record.image, label=label, id=record.id, centre=record.centre, group=record.group
+    )
     if record.size is not None:
         item["size"] = record.size
     return item
@@ -335,9 +357,15 @@ def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
 
     Nothing is decoded. It is the same for zipped and plain files and does not depend on where the folder lies.
     """
-    rows = [(section, item) for section, items in sections(name, folder, split).items() for item in items]
+    rows = [
+        (section, item)
+        for section, items in sections(name, folder, split).items()
+        for item in items
+    ]
     # All rows of an array share one checksum: that of the array.
-    files = [file for _, item in rows for file in (item["image"], item["label"]) if isinstance(file, str)]
+    files = [
+        file for _, item in rows for file in (item["image"], item["label"]) if isinstance(file, str)
+    ]
     keys = {file: container_uri(file) for file in files}
     uris = sorted(set(keys.values()))
 
@@ -351,7 +379,14 @@ def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
         else:
             label = str(item["label"])
 
-        fields = (section, item["id"], label, item["centre"], item["group"], content[keys[item["image"]]])
+        fields = (
+            section,
+            item["id"],
+            label,
+            item["centre"],
+            item["group"],
+            content[keys[item["image"]]],
+        )
         digest.update(("\t".join(fields) + "\n").encode())
 
     return digest.hexdigest()

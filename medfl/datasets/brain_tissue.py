@@ -36,17 +36,23 @@ def _read(folder: Path) -> Table:
         row = rows.get(key)
         if len(files) < 2:
             (uri,) = files.values()
-            table.problems.append(f"{uri} has no {'mask' if 't1ss' in files else 'image'} beside it")
+            table.problems.append(
+                f"{uri} has no {'mask' if 't1ss' in files else 'image'} beside it"
+            )
         elif row is None:
             table.problems.append(f"{files['t1ss']}: scan {key} is not in {path}")
         elif not row["age"].replace(".", "", 1).isdecimal():
-            table.problems.append(f"{path}: scan {key} has age {row['age']!r}, an age is a number of years")
+            table.problems.append(
+                f"{path}: scan {key} has age {row['age']!r}, an age is a number of years"
+            )
         else:
             sections = {"age": "test" if float(row["age"]) >= OLD else "train"}
             image = files["t1ss"]
             ident = f"oasis_{key}"
             size = count_voxels(image)
-            table.records.append(Record(image, 0, ident, "unknown", row["subject"], sections, files["tissue"], size))
+            table.records.append(
+                Record(image, 0, ident, "unknown", row["subject"], sections, files["tissue"], size)
+            )
 
     return table
 
@@ -91,7 +97,10 @@ DATASET = DataSet(
             _read,
         ),
     ),
-    rules={"subject": by_group((0.7, 0.1, 0.2), "brain_tissue"), "age": validation_from_train("age", 0.2)},
+    rules={
+        "subject": by_group((0.7, 0.1, 0.2), "brain_tissue"),
+        "age": validation_from_train("age", 0.2),
+    },
     licence="CC BY-NC 3.0",
     source="https://github.com/muschellij2/malf.templates",
     citation="Marcus et al.: Open Access Series of Imaging Studies. Journal of Cognitive Neuroscience 19, 1498 (2007); "

@@ -23,7 +23,9 @@ def batches_layout(kind: str, classes: int) -> Layout:
         parts = ("train", "test") if source else ()
         return {part: (f"{source}!{part}_images", f"{source}!{part}_labels") for part in parts}
 
-    return stacked(f"torchvision's {kind}/ (Python pickles), or {ARCHIVES[kind]}", find, classes, "official")
+    return stacked(
+        f"torchvision's {kind}/ (Python pickles), or {ARCHIVES[kind]}", find, classes, "official"
+    )
 
 
 DATASET = DataSet(

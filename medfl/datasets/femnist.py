@@ -108,7 +108,9 @@ def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: A
     data = content["user_data"]
     sizes = json.loads(text[content["num_samples"]])
     if not len(users) == len(sizes) == len(data):
-        counts = f"{len(users)} users, {len(sizes)} num_samples and {len(data)} entries in user_data"
+        counts = (
+            f"{len(users)} users, {len(sizes)} num_samples and {len(data)} entries in user_data"
+        )
         table.problems.append(f"{path} has {counts}")
 
     for writer, size in zip(users, sizes, strict=False):
@@ -122,11 +124,15 @@ def _add(table: Table, rows: dict[str, int], path: Path, text: bytes, content: A
         for span, label in zip(images, labels, strict=False):
             row = rows[writer] = rows.get(writer, -1) + 1
             if type(label) is not int or not 0 <= label < len(CLASSES):
-                table.problems.append(f"{path}: {writer} has label {label!r}, the labels are 0 to {len(CLASSES) - 1}")
+                table.problems.append(
+                    f"{path}: {writer} has label {label!r}, the labels are 0 to {len(CLASSES) - 1}"
+                )
                 continue
 
             key = f"{writer}/{row:04d}"
-            table.records.append(Record(f"{path}!{span.start}:{span.stop}", label, key, writer, key))
+            table.records.append(
+                Record(f"{path}!{span.start}:{span.stop}", label, key, writer, key)
+            )
 
 
 def _write(folder: Path, stacks: dict[str, Stack]) -> None:
@@ -136,7 +142,11 @@ def _write(folder: Path, stacks: dict[str, Stack]) -> None:
         pixels = 1 - images.reshape(len(images), -1) / 255
         data[writer] = {"x": pixels.tolist(), "y": labels.tolist()}
 
-    content = {"users": list(data), "num_samples": [len(entry["y"]) for entry in data.values()], "user_data": data}
+    content = {
+        "users": list(data),
+        "num_samples": [len(entry["y"]) for entry in data.values()],
+        "user_data": data,
+    }
     target = folder / "data" / "all_data"
     target.mkdir(parents=True)
     (target / "all_data_0.json").write_text(json.dumps(content), encoding="utf-8")
@@ -167,7 +177,9 @@ DATASET = DataSet(
     source="https://doi.org/10.18434/T4H01C (NIST Special Database 19); https://leaf.cmu.edu (LEAF)",
     citation="Caldas et al.: LEAF: A benchmark for federated settings. arXiv:1812.01097 (2018); Grother: NIST Special "
     "Database 19, Handprinted Forms and Characters Database (1995)",
-    draw=draw_stacks(len(CLASSES), 1, _write, part=lambda case: f"f{case.centre:04d}_90", centres=WRITERS),
+    draw=draw_stacks(
+        len(CLASSES), 1, _write, part=lambda case: f"f{case.centre:04d}_90", centres=WRITERS
+    ),
     per_class=26,
     size=28,
     notes=(

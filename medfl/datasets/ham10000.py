@@ -10,7 +10,16 @@ from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import Case, mixed
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import Record, by_group, published, validation_from_train
-from medfl.datasets.readers.tables import SECTION_NAMES, Layout, Table, first, image_index, label_of, medmnist, read_csv
+from medfl.datasets.readers.tables import (
+    SECTION_NAMES,
+    Layout,
+    Table,
+    first,
+    image_index,
+    label_of,
+    medmnist,
+    read_csv,
+)
 
 CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 CENTRES = ("rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias")
@@ -28,19 +37,32 @@ SPLIT_TABLE = "dermamnist_split.csv"
 def centre_roots(folder: Path, kind: str = "images") -> list[Path]:
     """Return the folders and archives `<kind>_<centre>[.zip]` of a folder, folders first."""
     names = [f"{kind}_{centre}" for centre in CENTRES]
-    return [path for suffix in ("", ".zip") for name in names if (path := folder / f"{name}{suffix}").exists()]
+    return [
+        path
+        for suffix in ("", ".zip")
+        for name in names
+        if (path := folder / f"{name}{suffix}").exists()
+    ]
 
 
 def part_roots(folder: Path) -> list[Path]:
     """Return the image folders and archives `HAM10000_images*[.zip]` of a folder as published, folders first."""
-    roots = [path for path in sorted(folder.glob("HAM10000_images*")) if path.is_dir() or path.suffix == ".zip"]
+    roots = [
+        path
+        for path in sorted(folder.glob("HAM10000_images*"))
+        if path.is_dir() or path.suffix == ".zip"
+    ]
     return sorted(roots, key=lambda path: path.is_file())
 
 
 def _sections(folder: Path) -> Mapping[str, str]:
     path = first(folder, SPLIT_TABLE)
     rows = read_csv(path, ("image_id", "split")) if path else []
-    return {row["image_id"]: SECTION_NAMES[row["split"]] for row in rows if row["split"] in SECTION_NAMES}
+    return {
+        row["image_id"]: SECTION_NAMES[row["split"]]
+        for row in rows
+        if row["split"] in SECTION_NAMES
+    }
 
 
 def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list[Path]) -> Table:
@@ -56,14 +78,18 @@ def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list
         where = f"{row['image_id']} in {table_path}"
         label = label_of(row["dx"], labels, where, table)
         if row[centre_column] not in CENTRES:
-            table.problems.append(f"{where} has centre {row[centre_column]!r}, the centres are {', '.join(CENTRES)}")
+            table.problems.append(
+                f"{where} has centre {row[centre_column]!r}, the centres are {', '.join(CENTRES)}"
+            )
         elif key not in images:
             table.problems.append(f"{where}: image {key}.jpg is missing")
         elif label is not None:
             sections = {"dermamnist": derma[key]} if key in derma else {}
             if row.get("flamby_fold") in ("train", "test"):
                 sections["flamby"] = row["flamby_fold"]
-            table.records.append(Record(images[key], label, key, row[centre_column], row["lesion_id"], sections))
+            table.records.append(
+                Record(images[key], label, key, row[centre_column], row["lesion_id"], sections)
+            )
 
     return table
 

@@ -34,7 +34,9 @@ def _layout(text: str, names: tuple[str, str]) -> Layout:
         root = _root(folder, names)
         assert root is not None
         table = paired(volume_index(root / names[0]), volume_index(root / names[1]))
-        table.records = [replace(record, size=count_voxels(record.image)) for record in table.records]
+        table.records = [
+            replace(record, size=count_voxels(record.image)) for record in table.records
+        ]
         return table
 
     return Layout(text, ("seeded",), lambda folder: _root(folder, names), read)
@@ -65,7 +67,10 @@ DATASET = DataSet(
     folders=("hippocampus", "msd_hippocampus", ROOT),
     layouts=(
         _layout(f"[{ROOT}/]imagesTr/<name>.nii.gz + labelsTr/<name>.nii.gz", PUBLISHED),
-        _layout("images/<name>.nii[.gz], or a folder of one DICOM series, + labels/<name>.nii[.gz]", PLAIN),
+        _layout(
+            "images/<name>.nii[.gz], or a folder of one DICOM series, + labels/<name>.nii[.gz]",
+            PLAIN,
+        ),
     ),
     rules={"seeded": by_group((0.7, 0.1, 0.2), "hippocampus")},
     licence="CC BY-SA 4.0",

@@ -37,12 +37,16 @@ def _image_roots(folder: Path) -> list[Path]:
 
 def _lesions(path: Path | None) -> Mapping[str, str]:
     if path:
-        return {row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))}
+        return {
+            row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))
+        }
 
     return {}
 
 
-def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], absent: tuple[str, ...] = ()) -> Table:
+def _read(
+    path: Path, images: Mapping[str, str], lesions: Mapping[str, str], absent: tuple[str, ...] = ()
+) -> Table:
     table = Table()
     labels = {str(number): number for number in range(len(CLASSES))}
     centres = {str(number): name for number, name in enumerate(CENTRES)}
@@ -53,7 +57,9 @@ def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], abs
         label = label_of(row["target"], labels, where, table)
 
         if centre is None:
-            table.problems.append(f"{where} has center {row['center']!r}, the centers are {', '.join(centres)}")
+            table.problems.append(
+                f"{where} has center {row['center']!r}, the centers are {', '.join(centres)}"
+            )
         elif row["fold"] not in ("train", "test"):
             table.problems.append(f"{where} has fold {row['fold']!r}, the folds are train, test")
         elif centre in absent:
@@ -63,7 +69,9 @@ def _read(path: Path, images: Mapping[str, str], lesions: Mapping[str, str], abs
         elif label is not None:
             # Tables of HAM10000 know its images without the suffix that ISIC gave to scaled ones.
             group = lesions.get(key.removesuffix("_downsampled"), key)
-            table.records.append(Record(images[key], label, key, centre, group, {"flamby": row["fold"]}))
+            table.records.append(
+                Record(images[key], label, key, centre, group, {"flamby": row["fold"]})
+            )
 
     return table
 
@@ -78,7 +86,9 @@ def _read_subset(folder: Path) -> Table:
     path = first(folder / "flamby_meta", *TABLES)
     assert path is not None
     images = image_index(centre_roots(folder / "ham10000"))
-    return _read(path, images, _lesions(first(folder / "ham10000", "labels.csv")), absent=("BCN", "MSK"))
+    return _read(
+        path, images, _lesions(first(folder / "ham10000", "labels.csv")), absent=("BCN", "MSK")
+    )
 
 
 def _known_lesion(case: Case) -> str | None:
@@ -131,7 +141,10 @@ DATASET = DataSet(
             ),
         ),
     ),
-    rules={"flamby": validation_from_train("flamby"), "lesion": by_group((0.7, 0.1, 0.2), "isic19")},
+    rules={
+        "flamby": validation_from_train("flamby"),
+        "lesion": by_group((0.7, 0.1, 0.2), "isic19"),
+    },
     licence="CC BY-NC 4.0",
     source="https://challenge.isic-archive.com/data/#2019; split by FLamby (MIT), https://github.com/owkin/FLamby",
     citation="Ogier du Terrail et al.: FLamby. NeurIPS 2022; Tschandl et al., Scientific Data 5, 180161 (2018); "
@@ -160,7 +173,10 @@ DATASET = DataSet(
         "FLamby's label differs from HAM10000's in one class: akiec is divided into AK and SCC",
     ),
     downloads=(
-        Download("https://isic-challenge-data.s3.amazonaws.com/2019/ISIC_2019_Training_Input.zip", f"{IMAGES}.zip"),
+        Download(
+            "https://isic-challenge-data.s3.amazonaws.com/2019/ISIC_2019_Training_Input.zip",
+            f"{IMAGES}.zip",
+        ),
         Download(
             f"{_FLAMBY}/train_test_split",
             "train_test_split.csv",

@@ -11,7 +11,13 @@ from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import paired
-from medfl.datasets.readers.splitting import Record, by_group, filled, hash_order, validation_from_train
+from medfl.datasets.readers.splitting import (
+    Record,
+    by_group,
+    filled,
+    hash_order,
+    validation_from_train,
+)
 from medfl.datasets.readers.tables import Layout, Table, first, read_csv
 from medfl.datasets.readers.volumes import count_voxels, read_pair, volume_files, volume_index
 
@@ -40,7 +46,9 @@ def _root(folder: Path) -> Path | None:
         if any(root.glob("IXI???-*-*/T1")):
             return root
     packed = sorted((*folder.glob("7kd5wj7v7p-*.zip"), *folder.glob("IXI*.zip")))
-    return next((path for path in packed if any(_FILE.search(name) for name, _ in volume_files(path))), None)
+    return next(
+        (path for path in packed if any(_FILE.search(name) for name, _ in volume_files(path))), None
+    )
 
 
 def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
@@ -52,7 +60,9 @@ def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
         fold = row["Split"]
         if not key.isdecimal() or centre not in ("0", "1", "2") or fold not in ("train", "test"):
             row_text = f"Patient ID {key!r}, Manufacturer {centre!r}, Split {fold!r}"
-            table.problems.append(f"{path} has {row_text}; they are a number, 0 to 2, train or test")
+            table.problems.append(
+                f"{path} has {row_text}; they are a number, 0 to 2, train or test"
+            )
         else:
             folds[int(key)] = (CENTRES[int(centre)], fold)
 
@@ -74,7 +84,9 @@ def _read_flamby(folder: Path) -> Table:
         subject, number, centre, kind = match.groups()
         numbers[subject] = (int(number), centre)
         if kind in files.setdefault(subject, {}):
-            table.problems.append(f"subject {subject} has two volumes in {kind}: {files[subject][kind]} and {uri}")
+            table.problems.append(
+                f"subject {subject} has two volumes in {kind}: {files[subject][kind]} and {uri}"
+            )
 
         files[subject][kind] = uri
 
@@ -82,11 +94,17 @@ def _read_flamby(folder: Path) -> Table:
     folds = _folds(path, table) if path else {}
     for subject, volumes in sorted(files.items()):
         number, centre = numbers[subject]
-        listed, fold = folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
+        listed, fold = (
+            folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
+        )
         if centre not in CENTRES:
-            table.problems.append(f"subject {subject} is of hospital {centre}, the hospitals are {', '.join(CENTRES)}")
+            table.problems.append(
+                f"subject {subject} is of hospital {centre}, the hospitals are {', '.join(CENTRES)}"
+            )
         elif len(volumes) < 2:
-            table.problems.append(f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}")
+            table.problems.append(
+                f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}"
+            )
         elif listed != centre:
             if listed:
                 problem = f"is of hospital {listed} in {path}"
@@ -98,7 +116,9 @@ def _read_flamby(folder: Path) -> Table:
             image = volumes["T1"]
             mask = volumes["label"]
             size = count_voxels(image)
-            table.records.append(Record(image, 0, subject, centre, subject, {"flamby": fold}, mask=mask, size=size))
+            table.records.append(
+                Record(image, 0, subject, centre, subject, {"flamby": fold}, mask=mask, size=size)
+            )
 
     return table
 
@@ -107,7 +127,8 @@ def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Return name -> URI of the images and of the masks of whole-head pairs."""
     index = volume_index(folder)
     images, masks = (
-        {stem.removesuffix(end): uri for stem, uri in index.items() if stem.endswith(end)} for end in (_T1, _MASK)
+        {stem.removesuffix(end): uri for stem, uri in index.items() if stem.endswith(end)}
+        for end in (_T1, _MASK)
     )
     return images, masks
 
@@ -170,7 +191,9 @@ DATASET = DataSet(
             ("few",),
             lambda folder: all(_pairs(folder)),
             lambda folder: paired(*_pairs(folder)),
-            notes=("these pairs name no hospital: divide them with --partition iid; centre makes one site of them",),
+            notes=(
+                "these pairs name no hospital: divide them with --partition iid; centre makes one site of them",
+            ),
         ),
     ),
     rules={
@@ -207,7 +230,8 @@ DATASET = DataSet(
     ),
     downloads=(
         Download(
-            "https://prod-dcd-datasets-cache-zipfiles.s3.eu-west-1.amazonaws.com/7kd5wj7v7p-3.zip", "7kd5wj7v7p-3.zip"
+            "https://prod-dcd-datasets-cache-zipfiles.s3.eu-west-1.amazonaws.com/7kd5wj7v7p-3.zip",
+            "7kd5wj7v7p-3.zip",
         ),
     ),
     download_note="444 MB; the address is FLamby's, whose authors warn that it changes: else see "

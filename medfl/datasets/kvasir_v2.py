@@ -59,6 +59,13 @@ DATASET = DataSet(
         lambda case: f"{ROOT}/{CLASSES[case.label]}/{CLASSES[case.label]}-{case.number:04d}.jpg",
     ),
     per_class=76,
-    notes=("7:1:2 within each class by image in the order of a hash of the file name; patients are not named",),
-    downloads=(Download("https://datasets.simula.no/downloads/kvasir/kvasir-dataset-v2.zip", "kvasir-dataset-v2.zip"),),
+    notes=(
+        "7:1:2 within each class by image in the order of a hash of the file name; patients are not named",
+    ),
+    downloads=(
+        Download(
+            "https://datasets.simula.no/downloads/kvasir/kvasir-dataset-v2.zip",
+            "kvasir-dataset-v2.zip",
+        ),
+    ),
 )

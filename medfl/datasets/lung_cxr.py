@@ -11,13 +11,24 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
-from medfl.datasets.readers.pairs import mask_index, pair_folders, paired, read_pair, read_pair_folders
+from medfl.datasets.readers.pairs import (
+    mask_index,
+    pair_folders,
+    paired,
+    read_pair,
+    read_pair_folders,
+)
 from medfl.datasets.readers.reading import JOINED, archive
 from medfl.datasets.readers.splitting import Record, by_group
 from medfl.datasets.readers.tables import Layout, Table, image_files, image_index, read_csv
 
 CLASSES = ("background", "lung")
-SITES = {"other_publications": 20, "radiopaedia": 25, "rsna_journals": 12, "sirm_italy": 12}  # images of each
+SITES = {
+    "other_publications": 20,
+    "radiopaedia": 25,
+    "rsna_journals": 12,
+    "sirm_italy": 12,
+}  # images of each
 NAMED = {"MCUCXR": "montgomery", "CHNCXR": "shenzhen"}  # how the files of a set begin
 SPLITS = ("patient", "fedhelp")
 
@@ -25,9 +36,22 @@ SPLITS = ("patient", "fedhelp")
 _FILE = re.compile(
     rf"(?:^|/)(CXR_png|leftMask|rightMask|masks?)/(?:[^/]+/)*((?:{'|'.join(NAMED)})_\d+_\d)(?:_mask)?\.png$"
 )
-_SUBFOLDERS = ("", "MontgomerySet", "ChinaSet_AllFiles", "Lung Segmentation", "data/Lung Segmentation")
+_SUBFOLDERS = (
+    "",
+    "MontgomerySet",
+    "ChinaSet_AllFiles",
+    "Lung Segmentation",
+    "data/Lung Segmentation",
+)
 _FOLDERS = ("CXR_png", "ManualMask", "mask", "masks")
-_ZIPS = ("*Montgomery*.zip", "*ChinaSet*.zip", "*ChinaCXR*.zip", "*shcxr*.zip", "*chest-xray-masks*.zip", "archive.zip")
+_ZIPS = (
+    "*Montgomery*.zip",
+    "*ChinaSet*.zip",
+    "*ChinaCXR*.zip",
+    "*shcxr*.zip",
+    "*chest-xray-masks*.zip",
+    "archive.zip",
+)
 
 
 def _centre(name: str) -> str:
@@ -45,9 +69,13 @@ def _read_sources(folder: Path) -> Table:
         key = Path(row["file"]).stem
         where = f"{row['file']} in {path}"
         if row["site"] not in SITES:
-            table.problems.append(f"{where} has site {row['site']!r}, the sites are {', '.join(SITES)}")
+            table.problems.append(
+                f"{where} has site {row['site']!r}, the sites are {', '.join(SITES)}"
+            )
         elif key not in picture or key not in mask:
-            table.problems.append(f"{where}: its {'image' if key not in picture else 'mask'} is missing")
+            table.problems.append(
+                f"{where}: its {'image' if key not in picture else 'mask'} is missing"
+            )
         else:
             sides = [row.get(side) or "" for side in ("width", "height")]
             if all(side.isdecimal() for side in sides):
@@ -55,7 +83,9 @@ def _read_sources(folder: Path) -> Table:
             else:
                 size = None
 
-            table.records.append(Record(picture[key], 0, key, row["site"], row["patient"], mask=mask[key], size=size))
+            table.records.append(
+                Record(picture[key], 0, key, row["site"], row["patient"], mask=mask[key], size=size)
+            )
 
     return table
 
@@ -91,7 +121,10 @@ def _read_sets(folder: Path) -> Table:
         masks.setdefault(key, JOINED.join((left[key], right[key])))
 
     table = paired(uris["CXR_png"], masks, _centre)
-    table.problems += [f"{(left | right)[key]} has no mask of the other lung" for key in sorted(left.keys() ^ right)]
+    table.problems += [
+        f"{(left | right)[key]} has no mask of the other lung"
+        for key in sorted(left.keys() ^ right)
+    ]
     return table
 
 
@@ -122,14 +155,22 @@ DATASET = DataSet(
     channels=1,
     mixed_channels=True,
     open_pair=functools.partial(read_pair, channels=1, classes=len(CLASSES), convert=True),
-    folders=("lung_cxr", "covid_cxr_lungs", "montgomery_shenzhen", "chest-xray-masks-and-labels", "MontgomerySet"),
+    folders=(
+        "lung_cxr",
+        "covid_cxr_lungs",
+        "montgomery_shenzhen",
+        "chest-xray-masks-and-labels",
+        "MontgomerySet",
+    ),
     layouts=(
         Layout(
             "labels.csv (file, site, patient[, width, height]) + images/ + masks/ (folders or zips) of the same names",
             SPLITS,
             lambda folder: (folder / "labels.csv").is_file() and pair_folders(folder),
             _read_sources,
-            notes=("an image's licence is that of its source, see the column licence of labels.csv",),
+            notes=(
+                "an image's licence is that of its source, see the column licence of labels.csv",
+            ),
         ),
         Layout(
             "CXR_png/{MCUCXR,CHNCXR}_*.png + ManualMask/{leftMask,rightMask}/, mask/ or masks/, here or in "
@@ -144,7 +185,9 @@ DATASET = DataSet(
             SPLITS,
             pair_folders,
             functools.partial(read_pair_folders, centre=_centre),
-            notes=("neither patients nor, but for names in MCUCXR_ and CHNCXR_, centres are known",),
+            notes=(
+                "neither patients nor, but for names in MCUCXR_ and CHNCXR_, centres are known",
+            ),
         ),
     ),
     rules={

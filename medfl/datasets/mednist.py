@@ -13,12 +13,23 @@ DATASET = DataSet(
     name="mednist",
     title="MedNIST: six kinds of radiological picture",
     classes=CLASSES,
-    concepts=("abdominal CT", "breast MRI", "chest radiograph", "chest CT", "hand radiograph", "head CT"),
+    concepts=(
+        "abdominal CT",
+        "breast MRI",
+        "chest radiograph",
+        "chest CT",
+        "hand radiograph",
+        "head CT",
+    ),
     channels=1,
     folders=("mednist", "MedNIST"),
     layouts=(
         medmnist(
-            "mednist_64.npz: {train,val,test}_{images,labels}", "mednist", len(CLASSES), "file", more_splits=("seeded",)
+            "mednist_64.npz: {train,val,test}_{images,labels}",
+            "mednist",
+            len(CLASSES),
+            "file",
+            more_splits=("seeded",),
         ),
         class_folders(
             "MedNIST/{AbdomenCT,BreastMRI,CXR,ChestCT,Hand,HeadCT}/*.jpeg, as folders or in MedNIST.zip",

@@ -23,14 +23,23 @@ def idx_layout(root: str, classes: int) -> Layout:
     def find(folder: Path) -> dict[str, tuple[str, str]]:
         for source in (folder / root / "raw", folder / "raw", folder):
             pairs = {
-                part: [first(source, f"{s}-{kind}", f"{s}-{kind}.gz") for kind in KINDS] for part, s in STEMS.items()
+                part: [first(source, f"{s}-{kind}", f"{s}-{kind}.gz") for kind in KINDS]
+                for part, s in STEMS.items()
             }
             if all(map(all, pairs.values())):
-                return {part: (f"{images}!idx", f"{labels}!idx") for part, (images, labels) in pairs.items()}
+                return {
+                    part: (f"{images}!idx", f"{labels}!idx")
+                    for part, (images, labels) in pairs.items()
+                }
 
         return {}
 
-    return stacked(f"torchvision's {root}/raw/{FILES}, or these files in the folder itself", find, classes, "official")
+    return stacked(
+        f"torchvision's {root}/raw/{FILES}, or these files in the folder itself",
+        find,
+        classes,
+        "official",
+    )
 
 
 def idx_writer(root: str) -> Callable[[Path, dict[str, Stack]], None]:
@@ -46,7 +55,10 @@ def idx_writer(root: str) -> Callable[[Path, dict[str, Stack]], None]:
 
 def idx_downloads(address: str, digests: dict[str, str]) -> tuple[Download, ...]:
     """Return the four files; `digests` are their MD5."""
-    return tuple(Download(f"{address}/{name}.gz", f"{name}.gz", f"md5:{digest}") for name, digest in digests.items())
+    return tuple(
+        Download(f"{address}/{name}.gz", f"{name}.gz", f"md5:{digest}")
+        for name, digest in digests.items()
+    )
 
 
 DATASET = DataSet(

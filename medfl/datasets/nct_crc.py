@@ -10,7 +10,13 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import Case, even
 from medfl.datasets.phantoms.scene import class_scenes
-from medfl.datasets.readers.splitting import LEFT_OUT, Record, by_group, filled, validation_from_train
+from medfl.datasets.readers.splitting import (
+    LEFT_OUT,
+    Record,
+    by_group,
+    filled,
+    validation_from_train,
+)
 from medfl.datasets.readers.tables import Layout, Table, class_folders
 
 CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
@@ -45,11 +51,17 @@ def _layout(root: str, *, tested: bool) -> Layout:
         test_table = _others(folder) if tested else None
         parts = {"train": tree.read(folder), "test": test_table or Table()}
         return Table(
-            [replace(record, sections={"official": part}) for part, table in parts.items() for record in table.records]
+            [
+                replace(record, sections={"official": part})
+                for part, table in parts.items()
+                for record in table.records
+            ]
         )
 
     return Layout(
-        f"{root}/<class>/*.tif" + (f" + {OTHERS}/<class>/*.tif" if tested else "") + ", as folders or zips",
+        f"{root}/<class>/*.tif"
+        + (f" + {OTHERS}/<class>/*.tif" if tested else "")
+        + ", as folders or zips",
         ("seeded", "official") if tested else ("seeded",),
         lambda folder: tree.find(folder) and (not tested or _others(folder)),
         read,
@@ -60,7 +72,9 @@ def _layout(root: str, *, tested: bool) -> Layout:
 def seeded(records: Sequence[Record]) -> list[str]:
     """Cut NCT-CRC-HE-100K 70/10/20 within each class in the order of a hash; CRC-VAL-HE-7K is left out."""
     sections = [LEFT_OUT] * len(records)
-    indices = [index for index, record in enumerate(records) if record.sections["official"] == "train"]
+    indices = [
+        index for index, record in enumerate(records) if record.sections["official"] == "train"
+    ]
     for index, section in zip(indices, _CUT([records[index] for index in indices]), strict=True):
         sections[index] = section
     return sections
@@ -93,7 +107,9 @@ DATASET = DataSet(
     ),
     channels=3,
     folders=("nct_crc", "nct-crc", "NCT-CRC-HE", "crc", "kather"),
-    layouts=tuple(_layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)),
+    layouts=tuple(
+        _layout(root, tested=tested) for root in (PLAIN, RAW) for tested in (True, False)
+    ),
     rules={"seeded": filled(seeded), "official": validation_from_train("official")},
     licence="CC BY 4.0",
     source=_RECORD,

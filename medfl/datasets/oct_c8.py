@@ -47,7 +47,9 @@ DATASET = DataSet(
     draw=draw_files(
         class_scenes(len(CLASSES), 1),
         even(len(CLASSES)),
-        lambda case: f"{ROOT}/{case.part}/{CLASSES[case.label]}/{CLASSES[case.label].lower()}_{1001 + case.number}.jpg",
+        lambda case: (
+            f"{ROOT}/{case.part}/{CLASSES[case.label]}/{CLASSES[case.label].lower()}_{1001 + case.number}.jpg"
+        ),
     ),
     per_class=76,
     notes=("18,400 / 2,800 / 2,800 images; patients and centres are not named",),

@@ -19,7 +19,16 @@ from typing import Any
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 from medfl.datasets.base import MARKER, Item, item_of
-from medfl.datasets.readers import cases, conventions, grouping, label_table, matching, own_folder, pairs, tables
+from medfl.datasets.readers import (
+    cases,
+    conventions,
+    grouping,
+    label_table,
+    matching,
+    own_folder,
+    pairs,
+    tables,
+)
 from medfl.datasets.readers.reading import JOINED, split_uri
 from medfl.datasets.readers.splitting import Record, Rule, by_group, filled, fold_of, published
 from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_paths
@@ -53,7 +62,11 @@ class OwnImages:
 
 
 def labelled(
-    folder: str | Path, classes: Sequence[str], section: str, group_by: str | None = None, split: str | None = None
+    folder: str | Path,
+    classes: Sequence[str],
+    section: str,
+    group_by: str | None = None,
+    split: str | None = None,
 ) -> list[Item]:
     """Return the items of a section of `<folder>/<class>/<image>`; a class may be missing, no other may be there.
 
@@ -92,7 +105,12 @@ def listed(
 
 
 def paired(
-    folder: str | Path, images: str, masks: str, section: str, group_by: str | None = None, split: str | None = None
+    folder: str | Path,
+    images: str,
+    masks: str,
+    section: str,
+    group_by: str | None = None,
+    split: str | None = None,
 ) -> list[Item]:
     """Return the items of a section of `<folder>/<images>/<name>` and `<folder>/<masks>/<name>`.
 
@@ -133,13 +151,21 @@ def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     records = [_record(uri, classes.index(name), f"{name}/{path}") for name, path, uri in entries]
     empty = [name for name in classes if name not in images]
     notes: tuple[str, ...] = (f"no image of class {', '.join(map(repr, empty))}",) if empty else ()
-    notes += (f"{len(bare)} images in folder {UNLABELLED!r} have no class and are left out",) if bare else ()
+    notes += (
+        (f"{len(bare)} images in folder {UNLABELLED!r} have no class and are left out",)
+        if bare
+        else ()
+    )
     rows = cases.read(root, records, bare)
 
-    return OwnImages(records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), bare)
+    return OwnImages(
+        records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), bare
+    )
 
 
-def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None = None) -> OwnImages:
+def in_table(
+    root: Path, images: str, labels: str, classes: Sequence[str] | None = None
+) -> OwnImages:
     """Return the images of a folder that a table names, their labels those of the classes; None: of the classes sorted.
 
     Raises:
@@ -148,20 +174,34 @@ def in_table(root: Path, images: str, labels: str, classes: Sequence[str] | None
     table = path_below(root, labels)
     files = tables.image_files(path_below(root, images))
     if not table.is_file():
-        raise InputError(f"{table} is not there", "the table of the images' classes", f"restore it{_ALONE}")
+        raise InputError(
+            f"{table} is not there", "the table of the images' classes", f"restore it{_ALONE}"
+        )
 
     labelling = label_table.read(table, [path for path, _ in files])
     names = sorted(set(labelling.classes.values())) if classes is None else classes
     if unknown := sorted(set(labelling.classes.values()) - set(names)):
-        problem = f"{table} has the class {tables.several([repr(name) for name in unknown], 'classes')}"
+        problem = (
+            f"{table} has the class {tables.several([repr(name) for name in unknown], 'classes')}"
+        )
         raise InputError(problem, f"the classes {', '.join(names)}", "change these rows")
 
     used = [(path, uri) for path, uri in files if path in labelling.classes]
     records = [_record(uri, names.index(labelling.classes[path]), path) for path, uri in used]
     bare = unlabelled((path, uri) for path, uri in files if path not in labelling.classes)
-    rows = cases.read(root, records, bare) or {path: row for path, row in labelling.rows.items() if row}
+    rows = cases.read(root, records, bare) or {
+        path: row for path, row in labelling.rows.items() if row
+    }
 
-    return OwnImages(records, [path for path, _ in used], rows, labelling.notes, labelling.columns, tuple(names), bare)
+    return OwnImages(
+        records,
+        [path for path, _ in used],
+        rows,
+        labelling.notes,
+        labelling.columns,
+        tuple(names),
+        bare,
+    )
 
 
 def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) -> OwnImages:
@@ -177,7 +217,9 @@ def with_masks(root: Path, images: str, masks: str, *, lacking: bool = False) ->
         bare = tuple(replace(record, group=conventions.subject(record.image)) for record in bare)
 
     names = [path_in(image_folder, record) for record in records]
-    return OwnImages(records, names, cases.read(root, records, bare), tuple(table.notes), unlabelled=bare)
+    return OwnImages(
+        records, names, cases.read(root, records, bare), tuple(table.notes), unlabelled=bare
+    )
 
 
 def unlabelled(files: Iterable[tuple[str, str]], folder: str = "") -> tuple[Record, ...]:
@@ -194,7 +236,9 @@ def _record(uri: str, label: int, ident: str) -> Record:
     return Record(uri, label, ident, "unknown", ident)
 
 
-def notes(folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[str, Any]) -> tuple[str, ...]:
+def notes(
+    folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[str, Any]
+) -> tuple[str, ...]:
     """Return notes on a folder that the items of all sections are of: what is left out, whether patients are unknown.
 
     Items of another kind of data list have no notes. `ids` are `images`, `masks`, `labels`, `classes` of the bundle.
@@ -219,7 +263,9 @@ NO_PATIENTS = (
     "patients are not known: images of one may be in training and in test data, and the scores then too high; "
     "name them in column 'patient' of cases.csv"
 )
-UNKNOWN_PATIENTS = f"{NO_PATIENTS}, or as a part of the file names with --config group_by=EXPRESSION"
+UNKNOWN_PATIENTS = (
+    f"{NO_PATIENTS}, or as a part of the file names with --config group_by=EXPRESSION"
+)
 
 
 def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> OwnImages:
@@ -250,12 +296,19 @@ def image_folders(root: Path) -> list[str]:
 def beside_classes(root: Path, records: Sequence[Record]) -> list[str]:
     """Return notes on what folders of classes hold beside their pictures, and on folders without any."""
     empty = [repr(name) for name in _folders(root) if not tables.image_files(root / name)]
-    left_out = own_folder.left_out(root, (r.image for r in records), tables.IMAGE_SUFFIXES, "in no class folder")
-    return [*left_out, *([f"no class, as there is no picture in it: folder {', '.join(empty)}"] if empty else [])]
+    left_out = own_folder.left_out(
+        root, (r.image for r in records), tables.IMAGE_SUFFIXES, "in no class folder"
+    )
+    return [
+        *left_out,
+        *([f"no class, as there is no picture in it: folder {', '.join(empty)}"] if empty else []),
+    ]
 
 
 def _folders(root: Path) -> list[str]:
-    return [path.name for path in sorted(root.iterdir()) if path.is_dir() and path.name[0] not in "._"]
+    return [
+        path.name for path in sorted(root.iterdir()) if path.is_dir() and path.name[0] not in "._"
+    ]
 
 
 def cohort_of(uris: Iterable[str | Path]) -> Path | None:
@@ -264,7 +317,12 @@ def cohort_of(uris: Iterable[str | Path]) -> Path | None:
     What is not there is passed over; a link counts for what it leads to.
     """
     files = {Path(split_uri(part)[0]) for uri in uris for part in str(uri).split(JOINED)}
-    existing = {place for path in files if os.path.exists(path) for place in (path.absolute(), path.resolve())}
+    existing = {
+        place
+        for path in files
+        if os.path.exists(path)
+        for place in (path.absolute(), path.resolve())
+    }
     folders = {folder for path in existing for folder in (path, *path.parents)}
     return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
 
@@ -274,14 +332,21 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
     for folder in (images, masks):
         if not folder.is_dir():
             advice = f"give the paths of both folders{_ALONE}"
-            raise InputError(f"{folder} is no folder", "a folder of images and one of their masks", advice)
+            raise InputError(
+                f"{folder} is no folder", "a folder of images and one of their masks", advice
+            )
 
     image_paths, mask_paths = paths(images, masks, lacking)
     table = pairs.paired(*matching.match(image_paths, mask_paths))
     if table.problems or not table.records:
-        problem = tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
+        problem = (
+            tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
+        )
         advice = f"name each mask as its image, and move other files away{_ALONE}"
-        endings = [[bool(matching.MASK_END.search(name)) for name, _ in paths] for paths in (image_paths, mask_paths)]
+        endings = [
+            [bool(matching.MASK_END.search(name)) for name, _ in paths]
+            for paths in (image_paths, mask_paths)
+        ]
         if image_paths and all(endings[0]) and not any(endings[1]):
             advice = f"the masks seem to be in {images}: swap the two folders"
 
@@ -293,15 +358,23 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
 def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, matching.Named]:
     """Return the images and the masks of two folders, or of one, by paths that agree; no masks without their folder."""
     if (images / conventions.BIDS_FILE).is_file():
-        raw = [(name, uri) for name, uri in volume_files(images) if name.partition("/")[0] not in conventions.DERIVED]
-        return conventions.bids(*([(bare(name), uri) for name, uri in files] for files in (raw, volume_files(masks))))
+        raw = [
+            (name, uri)
+            for name, uri in volume_files(images)
+            if name.partition("/")[0] not in conventions.DERIVED
+        ]
+        return conventions.bids(
+            *([(bare(name), uri) for name, uri in files] for files in (raw, volume_files(masks)))
+        )
 
     index = volume_paths if is_volumes(images) else pairs.picture_paths
     if images == masks:
         return conventions.apart(index(images))
 
     mask_paths = index(masks) if masks.is_dir() else []
-    image_paths = [(name, uri) for name, uri in index(images) if not PurePath(uri).is_relative_to(masks)]
+    image_paths = [
+        (name, uri) for name, uri in index(images) if not PurePath(uri).is_relative_to(masks)
+    ]
     return conventions.channels(image_paths, mask_paths, lacking), mask_paths
 
 
@@ -331,11 +404,17 @@ def path_below(root: Path, name: str) -> Path:
         InputError: it is elsewhere.
     """
     if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
-        raise InputError(f"the bundle looks for images in {name!r}", f"a place below {root}", "change the bundle's ids")
+        raise InputError(
+            f"the bundle looks for images in {name!r}",
+            f"a place below {root}",
+            "change the bundle's ids",
+        )
     return root if name in ("", ".") else root / name
 
 
-def _items(root: Path, dataset: OwnImages, section: str, group_by: str | None, split: str | None) -> list[Item]:
+def _items(
+    root: Path, dataset: OwnImages, section: str, group_by: str | None, split: str | None
+) -> list[Item]:
     divided = sections_of(root, dataset, group_by, split)
     chosen = [record for record, its_section in divided if its_section == section]
     return [item_of(record) for record in sorted(chosen, key=lambda record: record.id)]
@@ -352,7 +431,10 @@ def sections_of(
     records = dataset.records
     if group_by:
         patients = grouping.by_names(group_by, dataset.names)
-        records = [replace(r, group=patient or r.group) for r, patient in zip(records, patients, strict=True)]
+        records = [
+            replace(r, group=patient or r.group)
+            for r, patient in zip(records, patients, strict=True)
+        ]
 
     records = cases.described(root, records, dataset.rows)
     has_sections = any("section" in row for row in dataset.rows.values())

@@ -7,7 +7,16 @@ from medfl.datasets.phantoms.layouts import draw_medmnist
 from medfl.datasets.readers.splitting import by_group, published
 from medfl.datasets.readers.tables import class_folders, medmnist
 
-CLASSES = ("basophil", "eosinophil", "erythroblast", "ig", "lymphocyte", "monocyte", "neutrophil", "platelet")
+CLASSES = (
+    "basophil",
+    "eosinophil",
+    "erythroblast",
+    "ig",
+    "lymphocyte",
+    "monocyte",
+    "neutrophil",
+    "platelet",
+)
 
 DATASET = DataSet(
     name="pbc",
@@ -27,7 +36,13 @@ DATASET = DataSet(
     channels=3,
     folders=("pbc", "bloodmnist", "medmnist"),
     layouts=(
-        medmnist("MedMNIST bloodmnist[_64|_128|_224].npz", "bloodmnist", len(CLASSES), "official", centre="barcelona"),
+        medmnist(
+            "MedMNIST bloodmnist[_64|_128|_224].npz",
+            "bloodmnist",
+            len(CLASSES),
+            "official",
+            centre="barcelona",
+        ),
         class_folders(
             f"PBC_dataset_normal_DIB/{{{','.join(CLASSES)}}}/*.jpg, as folders or in PBC_dataset_normal_DIB.zip",
             ("seeded",),
@@ -44,7 +59,9 @@ DATASET = DataSet(
     "Yang et al.: MedMNIST v2. Scientific Data 10, 41 (2023)",
     draw=draw_medmnist("bloodmnist", len(CLASSES), 3),
     per_class=76,
-    notes=("11,959 / 1,712 / 3,421 images in MedMNIST's split; the folders have 17,092 and no published split",),
+    notes=(
+        "11,959 / 1,712 / 3,421 images in MedMNIST's split; the folders have 17,092 and no published split",
+    ),
     downloads=(
         Download(
             "https://zenodo.org/records/10519652/files/bloodmnist_64.npz?download=1",

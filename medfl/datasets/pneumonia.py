@@ -37,7 +37,9 @@ DATASET = DataSet(
             sections=True,
             centre="guangzhou",
             group=patient,
-            notes=("the published val folder has 16 images only; split patient cuts all images 70/10/20 by patient",),
+            notes=(
+                "the published val folder has 16 images only; split patient cuts all images 70/10/20 by patient",
+            ),
         ),
         medmnist(
             "MedMNIST pneumoniamnist[_64|_128|_224].npz",

@@ -20,8 +20,20 @@ from medfl.datasets.ham10000 import (
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
-from medfl.datasets.readers.pairs import mask_index, matched, pair_folders, paired, read_pair, read_pair_folders
-from medfl.datasets.readers.splitting import Record, by_group, validation_from_test, validation_from_train
+from medfl.datasets.readers.pairs import (
+    mask_index,
+    matched,
+    pair_folders,
+    paired,
+    read_pair,
+    read_pair_folders,
+)
+from medfl.datasets.readers.splitting import (
+    Record,
+    by_group,
+    validation_from_test,
+    validation_from_train,
+)
 from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
 
 CLASSES = ("background", "lesion")
@@ -39,11 +51,17 @@ def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[P
         centre = row[column]
         where = f"{row['image_id']} in {path}"
         if centre not in CENTRES:
-            table.problems.append(f"{where} has centre {centre!r}, the centres are {', '.join(CENTRES)}")
+            table.problems.append(
+                f"{where} has centre {centre!r}, the centres are {', '.join(CENTRES)}"
+            )
         elif key not in picture or key not in mask:
-            table.problems.append(f"{where}: its {'image' if key not in picture else 'mask'} is missing")
+            table.problems.append(
+                f"{where}: its {'image' if key not in picture else 'mask'} is missing"
+            )
         else:
-            table.records.append(Record(picture[key], 0, key, centre, row["lesion_id"], mask=mask[key]))
+            table.records.append(
+                Record(picture[key], 0, key, centre, row["lesion_id"], mask=mask[key])
+            )
 
     return table
 
@@ -65,7 +83,8 @@ def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
     sections = {}
     for section, part in _PARTS.items():
         images, masks = (
-            first(folder, f"{ISIC}_{part}_{kind}", f"{ISIC}_{part}_{kind}.zip") for kind in ("Data", "GroundTruth")
+            first(folder, f"{ISIC}_{part}_{kind}", f"{ISIC}_{part}_{kind}.zip")
+            for kind in ("Data", "GroundTruth")
         )
         if images and masks:
             sections[section] = images, masks
@@ -111,7 +130,11 @@ DATASET = DataSet(
             "labels.csv (image_id, lesion_id, centre) + images_<centre>/ and masks_<centre>/ (folders or zips), masks "
             "named <image_id>[_segmentation].png",
             ("lesion",),
-            lambda folder: (folder / "labels.csv").is_file() and centre_roots(folder) and centre_roots(folder, "masks"),
+            lambda folder: (
+                (folder / "labels.csv").is_file()
+                and centre_roots(folder)
+                and centre_roots(folder, "masks")
+            ),
             lambda folder: _read_ham(
                 folder / "labels.csv", "centre", centre_roots(folder), centre_roots(folder, "masks")
             ),
@@ -165,7 +188,13 @@ DATASET = DataSet(
         mixed([[sum(row)] for row in ham10000.MIX], LEAST),
         lambda case: f"images_{phantom_centre(case)}/{phantom_key(case)}.jpg",
         mask=lambda case: f"masks_{phantom_centre(case)}/{phantom_key(case)}.png",
-        tables={"labels.csv": {"lesion_id": phantom_lesion, "image_id": phantom_key, "centre": phantom_centre}},
+        tables={
+            "labels.csv": {
+                "lesion_id": phantom_lesion,
+                "image_id": phantom_key,
+                "centre": phantom_centre,
+            }
+        },
         sides=((0.75, 0.75), (1, 1)),
         repeats=True,
     ),

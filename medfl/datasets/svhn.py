@@ -32,7 +32,11 @@ DATASET = DataSet(
     concepts=tuple(f"digit {text}" for text in string.digits),
     channels=3,
     folders=("svhn", "SVHN"),
-    layouts=(stacked("train_32x32.mat and test_32x32.mat (format 2: cropped digits)", _find, 10, "official"),),
+    layouts=(
+        stacked(
+            "train_32x32.mat and test_32x32.mat (format 2: cropped digits)", _find, 10, "official"
+        ),
+    ),
     rules={"official": validation_from_train("official")},
     licence="for non-commercial use only, as its page says",
     source="https://ufldl.stanford.edu/housenumbers",

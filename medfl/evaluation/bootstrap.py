@@ -44,7 +44,9 @@ def draw(strata: Integers, seed: int, count: int = DRAWS) -> Draws:
         for start in range(0, count, step):
             rows = min(step, count - start)
             taken = generator.integers(0, size, (rows, size)) + size * np.arange(rows)[:, None]
-            draws[start : start + rows, members] = np.bincount(taken.ravel(), minlength=rows * size).reshape(rows, size)
+            draws[start : start + rows, members] = np.bincount(
+                taken.ravel(), minlength=rows * size
+            ).reshape(rows, size)
 
     return draws
 
@@ -83,7 +85,9 @@ def classification(
     return intervals(values)
 
 
-def classified(label: Integers, predicted: Integers, classes: int, draws: Draws) -> dict[str, Floats]:
+def classified(
+    label: Integers, predicted: Integers, classes: int, draws: Draws
+) -> dict[str, Floats]:
     """Return accuracy, balanced accuracy and macro F1 (draws,) in each draw, as `medfl.evaluation.metrics` has them."""
     counts = _confusions(label, predicted, classes, draws)
     hits = np.diagonal(counts, 0, 1, 2)
@@ -105,7 +109,11 @@ def _mean_share(part: NDArray[Any], total: NDArray[Any]) -> Floats:
 
 def means(values: Mapping[str, Floats], draws: Draws) -> dict[str, Interval]:
     """Return the interval of each metric's mean over the cases whose value (N,) is not NaN, if these are enough."""
-    enough = {name: column for name, column in values.items() if np.count_nonzero(~np.isnan(column)) >= LEAST}
+    enough = {
+        name: column
+        for name, column in values.items()
+        if np.count_nonzero(~np.isnan(column)) >= LEAST
+    }
     return intervals({name: mean(column, draws) for name, column in enough.items()})
 
 
@@ -163,7 +171,9 @@ class _Ranked(NamedTuple):
         order = np.argsort(score, kind="stable")
         positives = order[positive[order]]
         negatives = order[~positive[order]]
-        ends = [np.searchsorted(score[negatives], score[positives], side) for side in ("left", "right")]
+        ends = [
+            np.searchsorted(score[negatives], score[positives], side) for side in ("left", "right")
+        ]
         return cls(positives, negatives, ends[0], ends[1])
 
     def areas(self, draws: Draws) -> Floats:

@@ -69,6 +69,8 @@ def redrawn(
     """
     bins = np.equal.outer(curve.member, np.arange(len(curve.count))).astype(np.float64)
     right = np.asarray(correct).astype(np.float64)[:, None]
-    gaps, hits, cases = (draws @ column for column in (bins * (right - confidence[:, None]), bins * right, bins))
+    gaps, hits, cases = (
+        draws @ column for column in (bins * (right - confidence[:, None]), bins * right, bins)
+    )
     with np.errstate(invalid="ignore"):
         return np.abs(gaps).sum(1) / cases.sum(1), hits / cases

@@ -88,7 +88,9 @@ def covariance(positive: NDArray[Any], scores: NDArray[Any]) -> tuple[Floats, Fl
 
     if not np.isfinite(values).all():
         raise InputError(
-            "scores with NaN or infinite values", "every case has a finite score", "leave out the cases without one"
+            "scores with NaN or infinite values",
+            "every case has a finite score",
+            "leave out the cases without one",
         )
     if not m or not n:
         raise InputError(
@@ -140,7 +142,10 @@ def _covariance_of_means(components: Floats) -> Floats:
 def _area(positive: NDArray[Any], value: float, variance: float) -> Area:
     half = _half_width(variance)
     chosen = np.asarray(positive).astype(bool)
-    low, high = (min(1.0, max(0.0, end)) if math.isfinite(end) else math.nan for end in (value - half, value + half))
+    low, high = (
+        min(1.0, max(0.0, end)) if math.isfinite(end) else math.nan
+        for end in (value - half, value + half)
+    )
     return Area(value, low, high, variance, int(chosen.sum()), int((~chosen).sum()))
 
 

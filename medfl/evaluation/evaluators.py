@@ -38,7 +38,9 @@ class Masks(NamedTuple):
 class Evaluator(Protocol):
     """Scores a network on a shard."""
 
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
         """Return one outcome per item, in the shard's order; the network, on `device`, is put in evaluation mode.
 
         `surface_metrics` are the metrics of masks' surfaces to compute too, which are too slow for every round.
@@ -60,7 +62,9 @@ class ClassEvaluator:
     ends_in_sigmoid: bool = False
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
         """Return "probabilities" (N, K), "label" (N,) and "loss" (N,)."""
         network.eval()
         rows: list[Tensor] = []
@@ -68,12 +72,17 @@ class ClassEvaluator:
         for x, y in shard.batches(self.batch_size):
             logits = network(x.to(device)).float().flatten(1)
             logits = logits.logit(1e-6) if self.ends_in_sigmoid else logits
-            rows.append(torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits)
+            rows.append(
+                torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
+            )
             one_hot = y.ndim == 2 and y.shape[1] > 1
             labels.append((y.argmax(1) if one_hot else y.reshape(len(logits))).to(device).long())
 
         logits = torch.cat(rows) if rows else torch.zeros(0, 2, device=device)
-        label = torch.cat(labels) if labels else torch.zeros(0, dtype=torch.int64, device=device)
+        if labels:
+            label = torch.cat(labels)
+        else:
+            label = torch.zeros(0, dtype=torch.int64, device=device)
 
         values = {
             "probabilities": logits.softmax(1).cpu(),
@@ -103,7 +112,9 @@ class MaskEvaluator:
     tolerance: float = 1.0
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
         """Return one (N,) tensor per metric; of surfaces only those asked for.
 
         Raises:
@@ -111,7 +122,9 @@ class MaskEvaluator:
             RunError: inferer or loss fail on a case, or the output is not finite; the item is named.
         """
         rows = []
-        for index, (logits, y) in zip(shard.indices.tolist(), self._outputs(network, shard, device), strict=True):
+        for index, (logits, y) in zip(
+            shard.indices.tolist(), self._outputs(network, shard, device), strict=True
+        ):
             (ident,) = shard.prepared.ids([index])
             prediction, reference, count = self._masks(ident, logits, y)
             spacing = _spacing(shard.prepared, index, reference.ndim)
@@ -121,6 +134,7 @@ class MaskEvaluator:
             names = ("background", *foreground(self.classes, count - 1))
 
             annotated = shard.shown.get(index)
+
             if annotated is not None:  # structures that its mask does not show are not scored
                 prediction = annotated.renumbered(prediction)
                 reference = annotated.renumbered(reference)
@@ -128,7 +142,14 @@ class MaskEvaluator:
                 logits = annotated.marginal_logits(logits)
                 y = annotated.renumbered(y)
 
-            row = scores(prediction, reference, names, spacing, self.tolerance, surface_metrics=surface_metrics)
+            row = scores(
+                prediction,
+                reference,
+                names,
+                spacing,
+                self.tolerance,
+                surface_metrics=surface_metrics,
+            )
             with _naming_item(ident):
                 rows.append({**row, "loss": float(self.loss(logits, y))})
 
@@ -137,10 +158,14 @@ class MaskEvaluator:
     @torch.no_grad()
     def masks(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[Masks]:
         """Yield the predicted and the reference mask of each item."""
-        for ident, (logits, y) in zip(shard.ids, self._outputs(network, shard, device), strict=True):
+        for ident, (logits, y) in zip(
+            shard.ids, self._outputs(network, shard, device), strict=True
+        ):
             yield self._masks(ident, logits, y)
 
-    def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    def _outputs(
+        self, network: nn.Module, shard: Shard, device: torch.device
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield logits (1, K, H, W[, D]) and target (1, ...) of each item."""
         network.eval()
         ids = shard.ids
@@ -166,7 +191,9 @@ class MaskEvaluator:
 
         channels = logits.shape[1]
         classes = max(2, logits.shape[1])
-        predicted = (logits.argmax(1) if channels > 1 else logits[:, 0] > 0)[0].to(torch.uint8).cpu()
+        predicted = (
+            (logits.argmax(1) if channels > 1 else logits[:, 0] > 0)[0].to(torch.uint8).cpu()
+        )
         reference = (y.argmax(1) if y.shape[1] > 1 else y[:, 0])[0].cpu()
         low = int(reference.min())
         high = int(reference.max())
@@ -223,7 +250,9 @@ class CaseEvaluator:
             metric.attach(self._engine, name)
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
         """Return the metric's value per case (N,), NaN where it is undefined, and the metrics of a segmentation.
 
         Raises:
@@ -242,22 +271,35 @@ class CaseEvaluator:
 
                 row = {self.name: self._score(cases, y, prediction)}
                 if self.tolerance is not None:
-                    names = self.structures if annotated is None else annotated.named(self.structures)
-                    row = {**self._mask_row(x, cases, shard.prepared, index, surface_metrics, names), **row}
+                    if annotated is None:
+                        names = self.structures
+                    else:
+                        names = annotated.named(self.structures)
+
+                    row = {
+                        **self._mask_row(x, cases, shard.prepared, index, surface_metrics, names),
+                        **row,
+                    }
 
                 rows.append(row)
 
         return _cases(shard, rows)
 
     @torch.no_grad()
-    def masks(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[Masks | None]:
+    def masks(
+        self, network: nn.Module, shard: Shard, device: torch.device
+    ) -> Iterator[Masks | None]:
         """Yield the predicted and the reference mask of each item, None where their channels overlap."""
-        for ident, (x, *output) in zip(shard.ids, self._outputs(network, shard, device), strict=True):
+        for ident, (x, *output) in zip(
+            shard.ids, self._outputs(network, shard, device), strict=True
+        ):
             with _naming_item(ident):
                 pair = _channels(x, self._processed(x, *output))
             yield None if pair is None else _indices(*pair)
 
-    def _outputs(self, network: nn.Module, shard: Shard, device: torch.device) -> Iterator[tuple[Any, Any, Any, Any]]:
+    def _outputs(
+        self, network: nn.Module, shard: Shard, device: torch.device
+    ) -> Iterator[tuple[Any, Any, Any, Any]]:
         """Yield input, target, prediction and the further fields of each item, in batches of one."""
         network.eval()
         cases = shard.prepared.cases(shard.indices) if len(shard) else iter(())
@@ -276,13 +318,21 @@ class CaseEvaluator:
         return [self.postprocessing(case) if self.postprocessing else case for case in cases]
 
     def _mask_row(
-        self, x: Any, cases: Sequence[Any], prepared: Prepared, index: int, surface_metrics: Sequence[str], names: Names
+        self,
+        x: Any,
+        cases: Sequence[Any],
+        prepared: Prepared,
+        index: int,
+        surface_metrics: Sequence[str],
+        names: Names,
     ) -> dict[str, float]:
         pair = _channels(x, cases)
         if pair is None or self.tolerance is None:
             return dict.fromkeys(("dice", "pixel_accuracy", *surface_metrics), math.nan)
         spacing = _spacing(prepared, index, x.ndim - 2)
-        return channel_scores(*pair, spacing, self.tolerance, surface_metrics=surface_metrics, names=names)
+        return channel_scores(
+            *pair, spacing, self.tolerance, surface_metrics=surface_metrics, names=names
+        )
 
     def _score(self, cases: list[Any], y: Any, prediction: Any) -> float:
         if not self._is_ignite:
@@ -296,9 +346,13 @@ class CaseEvaluator:
         except NotComputableError:  # nothing in this case to score
             return float("nan")
 
-        metric: Any = self._metric.metric_fn if isinstance(self._metric, IgniteMetricHandler) else None
+        metric: Any = (
+            self._metric.metric_fn if isinstance(self._metric, IgniteMetricHandler) else None
+        )
         details = metric.get_buffer() if metric is not None else None
-        if isinstance(details, Tensor) and details.isnan().all():  # MONAI calls the mean of nothing 0
+        if (
+            isinstance(details, Tensor) and details.isnan().all()
+        ):  # MONAI calls the mean of nothing 0
             return float("nan")
 
         parts = list(value.values()) if isinstance(value, Mapping) else value
@@ -313,7 +367,9 @@ def _naming_item(ident: str) -> Iterator[None]:
     except MedflError:
         raise
     except Exception as error:
-        raise RunError(f"the bundle's validation fails on item {ident!r}: {as_text(root_cause(error))}") from error
+        raise RunError(
+            f"the bundle's validation fails on item {ident!r}: {as_text(root_cause(error))}"
+        ) from error
 
 
 def _cases(shard: Shard, rows: Sequence[Mapping[str, float]]) -> Cases:
@@ -351,10 +407,14 @@ def _channels(x: Any, cases: Sequence[Any]) -> tuple[Tensor, Tensor] | None:
     pair: list[Any] = [cases[0].get(key) for key in ("pred", "label")]
     if not all(isinstance(value, Tensor) and value.shape[1:] == x.shape[2:] for value in pair):
         return None
-    if len(pair[0]) != len(pair[1]) or not all(((value == 0) | (value == 1)).all() for value in pair):
+    if len(pair[0]) != len(pair[1]) or not all(
+        ((value == 0) | (value == 1)).all() for value in pair
+    ):
         return None
 
-    prediction, label = (value.as_tensor() if isinstance(value, MetaTensor) else value for value in pair)
+    prediction, label = (
+        value.as_tensor() if isinstance(value, MetaTensor) else value for value in pair
+    )
     return prediction.to(torch.uint8).cpu(), label.to(torch.uint8).cpu()
 
 

@@ -43,6 +43,7 @@ def surface_metrics_of(text: str, structures: Sequence[str] | None) -> tuple[str
     allowed = [ALL]
     if structures is not None:
         allowed += ["dice", *SURFACE_METRICS]
+
     for structure in structure_slugs:
         allowed += [f"{kind}_{structure}" for kind in SURFACE_METRICS]
 
@@ -99,7 +100,9 @@ def scores(
     box = boxes[0] if boxes else (slice(0, 0),) * predicted.ndim  # empty where both masks are
     predicted = predicted[box].astype(np.int64)
     true = true[box].astype(np.int64)
-    counts = np.bincount((true * count + predicted).ravel(), minlength=count * count).reshape(count, count)
+    counts = np.bincount((true * count + predicted).ravel(), minlength=count * count).reshape(
+        count, count
+    )
     counts[0, 0] += math.prod(shape) - predicted.size
     both = np.diag(counts)[1:]
     sizes = (counts.sum(0) + counts.sum(1))[1:]
@@ -114,7 +117,9 @@ def scores(
         ours, theirs = (_surface_points(mask, count) for mask in (predicted, true))
         measure = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=shape)
         average: Callable[..., Any] = partial(np.mean, axis=0)
-        result |= _of_surfaces(surface_metrics, classes[1:], present, lambda c: measure(ours[c], theirs[c]), average)
+        result |= _of_surfaces(
+            surface_metrics, classes[1:], present, lambda c: measure(ours[c], theirs[c]), average
+        )
 
     return result
 
@@ -136,8 +141,12 @@ def channel_scores(
     first = int(len(reference) > 1 and _exclusive(reference))
     pairs = [*zip(prediction[first:], reference[first:], strict=True)]
     names = foreground(names, len(pairs))
-    cases = [scores(*pair, ("", name), spacing, tolerance) for pair, name in zip(pairs, names, strict=True)]
+    cases = [
+        scores(*pair, ("", name), spacing, tolerance)
+        for pair, name in zip(pairs, names, strict=True)
+    ]
     result = {"dice": float(np.mean([case["dice"] for case in cases]))}
+
     for case, name in zip(cases, names, strict=True):
         measure = f"dice_{slug(name)}"
         result[measure] = case[measure]
@@ -146,16 +155,23 @@ def channel_scores(
 
     if surface_metrics:
         present = [bool(true.any()) for _, true in pairs]
-        measure_surfaces = partial(_surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:])
+        measure_surfaces = partial(
+            _surfaces, spacing=spacing, tolerance=tolerance, shape=prediction.shape[1:]
+        )
         maps: list[list[NDArray[np.int64]]] = []
         if first and _exclusive(prediction):  # one pass over the image, not one a channel
-            maps = [_surface_points(mask.argmax(0).numpy(), len(mask)) for mask in (prediction, reference)]
+            maps = [
+                _surface_points(mask.argmax(0).numpy(), len(mask))
+                for mask in (prediction, reference)
+            ]
 
         def measured(c: int) -> _Surfaces:
             of_channel = (_surface_points(mask.numpy(), 2)[0] for mask in pairs[c])
             return measure_surfaces(*([points[c] for points in maps] or of_channel))
 
-        result |= _of_surfaces(surface_metrics, names, present, measured, lambda r: map(np.mean, zip(*r, strict=True)))
+        result |= _of_surfaces(
+            surface_metrics, names, present, measured, lambda r: map(np.mean, zip(*r, strict=True))
+        )
 
     return result
 
@@ -185,7 +201,9 @@ def by_structure(
     results: dict[str, dict[str, float | None]] = {}
     for name in structures:
         columns = {kind: f"{kind}_{slug(name)}" for kind in KINDS}
-        results[name] = {kind: summary.get(column) for kind, column in columns.items() if column in measured}
+        results[name] = {
+            kind: summary.get(column) for kind, column in columns.items() if column in measured
+        }
 
         dice = columns["dice"]
         scored = summary.get(f"{dice}_cases", cases) if dice in summary else 0
@@ -243,7 +261,12 @@ def _of_surfaces(
     present_values = {c: pair for c, pair in values.items() if present[c]}
     results: dict[str, float] = {}
     for c, pair in present_values.items():
-        results.update({f"{kind}_{slug(names[c])}": value for kind, value in zip(SURFACE_METRICS, pair, strict=True)})
+        results.update(
+            {
+                f"{kind}_{slug(names[c])}": value
+                for kind, value in zip(SURFACE_METRICS, pair, strict=True)
+            }
+        )
 
     results |= zip(SURFACE_METRICS, mean([*values.values()]), strict=True) if of_all else {}
 
@@ -281,12 +304,17 @@ def _surfaces(
     if not len(predicted) and not len(true):
         return 0.0, 1.0
     if not len(predicted) or not len(true):
-        return math.hypot(*((side - 1) * step for side, step in zip(shape, spacing, strict=True))), 0.0
+        return math.hypot(
+            *((side - 1) * step for side, step in zip(shape, spacing, strict=True))
+        ), 0.0
 
     # from the corner of a box one pixel wider, in single precision: so they are MONAI's to the bit
     corner = np.minimum(predicted.min(0), true.min(0)) - 1
     here, there = ((points - corner) * np.asarray(spacing, float) for points in (predicted, true))
-    both = [KDTree(ends, leafsize=32).query(starts)[0] for starts, ends in ((here, there), (there, here))]
+    both = [
+        KDTree(ends, leafsize=32).query(starts)[0]
+        for starts, ends in ((here, there), (there, here))
+    ]
     distances = [torch.from_numpy(array).float() for array in both]
     hd95 = max(float(torch.quantile(distance, 0.95)) for distance in distances)
     near = sum(int((distance <= tolerance).sum()) for distance in distances)

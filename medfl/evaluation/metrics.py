@@ -32,10 +32,18 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = MappingProxyType(
     {
-        "accuracy": Metric("Accuracy", "share of cases whose most probable class is the reference class"),
-        "balanced_accuracy": Metric("Balanced accuracy", "mean recall over the classes present in the reference"),
-        "f1_macro": Metric("Macro F1", "mean F1 over the classes present in the reference or predicted"),
-        "auroc": Metric("AUROC", "mean one-versus-rest area under the ROC curve; if two classes, the second's"),
+        "accuracy": Metric(
+            "Accuracy", "share of cases whose most probable class is the reference class"
+        ),
+        "balanced_accuracy": Metric(
+            "Balanced accuracy", "mean recall over the classes present in the reference"
+        ),
+        "f1_macro": Metric(
+            "Macro F1", "mean F1 over the classes present in the reference or predicted"
+        ),
+        "auroc": Metric(
+            "AUROC", "mean one-versus-rest area under the ROC curve; if two classes, the second's"
+        ),
         "loss": Metric("Loss", "mean of the bundle's loss over the cases", higher_is_better=False),
         "dice": Metric(
             "Dice",
@@ -54,15 +62,21 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
             "share of both surfaces within the bundle's surface_tolerance of the other, mean over the structures "
             "of a case, then over cases; 1 for a structure that neither mask has, 0 where one has it",
         ),
-        "pixel_accuracy": Metric("Pixel accuracy", "share of a case's pixels of the right class, mean over cases"),
+        "pixel_accuracy": Metric(
+            "Pixel accuracy", "share of a case's pixels of the right class, mean over cases"
+        ),
     }
 )
 
-KEY_METRICS: Mapping[str, str] = MappingProxyType({"classification": "balanced_accuracy", "segmentation": "dice"})
+KEY_METRICS: Mapping[str, str] = MappingProxyType(
+    {"classification": "balanced_accuracy", "segmentation": "dice"}
+)
 """The metric that chooses the best round of a task whose bundle names none."""
 
 _OF_CLASSES = ("probabilities", "label", "loss")
-_LOWER_IS_BETTER = frozenset({"loss", "error", "mae", "mse", "rmse", "nll", "ece", "hd95", "hausdorff", "distance"})
+_LOWER_IS_BETTER = frozenset(
+    {"loss", "error", "mae", "mse", "rmse", "nll", "ece", "hd95", "hausdorff", "distance"}
+)
 
 
 def higher_is_better(name: str) -> bool:
@@ -80,7 +94,9 @@ def title(name: str) -> str:
     """Return the metric's title; `dice_<name>` is the Dice of one structure, as are its surface Dice and HD95."""
     if name in METRICS:
         return METRICS[name].title
-    first = next((kind for kind in ("dice", "hd95", "surface_dice") if name.startswith(f"{kind}_")), "")
+    first = next(
+        (kind for kind in ("dice", "hd95", "surface_dice") if name.startswith(f"{kind}_")), ""
+    )
     words = name.removeprefix(f"{first}_").split("_")
     return " ".join([*([METRICS[first].title] if first else []), *words])
 
@@ -110,7 +126,9 @@ class Cases:
     def __post_init__(self) -> None:
         for name, tensor in self.values.items():
             if tensor.ndim == 0 or len(tensor) != len(self.ids):
-                raise ValueError(f"values[{name!r}] has shape {tuple(tensor.shape)} for {len(self.ids)} cases")
+                raise ValueError(
+                    f"values[{name!r}] has shape {tuple(tensor.shape)} for {len(self.ids)} cases"
+                )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -124,7 +142,9 @@ class Cases:
     def _index(self) -> dict[str, int]:
         index = {name: i for i, name in enumerate(self.ids)}
         if len(index) != len(self.ids):
-            raise ValueError(f"{len(self.ids) - len(index)} of {len(self.ids)} case ids are repeated")
+            raise ValueError(
+                f"{len(self.ids) - len(index)} of {len(self.ids)} case ids are repeated"
+            )
         return index
 
     def select(self, which: Sequence[str] | Sequence[int]) -> Cases:
@@ -135,7 +155,10 @@ class Cases:
         """
         rows = [self._index[item] if isinstance(item, str) else int(item) for item in which]
         index = torch.tensor(rows, dtype=torch.int64)
-        values = {name: tensor.index_select(0, index.to(tensor.device)) for name, tensor in self.values.items()}
+        values = {
+            name: tensor.index_select(0, index.to(tensor.device))
+            for name, tensor in self.values.items()
+        }
         return Cases(tuple(self.ids[row] for row in rows), values)
 
     @staticmethod
@@ -149,14 +172,19 @@ class Cases:
         if not filled:
             return parts[0] if parts else Cases((), {})
 
-        examples: dict[str, torch.Tensor] = {}  # the first tensor of each name, in order of appearance
+        examples: dict[
+            str, torch.Tensor
+        ] = {}  # the first tensor of each name, in order of appearance
         for part in filled:
             for name, tensor in part.values.items():
                 examples.setdefault(name, tensor)
 
         for part in filled:
             lacking = [name for name in examples if name not in part.values]
-            if any(examples[name].ndim > 1 or not examples[name].is_floating_point() for name in lacking):
+            if any(
+                examples[name].ndim > 1 or not examples[name].is_floating_point()
+                for name in lacking
+            ):
                 raise ValueError(f"cannot join cases with and without {lacking}")
 
         ids: list[str] = []
@@ -165,7 +193,9 @@ class Cases:
             ids += part.ids
             for name, example in examples.items():
                 column = part.values.get(name)
-                columns[name].append(example.new_full((len(part),), torch.nan) if column is None else column)
+                columns[name].append(
+                    example.new_full((len(part),), torch.nan) if column is None else column
+                )
 
         return Cases(tuple(ids), {name: torch.cat(column) for name, column in columns.items()})
 
@@ -240,7 +270,11 @@ def spread(values: Mapping[str, float | None], higher_is_better: bool = True) ->
 
     A site without the metric has no entry, None or NaN. No site at all gives an empty result.
     """
-    by_site = {site: float(value) for site, value in values.items() if value is not None and not math.isnan(value)}
+    by_site = {
+        site: float(value)
+        for site, value in values.items()
+        if value is not None and not math.isnan(value)
+    }
     if not by_site:
         return {}
 
@@ -282,7 +316,9 @@ def _check(ids: tuple[str, ...], probabilities: NDArray[Any], label: NDArray[Any
     bad = ~np.isfinite(probabilities).all(1)
     if bad.any():
         count = f"{int(bad.sum())} of {len(ids)} cases"
-        raise RunError(f"the model's probabilities are not finite for {count}, first {ids[bad.argmax()]!r}")
+        raise RunError(
+            f"the model's probabilities are not finite for {count}, first {ids[bad.argmax()]!r}"
+        )
 
 
 def _auroc(label: NDArray[Any], probabilities: NDArray[Any]) -> float | None:

@@ -34,7 +34,10 @@ def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
 
     Of N cases, the class indices (N,) and the probabilities (N, K).
     """
-    from sklearn.metrics import roc_auc_score, roc_curve  # here, because it takes a second to import
+    from sklearn.metrics import (
+        roc_auc_score,
+        roc_curve,
+    )  # here, because it takes a second to import
 
     curves = []
     classes = probabilities.shape[1]
@@ -48,7 +51,9 @@ def curves(label: NDArray[np.int64], probabilities: Floats) -> list[Curve]:
         if len(fpr) > _POINTS + 1:
             fpr, tpr = _at_grid(fpr, tpr)
 
-        curves.append(Curve(c, fpr, tpr, float(roc_auc_score(positive, score)), int(positive.sum())))
+        curves.append(
+            Curve(c, fpr, tpr, float(roc_auc_score(positive, score)), int(positive.sum()))
+        )
 
     return curves
 

@@ -45,7 +45,9 @@ class Plane:
     left: str = ""
 
 
-def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry | None) -> list[Plane]:
+def planes(
+    image: Array, reference: Array, prediction: Array, geometry: Geometry | None
+) -> list[Plane]:
     """Return the one plane of a picture, or the axial, the coronal and the sagittal one of a volume.
 
     A volume is cut at the medians of the reference's foreground voxels, of the prediction's where the reference is
@@ -61,15 +63,31 @@ def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry
     spacing = geometry.spacing if geometry else (1.0,) * reference.ndim
     if reference.ndim == 2:
         as_they_are = len(image) == 3 and image.min() >= -_ROUNDING and image.max() <= 1 + _ROUNDING
-        grey = image.clip(0, 1) if as_they_are else _windowed(image if len(image) == 3 else image[:1])
+        if as_they_are:
+            grey = image.clip(0, 1)
+        else:
+            grey = _windowed(image if len(image) == 3 else image[:1])
 
         rows_first = geometry is not None and is_picture(geometry)
         arrays = [np.moveaxis(grey, 0, 2), reference, prediction]
-        picture, reference, prediction = arrays if rows_first else [array.swapaxes(0, 1) for array in arrays]
-        height, width = (
-            side * step for side, step in zip(reference.shape, spacing if rows_first else spacing[::-1], strict=True)
+        picture, reference, prediction = (
+            arrays if rows_first else [array.swapaxes(0, 1) for array in arrays]
         )
-        return [Plane("", picture if len(image) == 3 else picture[..., 0], reference, prediction, (height, width))]
+        height, width = (
+            side * step
+            for side, step in zip(
+                reference.shape, spacing if rows_first else spacing[::-1], strict=True
+            )
+        )
+        return [
+            Plane(
+                "",
+                picture if len(image) == 3 else picture[..., 0],
+                reference,
+                prediction,
+                (height, width),
+            )
+        ]
 
     volumes = [_windowed(image[:1])[0], reference, prediction]
     affine: Array = geometry.affine if geometry else np.full((4, 4), np.nan)
@@ -80,7 +98,10 @@ def planes(image: Array, reference: Array, prediction: Array, geometry: Geometry
         spacing = tuple(spacing[list(order[:, 0]).index(axis)] for axis in range(3))
 
     at = _middle(*volumes[1:])
-    return [_cut(volumes, axis, at, spacing, name, left if oriented else "") for name, axis, left in _CUTS]
+    return [
+        _cut(volumes, axis, at, spacing, name, left if oriented else "")
+        for name, axis, left in _CUTS
+    ]
 
 
 def true_colours(image: Array, steps: Sequence[Any]) -> Array:
@@ -102,7 +123,9 @@ def true_colours(image: Array, steps: Sequence[Any]) -> Array:
             if by.subtrahend is None or by.divisor is None:
                 return image
 
-            divisor, subtrahend = (np.asarray(value, float).reshape(-1, 1, 1) for value in (by.divisor, by.subtrahend))
+            divisor, subtrahend = (
+                np.asarray(value, float).reshape(-1, 1, 1) for value in (by.divisor, by.subtrahend)
+            )
             undone = undone * divisor + subtrahend
         elif isinstance(step, ScaleIntensityRanged):
             low = step.scaler.b_min
@@ -124,16 +147,26 @@ def unit(geometry: Geometry | None) -> str:
 
 
 def _cut(
-    volumes: Sequence[Array], axis: int, at: Sequence[int], spacing: Sequence[float], name: str, left: str
+    volumes: Sequence[Array],
+    axis: int,
+    at: Sequence[int],
+    spacing: Sequence[float],
+    name: str,
+    left: str,
 ) -> Plane:
     across, up = (candidate for candidate in range(3) if candidate != axis)
     image, reference, prediction = (np.flip(volume.take(at[axis], axis)).T for volume in volumes)
     height, width = reference.shape
-    return Plane(name, image, reference, prediction, (height * spacing[up], width * spacing[across]), left)
+    return Plane(
+        name, image, reference, prediction, (height * spacing[up], width * spacing[across]), left
+    )
 
 
 def _middle(reference: Array, prediction: Array) -> list[int]:
-    mask = next((mask > 0 for mask in (reference, prediction) if (mask > 0).any()), np.ones_like(reference, dtype=bool))
+    mask = next(
+        (mask > 0 for mask in (reference, prediction) if (mask > 0).any()),
+        np.ones_like(reference, dtype=bool),
+    )
     return [int(np.percentile(where, 50, method="lower")) for where in np.nonzero(mask)]
 
 

@@ -32,7 +32,16 @@ from medfl.data.prepared import as_plain
 from medfl.export import configs, descriptions
 from medfl.export import network as exported
 from medfl.export.checks import LARGE, load_weights_into, problems
-from medfl.export.formats import FILES, LIMITS, Agreement, Comparison, ShapeRecorder, format_difference, quiet, write
+from medfl.export.formats import (
+    FILES,
+    LIMITS,
+    Agreement,
+    Comparison,
+    ShapeRecorder,
+    format_difference,
+    quiet,
+    write,
+)
 from medfl.export.images import Images, compare_predictions, test_images
 from medfl.problem.parts import is_parts
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
@@ -75,19 +84,27 @@ def export(
         InputError: no such run, model or site, or `out` is in use; nothing is written.
         RunError: a format differs from the network by more than its limit, or a check fails; nothing is written.
     """
-    run, out = Path(run), Path(out)
+    run = Path(run)
+    out = Path(out)
     check_which(which)
     require_for_export(out)
     trained = RunNetworks(run, which, say)
+
     if is_parts(trained.bundle.source):
-        given, advice = f"{run}, a run of parts in Python", "take weights.safetensors, or medfl.load_run(DIR).network()"
+        given = f"{run}, a run of parts in Python"
+        advice = "take weights.safetensors, or medfl.load_run(DIR).network()"
         raise InputError(given, "a bundle is written from the configuration of a bundle", advice)
+
     if not trained.finished:
-        say(f"note: the run in {run} was interrupted: this is round {trained.round} of {trained.run.rounds}")
+        say(
+            f"note: the run in {run} was interrupted: this is round {trained.round} of {trained.run.rounds}"
+        )
+
     models = trained.models(site, data, say)
     several = site == "all" and "all" not in trained.sites
     names = [safe_file_name(model.site) if several else "" for model in models]
     temporary = out.parent / f".{out.name}.{os.getpid()}.tmp"
+
     try:
         with writing(out, "free some space"):
             temporary.mkdir(parents=True)
@@ -95,14 +112,23 @@ def export(
                 _BundleWriter(trained, model, temporary / name, formats, data, say).write()
                 for model, name in zip(models, names, strict=True)
             ]
+
             if out.is_dir():
                 out.rmdir()
+
             temporary.rename(out)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
     for document, name in zip(documents, names, strict=True):
         document["folder"] = str(out / name)
-    return {"run": str(run), "run_hash": trained.run_hash, "data_source": trained.run.data.source, "bundles": documents}
+
+    return {
+        "run": str(run),
+        "run_hash": trained.run_hash,
+        "data_source": trained.run.data.source,
+        "bundles": documents,
+    }
 
 
 @dataclass(frozen=True)
@@ -117,9 +143,19 @@ class _BundleWriter:
     """Writes one bundle."""
 
     def __init__(
-        self, trained: RunNetworks, model: Model, folder: Path, formats: Sequence[str], data: str | None, say: Print
+        self,
+        trained: RunNetworks,
+        model: Model,
+        folder: Path,
+        formats: Sequence[str],
+        data: str | None,
+        say: Print,
     ) -> None:
-        self.trained, self.model, self.folder, self.formats, self.say = trained, model, folder, formats, say
+        self.trained = trained
+        self.model = model
+        self.folder = folder
+        self.formats = formats
+        self.say = say
         self.task = trained.task
         self.images: Images = test_images(trained, model, data, say)
         self.bundle = self.images.bundle
@@ -128,7 +164,9 @@ class _BundleWriter:
         ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
         activation = partial(_probabilities, self.task.kind, ends_in_sigmoid)
         self.comparison = Comparison(self.images.inputs, self.inferer, activation)
-        self.data_folder = str(self.bundle.get("dataset_dir")) if "dataset_dir" in self.bundle else None
+        self.data_folder = (
+            str(self.bundle.get("dataset_dir")) if "dataset_dir" in self.bundle else None
+        )
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
 
@@ -139,24 +177,32 @@ class _BundleWriter:
         with torch.no_grad():
             for x in self.images.inputs:
                 self.inferer(x, seen)
+
         same = self._check_predictions(network)
         definition = self._choose_definition(network)
         for folder in ("configs", "models", "docs"):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
+
         agreements = self._formats(network, seen, definition)
         self._write_weights(network, definition)
         files = descriptions.weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
-        meta = descriptions.bundle_metadata(self.folder, self.trained, self.model, seen, agreements, definition.kind)
+        meta = descriptions.bundle_metadata(
+            self.folder, self.trained, self.model, seen, agreements, definition.kind
+        )
         measured = "test images of the run" if self.images.from_run else "drawn images"
         meta["medfl"] |= {"files": files, "measured_on": measured}
         self._write("configs/metadata.json", descriptions.as_json(meta))
         self._read_back(network)
         self._describe(meta)
         failures = problems(self.folder, self.data_folder)
+
         if failures:
-            raise RunError(f"the export does not pass its checks: {', '.join(failures[:3])}; nothing was kept")
+            raise RunError(
+                f"the export does not pass its checks: {', '.join(failures[:3])}; nothing was kept"
+            )
+
         return {
             "site": self.model.site, "round": self.model.round, "which": self.trained.which,
             "finished": self.trained.finished, "network": definition.kind, "measured_on": meta["medfl"]["measured_on"],
@@ -173,6 +219,7 @@ class _BundleWriter:
                 f"the model differs from the run's predictions.csv by {same['largest_difference']:.1e} on "
                 f"{same['items']} images, more than {limit:.0e}: weights or images have changed since the run"
             )
+
         return same
 
     # How the network is defined
@@ -184,6 +231,7 @@ class _BundleWriter:
             unchanged.load_state_dict(network.state_dict())
             if self._equal(network, unchanged):
                 return _NetworkDefinition("configuration", {})
+
         if self.trained.run.method in methods.names():
             arguments = self._arguments()
             with suppress(RuntimeError):
@@ -192,14 +240,19 @@ class _BundleWriter:
                 rebuilt.load_state_dict(exported.complete(network).state_dict())
                 if self._equal(network, rebuilt):
                     return _NetworkDefinition("medfl", arguments)
+
         if "torchscript" not in self.formats:
             problem = f"--formats {','.join(self.formats) or 'none'} with method {self.trained.run.method!r}"
-            raise InputError(problem, "its network can only be defined as TorchScript", "add torchscript")
+            raise InputError(
+                problem, "its network can only be defined as TorchScript", "add torchscript"
+            )
+
         return _NetworkDefinition("torchscript", {})
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of `medfl.exported.network`, with all options, so that later defaults change nothing."""
-        run, shapes = self.trained.run, list[list[int]]()
+        run = self.trained.run
+        shapes = list[list[int]]()
 
         def embeddings(plm: str) -> Tensor:
             values = self.task.embeddings(plm)
@@ -209,17 +262,23 @@ class _BundleWriter:
         task = Task(self.task.kind, self.task.classes, embeddings)
         with stream(0, "export"):
             self.trained.method.adapt(self.bundle.network(), task)
+
         return {
             "method": run.method, "options": descriptions.all_options(run), "task": task.kind,
             "classes": [*task.classes], **({"embeddings": shapes[0]} if shapes else {}),
         }  # fmt: skip
 
     def _equal(self, network: nn.Module, other: nn.Module) -> bool:
-        return self.comparison.agreement(network, other.eval(), _SAME_NETWORK, "").outputs <= _SAME_NETWORK
+        return (
+            self.comparison.agreement(network, other.eval(), _SAME_NETWORK, "").outputs
+            <= _SAME_NETWORK
+        )
 
     # Files
 
-    def _formats(self, network: nn.Module, seen: ShapeRecorder, definition: _NetworkDefinition) -> dict[str, Agreement]:
+    def _formats(
+        self, network: nn.Module, seen: ShapeRecorder, definition: _NetworkDefinition
+    ) -> dict[str, Agreement]:
         agreements = {}
         for kind in self.formats:
             only = {"instead": _NO_OTHER} if definition.kind == kind else {}
@@ -229,38 +288,58 @@ class _BundleWriter:
                 f"{kind} ({measured.how}): differs by {format_difference(measured.probabilities)} "
                 f"(outputs {format_difference(measured.outputs)}) on {measured.images} images"
             )
+
         return agreements
 
     def _write_weights(self, network: nn.Module, definition: _NetworkDefinition) -> None:
         if definition.kind == "torchscript":
             with quiet():
                 network = torch.jit.load(str(self.folder / FILES["torchscript"]))  # type: ignore[no-untyped-call]
+
         tensors = network.state_dict().items()
         state = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
         torch.save(state, self.folder / "models" / "model.pt")
         save_weights(self.folder / "models" / "model.safetensors", state)
 
     def _configurations(self, definition: _NetworkDefinition, sha256: str) -> None:
-        run, split = self.trained.run, {"split": self.trained.run.data.split} if self.bundle.dataset else {}
+        run = self.trained.run
+        split = {"split": self.trained.run.data.split} if self.bundle.dataset else {}
         changes = {**run.config, **self.model.config, **split}
         for stem in ("train", "evaluate", "inference", "federated"):
             if (source := config_file(self.root, stem)) is None:
                 continue
+
             file = configs.EditedConfig(source)
             if stem != "federated":
                 for key, value in by_existing_ids(changes, file.content).items():
                     if key != "dataset_dir":
                         file.set(key, value)
+
                 folder = file.get("dataset_dir")
-                if isinstance(folder, str) and folder[:1] in "/~" and not folder.startswith("/workspace/"):  # local
-                    file.set("dataset_dir", "$@bundle_root + '/data'" if "bundle_root" in file else "data")
+                if (
+                    isinstance(folder, str)
+                    and folder[:1] in "/~"
+                    and not folder.startswith("/workspace/")
+                ):  # local
+                    file.set(
+                        "dataset_dir",
+                        "$@bundle_root + '/data'" if "bundle_root" in file else "data",
+                    )
+
                 self._set_network_def(file, stem, definition, sha256)
+
             if stem == "inference":
                 file.content = without_fetching(file.content)
-                self.any_folder = configs.predict_any_folder(file, self.task.classes, self.images.inputs[0].shape[1:])
+                self.any_folder = configs.predict_any_folder(
+                    file, self.task.classes, self.images.inputs[0].shape[1:]
+                )
+
             self._write(f"configs/{source.name}", file.text())
+
         if config_file(self.root, "inference") is None:
-            self.notes.append("The source bundle has no inference configuration, so this one has none either.")
+            self.notes.append(
+                "The source bundle has no inference configuration, so this one has none either."
+            )
 
     def _set_network_def(
         self, file: configs.EditedConfig, stem: str, definition: _NetworkDefinition, sha256: str
@@ -274,29 +353,38 @@ class _BundleWriter:
                     "an export defines the network under this id",
                     "give the network of the bundle's train configuration the id network_def",
                 )
+
             return
+
         for_training = stem == "train"
         if definition.kind == "torchscript":
             if not for_training:
                 file.set("network_def", _TORCHSCRIPT)
             return
+
         if definition.kind == "medfl":
             node = configs.network_of_method(node, definition.arguments)
         else:
             node = configs.network_without_weights(node)
+
         if for_training and "bundle_root" in file:
             node = configs.network_with_weights(node, sha256)
             if "initial_weights" not in file:
                 file.insert("initial_weights", _INITIAL_WEIGHTS, before="network_def")
+
         file.set("network_def", node)
 
     def _copy_files(self) -> None:
         """Copy licence, embeddings and the bundle's own Python."""
-        for name, what in (("LICENSE", "licence"), ("docs/data_license.txt", "licence of its images")):
+        for name, what in (
+            ("LICENSE", "licence"),
+            ("docs/data_license.txt", "licence of its images"),
+        ):
             if (self.root / name).is_file():
                 shutil.copyfile(self.root / name, self.folder / name)
             else:
                 self._write(name, f"The source bundle states no {what}: ask its authors.\n")
+
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in ["embeddings", *own_modules(self.root)]:
             if (self.root / name).is_dir():
@@ -306,7 +394,9 @@ class _BundleWriter:
 
     def _describe(self, meta: Mapping[str, Any]) -> None:
         inference = config_file(self.folder, "inference")
-        text = descriptions.readme(meta, self.trained, self.model, inference, self.notes, self.any_folder)
+        text = descriptions.readme(
+            meta, self.trained, self.model, inference, self.notes, self.any_folder
+        )
         self._write("docs/README.md", text)
         self._write("docs/medfl.json", descriptions.as_json(descriptions.run_record(self.trained)))
         if text := descriptions.large_files(self.folder, LARGE):
@@ -322,24 +412,36 @@ class _BundleWriter:
         file = config_file(self.folder, "inference")
         if file is None:
             return
-        overrides = {"dataset_dir": self.data_folder} if self.data_folder and "dataset_dir" in read(file) else {}
+
+        if self.data_folder and "dataset_dir" in read(file):
+            overrides = {"dataset_dir": self.data_folder}
+        else:
+            overrides = {}
+
         metadata = read(self.folder / "configs" / "metadata.json")
         policy = self.bundle.policy
         if read(file).get("network_def") == _TORCHSCRIPT:  # written here, a moment ago
             policy = replace(policy, allow=policy.allow | {"pickle"})
+
         config = Configuration(self.folder, [file], overrides, metadata, CPU, policy)
         if "network_def" in config:
             with quiet():
                 written = config.evaluated("network_def")
-            load_weights_into(written, self.folder, f"bundle {self.bundle.name!r}, where configs/{file.name}")
+            load_weights_into(
+                written, self.folder, f"bundle {self.bundle.name!r}, where configs/{file.name}"
+            )
             if not self._equal(network, written):
-                raise RunError(f"configs/{file.name} with models/model.pt is not the network of the run")
+                raise RunError(
+                    f"configs/{file.name} with models/model.pt is not the network of the run"
+                )
+
         if "preprocessing" in config and self.images.entries:
             preprocess = config.evaluated("preprocessing")
             same = [
                 torch.equal(as_plain(preprocess(entry)["image"])[None].float(), x.float())
                 for entry, x in zip(self.images.entries, self.images.inputs, strict=True)
             ]
+
             if not all(same):
                 self.notes.append(
                     f"configs/{file.name} reads images in another way than validation did in the run: its predictions "
@@ -351,4 +453,7 @@ def _probabilities(task: str, ends_in_sigmoid: bool, outputs: Tensor) -> Tensor:
     """Return the probabilities of outputs (B, K[, ...]); in tasks without classes the outputs."""
     if task == "other" or ends_in_sigmoid:
         return outputs
-    return outputs.sigmoid() if outputs.shape[1] == 1 else outputs.softmax(1)
+    if outputs.shape[1] == 1:
+        return outputs.sigmoid()
+
+    return outputs.softmax(1)

@@ -22,7 +22,16 @@ LARGE = 25_000_000
 SCHEMA = Path(__file__).parent / "schemas" / "bundle_metadata.json"
 _ANY_SIZE = 64  # pixels along an axis of any size
 _REQUIRED = ("configs/metadata.json", "LICENSE", "docs/README.md", "models/model.pt")
-_SECTIONS = ("Authors", "Tags", "Model Description", "Data", "Preprocessing", "Performance", "References", "License")
+_SECTIONS = (
+    "Authors",
+    "Tags",
+    "Model Description",
+    "Data",
+    "Preprocessing",
+    "Performance",
+    "References",
+    "License",
+)
 _TEXT_SUFFIXES = (".json", ".yaml", ".yml", ".md", ".txt", "")
 _PATH_TO_REPORT = re.compile(
     r"""(?:^|[\s"'`=(\[,:])((?:~/|/(?:home|root|Users|tmp|var|mnt|media|opt|srv|private|scratch|data|work)/|[A-Za-z]:\\)[^\s"'`)\]]*)""",
@@ -46,7 +55,13 @@ def problems(folder: Path, data: str | None = None) -> list[str]:
     if missing:
         return missing
     meta = read(folder / "configs" / "metadata.json")
-    lines = [*_version(meta), *_readme(folder), *_hashes(folder, meta), *_large(folder), *_local_paths(folder)]
+    lines = [
+        *_version(meta),
+        *_readme(folder),
+        *_hashes(folder, meta),
+        *_large(folder),
+        *_local_paths(folder),
+    ]
     return [*lines, *_schema(folder), *([] if lines else _in_and_out(folder, data))]
 
 
@@ -71,8 +86,13 @@ def _hashes(folder: Path, meta: dict[str, Any]) -> Iterator[str]:
     listed = (meta.get("medfl") or {}).get("files", {})
     here = {path.relative_to(folder).as_posix() for path in (folder / "models").iterdir()}
     for name in sorted(here ^ listed.keys()):
-        what = f"lists {name}, which is not here" if name in listed else f"does not list {name}"
+        if name in listed:
+            what = f"lists {name}, which is not here"
+        else:
+            what = f"does not list {name}"
+
         yield f"metadata.json {what}"
+
     for name in sorted(here & listed.keys()):
         if file_sha256(folder / name) != listed[name]["sha256"]:
             yield f"{name} has another sha256 than metadata.json says"
@@ -84,7 +104,11 @@ def _large(folder: Path) -> Iterator[str]:
     listed = {entry["path"]: entry for entry in entries}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if path.is_file() and path.stat().st_size > LARGE and listed.get(name, {}).get("hash_type") != "sha256":
+        if (
+            path.is_file()
+            and path.stat().st_size > LARGE
+            and listed.get(name, {}).get("hash_type") != "sha256"
+        ):
             yield f"{name} has more than 25 MB and is not in large_files.yml with its sha256"
 
 
@@ -94,7 +118,9 @@ def _local_paths(folder: Path) -> Iterator[str]:
         if path.suffix in _TEXT_SUFFIXES:
             text = path.read_text(encoding="utf-8")
             for path_match in _PATH_TO_REPORT.finditer(text):
-                if not re.search(r"\+\s*['\"]$", text[: path_match.start(1)]):  # else below @bundle_root
+                if not re.search(
+                    r"\+\s*['\"]$", text[: path_match.start(1)]
+                ):  # else below @bundle_root
                     yield f"{name} names a path of the local machine: {path_match[1][:80]}"
                     break
         elif binary := _LOCAL_PATH_IN_BINARY.search(path.read_bytes()):
@@ -109,7 +135,9 @@ def _schema(folder: Path) -> Iterator[str]:
 
     try:
         with quiet():
-            verify_metadata(meta_file=str(folder / "configs" / "metadata.json"), filepath=str(SCHEMA))
+            verify_metadata(
+                meta_file=str(folder / "configs" / "metadata.json"), filepath=str(SCHEMA)
+            )
     except Exception as error:  # a ValueError of many lines, or an error of jsonschema
         yield f"metadata.json is refused by MONAI's verify_metadata: {' '.join(str(error).split())[:200]}"
 
@@ -120,9 +148,15 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
     config = config_file(folder, "inference") or config_file(folder, "train")
     assert config is not None
     content = read(config)
+
     if "network_def" not in content:
         return
-    overrides = [("bundle_root", str(folder)), ("initial_weights", None), *([("dataset_dir", data)] if data else [])]
+
+    overrides = [
+        ("bundle_root", str(folder)),
+        ("initial_weights", None),
+        *([("dataset_dir", data)] if data else []),
+    ]
     used: dict[str, Any] = {key: value for key, value in overrides if key in content}
     try:
         with quiet(), stream(0, "net in out"):
@@ -137,7 +171,9 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
 def load_weights_into(network: nn.Module, folder: Path, what: str) -> None:
     """Load the written weights into a network that a configuration (`what`) builds; InputError for other tensors."""
     weights = torch.load(folder / "models" / "model.pt", weights_only=True)
-    if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in network.state_dict().items()}:
+    if {name: x.shape for name, x in weights.items()} != {
+        name: x.shape for name, x in network.state_dict().items()
+    }:
         given = f"{what} builds another network than training"
         raise InputError(given, "one network for both", "let both have the same network_def")
     network.load_state_dict(weights)

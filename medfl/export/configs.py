@@ -24,7 +24,8 @@ class EditedConfig:
     """A configuration file that is changed id by id; InputError if it is not valid."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.comment = path, ""
+        self.path = path
+        self.comment = ""
         self.content = read(path)
         self._text = path.read_text(encoding="utf-8")
         self._before = deepcopy(self.content)
@@ -58,31 +59,46 @@ class EditedConfig:
         if self.path.suffix == ".json":
             return json.dumps(self.content, indent=4) + "\n"
         text = self._patched()
-        return text if yaml.safe_load(text) == self.content else _dumped(self.content)  # unless blocks were not found
+        return (
+            text if yaml.safe_load(text) == self.content else _dumped(self.content)
+        )  # unless blocks were not found
 
     def _holder_of(self, key: str) -> tuple[Any, Any] | None:
         """Return the dict or list that holds an id, and its name or index there."""
-        names = [name for name in self.content if name.lstrip("+").replace("::", "#") == key.replace("::", "#")]
+        names = [
+            name
+            for name in self.content
+            if name.lstrip("+").replace("::", "#") == key.replace("::", "#")
+        ]
         if names:
             return self.content, names[0]
+
         node: Any = self.content
         *above, last = re.split("#|::", key)
         for part in above:
             node = node[at] if (at := _position(node, part)) is not None else None
-        return (node, at) if (at := _position(node, last)) is not None else None
+
+        if (at := _position(node, last)) is not None:
+            return (node, at)
+
+        return None
 
     def _patched(self) -> str:
         """Return the text with only the blocks of changed ids replaced."""
         starts = [(match.start(), match[1]) for match in _TOP_LEVEL_ID.finditer(self._text)]
         ends = [*[start for start, _ in starts], len(self._text)][1:]
-        blocks = {name: self._text[start:end] for (start, name), end in zip(starts, ends, strict=True)}
+        blocks = {
+            name: self._text[start:end] for (start, name), end in zip(starts, ends, strict=True)
+        }
         text = self.comment or (self._text[: starts[0][0]] if starts else "")
+
         for name, value in self.content.items():
             old = blocks.get(name)
             if old is not None and self._before.get(name, ...) == value:
                 text += old
             else:
                 text += _block(name, value, old)
+
         return text
 
 
@@ -92,7 +108,9 @@ def _block(name: str, value: Any, old: str | None) -> str:
     line = _SINGLE_LINE.match(old) if old else None
     if line and text.count("\n") == 1:
         text = text.rstrip("\n") + (line[1] or "") + "\n"
-    after = re.search(r"\n((?:[ \t]*\n|#[^\n]*\n)*)$", old) if old else None  # belongs to the next block
+    after = (
+        re.search(r"\n((?:[ \t]*\n|#[^\n]*\n)*)$", old) if old else None
+    )  # belongs to the next block
     return text + (after[1] if after else "\n" if old is None and text.count("\n") > 1 else "")
 
 
@@ -110,7 +128,9 @@ class _Plain(yaml.SafeDumper):
 
 def _list(dumper: _Plain, data: Any) -> yaml.Node:
     flat = all(value is None or isinstance(value, int | float | str) for value in data)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flat and len(str(data)) < 90)
+    return dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", data, flow_style=flat and len(str(data)) < 90
+    )
 
 
 _Plain.add_representer(list, _list)
@@ -120,8 +140,15 @@ _Plain.add_representer(tuple, _list)
 def _position(node: Any, part: str) -> str | int | None:
     """Return the key or index under which a dict or list holds a part of an id, None where it does not."""
     if isinstance(node, list):
-        return int(part) if part.isdecimal() and int(part) < len(node) else None
-    return part if isinstance(node, dict) and part in node else None
+        if part.isdecimal() and int(part) < len(node):
+            return int(part)
+
+        return None
+
+    if isinstance(node, dict) and part in node:
+        return part
+
+    return None
 
 
 # The images of an export
@@ -134,28 +161,43 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequen
     D]).
     """
     dataset = file.get("dataset")
-    if not isinstance(dataset, Mapping) or not str(dataset.get("data")).startswith("$medfl.datasets."):
+    if not isinstance(dataset, Mapping) or not str(dataset.get("data")).startswith(
+        "$medfl.datasets."
+    ):
         return False
-    file.set("dataset#data", f"$medfl.datasets.unlabelled(@dataset_dir, {len(shape) == 4}, {shape[0]})")
+
+    file.set(
+        "dataset#data", f"$medfl.datasets.unlabelled(@dataset_dir, {len(shape) == 4}, {shape[0]})"
+    )
     steps: Any = file.get("postprocessing")
     steps = steps.get("transforms", [steps])
     if classes:
         writer = {"keys": "pred", "output_dir": "@output_dir", "classes": [*classes]}
         steps = [*steps, {"_target_": "medfl.datasets.WriteClassesd", **writer}]
-        handlers = [one for one in file.get("handlers") or [] if one.get("_target_") != "ClassificationSaver"]
+        handlers = [
+            one
+            for one in file.get("handlers") or []
+            if one.get("_target_") != "ClassificationSaver"
+        ]
         file.set("handlers", handlers)
-        what = (
-            "What models/model.pt says of every image below dataset_dir: output/predictions.csv has id, prediction and"
+        file.head(
+            "What models/model.pt says of every image below dataset_dir: output/predictions.csv "
+            "has id, prediction and the probability of each class."
         )
-        file.head(f"{what} the probability of each class.")
     else:
         steps = [{**step, **_ROOTS.get(step["_target_"], {})} for step in steps]
-        file.head("Masks by models/model.pt of every image below dataset_dir, on the grid of its file, in output/.")
+        file.head(
+            "Masks by models/model.pt of every image below dataset_dir, on the grid of its file, in output/."
+        )
+
     file.set("postprocessing", {"_target_": "Compose", "transforms": steps})
     return True
 
 
-_ROOTS = {"medfl.datasets.WriteMaskd": {"root": "@dataset_dir"}, "SaveImaged": {"data_root_dir": "@dataset_dir"}}
+_ROOTS = {
+    "medfl.datasets.WriteMaskd": {"root": "@dataset_dir"},
+    "SaveImaged": {"data_root_dir": "@dataset_dir"},
+}
 """What has predictions keep the paths that their images have below the folder."""
 
 

@@ -32,12 +32,16 @@ from medfl.storage.places import PHANTOM
 from medfl.storage.run_documents import read_rows
 
 PHANTOM_NOTE = "PHANTOM: images drawn by a program; these numbers say nothing about patients"
-_PATH_TO_REMOVE = re.compile(r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+""")
+_PATH_TO_REMOVE = re.compile(
+    r"""(?:(?<=[\s'"=(:,])|^)(?:~|[A-Za-z]:\\|/(?!/|workspace/))[\w.+%@~/\\-]+"""
+)
 """A path of the local machine: not of the bundle, no URL, not the zoo's /workspace."""
 _DEFAULTS = {
     "supported_apps": {},
     "intended_use": RESEARCH_ONLY,
-    **dict.fromkeys(("data_source", "authors", "copyright", "task"), "not stated by the source bundle"),
+    **dict.fromkeys(
+        ("data_source", "authors", "copyright", "task"), "not stated by the source bundle"
+    ),
     "description": "A network trained across sites.",
 }
 _OF_FOLDERS = ("--out", "--data", "--from")
@@ -58,25 +62,46 @@ def scores(trained: RunNetworks, model: Model) -> dict[str, float]:
     if model.site:
         if trained.which == "best" or not trained.finished:
             return {}
-        row = next((row for _, row in read_rows(trained.path / "sites.csv") if row["site"] == model.site), {})
-        personal = {k.removeprefix("personal_"): v for k, v in row.items() if k.startswith("personal_") and v}
+
+        row = next(
+            (row for _, row in read_rows(trained.path / "sites.csv") if row["site"] == model.site),
+            {},
+        )
+        personal = {
+            k.removeprefix("personal_"): v
+            for k, v in row.items()
+            if k.startswith("personal_") and v
+        }
         return _finite({key: float(value) for key, value in personal.items()})
+
     if trained.summary is not None:
         pooled = (trained.summary.get("global") or {}).get(trained.which) or {}
         return _finite({key: value for key, value in pooled.items() if key != "round"})
+
     entry = next((entry for entry in trained.files.rounds if entry["round"] == trained.round), {})
-    return _finite({f"validation_{key}": value for key, value in (entry.get("val_global") or {}).items()})
+    return _finite(
+        {f"validation_{key}": value for key, value in (entry.get("val_global") or {}).items()}
+    )
 
 
 def structures(trained: RunNetworks, model: Model) -> dict[str, dict[str, Any]]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
-    flat, summary = scores(trained, model), trained.summary or {}
+    flat = scores(trained, model)
+    summary = trained.summary or {}
     metrics = (summary.get("personal" if model.site else "global") or {}).get(trained.which) or {}
     metrics = metrics.get("classes") or {}
+
     if not model.site or not flat:
         return {name: dict(values) for name, values in metrics.items()}
-    own = {name: {kind: flat.get(f"{kind}_{slug(name)}") for kind in values} for name, values in metrics.items()}
-    return {name: {**values, "cases": int(flat.get(f"cases_{slug(name)}", 0))} for name, values in own.items()}
+
+    own = {
+        name: {kind: flat.get(f"{kind}_{slug(name)}") for kind in values}
+        for name, values in metrics.items()
+    }
+    return {
+        name: {**values, "cases": int(flat.get(f"cases_{slug(name)}", 0))}
+        for name, values in own.items()
+    }
 
 
 def _finite(values: Mapping[str, Any]) -> dict[str, float]:
@@ -86,7 +111,10 @@ def _finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 def counts(run: Run, model: Model) -> dict[str, int]:
     """Return how many items each section has, at all sites or at the model's site."""
-    sites = [run.partition.sites[model.site]] if model.site else list(run.partition.sites.values())
+    if model.site:
+        sites = [run.partition.sites[model.site]]
+    else:
+        sites = list(run.partition.sites.values())
     return {section: sum(len(site.get(section, ())) for site in sites) for section in SECTIONS}
 
 
@@ -95,18 +123,37 @@ def counts(run: Run, model: Model) -> dict[str, int]:
 
 def run_record(trained: RunNetworks) -> dict[str, Any]:
     """Return run.json and summary.json without paths of the local machine and without the items' names."""
-    run = {**trained.document, **trained.run.to_dict(), "device": trained.document.get("device", "cpu")}
-    run = {key: value for key, value in run.items() if key not in ("bundle_path", "site_class_counts")}
+    run = {
+        **trained.document,
+        **trained.run.to_dict(),
+        "device": trained.document.get("device", "cpu"),
+    }
+    run = {
+        key: value for key, value in run.items() if key not in ("bundle_path", "site_class_counts")
+    }
     run["data"] = {key: value for key, value in run["data"].items() if key != "folder"}
-    sites = {name: {s: len(ids) for s, ids in sections.items()} for name, sections in run["partition"]["sites"].items()}
+    sites = {
+        name: {s: len(ids) for s, ids in sections.items()}
+        for name, sections in run["partition"]["sites"].items()
+    }
     spec = _without_paths(run["partition"]["spec"])
     run["partition"] = {**run["partition"], "spec": spec, "notes": [], "sites": sites}
     run["command"] = _command(str(run.get("command", "")))
+
     if run.get("resumed"):
-        run["resumed"] = [{**entry, "command": _command(str(entry.get("command", "")))} for entry in run["resumed"]]
+        run["resumed"] = [
+            {**entry, "command": _command(str(entry.get("command", "")))}
+            for entry in run["resumed"]
+        ]
+
     if run.get("public"):
         data = {key: value for key, value in run["public"]["data"].items() if key != "folder"}
-        run["public"] = {**run["public"], "data": data, "teachers": [digest for _, digest in run["public"]["teachers"]]}
+        run["public"] = {
+            **run["public"],
+            "data": data,
+            "teachers": [digest for _, digest in run["public"]["teachers"]],
+        }
+
     run["run_hash"] = trained.run_hash
     return {"run": _without_paths(run), "summary": _without_paths(trained.summary)}
 
@@ -117,6 +164,7 @@ def _command(text: str) -> str:
         words = shlex.split(text)
     except ValueError:
         return ""
+
     replaced = []
     for before, word in zip(["", *words], words, strict=False):
         name, equals, value = word.partition("=")
@@ -126,6 +174,7 @@ def _command(text: str) -> str:
             replaced.append(f"{name}=DIR")
         else:
             replaced.append(_without_paths(word))
+
     return shlex.join(replaced)
 
 
@@ -135,13 +184,20 @@ def _without_paths(node: Any) -> Any:
         return {key: _without_paths(value) for key, value in node.items()}
     if isinstance(node, list | tuple):
         return [_without_paths(value) for value in node]
-    return _PATH_TO_REMOVE.sub("DIR", node) if isinstance(node, str) else node
+    if isinstance(node, str):
+        return _PATH_TO_REMOVE.sub("DIR", node)
+
+    return node
 
 
 def options(run: Run) -> dict[str, Any]:
     """Return the method's options that are not its defaults, without paths of the local machine."""
     defaults = methods.values_of(methods.load(run.method))
-    return {name: value for name, value in all_options(run).items() if name not in defaults or defaults[name] != value}
+    return {
+        name: value
+        for name, value in all_options(run).items()
+        if name not in defaults or defaults[name] != value
+    }
 
 
 def all_options(run: Run) -> dict[str, Any]:
@@ -166,21 +222,39 @@ def bundle_metadata(
     `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript"; in
     `folder` its files are written already.
     """
-    run, meta = trained.run, {"schema": SCHEMA, **_DEFAULTS, **deepcopy(dict(trained.bundle.metadata))}
+    run = trained.run
+    meta = {"schema": SCHEMA, **_DEFAULTS, **deepcopy(dict(trained.bundle.metadata))}
     version = _next(str(meta.get("version", "0.0.0")))
     meta["version"] = version
     meta["changelog"] = {version: title(trained, model), **dict(meta.get("changelog") or {})}
     meta |= {f"{short}_version": _version(name) for short, name in _PACKAGES.items()}
-    packages = {**dict(meta.pop("optional_packages_version", {})), **dict(meta.get("required_packages_version") or {})}
+    packages = {
+        **dict(meta.pop("optional_packages_version", {})),
+        **dict(meta.get("required_packages_version") or {}),
+    }
     packages = {DISTRIBUTION if name == "medfl" else name: old for name, old in packages.items()}
-    named = any(re.search(r"\bmedfl\.", path.read_text("utf-8")) for path in (folder / "configs").iterdir())
+    named = any(
+        re.search(r"\bmedfl\.", path.read_text("utf-8")) for path in (folder / "configs").iterdir()
+    )
     packages |= {DISTRIBUTION: ""} if named else {}
-    meta["required_packages_version"] = {name: _version(name) or str(old) for name, old in packages.items()}
+    meta["required_packages_version"] = {
+        name: _version(name) or str(old) for name, old in packages.items()
+    }
     meta["name"] = f"{meta.get('name') or run.bundle}, federated ({run.method})"
-    data = PHANTOM_NOTE if run.data.source == PHANTOM else f"real test images: {meta['data_source']}"
-    meta["eval_metrics"] = {"data": data, "items": counts(run, model)["test"], **scores(trained, model)}
+
+    if run.data.source == PHANTOM:
+        data = PHANTOM_NOTE
+    else:
+        data = f"real test images: {meta['data_source']}"
+
+    meta["eval_metrics"] = {
+        "data": data,
+        "items": counts(run, model)["test"],
+        **scores(trained, model),
+    }
     if own := structures(trained, model):
         meta["eval_metrics"]["structures"] = own
+
     meta["network_data_format"] = _data_format(meta.get("network_data_format") or {}, seen)
     meta["medfl"] = {
         "method": run.method, "options": options(run), "round": model.round, "which": trained.which,
@@ -189,6 +263,7 @@ def bundle_metadata(
         "agreement": {name: asdict(agreement) for name, agreement in agreements.items()},
     }  # fmt: skip
     order = [key for key in ("schema", "version", "changelog") if key in meta]
+
     return {key: meta[key] for key in [*order, *(key for key in meta if key not in order)]}
 
 
@@ -205,16 +280,21 @@ def _version(package: str) -> str:
 def _next(version: str) -> str:
     """Return the next minor version."""
     numbers = re.match(r"(\d+)\.(\d+)\.\d+", version)
-    return f"{numbers[1]}.{int(numbers[2]) + 1}.0" if numbers else "0.1.0"
+    if numbers:
+        return f"{numbers[1]}.{int(numbers[2]) + 1}.0"
+
+    return "0.1.0"
 
 
 def title(trained: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
-    run, phantom = trained.run, " of a PHANTOM (drawn images)" if trained.run.data.source == PHANTOM else ""
+    run = trained.run
+    phantom = " of a PHANTOM (drawn images)" if trained.run.data.source == PHANTOM else ""
     whose = f"the model of site {model.site}" if model.site else "the global model"
     best = " (best by validation)" if trained.which == "best" else ""
     stopped = "" if trained.finished else " of a run that was interrupted"
     many = len(run.partition.sites)
+
     return f"weights of {whose} after round {model.round}{best}{stopped}: {run.method}, {many} sites{phantom}"
 
 
@@ -227,9 +307,12 @@ def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, An
         tensor |= {"num_channels": count, "spatial_shape": seen.spatial(which)}
         if len(values := tensor["value_range"]) > 2:  # all values by name, as some bundles have it
             tensor["value_range"] = [min(values), max(values)]
+
         if len(channels := tensor.get("channel_def") or {}) != count:
             channels = {str(index): f"channel {index}" for index in range(count)}
+
         part[name] = {**tensor, "channel_def": channels}
+
     return {**source, "inputs": inputs, "outputs": outputs}
 
 
@@ -239,7 +322,10 @@ def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, An
 def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Return bytes and sha256 of each file of weights, by its path."""
     return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": file_sha256(path),
+        }
         for path in sorted((folder / "models").iterdir())
     }
 
@@ -256,14 +342,22 @@ def readme(
 
     `inference` is the written configuration, None if there is none; `any_folder`: it predicts any folder of images.
     """
-    run, own = trained.run, structures(trained, model)
-    single = {f"{kind}_{slug(name)}{end}" for name in own for kind in (*KINDS, "cases") for end in ("", "_cases")}
+    run = trained.run
+    own = structures(trained, model)
+    single = {
+        f"{kind}_{slug(name)}{end}"
+        for name in own
+        for kind in (*KINDS, "cases")
+        for end in ("", "_cases")
+    }
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.export"), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"sized": _sized, "tiny": format_difference}
-    steps = ((read(inference) if inference else {}).get("preprocessing") or {}).get("transforms") or []
+    steps = ((read(inference) if inference else {}).get("preprocessing") or {}).get(
+        "transforms"
+    ) or []
     text = environment.get_template("export_readme.md.j2").render(
         meta=meta, run=run, site=model.site, round=model.round, which=trained.which, finished=trained.finished,
         install=pip_install() if DISTRIBUTION in meta["required_packages_version"] else "",
@@ -282,6 +376,7 @@ def readme(
         data_notes=_without_paths(run.data.notes),
         channels=list(meta["network_data_format"]["outputs"]["pred"]["channel_def"].values()),
     )  # fmt: skip
+
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
@@ -289,26 +384,39 @@ def tags(meta: Mapping[str, Any], run: Run) -> list[str]:
     """Return the tags of the bundle."""
     image = meta["network_data_format"]["inputs"]["image"]
     modality = [str(image["modality"])] if image["modality"] not in ("n/a", "") else []
-    return ["federated learning", run.method, *modality, *([str(meta["data_type"])] if "data_type" in meta else [])]
+    return [
+        "federated learning",
+        run.method,
+        *modality,
+        *([str(meta["data_type"])] if "data_type" in meta else []),
+    ]
 
 
 def large_files(folder: Path, limit: int) -> str:
     """Return large_files.yml for the files above the zoo's limit, "" if there are none."""
-    large = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit]
+    large = [
+        path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit
+    ]
     if not large:
         return ""
+
     lines = [
         "# The files are here; whoever publishes the bundle without them says where they lie in `url`.",
         "large_files:",
     ]
+
     for path in large:
         lines += [f"- path: {path.relative_to(folder).as_posix()}", '  url: ""']
         lines += [f"  hash_val: {file_sha256(path)}", "  hash_type: sha256"]
+
     return "\n".join(lines) + "\n"
 
 
 def _sized(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{max(1, round(count / 1e3))} kB"
+    if count >= 1e6:
+        return f"{count / 1e6:.1f} MB"
+
+    return f"{max(1, round(count / 1e3))} kB"
 
 
 def as_json(document: Mapping[str, Any]) -> str:

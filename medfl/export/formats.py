@@ -36,12 +36,22 @@ def parse_formats(text: str) -> tuple[str, ...]:
     names = () if names == ("none",) else names
     for name in names:
         if name not in LIMITS:
-            raise InputError(f"--formats {text}", f"a list of {', '.join(LIMITS)}, or none", "give for example onnx")
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None] if "onnx" in names else []
+            raise InputError(
+                f"--formats {text}",
+                f"a list of {', '.join(LIMITS)}, or none",
+                "give for example onnx",
+            )
+
+    if "onnx" in names:
+        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    else:
+        missing = []
+
     if missing:
         others = ",".join(name for name in names if name != "onnx") or "none"
         problem = f"--formats onnx without {', '.join(missing)}"
         raise InputError(problem, pip_install("export"), f"install it, or use --formats {others}")
+
     return names
 
 
@@ -79,16 +89,24 @@ class Comparison:
     activation: Callable[[Tensor], Tensor]
 
     @torch.no_grad()
-    def agreement(self, network: nn.Module, other: Callable[[Tensor], Tensor], limit: float, how: str) -> Agreement:
+    def agreement(
+        self, network: nn.Module, other: Callable[[Tensor], Tensor], limit: float, how: str
+    ) -> Agreement:
         """Compare on single images and, where these are of one size, on all in one batch."""
         batches = [image for x in self.images for image in torch.split(x, 1)]
-        count, same_size = len(batches), len({image.shape for image in batches}) == 1
+        count = len(batches)
+        same_size = len({image.shape for image in batches}) == 1
         batches += [torch.cat(batches)] if same_size and count > 1 else []
         outputs = probabilities = torch.zeros(())
+
         for x in batches:
-            expected, output = self.inferer(x, network).float(), self.inferer(x, other).float()
+            expected = self.inferer(x, network).float()
+            output = self.inferer(x, other).float()
             outputs = outputs.maximum((expected - output).abs().max())  # NaN stays
-            probabilities = probabilities.maximum((self.activation(expected) - self.activation(output)).abs().max())
+            probabilities = probabilities.maximum(
+                (self.activation(expected) - self.activation(output)).abs().max()
+            )
+
         return Agreement(count, float(outputs), float(probabilities), limit, how)
 
 
@@ -106,9 +124,13 @@ class ShapeRecorder(nn.Module):
         output = self.network(x, *others, **named)
         if not isinstance(output, Tensor):
             kind = type(output).__name__
-            raise RunError(f"the network gives a {kind}; only networks that give one tensor are exported")
+            raise RunError(
+                f"the network gives a {kind}; only networks that give one tensor are exported"
+            )
+
         if self.first is None:
             self.first = x.detach().clone()
+
         self.shapes.append((tuple(x.shape), tuple(output.shape)))
         return output
 
@@ -147,36 +169,46 @@ def write(
     except Exception as error:  # torch raises dozens of types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise RunError(f"the network cannot be written as {kind} ({reason}); {instead}") from error
+
     result = comparison.agreement(network, other, LIMITS[kind], how)
     if not result.probabilities <= result.limit:
         raise RunError(
             f"{path.name} differs from the network by {result.probabilities:.1e}, more than {result.limit:.0e}, on "
             f"{result.images} images; {instead}"
         )
+
     return result
 
 
 # TorchScript
 
 
-def _torchscript(network: nn.Module, seen: ShapeRecorder, path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
+def _torchscript(
+    network: nn.Module, seen: ShapeRecorder, path: Path
+) -> tuple[str, Callable[[Tensor], Tensor]]:
     assert seen.first is not None
     try:
-        module, how = torch.jit.script(network), "scripted"
+        module = torch.jit.script(network)
+        how = "scripted"
     except Exception:  # TorchScript cannot read every network: trace it on an example
         module, how = torch.jit.trace(network, seen.first), "traced"  # type: ignore[no-untyped-call]
+
     file = io.BytesIO()
     torch.jit.save(module, file)  # type: ignore[no-untyped-call]
     write_atomic(path, _without_debug_records(file.getvalue()))
     loaded: Any = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
     loaded.eval()
+
     return how, loaded
 
 
 def _without_debug_records(archive: bytes) -> bytes:
     """Remove the records of source files on the local machine."""
     file = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as new:
+    with (
+        zipfile.ZipFile(io.BytesIO(archive)) as old,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as new,
+    ):
         for item in old.infolist():
             if not item.filename.endswith(".debug_pkl"):
                 new.writestr(zipfile.ZipInfo(item.filename), old.read(item))
@@ -186,23 +218,31 @@ def _without_debug_records(archive: bytes) -> bytes:
 # ONNX
 
 
-def _onnx(network: nn.Module, seen: ShapeRecorder, path: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
+def _onnx(
+    network: nn.Module, seen: ShapeRecorder, path: Path
+) -> tuple[str, Callable[[Tensor], Tensor]]:
     import onnx
 
     assert seen.first is not None
-    example = seen.first.repeat(2, *[1] * (seen.first.ndim - 1))[:2]  # a batch size of 1 would become a constant
+    example = seen.first.repeat(2, *[1] * (seen.first.ndim - 1))[
+        :2
+    ]  # a batch size of 1 would become a constant
     axes: dict[int, Any] = {0: "batch"}
-    axes |= {2 + i: torch.export.Dim.DYNAMIC for i, size in enumerate(seen.spatial(0)) if size == "*"}
+    axes |= {
+        2 + i: torch.export.Dim.DYNAMIC for i, size in enumerate(seen.spatial(0)) if size == "*"
+    }
     program = torch.onnx.export(
         network, (example,), input_names=["image"], output_names=["pred"], dynamic_shapes=(axes,), dynamo=True,
         external_data=False, verbose=False,
     )  # fmt: skip
     assert program is not None
     model = program.model_proto
+
     for part in [model.graph, *model.functions]:
         for node in [*part.node, *part.value_info]:
             del node.metadata_props[:]
             node.doc_string = ""
+
     onnx.checker.check_model(model)
     write_atomic(path, model.SerializeToString(deterministic=True))
     opset = next(entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx"))
@@ -216,8 +256,11 @@ class OnnxNetwork:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level, options.intra_op_num_threads = 3, 1
-        self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        options.log_severity_level = 3
+        options.intra_op_num_threads = 1
+        self._session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the output for a batch."""
@@ -239,7 +282,11 @@ def quiet() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:

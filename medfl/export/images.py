@@ -53,36 +53,57 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
     Raises:
         InputError: the folder does not have them.
     """
-    run, name = trained.run, bundle_of(trained.run)
+    run = trained.run
+    name = bundle_of(trained.run)
     is_shipped = name in shipped()
-    folder = data or (run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None)
+    folder = data or (
+        run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None
+    )
     from_run = folder is not None or not is_shipped or (run.data.source == PHANTOM and data is None)
+
     if not from_run:
-        say(f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)")
+        say(
+            f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)"
+        )
+
     split = {"split": run.data.split} if is_shipped and from_run else {}
     config = {**run.config, **model.config, **split}
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
     opened = with_data(bundle, folder or (PHANTOM if is_shipped else None), config)
     bundle = opened.bundle
+
     if from_run and folder is None and is_shipped and opened.record().checksum != run.data.checksum:
         from_run = False
-        say("note: the run's PHANTOM images are drawn otherwise today: measured on today's (or give --data DIR)")
+        say(
+            "note: the run's PHANTOM images are drawn otherwise today: measured on today's (or give --data DIR)"
+        )
+
     if bundle.custom_trainer:
         raise InputError(
             f"the export of a run with a {bundle.custom_trainer}, which has an iteration of its own",
             "what is exported is one network of images",
             "load the run's weights.safetensors into the bundle's own networks",
         )
+
     section = bundle.section("test")
     count = _COUNT.get(bundle.task, _DEFAULT_COUNT)
-    of_site = set(run.partition.sites[model.site]["test"]) if model.site and from_run else None
-    positions = [i for i, item in enumerate(section.items) if of_site is None or item["id"] in of_site]
+    if model.site and from_run:
+        of_site = set(run.partition.sites[model.site]["test"])
+    else:
+        of_site = None
+
+    positions = [
+        i for i, item in enumerate(section.items) if of_site is None or item["id"] in of_site
+    ]
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
-    source, whole = section.source, section.source.entries
+    source = section.source
+    whole = section.source.entries
     entries: Any = [whole[i] for i in positions] if source.is_list else Subset(whole, positions)
-    items, chosen = [section.items[i] for i in positions], Source(entries, source.transforms, source.repeatable)
+    items = [section.items[i] for i in positions]
+    chosen = Source(entries, source.transforms, source.repeatable)
     prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
     inputs = tuple(as_plain(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
+
     return Images(bundle, from_run, inputs, tuple(entries) if source.is_list else (), prepared)
 
 
@@ -98,18 +119,31 @@ def compare_predictions(
         The number of compared items and the largest difference; None where the file is of another model or images, or
         validation draws at random, by an item's place among all.
     """
-    file, draws = trained.path / "predictions.csv", images.prepared.deterministic() is not images.prepared
+    file = trained.path / "predictions.csv"
+    draws = images.prepared.deterministic() is not images.prepared
     of_this_model = (
-        trained.which == "last" and trained.finished and (model.site != "") == (trained.method.judged == "personal")
+        trained.which == "last"
+        and trained.finished
+        and (model.site != "") == (trained.method.judged == "personal")
     )
+
     if not of_this_model or not images.from_run or not file.is_file() or draws:
         return None
+
     shard = Shard.of(images.prepared, range(len(images.inputs)))
     cases = images.bundle.evaluator(network, shard, CPU)
     rows = {row.get("id"): row for _, row in read_rows(file)}
-    compared = [_differences(cases, index, rows[ident]) for index, ident in enumerate(cases.ids) if ident in rows]
+    compared = [
+        _differences(cases, index, rows[ident])
+        for index, ident in enumerate(cases.ids)
+        if ident in rows
+    ]
     largest = max([0.0, *(value for differences in compared for value in differences)])
-    return {"items": len(compared), "largest_difference": largest} if compared else None
+
+    if compared:
+        return {"items": len(compared), "largest_difference": largest}
+
+    return None
 
 
 def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:

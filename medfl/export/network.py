@@ -53,9 +53,15 @@ def network(
     if method:
         if method not in methods.names():
             allowed = "an exported network names one of medfl's"
-            raise InputError(f"method {method!r} in a configuration", allowed, "export the run again with medfl export")
+            raise InputError(
+                f"method {method!r} in a configuration",
+                allowed,
+                "export the run again with medfl export",
+            )
+
         described = Task(task, tuple(classes), lambda plm: _placeholders(embeddings))
         network = complete(methods.load(method, options or {}).adapt(network, described))
+
     if weights is not None:
         _start(network, Path(weights), sha256)
     return network
@@ -79,10 +85,18 @@ def _start(network: nn.Module, path: Path, sha256: str) -> None:
     try:
         digest = file_sha256(path)
         if sha256 and digest != sha256:
-            raise InputError(f"weights {path} with sha256 {digest[:12]}", f"the recorded one is {sha256[:12]}", advice)
+            raise InputError(
+                f"weights {path} with sha256 {digest[:12]}",
+                f"the recorded one is {sha256[:12]}",
+                advice,
+            )
         network.load_state_dict(load_weights(path))
     except OSError as error:
-        raise InputError(f"weights {path} cannot be read ({error.strerror})", "those of the export", advice) from error
+        raise InputError(
+            f"weights {path} cannot be read ({error.strerror})", "those of the export", advice
+        ) from error
     except (RunError, RuntimeError) as error:  # torch names every tensor: keep the first line
         reason = str(error).strip().splitlines()[0]
-        raise InputError(f"weights {path} do not fit ({reason})", "those of the exported network", advice) from error
+        raise InputError(
+            f"weights {path} do not fit ({reason})", "those of the exported network", advice
+        ) from error

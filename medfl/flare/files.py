@@ -44,7 +44,9 @@ def error_document(error: Exception) -> dict[str, Any]:
     """Return an error as plain values."""
     if isinstance(error, InputError):
         return {"parts": list(error._parts)}
-    return {"text": str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {error}"}
+    return {
+        "text": str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {error}"
+    }
 
 
 def raise_error(document: Any) -> None:
@@ -60,7 +62,9 @@ def read_kit_file(path: Path) -> dict[str, Any]:
     """Return a JSON file of a startup kit; InputError if it is not one."""
     document = read_json(path, "a JSON file of the startup kit", "unpack it anew")
     if not isinstance(document, dict):
-        raise InputError(f"{path} is a {type(document).__name__}", "a JSON object", "unpack the kit anew")
+        raise InputError(
+            f"{path} is a {type(document).__name__}", "a JSON object", "unpack the kit anew"
+        )
     for error in type_errors(document, _KIT):
         raise InputError(f"{path} {error}", "a JSON file of the startup kit", "unpack it anew")
     return document

@@ -37,7 +37,9 @@ def require_flare() -> None:
     try:
         import nvflare  # noqa: F401
     except ImportError as error:
-        raise InputError("the runtime flare", "it needs NVIDIA FLARE", pip_install("flare")) from error
+        raise InputError(
+            "the runtime flare", "it needs NVIDIA FLARE", pip_install("flare")
+        ) from error
 
 
 def recipe(run: Run, carried: Sequence[Path], controller: Any, executor: Any, least: int) -> Any:
@@ -72,7 +74,9 @@ class _ConfigFile:
         job.add_file_source(str(self.path), None, "config", ctx)
 
 
-def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: Any) -> tuple[Any, list[str]]:
+def local_recipe(
+    run: Run, folder: Path, *, min_replies: int = 0, **settings: Any
+) -> tuple[Any, list[str]]:
     """Return the recipe of a run on one machine, whose processes share data and run folder, and its sites' FLARE names.
 
     Raises:
@@ -91,7 +95,9 @@ def local_recipe(run: Run, folder: Path, *, min_replies: int = 0, **settings: An
     inside = (str(folder.resolve()), os.getcwd())
     controller = MedflController(*inside, min_replies=min_replies, **settings)
     executor = MedflExecutor(*inside)
-    return recipe(run, [folder / "run.json"], controller, executor, min_replies or len(clients)), clients
+    return recipe(
+        run, [folder / "run.json"], controller, executor, min_replies or len(clients)
+    ), clients
 
 
 RunJob = Callable[[Path, str, list[str], Print], Path]
@@ -141,7 +147,12 @@ def _on_simulator(flare_folder: Path, job: str, clients: list[str], say: Print) 
     workspace = flare_folder / "workspace"
     log = flare_folder / "output.txt"
     allow_classes(workspace / "local" / "resources.json", SIMULATED)
-    command = [sys.executable, "-m", "nvflare.private.fed.app.simulator.simulator", str(flare_folder / job)]
+    command = [
+        sys.executable,
+        "-m",
+        "nvflare.private.fed.app.simulator.simulator",
+        str(flare_folder / job),
+    ]
     command += ["-w", str(workspace), "-c", ",".join(clients), "-t", str(len(clients))]
 
     with log.open("wb") as output:
@@ -161,10 +172,14 @@ def _result(folder: Path, output: Path) -> dict[str, Any]:
     """Return the server's summary and remove FLARE's files, or raise the error that ended the run."""
     flare_folder = folder / FLARE_FOLDER
     if (flare_folder / ERROR_FILE).is_file():
-        raise_error(read_json(flare_folder / ERROR_FILE, "an error that medfl wrote", f"look into {output}"))
+        raise_error(
+            read_json(flare_folder / ERROR_FILE, "an error that medfl wrote", f"look into {output}")
+        )
 
     if not (flare_folder / DONE_FILE).is_file():
-        raise RunError(f"NVIDIA FLARE ended without a result; its output is in {output}; continue with --resume")
+        raise RunError(
+            f"NVIDIA FLARE ended without a result; its output is in {output}; continue with --resume"
+        )
 
     _remove(flare_folder)
     return read_summary(folder / "summary.json")
@@ -222,4 +237,6 @@ def _works(process: Any) -> bool:
         return False
 
 
-RUNTIME = Runtime(execute_with(_on_simulator), EACH_SITE_IS_A_PROCESS, remote=True, require=require_flare)
+RUNTIME = Runtime(
+    execute_with(_on_simulator), EACH_SITE_IS_A_PROCESS, remote=True, require=require_flare
+)

@@ -37,7 +37,11 @@ def secure(kit: Path, kind: str, classes: Sequence[str]) -> None:
     """
     startup = kit / "startup" / "fed_client.json"
     if kind == "site" and read_kit_file(startup).get("require_signed_jobs") is False:
-        raise InputError(f"{startup}: require_signed_jobs is false", "jobs that somebody signed", "set it to true")
+        raise InputError(
+            f"{startup}: require_signed_jobs is false",
+            "jobs that somebody signed",
+            "set it to true",
+        )
     _authorize(kit / "local" / AUTHORIZATION, kind)
     _resources(kit / "local" / RESOURCES, kind, classes)
 
@@ -69,7 +73,12 @@ def _permissions(path: Path, kind: str) -> dict[str, Any]:
 
     never = dict.fromkeys(_CODE, "none")
     roles = {
-        role: {**(rights if isinstance(rights, dict) else dict.fromkeys((*_JOBS, *_OPERATION), rights)), **never}
+        role: {
+            **(
+                rights if isinstance(rights, dict) else dict.fromkeys((*_JOBS, *_OPERATION), rights)
+            ),
+            **never,
+        }
         for role, rights in permissions.items()
     }
 
@@ -83,18 +92,27 @@ def _granted(document: dict[str, Any], never: Sequence[str]) -> Iterator[tuple[s
 
     policy, error = parse_policy_config(document, COMMAND_CATEGORIES)
     if error:
-        raise InputError(f"an authorization policy ({error})", "one that FLARE can read", "repair it, or remove it")
+        raise InputError(
+            f"an authorization policy ({error})",
+            "one that FLARE can read",
+            "repair it, or remove it",
+        )
 
     for role in policy.roles:
         for right in never:
-            conditions = policy.role_right_map.get(f"{role}:*") or policy.role_right_map.get(f"{role}:{right}")
+            conditions = policy.role_right_map.get(f"{role}:*") or policy.role_right_map.get(
+                f"{role}:{right}"
+            )
             if conditions is not None and not _nobody(conditions.exp):
                 yield role, right
 
 
 def _nobody(expression: Any) -> bool:
     """Return whether a condition of FLARE's applies to nobody."""
-    words = [str(term).lower().split() for term in ([expression] if isinstance(expression, str) else expression)]
+    words = [
+        str(term).lower().split()
+        for term in ([expression] if isinstance(expression, str) else expression)
+    ]
     if any(word in (["not", "any"], ["not", "all"]) for word in words):
         return True
     allowed = [word for word in words if word[:1] != ["not"]]
@@ -106,7 +124,9 @@ def _resources(path: Path, kind: str, classes: Sequence[str]) -> None:
     document |= {"class_list_enforcement_mode": "enforce", "class_allow_list": list(classes)}
     document |= {"allow_log_streaming": False}
     document["components"] = [
-        component for component in document.get("components", []) if "LogStreamer" not in str(component)
+        component
+        for component in document.get("components", [])
+        if "LogStreamer" not in str(component)
     ]
 
     if kind == "site":

@@ -46,23 +46,41 @@ def offer(
     odd = [name for name in sites if not is_flare_name(name)]
     if odd:
         raise InputError(
-            f"site {odd[0]!r}", "letters, digits, - and _, at most 63, and not server, admin or relay", "rename it"
+            f"site {odd[0]!r}",
+            "letters, digits, - and _, at most 63, and not server, admin or relay",
+            "rename it",
         )
 
     data = PHANTOM if bundle in shipped() else None
-    settings = {**(requested or {}), "sites": 1, "partition": "iid", "data": data, **site_settings.EMPTY}
+    settings = {
+        **(requested or {}),
+        "sites": 1,
+        "partition": "iid",
+        "data": data,
+        **site_settings.EMPTY,
+    }
     plan = make_plan(Request(bundle, options=options or {}, config=config or {}, **settings))
     run = plan.run
     method = plan.method
 
     if run.method not in methods.names():
-        raise InputError(f"--method {run.method}", "a shipped method: sites take no other code", "see medfl methods")
+        raise InputError(
+            f"--method {run.method}",
+            "a shipped method: sites take no other code",
+            "see medfl methods",
+        )
 
     check_name(run.bundle, "bundle")
     if need := needs_in_one_place(method):
-        raise InputError(f"method {run.method!r}, which needs {need}", "one that does without", "see medfl methods")
+        raise InputError(
+            f"method {run.method!r}, which needs {need}",
+            "one that does without",
+            "see medfl methods",
+        )
     if text := odd_option({**run.options, "plm": ""}):  # a language model's path becomes a name
-        raise InputError(text, f"{PLAIN}: sites take no others", "write out what a pattern or path stands for")
+        raise InputError(
+            text, f"{PLAIN}: sites take no others", "write out what a pattern or path stands for"
+        )
 
     site_texts = site_settings.of_request(bundle, requested or {})
     check_unlabelled(site_texts["unlabelled"], run.method, method, {site: {} for site in sites})
@@ -74,7 +92,9 @@ def offer(
         partition=PartitionRecord(OWN_IMAGES, run.seed, (), {name: {} for name in sites}),
         **site_texts,
     )
-    federation_of_names(plan.bundle, method, offered, held_out=False)  # what the server would refuse is refused here
+    federation_of_names(
+        plan.bundle, method, offered, held_out=False
+    )  # what the server would refuse is refused here
 
     return offered
 
@@ -105,11 +125,15 @@ def export(
     least = min_replies or len(sites)
 
     if least > len(sites):
-        raise InputError(f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many")
+        raise InputError(
+            f"--min-replies {least}", f"there are {len(sites)} sites", "ask for at most as many"
+        )
 
     with tempfile.TemporaryDirectory() as temporary:
         method = methods.load(run.method, run.options)
-        source, _ = initial_weights.begin_with(Bundle(bundle), (asked.get("requested") or {}).get("init", ""))
+        source, _ = initial_weights.begin_with(
+            Bundle(bundle), (asked.get("requested") or {}).get("init", "")
+        )
         files = text_record.write_for_job(source, run, method, Path(temporary))
 
         if run.text is not None:  # where the embeddings lay here means nothing elsewhere

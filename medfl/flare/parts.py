@@ -72,7 +72,9 @@ class _Controller(ModelController):  # type: ignore[misc]
         super().__init__(persistor_id="", task_check_period=0.1)
         self.min_replies = min_replies
         self.deadline = deadline
-        self._questions: dict[int, tuple[Task, set[str]]] = {}  # with the sites that have not answered
+        self._questions: dict[
+            int, tuple[Task, set[str]]
+        ] = {}  # with the sites that have not answered
         self._count = 0
         self._lock = threading.Lock()
         self._disconnected: dict[str, str] = {}
@@ -119,7 +121,12 @@ class _Controller(ModelController):  # type: ignore[misc]
         """Execute the run in its folder."""
 
     def _run_rounds(
-        self, federation: Federation, folder: RunFolder, say: Print, roster: Mapping[str, int] | None, **settings: Any
+        self,
+        federation: Federation,
+        folder: RunFolder,
+        say: Print,
+        roster: Mapping[str, int] | None,
+        **settings: Any,
     ) -> None:
         """Run the rounds with the job's sites as workers; `roster` None: they are a simulation's, and show all."""
         simulated = roster is None
@@ -132,13 +139,25 @@ class _Controller(ModelController):  # type: ignore[misc]
             return flare_workers
 
         launch = Launch(
-            resume=True, say=say, min_replies=self.min_replies or None, deadline=self.deadline or None, **settings
+            resume=True,
+            say=say,
+            min_replies=self.min_replies or None,
+            deadline=self.deadline or None,
+            **settings,
         )
-        Simulator(Execution(federation, folder, launch, None if simulated else _SHARE), workers).execute()
+        Simulator(
+            Execution(federation, folder, launch, None if simulated else _SHARE), workers
+        ).execute()
 
     # Link
 
-    def ask(self, task_name: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
+    def ask(
+        self,
+        task_name: str,
+        sites: Sequence[str],
+        payload: Payload,
+        answers: queue.SimpleQueue[Answer],
+    ) -> int:
         """Schedule one task for these sites; FLARE's threads put the answers into the queue."""
         with self._lock:
             self._count += 1
@@ -154,7 +173,11 @@ class _Controller(ModelController):  # type: ignore[misc]
             waiting.discard(site)
             answers.put(Answer(number, site, _read(result, site)))
 
-        task = Task(name=task_name, data=FLModelUtils.to_shareable(to_model(payload)), result_received_cb=arrived)
+        task = Task(
+            name=task_name,
+            data=FLModelUtils.to_shareable(to_model(payload)),
+            result_received_cb=arrived,
+        )
         self._questions[number] = (task, waiting)
         self.broadcast(task=task, fl_ctx=self.fl_ctx, targets=list(inverse), min_responses=0)
         return number
@@ -174,13 +197,22 @@ class _Controller(ModelController):  # type: ignore[misc]
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
         """Remember the sites that disconnect."""
         if event_type == EventType.CLIENT_DISCONNECTED:
-            self._disconnected[str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME))] = "it has vanished"
+            self._disconnected[str(fl_ctx.get_prop(FLContextKey.DISCONNECTED_CLIENT_NAME))] = (
+                "it has vanished"
+            )
 
     def process_result_of_unknown_task(
-        self, client: Client, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+        self,
+        client: Client,
+        task_name: str,
+        client_task_id: str,
+        result: Shareable,
+        fl_ctx: FLContext,
     ) -> None:
         """Drop a late answer, with a warning."""
-        self.warning(f"site {client.name!r}: its answer to {task_name!r} came too late and is dropped")
+        self.warning(
+            f"site {client.name!r}: its answer to {task_name!r} came too late and is dropped"
+        )
 
 
 class MedflController(_Controller):
@@ -218,7 +250,9 @@ class MedflController(_Controller):
         torch.set_num_threads(run.threads)
         plan = repeat(run, say=say, folder=path)
         public = plan.public.prepare(say=say) if plan.public else None
-        federation = Federation(plan.bundle, plan.method, replace(plan.run, rounds=run.rounds), public=public)
+        federation = Federation(
+            plan.bundle, plan.method, replace(plan.run, rounds=run.rounds), public=public
+        )
         folder = RunFolder.existing(path)
         settings = {"save_predictions": self.save_predictions, "track": self.track or None}
         self._run_rounds(federation, folder, say, None, **settings)
@@ -238,14 +272,18 @@ class RemoteController(_Controller):
 
     def _open_run_folder(self) -> Path:
         self._run, self._carried = read_run(self.get_app_dir()), Path(self.get_app_dir()) / "config"
-        self._config = SiteConfig.read(Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE)
+        self._config = SiteConfig.read(
+            Path(self.engine.get_workspace().get_site_config_dir()) / CONFIG_FILE
+        )
         accepted_run(self._run, None, self._config)  # before its names become a folder's
         run_hash = without_round_limit(self._run).run_hash
         path = Path(self._config.folder) / f"{self._run.bundle}-{self._run.method}-{run_hash[:16]}"
         there = (path / "run.json").is_file()
 
         if there and not self.resume:
-            raise InputError(f"the server has this run in {path}", "a new one", "export the job with --resume")
+            raise InputError(
+                f"the server has this run in {path}", "a new one", "export the job with --resume"
+            )
 
         if not there:
             RunFolder.create(path)
@@ -258,12 +296,18 @@ class RemoteController(_Controller):
         bundle = federation.bundle
         torch.set_num_threads(run.threads)
         folder = ReportedRunFolder(path)
-        about = {"medfl": run.versions.get("medfl", ""), "task": bundle.task, "classes": list(bundle.classes)}
+        about = {
+            "medfl": run.versions.get("medfl", ""),
+            "task": bundle.task,
+            "classes": list(bundle.classes),
+        }
         about |= {"key_metric": bundle.key_metric, "command": "a FLARE job", "runtime": "flare"}
         text_record.save(bundle, run, federation.method, path)
         folder.write_run(run, about)
         say(f"run folder: {path}")
-        self._run_rounds(federation, folder, say, self._config.roster, track=self._config.track or None)
+        self._run_rounds(
+            federation, folder, say, self._config.roster, track=self._config.track or None
+        )
         say(f"report: {write_report(path)}")
 
 
@@ -282,7 +326,9 @@ class _Executor(Executor):  # type: ignore[misc]
         elif event_type == EventType.END_RUN and self._site is not None:
             self._site.algo.finalize()
 
-    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+    def execute(
+        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Shareable:
         """Answer one question, with a failure if need be."""
         try:
             if self._site is None:
@@ -319,7 +365,9 @@ class MedflExecutor(_Executor):
         self.start = start
 
     def _opened(self, run: Run, flare_name: str, workspace: Any) -> FlareSite:
-        from medfl.flare.site import FlareSite  # imports all of MONAI FL, which the server does not need
+        from medfl.flare.site import (
+            FlareSite,
+        )  # imports all of MONAI FL, which the server does not need
         from medfl.runtimes.monai_fl.client import MedflClientAlgo
 
         os.chdir(self.start)
@@ -328,7 +376,9 @@ class MedflExecutor(_Executor):
         names = {there: name for name, there in wire.wire_names(participants(run)).items()}
 
         if flare_name not in names:
-            raise InputError(f"site {flare_name!r}", f"sites are {', '.join(names)}", "use these names")
+            raise InputError(
+                f"site {flare_name!r}", f"sites are {', '.join(names)}", "use these names"
+            )
 
         def federation() -> Federation:
             public = plan.public.prepare() if plan.public else None
@@ -369,7 +419,9 @@ class RemoteExecutor(_Executor):
 
         if self._config is not None and self._config.audit:
             with suppress(MedflError):  # it is in the log of the process anyway
-                Guard(None, self._config.audit, None, str, flare_name).log_failure(Activity("open", 0), error)
+                Guard(None, self._config.audit, None, str, flare_name).log_failure(
+                    Activity("open", 0), error
+                )
         return hidden_failure(flare_name, error)
 
 

@@ -54,8 +54,14 @@ class ProofOfConcept:
         """Make the kits; nothing is started."""
         self.folder = folder.resolve()
         self.sites = list(sites)
-        self._workspace = self.folder / "workspace"  # made by FLARE, which takes no folder that is there
-        self._environment = {**os.environ, **(environment or {}), "NVFLARE_POC_WORKSPACE": str(self._workspace)}
+        self._workspace = (
+            self.folder / "workspace"
+        )  # made by FLARE, which takes no folder that is there
+        self._environment = {
+            **os.environ,
+            **(environment or {}),
+            "NVFLARE_POC_WORKSPACE": str(self._workspace),
+        }
         self._session: Session | None = None
 
         self.folder.mkdir(parents=True)
@@ -119,7 +125,9 @@ class ProofOfConcept:
 
         if done.returncode:
             last_words = (done.stderr or done.stdout).strip()[-400:]
-            raise RunError(f"nvflare poc {action} failed; its files are in {self.folder}: {last_words}")
+            raise RunError(
+                f"nvflare poc {action} failed; its files are in {self.folder}: {last_words}"
+            )
 
 
 def _run_job(flare_folder: Path, job: str, clients: list[str], say: Print) -> Path:
@@ -134,4 +142,6 @@ def _run_job(flare_folder: Path, job: str, clients: list[str], say: Print) -> Pa
     return federation.folder
 
 
-RUNTIME = Runtime(execute_with(_run_job), EACH_SITE_IS_A_PROCESS, remote=True, require=require_flare)
+RUNTIME = Runtime(
+    execute_with(_run_job), EACH_SITE_IS_A_PROCESS, remote=True, require=require_flare
+)

@@ -26,7 +26,9 @@ def federation_of_names(bundle: Problem, method: Method, run: Run, held_out: boo
 
     With `held_out` the global model is scored on the validation and test items of the bundle, which no site trains on.
     """
-    empty: dict[str, Prepared] = dict.fromkeys(SECTIONS, Stacked([], torch.empty(0), torch.empty(0)))
+    empty: dict[str, Prepared] = dict.fromkeys(
+        SECTIONS, Stacked([], torch.empty(0), torch.empty(0))
+    )
     sections = prepared_sections(bundle) if held_out else empty
     return Federation(bundle, method, run, prepared={**sections, "train": empty["train"]})
 
@@ -82,12 +84,18 @@ class ReportedRunFolder(RunFolder):
         """Write the summary, with the means of the metrics reported last, and what the sites told of their data."""
         last = self.rounds()[-1]["told"] if self.rounds() else {}
         final = mean_reported(self.workers.reported)
-        super().write_summary({**summary, **self.workers.by_kind(summary), "told": {**last, **final}})
+        super().write_summary(
+            {**summary, **self.workers.by_kind(summary), "told": {**last, **final}}
+        )
 
     def _reported_row(self, name: str, site: Mapping[str, Any]) -> dict[str, Any]:
         reported = {**site.get("told", {}), **self.workers.reported.get(name, {})}
         samples = site.get("samples", self.workers.samples.get(name, 0))
-        return {"site": name, "train": samples, **{f"told_{metric}": value for metric, value in reported.items()}}
+        return {
+            "site": name,
+            "train": samples,
+            **{f"told_{metric}": value for metric, value in reported.items()},
+        }
 
 
 def mean_reported(reported: Mapping[str, Reported]) -> dict[str, float]:

@@ -23,7 +23,12 @@ from medfl.core.untrusted import Refused, folders_below, json_values, printable
 _SUFFIXES = (".json", ".crt")  # configuration, and the signature of who submitted it
 _CONFIGURATION = "config_fed_client.json"
 _MAX_BYTES = 1_000_000
-_COMMANDS = (ShellCommandProcessor, ClientInfoProcessor, ReportEnvProcessor, ConfigureJobLogProcessor)
+_COMMANDS = (
+    ShellCommandProcessor,
+    ClientInfoProcessor,
+    ReportEnvProcessor,
+    ConfigureJobLogProcessor,
+)
 """Commands that show files, or errors with texts and paths, or set loggers, which are classes too."""
 
 
@@ -38,7 +43,9 @@ class Sentry(AppValidator):  # type: ignore[misc]
         """Remove FLARE's commands that read or change a site's files."""
         self.classes = frozenset(classes)
         processors = ClientRequestProcessors.request_processors
-        processors[:] = [processor for processor in processors if not isinstance(processor, _COMMANDS)]
+        processors[:] = [
+            processor for processor in processors if not isinstance(processor, _COMMANDS)
+        ]
 
     def validate(self, app_folder: str) -> tuple[str, dict[str, Any]]:
         """Return (why an app is refused or "", no further details)."""
@@ -46,7 +53,9 @@ class Sentry(AppValidator):  # type: ignore[misc]
 
     def _problems(self, app: Path) -> Iterator[str]:
         for path in sorted(
-            Path(at, name_in_folder) for at, inner, files in folders_below(app) for name_in_folder in (*inner, *files)
+            Path(at, name_in_folder)
+            for at, inner, files in folders_below(app)
+            for name_in_folder in (*inner, *files)
         ):
             name = printable(path.relative_to(app))
             if path.is_symlink() or not (path.is_dir() or path.is_file()):
@@ -69,6 +78,12 @@ class Sentry(AppValidator):  # type: ignore[misc]
                 todo += node
             elif isinstance(node, dict):
                 todo += node.values()
-                for key in ("path", "class_path", "name"):  # the keys by which FLARE makes components
-                    if key in node and not (isinstance(node[key], str) and node[key] in self.classes):
+                for key in (
+                    "path",
+                    "class_path",
+                    "name",
+                ):  # the keys by which FLARE makes components
+                    if key in node and not (
+                        isinstance(node[key], str) and node[key] in self.classes
+                    ):
                         yield f"class {printable(node[key])!r} is not on this site's list"

@@ -41,11 +41,21 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
     """Add the action to `medfl site`."""
     about = "join a NVIDIA FLARE federation with the operator's startup kit"
     served = verb(actions, "serve", about, partial(_serve, show=show), _EXAMPLES)
-    served.add_argument("bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any")
-    served.add_argument("--kit", type=Path, required=True, metavar="DIR", help="the startup kit, unpacked")
-    served.add_argument("--data", type=Path, metavar="DIR", help="the site's images; a server may do without")
-    served.add_argument("--folder", type=Path, metavar="DIR", help="where States are kept; at the server, runs")
-    served.add_argument("--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra")
+    served.add_argument(
+        "bundle", nargs="?", metavar="BUNDLE", help="name of a shipped bundle, or the folder of any"
+    )
+    served.add_argument(
+        "--kit", type=Path, required=True, metavar="DIR", help="the startup kit, unpacked"
+    )
+    served.add_argument(
+        "--data", type=Path, metavar="DIR", help="the site's images; a server may do without"
+    )
+    served.add_argument(
+        "--folder", type=Path, metavar="DIR", help="where States are kept; at the server, runs"
+    )
+    served.add_argument(
+        "--policy", type=Path, metavar="FILE", help="the site's policy; default: nothing extra"
+    )
     served.add_argument("--device", metavar="cpu|cuda[:i]", help="where it trains; default cpu")
     served.add_argument("--audit", type=Path, metavar="FILE", help="log of what came and left")
     served.add_argument(
@@ -53,7 +63,9 @@ def add(actions: Any, verb: Callable[..., Any], show: Callable[..., int]) -> Non
         help="id of the bundle's configuration that a run may set, to plain numbers and names; may be repeated",
     )  # fmt: skip
     served.add_argument(
-        "--no-sandbox", action="store_true", help="let FLARE's process do what this user may; default: Linux's Landlock"
+        "--no-sandbox",
+        action="store_true",
+        help="let FLARE's process do what this user may; default: Linux's Landlock",
     )
     served.add_argument("--check", action="store_true", help="only see whether it would start")
 
@@ -114,7 +126,11 @@ def prepare(kit: Path, kind: str) -> dict[str, Any]:
     policy = config.checked_policy()
 
     if kind == "site" and not (config.data and Path(config.data).is_dir()):
-        raise InputError(f"data {config.data or 'not given'}", "the folder of the site's images", "give it with --data")
+        raise InputError(
+            f"data {config.data or 'not given'}",
+            "the folder of the site's images",
+            "give it with --data",
+        )
 
     bundle = Bundle(config.bundle, policy=policy)
     check_declared_data(config, bundle, kit.name)
@@ -142,11 +158,15 @@ def start(kit: Path, sandbox: SiteSandbox | None = None) -> int:
     if bash is None:
         raise RunError("there is no bash, which the startup kit needs")
 
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # its python3 is this one
+    path = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    )  # its python3 is this one
     folder, variables = (sandbox.workspace, sandbox.variables) if sandbox else (kit, {})
     command = [bash, str(folder / "startup" / "sub_start.sh"), "--once"]
     begin = partial(_begin, sandbox.enter if sandbox else None)
-    process = subprocess.Popen(command, env={**os.environ, "PATH": path, **variables}, preexec_fn=begin)
+    process = subprocess.Popen(
+        command, env={**os.environ, "PATH": path, **variables}, preexec_fn=begin
+    )
 
     try:
         code = process.wait()
@@ -174,7 +194,9 @@ def _kind(kit: Path) -> str:
         if (kit / "startup" / name).is_file():
             return kind
     raise InputError(
-        f"--kit {kit}", "the folder of a startup kit: startup/fed_client.json is in it", "unpack what the operator sent"
+        f"--kit {kit}",
+        "the folder of a startup kit: startup/fed_client.json is in it",
+        "unpack what the operator sent",
     )
 
 
@@ -191,7 +213,9 @@ def _write_own(args: Any, kit: Path) -> None:
     path = kit / "local" / CONFIG_FILE
     names = ("bundle", "data", "folder", "policy", "device", "audit", "permits")
     settings = {name: value for name in names if (value := getattr(args, name)) is not None}
-    settings = {k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in settings.items()}
+    settings = {
+        k: str(v.expanduser().resolve()) if isinstance(v, Path) else v for k, v in settings.items()
+    }
 
     if not settings:
         if not path.is_file():
@@ -201,7 +225,9 @@ def _write_own(args: Any, kit: Path) -> None:
         return
 
     if not {"bundle", "folder"} <= settings.keys():
-        raise InputError("no BUNDLE, or no --folder", "both are needed the first time", "add what is missing")
+        raise InputError(
+            "no BUNDLE, or no --folder", "both are needed the first time", "add what is missing"
+        )
 
     if settings["bundle"] not in shipped_folders():
         settings["bundle"] = str(Path(settings["bundle"]).expanduser().resolve())
@@ -209,7 +235,11 @@ def _write_own(args: Any, kit: Path) -> None:
     text = yaml.safe_dump(settings, sort_keys=False, width=1000)
     if path.is_file():
         if yaml.safe_load(path.read_text()) != settings:
-            raise InputError(f"{path} says something else", "what a site said is not overwritten", "edit or remove it")
+            raise InputError(
+                f"{path} says something else",
+                "what a site said is not overwritten",
+                "edit or remove it",
+            )
         return
 
     write_atomic(path, text.encode())

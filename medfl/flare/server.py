@@ -48,7 +48,11 @@ DONE_FILE = "done"
 """Folder of a job in the run folder; in it the server's lines for the user, its error, and a mark that it is done."""
 _SILENCE = 1.0
 """Seconds between two checks that the sites are still connected."""
-_EMPTY_RESULTS: Mapping[type[WorkerTask], Any] = {ScoreSiteOnAll: Cases((), {}), CopyWeights: {}, SegmentSite: {}}
+_EMPTY_RESULTS: Mapping[type[WorkerTask], Any] = {
+    ScoreSiteOnAll: Cases((), {}),
+    CopyWeights: {},
+    SegmentSite: {},
+}
 """Tasks that sites run only in a simulation, with the results that stand in elsewhere."""
 _START = 300.0
 """Seconds added to the deadline of a job's first question, during which a site prepares its images."""
@@ -65,7 +69,13 @@ class Answer(NamedTuple):
 class Link(Protocol):
     """The server's connection to its sites."""
 
-    def ask(self, task_name: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
+    def ask(
+        self,
+        task_name: str,
+        sites: Sequence[str],
+        payload: Payload,
+        answers: queue.SimpleQueue[Answer],
+    ) -> int:
         """Send one question to some sites at once; their answers come into the queue with the number returned."""
 
     def drop(self, question: int) -> None:
@@ -96,7 +106,11 @@ class _Question:
 
     def same_as(self, other: _Question) -> bool:
         """Return whether two sites are sent the same."""
-        if self.extra or other.extra or (self.task_name, self.numbers) != (other.task_name, other.numbers):
+        if (
+            self.extra
+            or other.extra
+            or (self.task_name, self.numbers) != (other.task_name, other.numbers)
+        ):
             return False
         here, there = (q.message.flat() if q.message else {} for q in (self, other))
         return here.keys() == there.keys() and all(_same(here[name], there[name]) for name in here)
@@ -142,7 +156,9 @@ class FlareWorkers(Workers):
         self.reported: dict[str, dict[str, float]] = {}
         self._started = False
 
-    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
+    def run(
+        self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Run tasks, those at sites all at once, and yield (position, result) as they are ready."""
         questions: list[_Question] = []
         for index, make in enumerate(tasks):
@@ -167,7 +183,9 @@ class FlareWorkers(Workers):
         name = task.site
         if isinstance(task, Introduce):
             numbers = wire.question_numbers(0)
-            return _Question(index, name, wire.INTRODUCE, numbers, None, partial(self._introduction, name))
+            return _Question(
+                index, name, wire.INTRODUCE, numbers, None, partial(self._introduction, name)
+            )
 
         assert isinstance(task, RoundTask)
         with profiling.during(profiling.MESSAGES):
@@ -198,7 +216,11 @@ class FlareWorkers(Workers):
                 kind = wire.SEGMENT
                 read = partial(_masks, ids)
                 save = {wire.SAVE: int(task.folder is not None)}
-                extra = {"positions/test": torch.tensor([ids.index(ident) for ident in task.ids], dtype=torch.int64)}
+                extra = {
+                    "positions/test": torch.tensor(
+                        [ids.index(ident) for ident in task.ids], dtype=torch.int64
+                    )
+                }
             case _:
                 raise TypeError(f"no site of a FLARE job is asked for a {type(task).__name__}")
 
@@ -214,9 +236,14 @@ class FlareWorkers(Workers):
         waiting: dict[tuple[int, str], _Question] = {}
         for group in _grouped(questions):
             first = group[0]
-            extra = {**first.extra, **wire.state_rounds({question.site: question.state_round for question in group})}
+            extra = {
+                **first.extra,
+                **wire.state_rounds({question.site: question.state_round for question in group}),
+            }
             payload = wire.message_payload(first.message or Message(), first.numbers, extra)
-            number = self._link.ask(first.task_name, [question.site for question in group], payload, answers)
+            number = self._link.ask(
+                first.task_name, [question.site for question in group], payload, answers
+            )
             waiting |= {(number, question.site): question for question in group}
 
         preparing = 0.0 if self._started else _START
@@ -237,7 +264,10 @@ class FlareWorkers(Workers):
                 self._link.drop(number)
 
     def _next(
-        self, answers: queue.SimpleQueue[Answer], waiting: Mapping[tuple[int, str], _Question], end: float | None
+        self,
+        answers: queue.SimpleQueue[Answer],
+        waiting: Mapping[tuple[int, str], _Question],
+        end: float | None,
     ) -> list[tuple[tuple[int, str], Payload]]:
         """Return the next answer, or failures for the sites that will not answer any more."""
         if end is None:
@@ -302,7 +332,9 @@ class FlareWorkers(Workers):
         count = payload.whole_number(wire.SAMPLES)
         most = self._roster.get(name)
         if most is not None and count > most:
-            raise RunError(f"it tells of {count:,} training images; the server's roster has it with at most {most:,}")
+            raise RunError(
+                f"it tells of {count:,} training images; the server's roster has it with at most {most:,}"
+            )
 
         if self._simulated:
             at_first = self.item_count(name)
@@ -310,7 +342,9 @@ class FlareWorkers(Workers):
             at_first = self.introduced_counts.setdefault(name, count)
 
         if count > at_first:
-            raise RunError(f"it tells of {count:,} training images; when it introduced itself it had {at_first:,}")
+            raise RunError(
+                f"it tells of {count:,} training images; when it introduced itself it had {at_first:,}"
+            )
 
         return count
 
@@ -324,7 +358,9 @@ class FlareWorkers(Workers):
         if name not in self.facts and facts:
             self._say(f"site {name!r} says that {site_facts.describe(facts)}")
         if facts != (before := self.facts.setdefault(name, facts)):
-            statement, first = (site_facts.describe(told_facts) or "nothing" for told_facts in (facts, before))
+            statement, first = (
+                site_facts.describe(told_facts) or "nothing" for told_facts in (facts, before)
+            )
             raise RunError(f"it tells of its data: {statement}; at first it told: {first}")
 
     def by_kind(self, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -342,7 +378,9 @@ class FlareWorkers(Workers):
         steps = payload.whole_number(wire.STEPS)
         self.samples[name] = self._checked_count(name, payload)
         self._check_facts(name, payload)
-        loss = float(payload.numbers.get(wire.LOSS, float("nan")))  # a site's policy may withhold it
+        loss = float(
+            payload.numbers.get(wire.LOSS, float("nan"))
+        )  # a site's policy may withhold it
         renewed = bool(payload.whole_number(wire.RENEWED))
 
         return StepResult({}, reply, loss, steps, cases, arrived.num_bytes, bytes_down), renewed
@@ -350,7 +388,10 @@ class FlareWorkers(Workers):
     def _cases(self, name: str, sections: Sequence[str], payload: Payload) -> dict[str, Cases]:
         """Return section -> outcomes of a site's own items, without any where it reports metrics."""
         if not self._simulated:
-            self.reported[name] = {**self.reported.get(name, {}), **reported_metrics(payload, sections)}
+            self.reported[name] = {
+                **self.reported.get(name, {}),
+                **reported_metrics(payload, sections),
+            }
             return {section: Cases((), {}) for section in sections}
         ids = {section: self._federation.shard(name, section).ids for section in sections}
         return wire.read_cases(payload, ids, f"site {name!r}")
@@ -369,7 +410,9 @@ def _masks(ids: Sequence[str], payload: Payload) -> dict[str, Masks]:
     for key, tensor in payload.group("masks").items():
         position, _, part = key.partition("/")
         parts.setdefault(int(position), {})[part] = tensor
-    return {ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in parts.items()}
+    return {
+        ids[i]: Masks(m["prediction"], m["reference"], int(m["classes"])) for i, m in parts.items()
+    }
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -382,7 +425,9 @@ def reported_metrics(payload: Payload, sections: Sequence[str]) -> dict[str, flo
     Raises:
         RunError: a number of cases is no whole one.
     """
-    site_metrics = {name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections}
+    site_metrics = {
+        name: value for name, value in payload.metrics.items() if name.partition("/")[0] in sections
+    }
     for name, value in site_metrics.items():
         if name.endswith("/cases") and not (0 <= value < 2**53 and value % 1 == 0):
             raise RunError(f"{name!r} is {value:g}; expected a whole number of at least 0")

@@ -27,7 +27,13 @@ from medfl.flare.wire import Payload
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.monai_fl.client import BASE_ROUND, LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo
 from medfl.runtimes.monai_fl.guard import in_words
-from medfl.runtimes.step import copy_site_weights, score_site, score_site_on_all, segment_site, site_step
+from medfl.runtimes.step import (
+    copy_site_weights,
+    score_site,
+    score_site_on_all,
+    segment_site,
+    site_step,
+)
 from medfl.storage.files import State
 from medfl.storage.run_folder import RunFolder
 
@@ -51,7 +57,9 @@ class FlareSite:
         self._simulation = shows
         self._ready = False
 
-    def answer(self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None) -> Payload:
+    def answer(
+        self, task_name: str, payload: Payload, stop: Callable[[], bool] | None = None
+    ) -> Payload:
         """Return the answer to a question, or a failure; raises nothing."""
         answers: Mapping[str, Callable[[Payload], Payload]] = {
             wire.INTRODUCE: self._introduce,
@@ -78,15 +86,21 @@ class FlareSite:
         except Exception as error:  # an answer, too: the process must not end, see above
             if self._simulation is not None:
                 expected = isinstance(error, MedflError)
-                return wire.failure(error if expected else f"site {self.name!r}: {task_name}: {in_words(error)}")
+                return wire.failure(
+                    error if expected else f"site {self.name!r}: {task_name}: {in_words(error)}"
+                )
 
-            with suppress(MedflError):  # an audit log that cannot be written stops replies; a failure has no data
+            with suppress(
+                MedflError
+            ):  # an audit log that cannot be written stops replies; a failure has no data
                 self.algo.log_failure(printable(task_name, 40), error)
             return hidden_failure(self.name, error)
 
     def _introduce(self, payload: Payload) -> Payload:
         reply = self.algo.get_weights()
-        return Payload(self._outgoing_tensors(reply), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]})
+        return Payload(
+            self._outgoing_tensors(reply), {wire.SAMPLES: reply.statistics[FlStatistics.DATA_COUNT]}
+        )
 
     def _train(self, payload: Payload) -> Payload:
         data = self._exchange_object(payload)
@@ -114,14 +128,20 @@ class FlareSite:
 
     def _train_to_score(self, payload: Payload) -> Payload:
         """Train once more, only to score the result."""
-        return self._scored(self.algo.visit(site_step, self._exchange_object(payload), payload.sections).cases)
+        return self._scored(
+            self.algo.visit(site_step, self._exchange_object(payload), payload.sections).cases
+        )
 
     def _score_site(self, payload: Payload) -> Payload:
-        return self._scored(self.algo.visit(score_site, self._exchange_object(payload), payload.sections))
+        return self._scored(
+            self.algo.visit(score_site, self._exchange_object(payload), payload.sections)
+        )
 
     def _score_on_all(self, payload: Payload) -> Payload:
         self._in_simulation(wire.SCORE_ON_ALL)
-        return self._scored({"test": self.algo.visit(score_site_on_all, self._exchange_object(payload))})
+        return self._scored(
+            {"test": self.algo.visit(score_site_on_all, self._exchange_object(payload))}
+        )
 
     def _copy_weights(self, payload: Payload) -> Payload:
         self._in_simulation(wire.COPY_WEIGHTS)
@@ -131,7 +151,9 @@ class FlareSite:
     def _segment(self, payload: Payload) -> Payload:
         """Segment the test items at the positions that the server asks for."""
         folder = self._in_simulation(wire.SEGMENT)
-        positions = [int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()]
+        positions = [
+            int(i) for i in payload.group("positions").get("test", torch.empty(0)).tolist()
+        ]
         if payload.numbers.get(wire.SAVE):
             target = str(folder.predictions_folder(self.name))
         else:
@@ -141,13 +163,18 @@ class FlareSite:
             federation: Federation, round_: int, name: str, state: State | None, down: Message
         ) -> dict[int, Masks]:
             ids = federation.shard(name, "test").ids
-            by_id = segment_site(federation, round_, name, state, down, [ids[i] for i in positions], target)
+            by_id = segment_site(
+                federation, round_, name, state, down, [ids[i] for i in positions], target
+            )
             return {i: by_id[ids[i]] for i in positions if ids[i] in by_id}
 
         tensors: dict[str, Tensor] = {}
         masks = self.algo.visit(_masks_at, self._exchange_object(payload))
         for position, (prediction, reference, classes) in masks.items():
-            tensors |= {f"masks/{position}/prediction": prediction, f"masks/{position}/reference": reference}
+            tensors |= {
+                f"masks/{position}/prediction": prediction,
+                f"masks/{position}/reference": reference,
+            }
             tensors[f"masks/{position}/classes"] = torch.tensor(classes)
 
         return Payload(wire.cpu_copies(tensors))
@@ -162,8 +189,13 @@ class FlareSite:
 
     def _exchange_object(self, payload: Payload) -> Any:
         with errors_safe_to_send():
-            statistics = {ROUND: payload.whole_number(wire.ROUND), BASE_ROUND: wire.state_round(payload, self.name)}
-        return ExchangeObject(weights=payload.group("message"), weight_type=WeightType.WEIGHTS, statistics=statistics)
+            statistics = {
+                ROUND: payload.whole_number(wire.ROUND),
+                BASE_ROUND: wire.state_round(payload, self.name),
+            }
+        return ExchangeObject(
+            weights=payload.group("message"), weight_type=WeightType.WEIGHTS, statistics=statistics
+        )
 
     def _scored(self, cases: Mapping[str, Cases]) -> Payload:
         if self._simulation:
@@ -179,6 +211,7 @@ class FlareSite:
                     "sites of a simulation alone answer it",
                     "do not ask",
                 )
+
         return self._simulation
 
 
@@ -190,7 +223,9 @@ def hidden_failure(name: str, error: BaseException) -> Payload:
     if isinstance(error, MedflError) and error.safe_to_send:
         return wire.failure(error)
     _LOG.error("failure %s: %s", error_id(error), in_words(error), exc_info=error)
-    return wire.failure(f"site {name!r} could not answer; its administrator finds failure {error_id(error)} in its log")
+    return wire.failure(
+        f"site {name!r} could not answer; its administrator finds failure {error_id(error)} in its log"
+    )
 
 
 def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:
@@ -198,8 +233,13 @@ def _metrics_of(cases: Mapping[str, Cases]) -> dict[str, float]:
     report: dict[str, float] = {}
     for section, outcomes in cases.items():
         if len(outcomes):
-            metrics = {f"{section}/{name}": float(value) for name, value in summarise(outcomes).items()}
-            report |= {f"{section}/cases": len(outcomes), **{k: v for k, v in metrics.items() if v == v}}
+            metrics = {
+                f"{section}/{name}": float(value) for name, value in summarise(outcomes).items()
+            }
+            report |= {
+                f"{section}/cases": len(outcomes),
+                **{k: v for k, v in metrics.items() if v == v},
+            }
     return report
 
 

@@ -108,15 +108,25 @@ class SiteConfig:
             text = decode_text(path.read_bytes()[:_MAX_BYTES])
             settings: Any = read_plain(text, is_json=False, nodes=1000, depth=4)
         except OSError as error:
-            raise InputError(f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice) from error
+            raise InputError(
+                f"{path} cannot be read ({error.strerror or error})", "a YAML file", advice
+            ) from error
         except (Refused, yaml.YAMLError) as error:
             raise InputError(f"{path}: {printable(error)}", "plain YAML", advice) from error
 
         keys = [field.name for field in fields(cls)]
-        if not isinstance(settings, dict) or not {"bundle", "folder"} <= settings.keys() <= set(keys):
-            raise InputError(f"{path}", f"the keys bundle and folder, and of {', '.join(keys)} as you like", advice)
+        if not isinstance(settings, dict) or not {"bundle", "folder"} <= settings.keys() <= set(
+            keys
+        ):
+            raise InputError(
+                f"{path}",
+                f"the keys bundle and folder, and of {', '.join(keys)} as you like",
+                advice,
+            )
 
-        settings |= {name: _listed(settings[name]) for name in ("labels", "channels") if name in settings}
+        settings |= {
+            name: _listed(settings[name]) for name in ("labels", "channels") if name in settings
+        }
         kinds: dict[str, Any] = {"threads": int, "roster": dict, **dict.fromkeys(_LISTS, list[str])}
         for name, value in settings.items():
             kind = kinds.get(name, str)
@@ -124,11 +134,17 @@ class SiteConfig:
                 raise InputError(f"{path}: {name}", f"a {kind.__name__}", advice)
 
         if settings.get("threads", 1) < 1:
-            raise InputError(f"{path}: threads: {settings['threads']}", "a whole number from 1 on", advice)
+            raise InputError(
+                f"{path}: threads: {settings['threads']}", "a whole number from 1 on", advice
+            )
 
         for site, most in settings.get("roster", {}).items():
             if not is_flare_name(site) or type(most) is not int or most < 1:
-                raise InputError(f"{path}: roster: {printable(site, 60)}", "sites with whole numbers from 1 on", advice)
+                raise InputError(
+                    f"{path}: roster: {printable(site, 60)}",
+                    "sites with whole numbers from 1 on",
+                    advice,
+                )
 
         for one in settings.get("classes", ()):
             if not _CLASS.fullmatch(one):
@@ -136,8 +152,14 @@ class SiteConfig:
                 raise InputError(f"{path}: classes: {printable(one)}", allowed, advice)
 
         for name in ("labels", "channels"):
-            if name in settings and not (settings[name] and all(map(_DECLARED_NAME.fullmatch, settings[name]))):
-                raise InputError(f"{path}: {name}", f"names of the bundle's {_OWN[name]}", f"as {name}: [NAME, NAME]")
+            if name in settings and not (
+                settings[name] and all(map(_DECLARED_NAME.fullmatch, settings[name]))
+            ):
+                raise InputError(
+                    f"{path}: {name}",
+                    f"names of the bundle's {_OWN[name]}",
+                    f"as {name}: [NAME, NAME]",
+                )
 
         settings |= {name: tuple(settings[name]) for name in _LISTS if name in settings}
         here = path.parent
@@ -163,12 +185,17 @@ class SiteConfig:
 def _listed(value: Any) -> Any:
     """Return one name, or a list with names and numbers, as a list of texts; anything else as it is."""
     values = value if isinstance(value, list) else [value]
-    return [str(value_of_list) if type(value_of_list) is int else value_of_list for value_of_list in values]
+    return [
+        str(value_of_list) if type(value_of_list) is int else value_of_list
+        for value_of_list in values
+    ]
 
 
 def check_declared_data(config: SiteConfig, bundle: Problem, site: str) -> None:
     """Raise an InputError where what a site says of its labels and channels does not fit its bundle."""
-    texts = site_settings.as_texts({name: {site: names} for name, names in config.declared_data.items() if names})
+    texts = site_settings.as_texts(
+        {name: {site: names} for name, names in config.declared_data.items() if names}
+    )
     site_labels.check(texts.get("site_labels", ""), bundle, methods.load("fedavg"), [site])
     site_channels.check(texts.get("site_channels", ""), 0.0, bundle, [site])
 
@@ -187,7 +214,11 @@ _SCHEMA = {
         "method": {"enum": methods.names()},
         "options": {"type": "object", "additionalProperties": _VALUE},
         "config": {"type": "object"},
-        "data": {"type": "object", "properties": {"source": {"enum": ["real", "phantom"]}}, "required": ["source"]},
+        "data": {
+            "type": "object",
+            "properties": {"source": {"enum": ["real", "phantom"]}},
+            "required": ["source"],
+        },
         "partition": {
             "type": "object",
             "required": ["sites"],
@@ -203,7 +234,11 @@ _SCHEMA = {
         },
         **{name: one.schema for name, one in SETTINGS.items() if name != "device"},
         "public": {"type": "null"},
-        "adapted": {"type": "array", "maxItems": 100, "items": {"type": "string", "pattern": "^[A-Za-z0-9_.:]{1,80}$"}},
+        "adapted": {
+            "type": "array",
+            "maxItems": 100,
+            "items": {"type": "string", "pattern": "^[A-Za-z0-9_.:]{1,80}$"},
+        },
     },
 }
 
@@ -232,7 +267,9 @@ def accepted_run(run: Run, name: str | None, config: SiteConfig) -> Run:
     for setting in SETTINGS:
         text = vars(run).get(setting)
         if isinstance(text, str) and not text.isprintable():
-            raise refuse(f"{setting} {printable(text, 60)}", "text of visible characters, on one line")
+            raise refuse(
+                f"{setting} {printable(text, 60)}", "text of visible characters, on one line"
+            )
 
     with errors_safe_to_send():
         portable.enable_if_requested(vars(run))
@@ -299,28 +336,45 @@ def _check_names(run: Run, name: str | None, roster: Mapping[str, int], refuse: 
     if (name is not None and name not in sites) or not all(map(is_flare_name, sites)):
         raise refuse("it is not one of its sites, or they have odd names", "a run with this site")
     if unknown := sorted(sites.keys() - roster.keys()) if roster else []:
-        raise refuse(f"its site {unknown[0]!r} is not in the roster", f"the sites {', '.join(roster)}")
+        raise refuse(
+            f"its site {unknown[0]!r} is not in the roster", f"the sites {', '.join(roster)}"
+        )
 
     names_by_use = {"bundle": run.bundle, "language model": text.plm if text else "none"}
-    names_by_use |= {f"option {option}": run.options[option] for option in _NAMES & run.options.keys()}
+    names_by_use |= {
+        f"option {option}": run.options[option] for option in _NAMES & run.options.keys()
+    }
     for use, value in names_by_use.items():
         if not is_name(value):
-            raise refuse(f"{use} {printable(value, 60)!r}", "names of letters, digits, '_', '-' and '.'")
+            raise refuse(
+                f"{use} {printable(value, 60)!r}", "names of letters, digits, '_', '-' and '.'"
+            )
 
     plain = replace(run.partition, spec=OWN_IMAGES, notes=())
-    offered = replace(run, bundle_path="", data=DataRecord(run.data.source, "", "", "", {}), partition=plain)
-    if offered != run or not all(_PLAIN.fullmatch(str(version)) for version in run.versions.values()):
-        raise refuse("it says where images lie, or which they are", "a run as medfl flare export writes it")
+    offered = replace(
+        run, bundle_path="", data=DataRecord(run.data.source, "", "", "", {}), partition=plain
+    )
+    if offered != run or not all(
+        _PLAIN.fullmatch(str(version)) for version in run.versions.values()
+    ):
+        raise refuse(
+            "it says where images lie, or which they are", "a run as medfl flare export writes it"
+        )
 
 
-def _check_config(run: Run, protocol: Mapping[str, Any], permits: Sequence[str], refuse: Any) -> None:
+def _check_config(
+    run: Run, protocol: Mapping[str, Any], permits: Sequence[str], refuse: Any
+) -> None:
     """Refuse overrides but those of the bundle's own protocol and plain values of permitted ids."""
     for key, value in run.config.items():
         if key in protocol and protocol[key] == value:
             continue
 
         values = value if isinstance(value, list) else [value]
-        plain = all(isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v)) for v in values)
+        plain = all(
+            isinstance(v, bool | int | float) or (isinstance(v, str) and _PLAIN.fullmatch(v))
+            for v in values
+        )
         if key not in permits or not plain:
             if permits:
                 permitted = f"plain values of {', '.join(permits)}"
@@ -330,7 +384,9 @@ def _check_config(run: Run, protocol: Mapping[str, Any], permits: Sequence[str],
             raise refuse(f"config {printable(key)}={printable(value, 60)}", permitted)
 
 
-def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None = None, say: Print = str) -> Federation:
+def open_site(
+    offered: Run, name: str, config: SiteConfig, carried: Path | None = None, say: Print = str
+) -> Federation:
     """Return the federation as a site sees it: all images of its folder are its own, the others are names.
 
     Args:
@@ -344,7 +400,9 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
         InputError: the bundle or the run is refused, or images or text embeddings are not those that the run says.
     """
     policy = config.checked_policy()
-    run = site_settings.with_declared(accepted_run(offered, name, config), name, config.declared_data, say)
+    run = site_settings.with_declared(
+        accepted_run(offered, name, config), name, config.declared_data, say
+    )
     method = methods.load(run.method, run.options)
     preferred = resolved(config.bundle, Bundle(config.bundle, policy=policy).protocol, ())["split"]
     opened = with_data(
@@ -359,12 +417,21 @@ def open_site(offered: Run, name: str, config: SiteConfig, carried: Path | None 
 
     if record.source != run.data.source:
         raise InputError(
-            f"site {name!r} has {record.source} images", f"the run is one with {run.data.source} ones", "name such data"
+            f"site {name!r} has {record.source} images",
+            f"the run is one with {run.data.source} ones",
+            "name such data",
         )
 
-    items = {section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS}
+    items = {
+        section: [str(item["id"]) for item in opened.bundle.items(section)] for section in SECTIONS
+    }
     sites = {site: items if site == name else {} for site in run.partition.sites}
-    run = replace(run, data=record, partition=replace(run.partition, sites=sites), bundle_path=opened.bundle.source)
+    run = replace(
+        run,
+        data=record,
+        partition=replace(run.partition, sites=sites),
+        bundle_path=opened.bundle.source,
+    )
     bundle = text_record.restored(opened.bundle, run, method, carried)
     federation = Federation(incomplete_data.without_absent(bundle, run), method, run)
     federation.hold()
@@ -383,6 +450,7 @@ def open_server(offered: Run, config: SiteConfig, carried: Path | None = None) -
     bundle = open_problem(config.bundle, run.config, run.device, policy)
     method = methods.load(run.method, run.options)
     problem = bundle.replaced(items=_no_items)  # its images are elsewhere
+
     if config.data:
         problem = with_data(bundle, config.data, run.config).bundle
 

@@ -15,13 +15,22 @@ import yaml
 from medfl.bundle.files import shipped_folders
 from medfl.flare.files import read_kit_file
 from medfl.flare.site_config import CONFIG_FILE, SiteConfig
-from medfl.safety.sandbox import Allowed, Sandbox, devices, private_folders, program_files, python_and_system
+from medfl.safety.sandbox import (
+    Allowed,
+    Sandbox,
+    devices,
+    private_folders,
+    program_files,
+    python_and_system,
+)
 from medfl.storage.files import write_atomic
 
 _PROGRAMS = ("bash", "dirname", "mkdir", "rm", "cat")
 """What the kit's script runs, besides Python."""
 
-_NETWORK = tuple(map(Path, ("/etc", "/run/systemd/resolve", "/run/NetworkManager", "/run/resolvconf")))
+_NETWORK = tuple(
+    map(Path, ("/etc", "/run/systemd/resolve", "/run/NetworkManager", "/run/resolvconf"))
+)
 """Folders of files that the system replaces while a site serves: a rule for a file would end with the file."""
 
 
@@ -81,8 +90,12 @@ def _workspace(kit: Path, folder: Path, config: SiteConfig) -> Path:
 
         shutil.copytree(kit / name, target)  # FLARE follows no links
 
-    settings = {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items() if v}
-    (workspace / "local" / CONFIG_FILE).write_text(yaml.safe_dump(settings))  # whose paths are whole
+    settings = {
+        name: list(v) if isinstance(v, tuple) else v for name, v in asdict(config).items() if v
+    }
+    (workspace / "local" / CONFIG_FILE).write_text(
+        yaml.safe_dump(settings)
+    )  # whose paths are whole
     return workspace
 
 
@@ -97,14 +110,18 @@ def _audit(config: SiteConfig, folder: Path) -> list[Path]:
 
 def _server_ports(kit: Path) -> list[int]:
     servers = read_kit_file(kit / "startup" / "fed_client.json").get("servers", [])
-    ports = [str(server.get("service", {}).get("target", "")).rpartition(":")[2] for server in servers]
+    ports = [
+        str(server.get("service", {}).get("target", "")).rpartition(":")[2] for server in servers
+    ]
     return [int(port) for port in ports if port.isdecimal()]
 
 
 def _internal_port(path: Path) -> int:
     """Return the port on which FLARE's processes at the site talk, written where FLARE would draw any."""
     document = read_kit_file(path) if path.is_file() else {}
-    resources = document.setdefault("internal", {"scheme": "tcp", "resources": {"host": "localhost"}})["resources"]
+    resources = document.setdefault(
+        "internal", {"scheme": "tcp", "resources": {"host": "localhost"}}
+    )["resources"]
     port = int(resources.get("port") or 0)
     if not (port and _is_free(port)):
         with socket.create_server(("127.0.0.1", 0)) as free:

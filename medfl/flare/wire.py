@@ -40,7 +40,11 @@ NUMBERS = frozenset({ROUND, LOSS, STEPS, SAMPLES, SAVE, RENEWED, *SECTIONS})
 _RESERVED = frozenset({"server", "admin", "relay"})
 _WHY = 400
 _LONGEST = 63
-_METRICS, _NAME, _LARGEST = 10_000, 200, 2**53  # metrics of a site, characters of the name of one, a whole number
+_METRICS, _NAME, _LARGEST = (
+    10_000,
+    200,
+    2**53,
+)  # metrics of a site, characters of the name of one, a whole number
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,11 @@ class Payload:
 
     def group(self, group: str) -> dict[str, Tensor]:
         """Return the tensors named `group/...`, without that prefix."""
-        return {name[len(group) + 1 :]: t for name, t in self.tensors.items() if name.startswith(f"{group}/")}
+        return {
+            name[len(group) + 1 :]: t
+            for name, t in self.tensors.items()
+            if name.startswith(f"{group}/")
+        }
 
     def whole_number(self, name: str) -> int:
         """Return a number that has to be whole and not negative.
@@ -71,7 +79,9 @@ class Payload:
         """
         value = self.numbers.get(name)
         if value is None or value != int(value) or not 0 <= value <= _LARGEST:
-            raise RunError(f"the number {name!r} is {printable(value, 40)}; expected a whole one from 0 to {_LARGEST}")
+            raise RunError(
+                f"the number {name!r} is {printable(value, 40)}; expected a whole one from 0 to {_LARGEST}"
+            )
         return int(value)
 
     @property
@@ -88,10 +98,14 @@ def message_payload(message: Message, numbers: Mapping[str, float], extra: Weigh
 
 def cpu_copies(weights: Weights) -> dict[str, Tensor]:
     """Return contiguous copies on the CPU."""
-    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+    return {
+        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()
+    }
 
 
-def question_numbers(round_: int, sections: Iterable[str] = (), **numbers: float) -> dict[str, float]:
+def question_numbers(
+    round_: int, sections: Iterable[str] = (), **numbers: float
+) -> dict[str, float]:
     """Return the numbers of a question."""
     return {ROUND: round_, **dict.fromkeys(sections, 1), **numbers}
 
@@ -101,7 +115,9 @@ def state_rounds(rounds: Mapping[str, int]) -> dict[str, Tensor]:
 
     As tensors they leave questions to several sites equal, so that these are sent as one.
     """
-    return {f"kept/{site}": torch.tensor(round_, dtype=torch.int64) for site, round_ in rounds.items()}
+    return {
+        f"kept/{site}": torch.tensor(round_, dtype=torch.int64) for site, round_ in rounds.items()
+    }
 
 
 def state_round(payload: Payload, site: str) -> int:
@@ -112,7 +128,9 @@ def state_round(payload: Payload, site: str) -> int:
     """
     round_ = payload.tensors.get(f"kept/{site}")
     if round_ is None or round_.dtype != torch.int64 or round_.ndim or round_ < 0:
-        raise RunError(f"site {site!r}: the server does not say from which of the site's States to go on")
+        raise RunError(
+            f"site {site!r}: the server does not say from which of the site's States to go on"
+        )
     return int(round_)
 
 
@@ -140,23 +158,41 @@ def from_model(model: Any, sender: str) -> Payload:
     Raises:
         RunError: a value is neither a dense tensor of real numbers nor a number.
     """
-    params, meta, metrics = ({} if part is None else part for part in (model.params, model.meta, model.metrics))
+    params, meta, metrics = (
+        {} if part is None else part for part in (model.params, model.meta, model.metrics)
+    )
     for mapping in (params, meta, metrics):
-        _require(isinstance(mapping, Mapping), sender, f"a {type(mapping).__name__} in the place of names and values")
+        _require(
+            isinstance(mapping, Mapping),
+            sender,
+            f"a {type(mapping).__name__} in the place of names and values",
+        )
 
     tensors: dict[str, Tensor] = {}
     for name, value in params.items():
         _require(isinstance(name, str), sender, f"the name {printable(name, 40)!r} is no text")
         dense = (
-            isinstance(value, Tensor) and value.layout == torch.strided and not (value.is_quantized or value.is_nested)
+            isinstance(value, Tensor)
+            and value.layout == torch.strided
+            and not (value.is_quantized or value.is_nested)
         )
-        _require(dense, sender, f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor")
+        _require(
+            dense,
+            sender,
+            f"{printable(name)!r} is a {type(value).__name__}; expected a dense tensor",
+        )
         _require(not value.is_complex(), sender, f"{printable(name)!r} has the type {value.dtype}")
         tensors[name] = value.detach()
 
-    unreadable = [name for name in metrics if not (isinstance(name, str) and name.isprintable() and len(name) <= _NAME)]
+    unreadable = [
+        name
+        for name in metrics
+        if not (isinstance(name, str) and name.isprintable() and len(name) <= _NAME)
+    ]
     _require(not unreadable, sender, f"a metric is called {printable(unreadable[:1], 60)}")
-    _require(len(metrics) <= _METRICS, sender, f"it tells {len(metrics)} metrics; at most {_METRICS}")
+    _require(
+        len(metrics) <= _METRICS, sender, f"it tells {len(metrics)} metrics; at most {_METRICS}"
+    )
     numbers = {name: value for name, value in meta.items() if name in NUMBERS}
 
     for name, value in {**numbers, **metrics}.items():
@@ -165,7 +201,9 @@ def from_model(model: Any, sender: str) -> Payload:
 
     failed = meta.get(FAILED, "")
     _require(isinstance(failed, str), sender, "the reason of its failure is no text")
-    return Payload(tensors, numbers, _line(failed), {str(name): float(v) for name, v in metrics.items()})
+    return Payload(
+        tensors, numbers, _line(failed), {str(name): float(v) for name, v in metrics.items()}
+    )
 
 
 def _line(text: str) -> str:
@@ -187,7 +225,11 @@ def _require(holds: bool, sender: str, problem: str) -> None:
 
 def with_cases(payload: Payload, cases: Mapping[str, Cases]) -> Payload:
     """Add outcomes, section -> cases, as `cases/<section>/<value>`, without their ids, which both ends know."""
-    tensors = {f"cases/{section}/{name}": t for section, outcome in cases.items() for name, t in outcome.values.items()}
+    tensors = {
+        f"cases/{section}/{name}": t
+        for section, outcome in cases.items()
+        for name, t in outcome.values.items()
+    }
     numbers = {**payload.numbers, **dict.fromkeys(cases, 1)}
     return replace(payload, tensors={**payload.tensors, **cpu_copies(tensors)}, numbers=numbers)
 
@@ -203,7 +245,11 @@ def read_cases(payload: Payload, ids: Mapping[str, Sequence[str]], sender: str) 
     values: dict[str, dict[str, Tensor]] = {section: {} for section in payload.sections}
     for key, tensor in payload.group("cases").items():
         section, _, name = key.partition("/")
-        _require(section in values, sender, f"outcomes of {printable(section)!r}, which it does not announce")
+        _require(
+            section in values,
+            sender,
+            f"outcomes of {printable(section)!r}, which it does not announce",
+        )
         values[section][name] = tensor
 
     for section, tensors in values.items():
@@ -228,4 +274,9 @@ def wire_names(participants: Sequence[str]) -> dict[str, str]:
 
 def is_flare_name(name: str) -> bool:
     """Return whether FLARE, which takes no dots, allows a site's name."""
-    return is_name(name) and "." not in name and len(name) <= _LONGEST and name.lower() not in _RESERVED
+    return (
+        is_name(name)
+        and "." not in name
+        and len(name) <= _LONGEST
+        and name.lower() not in _RESERVED
+    )

@@ -53,21 +53,31 @@ def method_class(name: str) -> type[Method]:
         if error.name is None or not (path + ".").startswith(error.name + "."):
             raise  # the module exists and misses something itself: show that
         raise InputError(
-            f"method {name!r}", "a dotted path names an importable module", "install it or set PYTHONPATH"
+            f"method {name!r}",
+            "a dotted path names an importable module",
+            "install it or set PYTHONPATH",
         ) from error
     except TypeError as error:
         if "non-frozen dataclass" not in str(error):
             raise
         raise InputError(
-            f"the class of method {name!r} is a dataclass that is not frozen", "a method is frozen", _DECORATE
+            f"the class of method {name!r} is a dataclass that is not frozen",
+            "a method is frozen",
+            _DECORATE,
         ) from error
 
     method_type = getattr(module, "METHOD", None)
     if not (isinstance(method_type, type) and issubclass(method_type, Method)):
-        raise InputError(f"module {path!r}", "a method module has METHOD = <subclass of medfl.Method>", "add that line")
+        raise InputError(
+            f"module {path!r}",
+            "a method module has METHOD = <subclass of medfl.Method>",
+            "add that line",
+        )
 
     _refuse_odd_hooks(name, method_type)
-    loose = [key for key, value in vars(method_type).items() if isinstance(value, dataclasses.Field)]
+    loose = [
+        key for key, value in vars(method_type).items() if isinstance(value, dataclasses.Field)
+    ]
     if loose and "__dataclass_fields__" not in vars(method_type):
         raise InputError(
             f"class {method_type.__name__} of method {name!r} has the option {loose[0]!r} but is no dataclass",
@@ -88,11 +98,19 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     """
     cls = method_class(name)
     own_fields = {field.name: field for field in dataclasses.fields(cls)}
-    shared_fields = {field.name: field for field in dataclasses.fields(Sharing)} if cls.takes_prototypes else {}
+    if cls.takes_prototypes:
+        shared_fields = {field.name: field for field in dataclasses.fields(Sharing)}
+    else:
+        shared_fields = {}
 
     if not isinstance(options, Mapping | None):
-        raise InputError(f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}")
-    declared: dict[str, Declared] = {key: Declared.of(field) for key, field in {**shared_fields, **own_fields}.items()}
+        raise InputError(
+            f"options {options!r:.60} of method {name!r}", "a dict of its options", "as {'mu': 0.1}"
+        )
+
+    declared: dict[str, Declared] = {
+        key: Declared.of(field) for key, field in {**shared_fields, **own_fields}.items()
+    }
     values = read_options(name, declared, {**(options or {}), **more})
     method = cls(**{key: value for key, value in values.items() if key in own_fields})
     sharing = Sharing(**{key: value for key, value in values.items() if key not in own_fields})
@@ -100,7 +118,11 @@ def load(name: str, options: Mapping[str, Any] | None = None, /, **more: Any) ->
     if sharing.prototypes:
         return WithPrototypes(method, sharing)
 
-    idle = [field.name for field in shared_fields.values() if getattr(sharing, field.name) != field.default]
+    idle = [
+        field.name
+        for field in shared_fields.values()
+        if getattr(sharing, field.name) != field.default
+    ]
     if idle:
         raise InputError(
             f"{idle[0]}={getattr(sharing, idle[0])} for method {name!r} without prototypes",
@@ -154,7 +176,11 @@ def has_site_models(method: Method) -> bool:
 def has_fedavg_server(method: Method | type[Method]) -> bool:
     """Tell whether a host that averages weights by sample counts does all that this method's server half does."""
     cls = method if isinstance(method, type) else type(method)
-    return not cls.pools_data and cls.broadcast is Method.broadcast and cls.aggregate is Method.aggregate
+    return (
+        not cls.pools_data
+        and cls.broadcast is Method.broadcast
+        and cls.aggregate is Method.aggregate
+    )
 
 
 def values_of(method: Method) -> dict[str, Any]:
@@ -185,18 +211,26 @@ def _refuse_odd_hooks(name: str, cls: type[Method]) -> None:
     """Raise an InputError if a method defines a hook that no runtime calls, or lacks one that a runtime calls."""
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     if missing:
-        raise InputError(f"method {name!r} without {missing[0]!r}", "its base class requires this hook", "write it")
+        raise InputError(
+            f"method {name!r} without {missing[0]!r}",
+            "its base class requires this hook",
+            "write it",
+        )
 
     kinds = (SiteNetworks, SiteModels, PublicData, TextEmbeddings, MakesImages)
     owners: dict[str, type[Any]] = {}
     for kind in kinds:
         owners.update({hook: kind for hook in vars(kind) if not hook.startswith("_")})
 
-    unasked = [hook for hook, kind in owners.items() if hasattr(cls, hook) and not issubclass(cls, kind)]
+    unasked = [
+        hook for hook, kind in owners.items() if hasattr(cls, hook) and not issubclass(cls, kind)
+    ]
     if unasked or hasattr(cls, "sends"):
         hook = unasked[0] if unasked else "sends"
         raise InputError(
             f"method {name!r} with {hook!r}, which no runtime asks a Method for",
             "hooks are those of Method and of the classes that docs/extend.md lists",
-            f"derive from medfl.methods.{owners[hook].__name__} too" if unasked else "declare the groups with groups()",
+            f"derive from medfl.methods.{owners[hook].__name__} too"
+            if unasked
+            else "declare the groups with groups()",
         )

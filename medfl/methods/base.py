@@ -104,7 +104,9 @@ class Method:
 
     # Server half
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Return the server's first State, made from the initial weights and the sites' introductions."""
         personal = self.personal_names(host.model(weights))
         return {"weights": _without(weights, personal)}
@@ -113,7 +115,9 @@ class Method:
         """Return what the server sends to one site."""
         return Message({"weights": server["weights"]})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Return the server's next State; w = sum_k p_k w_k with p_k by sample counts (FedAvg)."""
         if server.get("weights") == {}:  # every tensor is personal
             return server
@@ -225,7 +229,9 @@ def mean_shares(weighting: str, replies: Mapping[str, Message]) -> dict[str, flo
     return sample_shares(replies)
 
 
-def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[str, float]) -> dict[str, Tensor]:
+def weighted_mean(
+    replies: Mapping[str, Message], group: str, shares: Mapping[str, float]
+) -> dict[str, Tensor]:
     """Average one tensor group with the given shares (they sum to 1).
 
     Floating tensors, including BatchNorm's running statistics, are averaged; integer counters such as
@@ -245,7 +251,9 @@ def weighted_mean(replies: Mapping[str, Message], group: str, shares: Mapping[st
     return means
 
 
-def _mean_tensor(like: Tensor, parts: Mapping[str, Weights], key: str, shares: Mapping[str, float]) -> Tensor:
+def _mean_tensor(
+    like: Tensor, parts: Mapping[str, Weights], key: str, shares: Mapping[str, float]
+) -> Tensor:
     """Average one floating tensor, the first part's of which is `like`, block by block.
 
     Each block is summed in float64 and rounded once, so that many small shares lose no precision. Replies on disk are
@@ -286,7 +294,9 @@ def slices(weights: Weights, name: str) -> Callable[[int, int], Tensor]:
     return lambda start, stop: flat[start:stop]
 
 
-def step_towards(old: Weights, mean: Weights, beta: float, names: Collection[str]) -> dict[str, Tensor]:
+def step_towards(
+    old: Weights, mean: Weights, beta: float, names: Collection[str]
+) -> dict[str, Tensor]:
     """Return (1 - beta) old + beta mean for the named tensors, and the mean for all others."""
     if beta == 1:
         return dict(mean)

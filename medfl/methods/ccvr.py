@@ -35,7 +35,9 @@ from medfl.training import Host, Site, snapshot
 class CCVR(Method):
     """FedAvg whose head is retrained on features drawn from the sites' pooled class Gaussians."""
 
-    calibrate_every: int = option(1, "rounds between calibrations; the number of rounds: once, at the end", minimum=1)
+    calibrate_every: int = option(
+        1, "rounds between calibrations; the number of rounds: once, at the end", minimum=1
+    )
     virtual: int = option(200, "virtual features a class (public code: 200)", minimum=1)
     calibration_epochs: int = option(10, "passes over the virtual features (ours)", minimum=0)
     calibration_batch: int = option(64, "virtual features a step (ours)", minimum=1)
@@ -43,7 +45,8 @@ class CCVR(Method):
     calibration_momentum: float = option(0.9, "its momentum (ours)", minimum=0.0, maximum=1.0)
 
     paper = (
-        "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data (Luo et al., 2021)"
+        "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with "
+        "Non-IID Data (Luo et al., 2021)"
     )
     tasks = ("classification",)
 
@@ -66,11 +69,19 @@ class CCVR(Method):
     def _statistics(self, site: Site, down: Message) -> dict[str, Tensor]:
         model = site.model(down["weights"])
         kind = next(p.dtype for p in head(model).parameters())
-        fitted = gaussians(model, site.train, site.settings.batch_size, class_count(model), site.device)
+        fitted = gaussians(
+            model, site.train, site.settings.batch_size, class_count(model), site.device
+        )
         covariances = fitted.covariances.to(kind)
-        return {"counts": fitted.counts.int(), "means": fitted.means.to(kind), "covariances": covariances}
+        return {
+            "counts": fitted.counts.int(),
+            "means": fitted.means.to(kind),
+            "covariances": covariances,
+        }
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average as FedAvg, and calibrate the model that the sites received if they sent statistics."""
         after = super().aggregate(host, server, replies, num_sites)
         names = sorted(replies)
@@ -93,11 +104,21 @@ class CCVR(Method):
             drawn = [statistics.sample(c, self.virtual, generator).to(kind) for c in classes]
             x = torch.cat(drawn).to(host.device)
             y = torch.tensor(classes, device=host.device).repeat_interleave(self.virtual)
-            optimizer = torch.optim.SGD(layer.parameters(), self.calibration_lr, self.calibration_momentum)
-            fit_head(layer, optimizer, x, y, self.calibration_epochs, self.calibration_batch, generator)
+            optimizer = torch.optim.SGD(
+                layer.parameters(), self.calibration_lr, self.calibration_momentum
+            )
+            fit_head(
+                layer, optimizer, x, y, self.calibration_epochs, self.calibration_batch, generator
+            )
 
         name = head_name(network)
-        return {**weights, **{f"{name}.{leaf}".removeprefix("."): tensor for leaf, tensor in snapshot(layer).items()}}
+        return {
+            **weights,
+            **{
+                f"{name}.{leaf}".removeprefix("."): tensor
+                for leaf, tensor in snapshot(layer).items()
+            },
+        }
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the newest calibrated model; before the first calibration the plain one."""

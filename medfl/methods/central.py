@@ -19,7 +19,9 @@ from medfl.training import Site, fit, snapshot
 class Central(Method):
     """Pooled training: the upper reference."""
 
-    keep_optimizer: bool = option(True, "keep one optimiser over the whole run instead of a fresh one every round")
+    keep_optimizer: bool = option(
+        True, "keep one optimiser over the whole run instead of a fresh one every round"
+    )
 
     paper = "reference: pooled data"
     pools_data = True
@@ -27,7 +29,9 @@ class Central(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train on the pooled data, continuing the optimiser."""
         model = site.model(down["weights"])
-        report = fit(model, site, optimizer_state=state.get("optimizer", {}) if self.keep_optimizer else None)
+        report = fit(
+            model, site, optimizer_state=state.get("optimizer", {}) if self.keep_optimizer else None
+        )
         reply = Message({"weights": snapshot(model)}, {"samples": site.num_samples})
         return ({"optimizer": report.optimizer_state} if self.keep_optimizer else {}), reply
 

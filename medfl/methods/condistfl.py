@@ -37,9 +37,13 @@ class ConDistFL(Method):
     """Sites that annotate different structures learn the others from the model that they receive."""
 
     tau: float = option(2.0, "temperature of both softmaxes (authors' code)", minimum=1e-3)
-    lam_first: float = option(0.01, "weight of the distillation in round 1 (authors' code)", minimum=0.0)
+    lam_first: float = option(
+        0.01, "weight of the distillation in round 1 (authors' code)", minimum=0.0
+    )
     lam_last: float = option(1.0, "its weight in the last round (authors' code)", minimum=0.0)
-    rounds: int = option(120, "round with the last weight; default in a run: its number of rounds", minimum=1)
+    rounds: int = option(
+        120, "round with the last weight; default in a run: its number of rounds", minimum=1
+    )
 
     paper = "ConDistFL: Conditional Distillation for FL from Partially Annotated Data (Wang et al., 2023)"
     tasks = ("segmentation",)
@@ -66,7 +70,9 @@ class ConDistFL(Method):
             output = network(x)
             with torch.no_grad():
                 teacher = _whole(received(x))
-            return site.loss(output, y) + weight * conditional(_whole(output), teacher, y, annotated, self.tau)
+            return site.loss(output, y) + weight * conditional(
+                _whole(output), teacher, y, annotated, self.tau
+            )
 
         return fit(model, site, objective=objective)
 
@@ -75,7 +81,9 @@ class ConDistFL(Method):
         return self.lam_first + (self.lam_last - self.lam_first) * done
 
 
-def conditional(student: Tensor, teacher: Tensor, target: Tensor, known: AnnotatedClasses, tau: float) -> Tensor:
+def conditional(
+    student: Tensor, teacher: Tensor, target: Tensor, known: AnnotatedClasses, tau: float
+) -> Tensor:
     """Return C: one minus the Dice of two networks' beliefs about what is not annotated, where nothing annotated is.
 
     Args:
@@ -87,7 +95,10 @@ def conditional(student: Tensor, teacher: Tensor, target: Tensor, known: Annotat
     """
     annotated = known.renumbered(target)
     annotated = annotated if annotated.ndim == student.ndim else annotated[:, None]
-    annotated = annotated[:, 1:].any(1, keepdim=True) if annotated.shape[1] > 1 else annotated > 0
+    if annotated.shape[1] > 1:
+        annotated = annotated[:, 1:].any(1, keepdim=True)
+    else:
+        annotated = annotated > 0
 
     predicted = teacher.argmax(1, keepdim=True)
     for channel in known.classes:

@@ -21,7 +21,11 @@ from medfl.training import Site, fit, pull, snapshot
 class Ditto(Method):
     """FedAvg plus a personal model at each site, pulled towards the global one."""
 
-    lam: float = option(1.0, "lambda, strength of the pull towards the received model (paper: 0.1, 1, 2)", minimum=0.0)
+    lam: float = option(
+        1.0,
+        "lambda, strength of the pull towards the received model (paper: 0.1, 1, 2)",
+        minimum=0.0,
+    )
 
     paper = "Ditto: Fair and Robust Federated Learning Through Personalization (Li et al., 2021)"
     judged = "personal"

@@ -47,11 +47,21 @@ _LEAST = 1e-5
 class FCCL(ScoreExchange):
     """Sites correlate their logits of public items class by class, and hold on to what they knew."""
 
-    lam: float = option(0.0051, "lambda, weight of the terms off the diagonal (public code: 0.0051)", minimum=0.0)
-    frozen_weight: float = option(1.0, "weight of KL(frozen || model) (public code: 1)", minimum=0.0)
-    previous_weight: float = option(1.0, "weight of KL(previous || model) (public code: 1)", minimum=0.0)
-    public_epochs: int = option(1, "passes over the drawn public items a round (public code: 1)", minimum=0)
-    public_batch_size: int = option(0, "public items a step, not 1; 0: 512 (code), of masks the run's", minimum=0)
+    lam: float = option(
+        0.0051, "lambda, weight of the terms off the diagonal (public code: 0.0051)", minimum=0.0
+    )
+    frozen_weight: float = option(
+        1.0, "weight of KL(frozen || model) (public code: 1)", minimum=0.0
+    )
+    previous_weight: float = option(
+        1.0, "weight of KL(previous || model) (public code: 1)", minimum=0.0
+    )
+    public_epochs: int = option(
+        1, "passes over the drawn public items a round (public code: 1)", minimum=0
+    )
+    public_batch_size: int = option(
+        0, "public items a step, not 1; 0: 512 (code), of masks the run's", minimum=0
+    )
 
     paper = "Learn from Others and Be Yourself in Heterogeneous Federated Learning (Huang, Ye, Du, 2022)"
 
@@ -59,13 +69,19 @@ class FCCL(ScoreExchange):
         """Refuse batches without a variance."""
         for name in ("alignment", "public_batch_size"):
             if getattr(self, name) == 1:
-                raise InputError(f"{name}=1", "logits are standardised over 2 public items or more", "take at least 2")
+                raise InputError(
+                    f"{name}=1",
+                    "logits are standardised over 2 public items or more",
+                    "take at least 2",
+                )
 
     def check(self, site: Site) -> None:
         """Ask for two public items."""
         if len(public := public_data(site)) < 2:
             raise InputError(
-                f"{len(public)} public item of {public.name!r}", "standardising takes 2 or more", "raise public_items"
+                f"{len(public)} public item of {public.name!r}",
+                "standardising takes 2 or more",
+                "raise public_items",
             )
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
@@ -78,7 +94,16 @@ class FCCL(ScoreExchange):
         else:
             if "scores" in down and self.public_epochs:
                 learn = partial(collaboration, lam=self.lam)
-                self.fit_consensus(model, site, down, learn, "public", epochs=self.public_epochs, size=size, least=2)
+                self.fit_consensus(
+                    model,
+                    site,
+                    down,
+                    learn,
+                    "public",
+                    epochs=self.public_epochs,
+                    size=size,
+                    least=2,
+                )
 
             fit(model, site, objective=self._hold_on(site, state))
 
@@ -89,13 +114,17 @@ class FCCL(ScoreExchange):
     def _hold_on(self, site: Site, state: State) -> Objective:
         """Return the loss of the private phase (3); the model of the previous round is the one in the State."""
         weights = {"frozen": self.frozen_weight, "weights": self.previous_weight}
-        references = [(weight, frozen(site.model(state[name]))) for name, weight in weights.items() if weight]
+        references = [
+            (weight, frozen(site.model(state[name]))) for name, weight in weights.items() if weight
+        ]
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             z = network(x)
             with torch.no_grad():
                 teachers = [(weight, reference(x)) for weight, reference in references]
-            return sum((weight * divergence(z, teacher) for weight, teacher in teachers), site.loss(z, y))
+            return sum(
+                (weight * divergence(z, teacher) for weight, teacher in teachers), site.loss(z, y)
+            )
 
         return objective
 

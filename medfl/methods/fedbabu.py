@@ -25,8 +25,12 @@ from medfl.training import FitReport, Host, Site, fit, merged, train_only
 class FedBABU(PersonalHead):
     """FedAvg of the body around a head that is never trained; fine-tuned where it is used."""
 
-    finetune_epochs: int = option(5, "epochs on the whole network before a site is judged (paper: 5)", minimum=0)
-    weights: str = option("uniform", "mean over participants: 1/S (code), or by samples", choices=MEANS)
+    finetune_epochs: int = option(
+        5, "epochs on the whole network before a site is judged (paper: 5)", minimum=0
+    )
+    weights: str = option(
+        "uniform", "mean over participants: 1/S (code), or by samples", choices=MEANS
+    )
 
     paper = "FedBABU: Toward Enhanced Representation for Federated Image Classification (Oh et al., 2022)"
 
@@ -40,7 +44,9 @@ class FedBABU(PersonalHead):
         with train_only(model, body):
             return fit(model, site)
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average the bodies."""
         return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 

@@ -27,8 +27,14 @@ _KINDS: dict[str, tuple[type[nn.Module], ...]] = {"batch": (_BatchNorm,), "all":
 class FedBN(Method):
     """FedAvg whose normalisation layers never leave their site."""
 
-    norms: str = option("batch", "layers that stay: BatchNorm as in the paper, or every norm", choices=("batch", "all"))
-    weights: str = option("samples", "mean over participants by samples, or 1/S", choices=("samples", "uniform"))
+    norms: str = option(
+        "batch",
+        "layers that stay: BatchNorm as in the paper, or every norm",
+        choices=("batch", "all"),
+    )
+    weights: str = option(
+        "samples", "mean over participants by samples, or 1/S", choices=("samples", "uniform")
+    )
 
     paper = "FedBN: Federated Learning on Non-IID Features via Local Batch Normalization (Li et al., 2021)"
     judged = "personal"
@@ -37,7 +43,9 @@ class FedBN(Method):
         """Return the normalisation layers' tensors."""
         return split_names(network, _KINDS[self.norms])
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average what was shared."""
         return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 

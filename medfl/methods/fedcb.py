@@ -32,8 +32,14 @@ from medfl.training import Host, Site
 class FedCB(TextClassified):
     """A frozen classifier built from class names; only features are trained and averaged."""
 
-    covariance: str = option("full", "of the prompts: full (paper), diag (as FedBM) or none", choices=COVARIANCES)
-    loss: str = option("surrogate", "bound of eq. 4, or finite: over prompts, eq. 1", choices=("surrogate", "finite"))
+    covariance: str = option(
+        "full", "of the prompts: full (paper), diag (as FedBM) or none", choices=COVARIANCES
+    )
+    loss: str = option(
+        "surrogate",
+        "bound of eq. 4, or finite: over prompts, eq. 1",
+        choices=("surrogate", "finite"),
+    )
 
     paper = "Stealing Knowledge from Pre-trained Language Models for Federated Classifier Debiasing (Zhu et al., 2024)"
 
@@ -42,7 +48,9 @@ class FedCB(TextClassified):
         super().__post_init__()
         if self.loss == "finite" and not self.from_text:
             raise InputError(
-                f"loss=finite with classifier={self.classifier}", "eq. 1 is over prompts", "take text_distribution"
+                f"loss=finite with classifier={self.classifier}",
+                "eq. 1 is over prompts",
+                "take text_distribution",
             )
 
     @property
@@ -54,13 +62,23 @@ class FedCB(TextClassified):
         """Replace the head by projection and Gaussians, or freeze it."""
         return self.with_head(network, task, self.covariance, embeddings=self.from_text)
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights; no site has the embeddings."""
-        return {**super().init_server(host, weights, introductions), **({"informed": []} if self.from_text else {})}
+        return {
+            **super().init_server(host, weights, introductions),
+            **({"informed": []} if self.from_text else {}),
+        }
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average body and projection; whoever replied has the embeddings."""
-        informed = {"informed": sorted({*server["informed"], *replies})} if self.from_text else {}
+        if self.from_text:
+            informed = {"informed": sorted({*server["informed"], *replies})}
+        else:
+            informed = {}
         return {"weights": self.average_weights(host, server, replies), **informed}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:

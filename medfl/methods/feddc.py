@@ -26,15 +26,30 @@ from medfl.methods._parts.drift import mean_with_drift
 from medfl.methods._parts.effective_steps import effective_steps
 from medfl.methods.base import Group, Method, option, uniform_shares, weighted_mean
 from medfl.storage.files import State
-from medfl.training import GradientHook, Host, Site, clip, fit, in_turn, pull, push, snapshot, zeros_of
+from medfl.training import (
+    GradientHook,
+    Host,
+    Site,
+    clip,
+    fit,
+    in_turn,
+    pull,
+    push,
+    snapshot,
+    zeros_of,
+)
 
 
 @dataclass(frozen=True)
 class FedDC(Method):
     """FedAvg whose sites track how far they drift from the global model, and correct for it."""
 
-    alpha: float = option(0.01, "strength of the penalty (public code: 0.01 CIFAR, 0.1 MNIST)", minimum=0.0)
-    max_norm: float = option(10.0, "clip the gradient to this norm (public code: 10), 0 never", minimum=0.0)
+    alpha: float = option(
+        0.01, "strength of the penalty (public code: 0.01 CIFAR, 0.1 MNIST)", minimum=0.0
+    )
+    max_norm: float = option(
+        10.0, "clip the gradient to this norm (public code: 10), 0 never", minimum=0.0
+    )
     control: str = option(
         "auto",
         "c_k from the weight difference, from the mean gradient, or by optimiser",
@@ -48,7 +63,9 @@ class FedDC(Method):
         """Declare control variates, both ways."""
         return (Group("control", like_weights=True, smaller=True),)
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights, mean drift 0 and c = 0."""
         model = host.model(weights)
         return {
@@ -97,9 +114,13 @@ class FedDC(Method):
             "control": {name: control[name] + change[name] for name in drift},
         }
 
-        return state, Message({"weights": trained, "control": change}, {"samples": site.num_samples})
+        return state, Message(
+            {"weights": trained, "control": change}, {"samples": site.num_samples}
+        )
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Move w, the mean drift and c; absent sites keep h_k and c_k."""
         weights, drift = mean_with_drift(replies, server["weights"], server["drift"], num_sites)
         change = weighted_mean(replies, "control", uniform_shares(replies))

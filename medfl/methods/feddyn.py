@@ -28,13 +28,17 @@ from medfl.training import Host, Site, clip, fit, in_turn, pull, push, snapshot,
 class FedDyn(Method):
     """FedAvg whose local losses are regularised so that their minimisers meet in the common one."""
 
-    alpha: float = option(0.01, "strength of the regulariser, above 0 (original grid 0.001, 0.01, 0.1)", minimum=1e-9)
+    alpha: float = option(
+        0.01, "strength of the regulariser, above 0 (original grid 0.001, 0.01, 0.1)", minimum=1e-9
+    )
     alpha_scaling: str = option(
         "none",
         "the same alpha for all sites (paper), or alpha * (mean n) / n_k (public code)",
         choices=("none", "by_size"),
     )
-    max_norm: float = option(10.0, "clip the gradient to this norm (public code: 10), 0 never", minimum=0.0)
+    max_norm: float = option(
+        10.0, "clip the gradient to this norm (public code: 10), 0 never", minimum=0.0
+    )
     evaluate: str = option(
         "corrected",
         "the server's model w (paper), or the smoother mean of the last participants",
@@ -51,9 +55,14 @@ class FedDyn(Method):
 
         return Message()
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights and the mean history 0."""
-        server = {**super().init_server(host, weights, introductions), "history": zeros_of(host.model(weights))}
+        server = {
+            **super().init_server(host, weights, introductions),
+            "history": zeros_of(host.model(weights)),
+        }
         if self.alpha_scaling == "by_size":
             sizes = [introductions[name].scalars["samples"] for name in sorted(introductions)]
             server["mean_samples"] = sum(sizes) / len(sizes)
@@ -61,7 +70,10 @@ class FedDyn(Method):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send w, and the mean number of items where alpha depends on it."""
-        scalars = {"mean_samples": server["mean_samples"]} if "mean_samples" in server else {}
+        if "mean_samples" in server:
+            scalars = {"mean_samples": server["mean_samples"]}
+        else:
+            scalars = {}
         return Message({"weights": server["weights"]}, scalars)
 
     def init_site(self, site: Site) -> State:
@@ -73,17 +85,28 @@ class FedDyn(Method):
         model = site.model(down["weights"])
         received = down["weights"]
         history = state["history"]
-        scale = down.scalars["mean_samples"] / site.num_samples if self.alpha_scaling == "by_size" else 1.0
+        if self.alpha_scaling == "by_size":
+            scale = down.scalars["mean_samples"] / site.num_samples
+        else:
+            scale = 1.0
 
         alpha = self.alpha * scale
-        push_back = push(model, {name: alpha * value for name, value in history.items()})  # -g_k = alpha H_k
-        fit(model, site, gradient_hook=in_turn(pull(model, received, alpha), push_back, clip(self.max_norm)))
+        push_back = push(
+            model, {name: alpha * value for name, value in history.items()}
+        )  # -g_k = alpha H_k
+        fit(
+            model,
+            site,
+            gradient_hook=in_turn(pull(model, received, alpha), push_back, clip(self.max_norm)),
+        )
         trained = snapshot(model)
         after = {name: value + (trained[name] - received[name]) for name, value in history.items()}
 
         return {"history": after}, Message({"weights": trained}, {"samples": site.num_samples})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Move the mean history by the participants' part of all m sites, and w to the mean plus that history."""
         weights, history = mean_with_drift(replies, server["weights"], server["history"], num_sites)
         return {**server, "weights": weights, "history": history}
@@ -92,7 +115,10 @@ class FedDyn(Method):
         """Return w, or the last participants' mean."""
         weights = server["weights"]
         if self.evaluate == "mean" and host.round:
-            weights = {**weights, **{name: weights[name] - value for name, value in server["history"].items()}}
+            weights = {
+                **weights,
+                **{name: weights[name] - value for name, value in server["history"].items()},
+            }
         return host.model(weights)
 
 

@@ -52,12 +52,20 @@ class FedETF(SiteModels, Method):
     """FedAvg around a classifier that is fixed as neural collapse would make it."""
 
     gamma: float = option(1.0, "strength of the balanced softmax (paper: 1)", minimum=0.0)
-    dimension: int = option(0, "d, length of the projection; 0: the number of classes (public code)", minimum=0)
-    finetune_rounds: int = option(
-        0, "turns for a personal model, 3 epochs on the simplex, 3 on the projection (public code: 20)", minimum=0
+    dimension: int = option(
+        0, "d, length of the projection; 0: the number of classes (public code)", minimum=0
     )
-    finetune_simplex_lr: float = option(0.1, "rate on the simplex for a personal model (public code)", minimum=0.0)
-    finetune_projection_lr: float = option(0.05, "rate on the projection then (public code)", minimum=0.0)
+    finetune_rounds: int = option(
+        0,
+        "turns for a personal model, 3 epochs on the simplex, 3 on the projection (public code: 20)",
+        minimum=0,
+    )
+    finetune_simplex_lr: float = option(
+        0.1, "rate on the simplex for a personal model (public code)", minimum=0.0
+    )
+    finetune_projection_lr: float = option(
+        0.05, "rate on the projection then (public code)", minimum=0.0
+    )
 
     paper = (
         "No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with Synthetic and Fixed Classifier "
@@ -76,17 +84,26 @@ class FedETF(SiteModels, Method):
                 "raise it, or leave it out",
             )
 
-        return replace_head(network, SimplexHead(layer.in_features, dimension, layer.out_features).to(layer.weight))
+        return replace_head(
+            network, SimplexHead(layer.in_features, dimension, layer.out_features).to(layer.weight)
+        )
 
     def has_site_models(self) -> bool:
         """Tell whether there is something to fine-tune."""
         return self.finetune_rounds > 0
 
-    def train(self, model: nn.Module, site: Site, state: State, down: Message, purpose: str = "local") -> FitReport:
+    def train(
+        self, model: nn.Module, site: Site, state: State, down: Message, purpose: str = "local"
+    ) -> FitReport:
         """Train body, projection and tau by balanced softmax."""
         layer: Any = head(model)  # a SimplexHead
         prior = log_prior(site, layer.etf.shape[1], self.gamma)
-        return fit(model, site, objective=lambda network, x, y: site.loss(network(x) + prior, y), purpose=purpose)
+        return fit(
+            model,
+            site,
+            objective=lambda network, x, y: site.loss(network(x) + prior, y),
+            purpose=purpose,
+        )
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the newest global model, fine-tuned on the site's data together with a simplex of its own."""
@@ -103,9 +120,14 @@ class FedETF(SiteModels, Method):
         prefix = f"{head_name(model)}.".removeprefix(".")
 
         for index in range(self.finetune_rounds):
-            for part, rate in (("etf", self.finetune_simplex_lr), ("weight bias", self.finetune_projection_lr)):
+            for part, rate in (
+                ("etf", self.finetune_simplex_lr),
+                ("weight bias", self.finetune_projection_lr),
+            ):
                 names = [prefix + leaf for leaf in part.split()]
-                fit_part(model, site, names, f"finetune {part} {index}", epochs=3, rate=rate)  # 3 as in the public code
+                fit_part(
+                    model, site, names, f"finetune {part} {index}", epochs=3, rate=rate
+                )  # 3 as in the public code
 
         return model
 

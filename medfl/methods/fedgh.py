@@ -26,7 +26,12 @@ from torch import Tensor, nn
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.class_heads import fit_head
-from medfl.methods._parts.prototype_exchange import PrototypeExchange, by_class, check_lengths, prototypes_in
+from medfl.methods._parts.prototype_exchange import (
+    PrototypeExchange,
+    by_class,
+    check_lengths,
+    prototypes_in,
+)
 from medfl.methods._parts.prototypes import class_means
 from medfl.methods.base import Group, option
 from medfl.networks.heads import feature_size, head, head_names
@@ -38,20 +43,31 @@ from medfl.training import Host, Site, snapshot
 class FedGH(PrototypeExchange):
     """Bodies stay; a header for all of them is trained at the server, on the sites' class means."""
 
-    server_lr: float = option(0.01, "eta, rate of the server's SGD (public code: that of the sites)", minimum=0.0)
+    server_lr: float = option(
+        0.01, "eta, rate of the server's SGD (public code: that of the sites)", minimum=0.0
+    )
     server_epochs: int = option(1, "passes over the class means of a round", minimum=0)
-    server_batch_size: int = option(1, "class means a step of the server, 0: all of them", minimum=0)
+    server_batch_size: int = option(
+        1, "class means a step of the server, 0: all of them", minimum=0
+    )
 
-    paper = "FedGH: Heterogeneous Federated Learning with Generalized Global Header (Yi et al., 2023)"
+    paper = (
+        "FedGH: Heterogeneous Federated Learning with Generalized Global Header (Yi et al., 2023)"
+    )
     tasks = ("classification", "segmentation")
 
     def groups(self) -> tuple[Group, ...]:
         """Declare class means, which go up, and the header, which comes back."""
-        return (Group("prototypes", down=False, smaller=True), Group("header", up=False, smaller=True))
+        return (
+            Group("prototypes", down=False, smaller=True),
+            Group("header", up=False, smaller=True),
+        )
 
     # Server half
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the header of the initial weights.
 
         Raises:
@@ -65,7 +81,9 @@ class FedGH(PrototypeExchange):
         """Send phi."""
         return Message({"header": server["header"]})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Train phi on the class means.
 
         Raises:
@@ -74,9 +92,15 @@ class FedGH(PrototypeExchange):
         network = host.model(host.networks.initial)
         layer = deepcopy(head(network))
         layer.load_state_dict(server["header"])
-        sent = [(name, int(c), r) for name in sorted(replies) for c, r in prototypes_in(replies[name]).items()]
+        sent = [
+            (name, int(c), r)
+            for name in sorted(replies)
+            for c, r in prototypes_in(replies[name]).items()
+        ]
         sent.sort(key=lambda entry: entry[:2])  # the wire has its own order
-        check_lengths({"the server": feature_size(network), **{name: len(r) for name, _, r in sent}})
+        check_lengths(
+            {"the server": feature_size(network), **{name: len(r) for name, _, r in sent}}
+        )
 
         if sent:
             samples = torch.stack([r for _, _, r in sent])

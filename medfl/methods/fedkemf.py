@@ -45,7 +45,9 @@ class FedKEMF(PublicMethod, PrivateModels):
 
     lam: float = option(1.0, "lambda, weight of the other model's opinion at a site", minimum=0.0)
     server_epochs: int = option(1, "passes over the public items a round", minimum=0)
-    server_batch_size: int = option(0, "public items a step of the server; 0: 64, in segmentation 4", minimum=0)
+    server_batch_size: int = option(
+        0, "public items a step of the server; 0: 64, in segmentation 4", minimum=0
+    )
     server_optimizer: str = option("sgd", "of the server, anew each round", choices=("sgd", "adam"))
     server_lr: float = option(0.01, "its learning rate (public code: SGD 0.01)", minimum=0.0)
     public_bn: str = option(
@@ -62,12 +64,16 @@ class FedKEMF(PublicMethod, PrivateModels):
 
     # Server half
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start k from the initial weights."""
         public_data(host)
         return {"weights": dict(weights)}
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Distil the participants' ensemble into k."""
         k = host.model(server["weights"])
         if self.server_epochs:
@@ -83,7 +89,9 @@ class FedKEMF(PublicMethod, PrivateModels):
 
         return {"weights": fused}
 
-    def _distil(self, k: nn.Module, teachers: Sequence[nn.Module], host: Host, public: Public) -> None:
+    def _distil(
+        self, k: nn.Module, teachers: Sequence[nn.Module], host: Host, public: Public
+    ) -> None:
         def optimizer(network: nn.Module) -> torch.optim.Optimizer:
             kind: Any = torch.optim.SGD if self.server_optimizer == "sgd" else torch.optim.Adam
             return kind([p for p in network.parameters() if p.requires_grad], lr=self.server_lr)  # type: ignore[no-any-return]
@@ -97,10 +105,23 @@ class FedKEMF(PublicMethod, PrivateModels):
         settings = LocalSettings(self.server_epochs, size, optimizer)
         items = public.shard
         server = Site(  # `fit` trains there too
-            "server", host.seed, items, items, items, divergence, settings, host.networks, host.round, host.task
+            "server",
+            host.seed,
+            items,
+            items,
+            items,
+            divergence,
+            settings,
+            host.networks,
+            host.round,
+            host.task,
         )
         everything = torch.arange(len(public))
-        fit(k, on_public(server, public, everything, None, self.server_epochs, size), objective=objective)
+        fit(
+            k,
+            on_public(server, public, everything, None, self.server_epochs, size),
+            objective=objective,
+        )
 
     # Site half
 

@@ -43,11 +43,17 @@ _BATCH = 256  # of the public code
 class FedMD(ScoreExchange):
     """Sites fit the mean of everybody's scores of public items, then their own data."""
 
-    digest_epochs: int = option(1, "passes over the drawn items to fit the consensus (public code: 1)", minimum=0)
-    digest_batch_size: int = option(
-        0, "public items a step; 0: 256 (public code), in segmentation the run's batch size", minimum=0
+    digest_epochs: int = option(
+        1, "passes over the drawn items to fit the consensus (public code: 1)", minimum=0
     )
-    digest_loss: str = option("l1", "distance to the consensus: absolute (code), or squared", choices=("l1", "mse"))
+    digest_batch_size: int = option(
+        0,
+        "public items a step; 0: 256 (public code), in segmentation the run's batch size",
+        minimum=0,
+    )
+    digest_loss: str = option(
+        "l1", "distance to the consensus: absolute (code), or squared", choices=("l1", "mse")
+    )
     pretrain_epochs: int = option(
         20,
         "passes over labelled public items at first, where their classes are the sites' (paper: to convergence)",
@@ -68,7 +74,9 @@ class FedMD(ScoreExchange):
             def gap(z: Tensor, consensus: Tensor) -> Tensor:
                 return distance(z, consensus.to(z))  # (2)
 
-            self.fit_consensus(model, site, down, gap, "digest", epochs=self.digest_epochs, size=size)
+            self.fit_consensus(
+                model, site, down, gap, "digest", epochs=self.digest_epochs, size=size
+            )
 
         fit(model, site)  # (3)
         reply = self.scoring(model, site, down, size)
@@ -78,13 +86,18 @@ class FedMD(ScoreExchange):
         """Train on public labels, where they are of the sites' classes, and then on the site's own data."""
         public = public_data(site)
         task = site.task
-        same_classes = task.classes and (task.kind, task.classes) == (public.task.kind, public.task.classes)
+        same_classes = task.classes and (task.kind, task.classes) == (
+            public.task.kind,
+            public.task.classes,
+        )
         if self.pretrain_epochs and same_classes:
 
             def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
                 return site.loss(public.outputs(network, x), y)  # type: ignore[no-any-return]
 
-            everything = on_public(site, public, torch.arange(len(public)), None, self.pretrain_epochs, size)
+            everything = on_public(
+                site, public, torch.arange(len(public)), None, self.pretrain_epochs, size
+            )
             self.fit_public(model, everything, objective, "public labels")
 
         self.first_epochs(model, site)

@@ -34,12 +34,18 @@ from medfl.training import FitReport, Host, Site, fit, snapshot
 class FedMR(Method):
     """FedAvg with features decorrelated inside each class and kept away from other classes' global prototypes."""
 
-    mu1: float = option(0.1, "intra-class loss, on the mean squared correlation (ours: 0.001 to 0.5)", minimum=0.0)
+    mu1: float = option(
+        0.1, "intra-class loss, on the mean squared correlation (ours: 0.001 to 0.5)", minimum=0.0
+    )
     mu2: float = same_option(Sharing, "mu2")
     inter_scope: str = same_option(Sharing, "inter_scope")
     margin: bool = same_option(Sharing, "margin")
-    std: str = option("unbiased", "standard deviation inside a class: unbiased (code) or biased", choices=STDS)
-    min_count: int = option(2, "samples of a class in a batch from which it counts; 3 have a gradient", minimum=2)
+    std: str = option(
+        "unbiased", "standard deviation inside a class: unbiased (code) or biased", choices=STDS
+    )
+    min_count: int = option(
+        2, "samples of a class in a batch from which it counts; 3 have a gradient", minimum=2
+    )
     intra_scale: str = option(
         "paper",
         "intra-class loss: eq. 3, its mean squared correlation, or as the released code scales it",
@@ -70,13 +76,19 @@ class FedMR(Method):
         """Name the class means of features and the classes' counts."""
         return self._sharing.groups
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start without prototypes."""
-        return self._sharing.begin(host, super().init_server(host, weights, introductions), introductions)
+        return self._sharing.begin(
+            host, super().init_server(host, weights, introductions), introductions
+        )
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the weights and the prototypes."""
-        return self._sharing.add_prototypes(server, site_name, super().broadcast(host, server, site_name))
+        return self._sharing.add_prototypes(
+            server, site_name, super().broadcast(host, server, site_name)
+        )
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train with both losses; reply the class means besides the weights."""
@@ -89,13 +101,21 @@ class FedMR(Method):
         """Train with l_intra and, where there are prototypes, l_inter in the loss."""
 
         def intra(features: Tensor, labels: Tensor) -> Tensor:
-            loss = intra_class_loss(features, labels, std=self.std, min_count=self.min_count, scale=self.intra_scale)
+            loss = intra_class_loss(
+                features, labels, std=self.std, min_count=self.min_count, scale=self.intra_scale
+            )
             d = features.shape[1]
-            return loss * (self.mu1 / max(d * (d - 1), 1) if self.intra_scale == "paper" else self.mu1)
+            return loss * (
+                self.mu1 / max(d * (d - 1), 1) if self.intra_scale == "paper" else self.mu1
+            )
 
-        return fit(model, self._sharing.pushed(shaped(site, intra) if self.mu1 else site, down, model))
+        return fit(
+            model, self._sharing.pushed(shaped(site, intra) if self.mu1 else site, down, model)
+        )
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average the weights by samples, the prototypes class by class."""
         prototypes = self._sharing.merged(server, replies)
         return {**super().aggregate(host, server, replies, num_sites), **prototypes}

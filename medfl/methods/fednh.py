@@ -47,12 +47,19 @@ class CosineHead(nn.Linear):
 class FedNH(Method):
     """FedAvg of a body around a head of class prototypes that only the server moves."""
 
-    rho: float = option(0.9, "share of the old prototypes (paper and FedBM's runs: 0.9)", minimum=0.0, maximum=1.0)
-    scale: float = option(20.0, "start of s, the logits' scale (public code: 20 for ResNets, 1 for a CNN, 30 if fixed)")
+    rho: float = option(
+        0.9, "share of the old prototypes (paper and FedBM's runs: 0.9)", minimum=0.0, maximum=1.0
+    )
+    scale: float = option(
+        20.0,
+        "start of s, the logits' scale (public code: 20 for ResNets, 1 for a CNN, 30 if fixed)",
+    )
     learn_scale: bool = option(True, "train s")
     server_lr: float = option(1.0, "the server's step towards the mean of the sites", minimum=0.0)
 
-    paper = "Tackling Data Heterogeneity in Federated Learning with Class Prototypes (Dai et al., 2023)"
+    paper = (
+        "Tackling Data Heterogeneity in Federated Learning with Class Prototypes (Dai et al., 2023)"
+    )
     tasks = ("classification",)
 
     def groups(self) -> tuple[Group, ...]:
@@ -71,9 +78,13 @@ class FedNH(Method):
         self.train(model, site, state, down)
         means, counts = class_means(model, site, normalised=True)
         prototypes = {"means": normalize(means, dim=1), "counts": counts}
-        return state, Message({"weights": snapshot(model), "prototypes": prototypes}, {"samples": site.num_samples})
+        return state, Message(
+            {"weights": snapshot(model), "prototypes": prototypes}, {"samples": site.num_samples}
+        )
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average body and s, move the prototypes."""
         old = server["weights"]
         network = host.model(server["weights"])

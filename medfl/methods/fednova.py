@@ -33,7 +33,9 @@ class FedNova(Method):
     """FedAvg of normalised steps, so that a site with more local steps does not pull harder."""
 
     mu: float = option(0.0, "strength of a proximal term at the sites", minimum=0.0)
-    server_momentum: float = option(0.0, "momentum of the server's step (public code: gmf)", minimum=0.0)
+    server_momentum: float = option(
+        0.0, "momentum of the server's step (public code: gmf)", minimum=0.0
+    )
 
     paper = "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization (Wang et al., 2020)"
     takes_prototypes = True
@@ -42,10 +44,14 @@ class FedNova(Method):
         """Refuse optimisers that go on from round to round: a_k is how far a new one gets."""
         if site.optimizer_states is not None:
             raise InputError(
-                "--keep-optimizer with method 'fednova'", "it counts the steps of a new optimiser", "leave it out"
+                "--keep-optimizer with method 'fednova'",
+                "it counts the steps of a new optimiser",
+                "leave it out",
             )
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights, and velocity 0 if the server has momentum."""
         server = super().init_server(host, weights, introductions)
         if self.server_momentum:
@@ -56,13 +62,20 @@ class FedNova(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as FedAvg or FedProx does; reply a_k besides, and K_k with a proximal term."""
         model = site.model(down["weights"])
-        steps = fit(model, site, gradient_hook=pull(model, dict(model.named_parameters()), self.mu)).steps
-        scalars = {"samples": site.num_samples, "effective_steps": effective_steps(site, model, steps, self.mu)}
+        steps = fit(
+            model, site, gradient_hook=pull(model, dict(model.named_parameters()), self.mu)
+        ).steps
+        scalars = {
+            "samples": site.num_samples,
+            "effective_steps": effective_steps(site, model, steps, self.mu),
+        }
         if self.mu:
             scalars["steps"] = steps
         return state, Message({"weights": snapshot(model)}, scalars)
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Move w by tau_eff times the mean normalised step."""
         shares = sample_shares(replies)
         received = server["weights"]
@@ -72,7 +85,9 @@ class FedNova(Method):
         for site_name, share in shares.items():
             excess = share * _excess(replies, shares, site_name)
             for name in trainable if excess else ():
-                weights[name].add_(replies[site_name]["weights"][name] - received[name], alpha=excess)
+                weights[name].add_(
+                    replies[site_name]["weights"][name] - received[name], alpha=excess
+                )
 
         if not self.server_momentum:
             return {"weights": weights}
@@ -82,7 +97,10 @@ class FedNova(Method):
             for name, old in server["velocity"].items()
         }
 
-        return {"weights": weights | {n: received[n] + v for n, v in velocity.items()}, "velocity": velocity}
+        return {
+            "weights": weights | {n: received[n] + v for n, v in velocity.items()},
+            "velocity": velocity,
+        }
 
 
 def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_name: str) -> float:
@@ -93,7 +111,11 @@ def _excess(replies: Mapping[str, Message], shares: Mapping[str, float], site_na
         raise RunError(
             f"site {site_name!r}: its reply says that its effective steps are {effective:g}, below {_LEAST:g}"
         )
-    reach = {name: site_scalars.get("steps", site_scalars["effective_steps"]) for name, site_scalars in scalars.items()}
+
+    reach = {
+        name: site_scalars.get("steps", site_scalars["effective_steps"])
+        for name, site_scalars in scalars.items()
+    }
     return sum(share * (reach[name] - effective) for name, share in shares.items()) / effective
 
 

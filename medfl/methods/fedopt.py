@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from medfl.core.message import Message, Weights
-from medfl.methods.base import Method, option, sample_shares, step_towards, trained_names, weighted_mean
+from medfl.methods.base import (
+    Method,
+    option,
+    sample_shares,
+    step_towards,
+    trained_names,
+    weighted_mean,
+)
 from medfl.storage.files import State
 from medfl.training import Host
 
@@ -35,9 +42,15 @@ _SQUARES: Mapping[str, Callable[[Tensor, Tensor, float], Tensor]] = {
 class FedOpt(Method):
     """Treat the mean change of the sites as a gradient, and let an optimiser at the server take the step."""
 
-    optimizer: str = option("adam", "the server's: FedAvgM, FedAdam, ...", choices=("sgd", "adam", "yogi", "adagrad"))
-    server_lr: float | None = option(None, "eta, its learning rate; unset: 1 of sgd, 0.01 of the others", minimum=0.0)
-    momentum: float | None = option(None, "beta1; unset: 0.9, of adagrad 0 (paper)", minimum=0.0, maximum=1.0)
+    optimizer: str = option(
+        "adam", "the server's: FedAvgM, FedAdam, ...", choices=("sgd", "adam", "yogi", "adagrad")
+    )
+    server_lr: float | None = option(
+        None, "eta, its learning rate; unset: 1 of sgd, 0.01 of the others", minimum=0.0
+    )
+    momentum: float | None = option(
+        None, "beta1; unset: 0.9, of adagrad 0 (paper)", minimum=0.0, maximum=1.0
+    )
     beta2: float = option(0.99, "of adam and yogi (paper)", minimum=0.0, maximum=1.0)
     tau: float = option(1e-3, "least denominator of adam, yogi and adagrad (paper)", minimum=1e-12)
 
@@ -61,15 +74,25 @@ class FedOpt(Method):
 
         return 0.9
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights with m = 0 and v = tau^2."""
         server = super().init_server(host, weights, introductions)
-        zeros = {name: torch.zeros_like(weights[name]) for name in trained_names(host.model(weights))}
+        zeros = {
+            name: torch.zeros_like(weights[name]) for name in trained_names(host.model(weights))
+        }
         if self.optimizer == "sgd":
             return {**server, "m": zeros} if self._beta1 else server
-        return {**server, "m": zeros, "v": {name: torch.full_like(z, self.tau**2) for name, z in zeros.items()}}
+        return {
+            **server,
+            "m": zeros,
+            "v": {name: torch.full_like(z, self.tau**2) for name, z in zeros.items()},
+        }
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Take the optimiser's step along the mean change; buffers are averaged."""
         old = server["weights"]
         mean = weighted_mean(replies, "weights", sample_shares(replies))
@@ -84,9 +107,16 @@ class FedOpt(Method):
         new = 1.0 if self.optimizer == "sgd" else 1 - beta1
         m = {name: beta1 * server["m"][name] + new * d for name, d in change.items()}
         if self.optimizer == "sgd":
-            return {**server, "weights": {**mean, **{name: old[name] + rate * m[name] for name in names}}, "m": m}
+            return {
+                **server,
+                "weights": {**mean, **{name: old[name] + rate * m[name] for name in names}},
+                "m": m,
+            }
 
-        v = {name: _SQUARES[self.optimizer](server["v"][name], d * d, self.beta2) for name, d in change.items()}
+        v = {
+            name: _SQUARES[self.optimizer](server["v"][name], d * d, self.beta2)
+            for name, d in change.items()
+        }
         moved = {name: old[name] + rate * m[name] / (v[name].sqrt() + self.tau) for name in names}
         return {**server, "weights": {**mean, **moved}, "m": m, "v": v}
 

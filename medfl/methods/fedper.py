@@ -24,7 +24,8 @@ class FedPer(PersonalHead):
     """FedAvg of the body under personal heads."""
 
     head_layers: str = option(
-        "", "layers that make the head, with commas between; default: the last layer, of the two_conv networks fc1,fc2"
+        "",
+        "layers that make the head, with commas between; default: the last layer, of the two_conv networks fc1,fc2",
     )
 
     paper = "Federated Learning with Personalization Layers (Arivazhagan et al., 2019)"

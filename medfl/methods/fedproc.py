@@ -34,10 +34,16 @@ from medfl.training import FitReport, Host, Site, fit, snapshot
 class FedProc(Method):
     """FedAvg whose sites gather features around shared class prototypes first, then train the classifier."""
 
-    alpha: float = option(1.0, "weight of the prototype loss in round 1; it falls to 0", minimum=0.0, maximum=1.0)
-    rounds: int = option(100, "T, the round in which it is 0; default in a run: its number of rounds", minimum=1)
+    alpha: float = option(
+        1.0, "weight of the prototype loss in round 1; it falls to 0", minimum=0.0, maximum=1.0
+    )
+    rounds: int = option(
+        100, "T, the round in which it is 0; default in a run: its number of rounds", minimum=1
+    )
     tau: float = option(1.0, "temperature, above 0 (re-implementations: 1)", minimum=1e-6)
-    average: str = option("uniform", "mean over a class's owners: plain or by samples", choices=MEANS)
+    average: str = option(
+        "uniform", "mean over a class's owners: plain or by samples", choices=MEANS
+    )
 
     paper = "FedProc: Prototypical contrastive federated learning on non-IID data (Mu et al., 2023)"
     tasks = ("classification",)
@@ -50,10 +56,15 @@ class FedProc(Method):
         """Return the bundle's network, whose head has one output a class."""
         return with_class_head(network, task)
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights, without prototypes: their counts are 0."""
         means = torch.zeros_like(next(head(host.model(weights)).parameters()).detach())
-        prototypes = {"means": means, "counts": torch.zeros(len(means), dtype=torch.int64, device=host.device)}
+        prototypes = {
+            "means": means,
+            "counts": torch.zeros(len(means), dtype=torch.int64, device=host.device),
+        }
         return {**super().init_server(host, weights, introductions), "prototypes": prototypes}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
@@ -89,16 +100,23 @@ class FedProc(Method):
         """Return alpha_t of a round, counted from 1."""
         return self.alpha * max(0.0, 1 - (round_ - 1) / max(1, self.rounds - 1))
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average the weights, and each class's means over its owners."""
         old = server["prototypes"]
         means, counts = pooled_means([replies[name]["prototypes"] for name in sorted(replies)])
         newest_counts = torch.where(counts > 0, counts, old["counts"])
-        fresh = {"means": torch.where(counts[:, None] > 0, means, old["means"]), "counts": newest_counts}
+        fresh = {
+            "means": torch.where(counts[:, None] > 0, means, old["means"]),
+            "counts": newest_counts,
+        }
         return {**super().aggregate(host, server, replies, num_sites), "prototypes": fresh}
 
 
-def prototype_loss(z: Tensor, labels: Tensor, prototypes: Tensor, known: Tensor, tau: float) -> Tensor:
+def prototype_loss(
+    z: Tensor, labels: Tensor, prototypes: Tensor, known: Tensor, tau: float
+) -> Tensor:
     """Return l_proc.
 
     Args:

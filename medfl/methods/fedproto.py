@@ -30,7 +30,13 @@ from medfl.methods._parts.prototype_exchange import (
     prototype_loss,
     received,
 )
-from medfl.methods._parts.prototypes import class_counts, class_indices, class_means, distance, prototype_groups
+from medfl.methods._parts.prototypes import (
+    class_counts,
+    class_indices,
+    class_means,
+    distance,
+    prototype_groups,
+)
 from medfl.methods.base import MEANS, Group, option
 from medfl.networks.heads import features_and_output, head
 from medfl.storage.files import State
@@ -41,9 +47,13 @@ from medfl.training import FitReport, Host, Site, fit, snapshot
 class FedProto(PrototypeExchange):
     """Sites share class means of features instead of weights."""
 
-    lam: float = option(1.0, "lambda, pull towards the prototypes (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0)
+    lam: float = option(
+        1.0, "lambda, pull towards the prototypes (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0
+    )
     weights: str = option(
-        "uniform", "mean over a class's owners: plain (public code), or by samples (paper)", choices=MEANS
+        "uniform",
+        "mean over a class's owners: plain (public code), or by samples (paper)",
+        choices=MEANS,
     )
     predict: str = option(
         "prototypes",
@@ -77,10 +87,14 @@ class FedProto(PrototypeExchange):
 
         return fit(model, site, objective=objective)
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average each class's means over its owners."""
         by_samples = self.weights == "samples"
-        return {"prototypes": average_prototypes(server["prototypes"], replies, by_samples=by_samples)}
+        return {
+            "prototypes": average_prototypes(server["prototypes"], replies, by_samples=by_samples)
+        }
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
         """Return distances between class means and prototypes."""
@@ -93,7 +107,9 @@ class FedProto(PrototypeExchange):
         if self.predict == "classifier" or prototypes is None:
             return model
         own_classes = class_counts(site.train, len(prototypes)).to(site.device) > 0
-        return nearest(deepcopy(model), prototypes, own_classes)  # a leased network is not changed for good
+        return nearest(
+            deepcopy(model), prototypes, own_classes
+        )  # a leased network is not changed for good
 
 
 def nearest(network: nn.Module, prototypes: Tensor, own: Tensor) -> nn.Module:
@@ -108,7 +124,9 @@ def nearest(network: nn.Module, prototypes: Tensor, own: Tensor) -> nn.Module:
     allowed = allowed if allowed.any() else has_prototype(prototypes)
 
     def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        return only_classes(-distance(inputs[0], prototypes.nan_to_num().to(inputs[0].dtype)), allowed)
+        return only_classes(
+            -distance(inputs[0], prototypes.nan_to_num().to(inputs[0].dtype)), allowed
+        )
 
     head(network).register_forward_hook(replace)
     return network

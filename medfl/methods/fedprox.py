@@ -22,7 +22,9 @@ from medfl.training import FitReport, Site, fit, pull
 class FedProx(Method):
     """FedAvg with a proximal term that holds each site near the received model."""
 
-    mu: float = option(0.01, "strength of the proximal term (original grid 0.001 to 1)", minimum=0.0)
+    mu: float = option(
+        0.01, "strength of the proximal term (original grid 0.001 to 1)", minimum=0.0
+    )
 
     paper = "Federated Optimization in Heterogeneous Networks (Li et al., 2020)"
     takes_prototypes = True

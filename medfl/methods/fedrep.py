@@ -32,7 +32,9 @@ class FedRep(PersonalHead):
         "E_h, epochs on the head before the local epochs on the body (public code: 10; 1 for step parity)",
         minimum=0,
     )
-    finetune_epochs: int = option(10, "epochs on the head before a site is judged (public code: 10)", minimum=0)
+    finetune_epochs: int = option(
+        10, "epochs on the head before a site is judged (public code: 10)", minimum=0
+    )
 
     paper = "Exploiting Shared Representations for Personalized Federated Learning (Collins et al., 2021)"
 
@@ -44,7 +46,9 @@ class FedRep(PersonalHead):
         """Train the head, then the body."""
         if self.head_epochs:
             self._train_head(model, site, self.head_epochs, "head")
-        with train_only(model, {name for name, _ in model.named_parameters()} - self.personal_names(model)):
+        with train_only(
+            model, {name for name, _ in model.named_parameters()} - self.personal_names(model)
+        ):
             return fit(model, site)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:

@@ -43,7 +43,9 @@ class TwoHeads(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (B, K) of features (B, d)."""
-        personal: Tensor = self.personal(x.detach())  # always run: the personal head is the last layer of the network
+        personal: Tensor = self.personal(
+            x.detach()
+        )  # always run: the personal head is the last layer of the network
         if self.training:
             return super().forward(x)
 
@@ -58,7 +60,9 @@ class FedROD(Method):
         "generic", "the personal head begins as a copy of the generic one (authors' code), or at 0",
         choices=("generic", "zero"),
     )  # fmt: skip
-    gamma: float = option(1.0, "strength of the balanced softmax (1 in the paper's and FedBM's runs)", minimum=0.0)
+    gamma: float = option(
+        1.0, "strength of the balanced softmax (1 in the paper's and FedBM's runs)", minimum=0.0
+    )
 
     paper = "On Bridging Generic and Personalized Federated Learning for Image Classification (Chen and Chao, 2022)"
     tasks = ("classification",)
@@ -70,15 +74,22 @@ class FedROD(Method):
 
     def personal_names(self, network: nn.Module) -> frozenset[str]:
         """Return the personal head's tensors."""
-        prefix = next(name for name, module in network.named_modules() if isinstance(module, TwoHeads)) + ".personal."
-        return frozenset(name for name in network.state_dict() if name.startswith(prefix.removeprefix(".")))
+        prefix = (
+            next(name for name, module in network.named_modules() if isinstance(module, TwoHeads))
+            + ".personal."
+        )
+        return frozenset(
+            name for name in network.state_dict() if name.startswith(prefix.removeprefix("."))
+        )
 
     def init_site(self, site: Site) -> State:
         """Start the personal head."""
         state = super().init_site(site)
         initial = site.initial_weights
         if self.personal_start == "generic":
-            state["weights"] = {name: initial[name.replace("personal.", "")].clone() for name in state["weights"]}
+            state["weights"] = {
+                name: initial[name.replace("personal.", "")].clone() for name in state["weights"]
+            }
         return state
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:

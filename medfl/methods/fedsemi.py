@@ -47,21 +47,36 @@ _LEAST = 1e-3  # of r_k, which is in a reply: a number a thousand times smaller 
 class FedSemi(Method, WithoutLabels):
     """Unlabelled sites train on the global model's confident pseudo-labels; labelled sites train as in FedAvg."""
 
-    threshold: float = option(0.95, "least probability of a pseudo-label (FixMatch)", minimum=0.0, maximum=1.0)
+    threshold: float = option(
+        0.95, "least probability of a pseudo-label (FixMatch)", minimum=0.0, maximum=1.0
+    )
     warmup: int = option(5, "first rounds, in which only sites with labels count", minimum=0)
-    unsure: float = option(1.0, "weight of the teacher's probabilities below that; 0: left out", minimum=0.0)
+    unsure: float = option(
+        1.0, "weight of the teacher's probabilities below that; 0: left out", minimum=0.0
+    )
     weight: float = option(1.0, "multiplier for the sample count of unlabelled sites", minimum=0.0)
-    count: str = option("sure", "images of such a site: those with pseudo-labels, or all", choices=("sure", "all"))
-    decay: float = option(0.999, "of the teacher's mean over steps; 1: it stays", minimum=0.0, maximum=1.0)
+    count: str = option(
+        "sure", "images of such a site: those with pseudo-labels, or all", choices=("sure", "all")
+    )
+    decay: float = option(
+        0.999, "of the teacher's mean over steps; 1: it stays", minimum=0.0, maximum=1.0
+    )
     strength: float = option(1.0, "of the change of intensities", minimum=0.0)
     mirror: bool = option(True, "mirror images (classification)")
 
-    paper = "RSCFed: Random Sampling Consensus Federated Semi-supervised Learning (Liang et al., 2022)"
+    paper = (
+        "RSCFed: Random Sampling Consensus Federated Semi-supervised Learning (Liang et al., 2022)"
+    )
     tasks = ("classification", "segmentation")
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average, with unlabelled sites weighted by `weight`; if all weights are 0, change nothing."""
-        counted = {name: Message({}, {"samples": self._counted(reply, host.round)}) for name, reply in replies.items()}
+        counted = {
+            name: Message({}, {"samples": self._counted(reply, host.round)})
+            for name, reply in replies.items()
+        }
         if not any(message.scalars["samples"] for message in counted.values()):
             return server
         return {**server, "weights": weighted_mean(replies, "weights", sample_shares(counted))}
@@ -74,13 +89,20 @@ class FedSemi(Method, WithoutLabels):
         if "sure" not in reply.scalars:
             return samples
 
-        share = min(1.0, max(0.0, reply.scalars["sure"])) if self.count == "sure" else 1.0
+        if self.count == "sure":
+            share = min(1.0, max(0.0, reply.scalars["sure"]))
+        else:
+            share = 1.0
 
         return samples * self._weight(round_) * share
 
     def observed(self, server: State, replies: Mapping[str, Message]) -> Mapping[str, float]:
         """Return the mean share of pseudo-labelled items at the unlabelled sites."""
-        sure = [replies[name].scalars["sure"] for name in sorted(replies) if "sure" in replies[name].scalars]
+        sure = [
+            replies[name].scalars["sure"]
+            for name in sorted(replies)
+            if "sure" in replies[name].scalars
+        ]
         return {"sure": sum(sure) / len(sure)} if sure else {}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
@@ -96,13 +118,26 @@ class FedSemi(Method, WithoutLabels):
         model = site.model(down["weights"])
         teacher = site.model(down["weights"])
         sure: list[Tensor] = []
-        fit(model, site, objective=masked_cross_entropy, feed=self._lessons(model, teacher, site, sure))
+        fit(
+            model,
+            site,
+            objective=masked_cross_entropy,
+            feed=self._lessons(model, teacher, site, sure),
+        )
         share = max(_LEAST, float(torch.stack(sure).mean())) if sure else _LEAST
-        received = {name: down["weights"][name] for name, _ in model.named_buffers() if name in down["weights"]}
+        received = {
+            name: down["weights"][name]
+            for name, _ in model.named_buffers()
+            if name in down["weights"]
+        }
 
-        return state, Message({"weights": {**snapshot(model), **received}}, {"samples": samples, "sure": share})
+        return state, Message(
+            {"weights": {**snapshot(model), **received}}, {"samples": samples, "sure": share}
+        )
 
-    def _lessons(self, model: nn.Module, teacher: nn.Module, site: Site, sure: list[Tensor]) -> Feed:
+    def _lessons(
+        self, model: nn.Module, teacher: nn.Module, site: Site, sure: list[Tensor]
+    ) -> Feed:
         """Return a feed: batch -> its strong view, the pseudo-labels and the weight of each."""
         generator = torch.Generator().manual_seed(derive(site.seed, "strong view"))
         is_classification = site.task.kind == "classification"
@@ -119,7 +154,9 @@ class FedSemi(Method, WithoutLabels):
             sure.append(certain.float().mean())
             target = torch.where(certain, torch.zeros_like(q).scatter_(1, label, 1.0), q)
             weight = torch.where(certain, 1.0, self.unsure).squeeze(1)
-            view, visible = strong_view(x, self.strength, self.mirror and is_classification, generator)
+            view, visible = strong_view(
+                x, self.strength, self.mirror and is_classification, generator
+            )
 
             return view, target, weight if is_classification else weight * visible
 
@@ -129,7 +166,9 @@ class FedSemi(Method, WithoutLabels):
 # Pseudo-labels. All draws are made on the CPU, one row an image, so that every device sees the same views.
 
 
-def strong_view(x: Tensor, strength: float, mirror: bool, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def strong_view(
+    x: Tensor, strength: float, mirror: bool, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Return images (B, C, H, W[, D]) changed, and where nothing was cut out, (B, H, W[, D]) of 0 and 1.
 
     With m and s the mean and deviation of an image and u_i uniform in -1 to 1, it becomes
@@ -151,7 +190,9 @@ def strong_view(x: Tensor, strength: float, mirror: bool, generator: torch.Gener
     flat = x.flatten(1)
     mean = flat.mean(1).reshape(per_image)
     deviation = flat.std(1, correction=0).reshape(per_image)
-    gain, shift, noise = (strength * part * term for part, term in zip((0.5, 0.5, 0.25), terms, strict=True))
+    gain, shift, noise = (
+        strength * part * term for part, term in zip((0.5, 0.5, 0.25), terms, strict=True)
+    )
     view = mean + (1 + gain) * (x - mean) + deviation * (shift + noise.abs() * normal)
     visible = _outside_a_box(u[:, 4:], sides).to(x)
     view = torch.where(visible.unsqueeze(1) > 0, view, mean)

@@ -39,8 +39,12 @@ _CLASSIFIERS = tuple(name for name in networks.names() if name not in networks.S
 class FedSM(SiteModels, Method):
     """A global model, personal ones that are softly pulled together, and a selector that routes each image."""
 
-    lam: float = option(0.7, "lambda, what a site keeps of its own model in SoftPull", minimum=0.0, maximum=1.0)
-    threshold: float = option(0.9, "confidence above which the selector chooses a personal model", minimum=0.0)
+    lam: float = option(
+        0.7, "lambda, what a site keeps of its own model in SoftPull", minimum=0.0, maximum=1.0
+    )
+    threshold: float = option(
+        0.9, "confidence above which the selector chooses a personal model", minimum=0.0
+    )
     selector: str = option("small_cnn", "network that tells sites apart", choices=_CLASSIFIERS)
     selector_lr: float = option(1e-3, "learning rate of the selector's Adam", minimum=0.0)
 
@@ -49,11 +53,18 @@ class FedSM(SiteModels, Method):
 
     def groups(self) -> tuple[Group, ...]:
         """Declare the site's own model, and the selector with its moments."""
-        return (Group("personal", like_weights=True), Group("selector"), Group("mean"), Group("square"))
+        return (
+            Group("personal", like_weights=True),
+            Group("selector"),
+            Group("mean"),
+            Group("square"),
+        )
 
     # Server half
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start every segmentation model from the initial weights, and draw the selector's."""
         names = sorted(introductions)
         with stream(host.seed, "selector"):
@@ -75,11 +86,19 @@ class FedSM(SiteModels, Method):
         groups["personal"] = server["personal"][site_name]
         return Message(groups, {"site": names.index(site_name), "sites": len(names)})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average w_g and the selector, pull the participants' personal models towards each other."""
         shares = sample_shares(replies)
-        averaged = {g: weighted_mean(replies, g, shares) for g in ("weights", "selector", "mean", "square")}
-        return {**server, **averaged, "personal": {**server["personal"], **soft_pull(replies, self.lam)}}
+        averaged = {
+            g: weighted_mean(replies, g, shares) for g in ("weights", "selector", "mean", "square")
+        }
+        return {
+            **server,
+            **averaged,
+            "personal": {**server["personal"], **soft_pull(replies, self.lam)},
+        }
 
     def global_predictor(self, host: Host, server: State) -> nn.Module:
         """Return the super model."""
@@ -97,14 +116,20 @@ class FedSM(SiteModels, Method):
         selector = self._selector(personal, int(down.scalars["sites"]))
         selector.load_state_dict(dict(down["selector"]))
         moments = self._step(selector, site, down)
-        groups = {"weights": reply["weights"], "personal": snapshot(personal), "selector": snapshot(selector)}
+        groups = {
+            "weights": reply["weights"],
+            "personal": snapshot(personal),
+            "selector": snapshot(selector),
+        }
 
         return state, Message({**groups, **moments}, reply.scalars)
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w_p where the selector takes an image for this site's, else w_g."""
         expert = {int(down.scalars["site"]): site.model(down["personal"])}
-        return self._routed(site.model(down["weights"]), expert, down["selector"], int(down.scalars["sites"]))
+        return self._routed(
+            site.model(down["weights"]), expert, down["selector"], int(down.scalars["sites"])
+        )
 
     # The selector
 
@@ -119,12 +144,16 @@ class FedSM(SiteModels, Method):
 
         if first is None:
             raise InputError(
-                f"a {type(network).__name__}", "a network with convolutions or linear layers", "use such a network"
+                f"a {type(network).__name__}",
+                "a network with convolutions or linear layers",
+                "use such a network",
             )
 
         return nn.Linear(first.in_features, max(2, sites), dtype=first.weight.dtype, device=device)
 
-    def _routed(self, w_g: nn.Module, experts: Mapping[int, nn.Module], weights: Weights, sites: int) -> nn.Module:
+    def _routed(
+        self, w_g: nn.Module, experts: Mapping[int, nn.Module], weights: Weights, sites: int
+    ) -> nn.Module:
         selector = self._selector(w_g, sites)
         selector.load_state_dict(dict(weights))
         return SuperModel(w_g, experts, selector, self.threshold)
@@ -150,7 +179,9 @@ class FedSM(SiteModels, Method):
             }
 
         optimizer.step()
-        moments = {name: optimizer.state[parameter] for name, parameter in selector.named_parameters()}
+        moments = {
+            name: optimizer.state[parameter] for name, parameter in selector.named_parameters()
+        }
         return {
             "mean": {name: values["exp_avg"] for name, values in moments.items()},
             "square": {name: values["exp_avg_sq"] for name, values in moments.items()},
@@ -167,7 +198,13 @@ class SuperModel(nn.Module):
         threshold: confidence that an expert needs; from 1 on none is asked.
     """
 
-    def __init__(self, w_g: nn.Module, experts: Mapping[int, nn.Module], selector: nn.Module, threshold: float) -> None:
+    def __init__(
+        self,
+        w_g: nn.Module,
+        experts: Mapping[int, nn.Module],
+        selector: nn.Module,
+        threshold: float,
+    ) -> None:
         super().__init__()
         self.w_g = w_g
         self.selector = selector
@@ -196,7 +233,10 @@ class SuperModel(nn.Module):
         for number in used:
             rows = (routes == number).nonzero()[:, 0]
             part = self._model(number)(x[rows])
-            output = part.new_empty((len(x), *part.shape[1:])) if output is None else output
+            if output is None:
+                output = part.new_empty((len(x), *part.shape[1:]))
+            else:
+                output = output
 
             output[rows] = part
 
@@ -232,7 +272,9 @@ def soft_pull(replies: Mapping[str, Message], lam: float) -> dict[str, dict[str,
                 continue
 
             mean_of_rest = torch.stack(values[:i] + values[i + 1 :]).mean(0)
-            pulled[name][key] = values[i] if lam == 1 else lam * values[i] + (1 - lam) * mean_of_rest
+            pulled[name][key] = (
+                values[i] if lam == 1 else lam * values[i] + (1 - lam) * mean_of_rest
+            )
 
     return pulled
 

@@ -54,11 +54,19 @@ Sets = Callable[[Tensor, Tensor], Tensor]
 class FedType(PrivateModels):
     """Large private models teach proxies of one kind, and learn from the proxies' uncertainty sets."""
 
-    lam_f: float = option(1.0, "lambda_F, what a proxy learns from its large model (paper: 1)", minimum=0.0)
-    lam_b: float = option(1.0, "lambda_B, what it gives back, times kappa (paper: 1; FedHelp: 0.2)", minimum=0.0)
-    coverage: float = option(0.9, "part of the labels that the uncertainty sets are to have, below 1", minimum=0.0)
+    lam_f: float = option(
+        1.0, "lambda_F, what a proxy learns from its large model (paper: 1)", minimum=0.0
+    )
+    lam_b: float = option(
+        1.0, "lambda_B, what it gives back, times kappa (paper: 1; FedHelp: 0.2)", minimum=0.0
+    )
+    coverage: float = option(
+        0.9, "part of the labels that the uncertainty sets are to have, below 1", minimum=0.0
+    )
     k_reg: int = option(5, "ranks of a set that cost nothing (public code)", minimum=0)
-    lam_proxy: float = option(0.5, "lambda_0, cost of each further rank in the proxy's sets (public code)", minimum=0.0)
+    lam_proxy: float = option(
+        0.5, "lambda_0, cost of each further rank in the proxy's sets (public code)", minimum=0.0
+    )
     lam_large: float = option(1.0, "the same in the large model's sets (public code)", minimum=0.0)
 
     paper = (
@@ -70,7 +78,9 @@ class FedType(PrivateModels):
     def __post_init__(self) -> None:
         """Refuse a coverage that only sets of all classes have."""
         if self.coverage >= 1:
-            raise InputError(f"coverage={self.coverage:g}", "a part of the labels, 0 to below 1", "take 0.9")
+            raise InputError(
+                f"coverage={self.coverage:g}", "a part of the labels, 0 to below 1", "take 0.9"
+            )
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network, whose head has one output a class."""
@@ -120,7 +130,9 @@ class FedType(PrivateModels):
         def with_draws(x: Any, y: Any) -> tuple[Any, ...]:
             return x, y, *[uniform(len(x), draws).to(site.device) for _ in range(2)]
 
-        def objective(network: nn.Module, x: Any, y: Any, u_proxy: Tensor, u_large: Tensor) -> Tensor:
+        def objective(
+            network: nn.Module, x: Any, y: Any, u_proxy: Tensor, u_large: Tensor
+        ) -> Tensor:
             z, loss = logits_and_loss(network, x, y)
             with torch.no_grad():
                 sets = of_proxy(proxy(x), u_proxy)

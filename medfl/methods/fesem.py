@@ -46,8 +46,12 @@ class FeSEM(Method):
         "a site's centre is the nearest, or goes by whether it has fewer classes than the mean",
         choices=("distance", "by_class_count"),
     )
-    weights: str = option("uniform", "mean over a centre's members: plain or by samples", choices=MEANS)
-    predict: str = option("centre", "a site is judged by its centre or its local model", choices=("centre", "local"))
+    weights: str = option(
+        "uniform", "mean over a centre's members: plain or by samples", choices=MEANS
+    )
+    predict: str = option(
+        "centre", "a site is judged by its centre or its local model", choices=("centre", "local")
+    )
 
     paper = "Multi-Center Federated Learning (Xie et al., 2020)"
     judged = "personal"
@@ -56,13 +60,17 @@ class FeSEM(Method):
         """Refuse another number of centres than two where classes are counted."""
         if self.assign == "by_class_count" and self.clusters != 2:
             raise InputError(
-                f"clusters={self.clusters} with assign=by_class_count", "that makes two groups", "take clusters=2"
+                f"clusters={self.clusters} with assign=by_class_count",
+                "that makes two groups",
+                "take clusters=2",
             )
 
     def adapt(self, network: nn.Module, task: Task) -> nn.Module:
         """Return the bundle's network."""
         if self.assign == "by_class_count" and task.kind != "classification":
-            raise InputError(f"assign=by_class_count in a {task.kind} task", "it counts classes", "take distance")
+            raise InputError(
+                f"assign=by_class_count in a {task.kind} task", "it counts classes", "take distance"
+            )
         return network
 
     # Server half
@@ -73,47 +81,69 @@ class FeSEM(Method):
             return Message()
         return Message({}, {"classes": int((class_counts(site.train, 0) > 0).sum())})
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Make the first centres and give each site one."""
         names = sorted(introductions)
         clusters = range(1, self.clusters)
         drawn = [
-            snapshot(host.networks.fresh("centre", k)) if self.start == "random" else dict(weights) for k in clusters
+            snapshot(host.networks.fresh("centre", k)) if self.start == "random" else dict(weights)
+            for k in clusters
         ]
         assignment = dict.fromkeys(names, 0)
 
         if self.assign == "by_class_count":
             counts = {name: introductions[name].scalars["classes"] for name in names}
-            assignment = {name: int(counts[name] >= sum(counts.values()) / len(counts)) for name in names}
+            assignment = {
+                name: int(counts[name] >= sum(counts.values()) / len(counts)) for name in names
+            }
         elif self.start == "random":
             with stream(host.seed, "deal") as generator:
                 order = torch.randperm(len(names), generator=generator).tolist()
             assignment = {names[i]: rank % self.clusters for rank, i in enumerate(order)}
 
         chosen = self.clusters if self.start == "random" else 0
-        return {"weights": dict(weights), "others": drawn, "assignment": assignment, "chosen": chosen}
+        return {
+            "weights": dict(weights),
+            "others": drawn,
+            "assignment": assignment,
+            "chosen": chosen,
+        }
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send the site its centre; one that did not introduce itself has the first."""
         return Message({"weights": _centres(server)[server["assignment"].get(site_name, 0)]})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Choose first centres while there are too few, then E-step and M-step."""
         centres = _centres(server)
         assignment = server["assignment"]
         chosen = server["chosen"]
         if self.assign == "distance":
-            names = [name for name, p in host.model(centres[0]).named_parameters() if p.requires_grad]
-            anchors = _spread([replies[site]["weights"] for site in sorted(replies)], centres, chosen, names)
+            names = [
+                name for name, p in host.model(centres[0]).named_parameters() if p.requires_grad
+            ]
+            anchors = _spread(
+                [replies[site]["weights"] for site in sorted(replies)], centres, chosen, names
+            )
             centres = [*anchors, *centres[len(anchors) :]]
             chosen = len(anchors)
-            assignment = {**assignment, **{site: nearest(m["weights"], anchors, names) for site, m in replies.items()}}
+            assignment = {
+                **assignment,
+                **{site: nearest(m["weights"], anchors, names) for site, m in replies.items()},
+            }
 
         first, *rest = self.means(centres, assignment, replies)
         return {"weights": first, "others": rest, "assignment": assignment, "chosen": chosen}
 
     def means(
-        self, centres: Sequence[Weights], assignment: Mapping[str, int], replies: Mapping[str, Message]
+        self,
+        centres: Sequence[Weights],
+        assignment: Mapping[str, int],
+        replies: Mapping[str, Message],
     ) -> list[Weights]:
         """Return the centres after an M-step."""
         members: list[dict[str, Message]] = [{} for _ in centres]
@@ -148,7 +178,9 @@ def nearest(weights: Weights, centres: Sequence[Weights], names: Sequence[str]) 
     return squares.index(min(squares))
 
 
-def _spread(sent: Sequence[Weights], centres: Sequence[Weights], count: int, names: Sequence[str]) -> list[Weights]:
+def _spread(
+    sent: Sequence[Weights], centres: Sequence[Weights], count: int, names: Sequence[str]
+) -> list[Weights]:
     """Return the first `count` centres, then sites' weights up to K in all, each the farthest from those before."""
     chosen = [*centres[:count]] or [sent[0]]
     while len(chosen) < len(centres):
@@ -156,6 +188,7 @@ def _spread(sent: Sequence[Weights], centres: Sequence[Weights], count: int, nam
         farthest = max(squares)
         if not farthest:  # fewer different weights than centres
             break
+
         chosen.append(sent[squares.index(farthest)])
 
     return chosen

@@ -34,14 +34,20 @@ class L2GD(Method):
     """Personal models that step towards their mean from time to time."""
 
     theta: float = option(
-        0.1, "the averaging step: 0 is Local, 1 makes all models the mean (grid 0.1, 0.5)", minimum=0.0
+        0.1,
+        "the averaging step: 0 is Local, 1 makes all models the mean (grid 0.1, 0.5)",
+        minimum=0.0,
     )
     coin: float = option(
-        0.0, "p of the paper's coin (grid 0.1, 0.5), below 1; 0: one local phase, one averaging step", minimum=0.0
+        0.0,
+        "p of the paper's coin (grid 0.1, 0.5), below 1; 0: one local phase, one averaging step",
+        minimum=0.0,
     )
     mix_buffers: bool = option(False, "average BatchNorm's buffers too, by the same step")
 
-    paper = "Federated Learning of a Mixture of Global and Local Models (Hanzely and Richtarik, 2020)"
+    paper = (
+        "Federated Learning of a Mixture of Global and Local Models (Hanzely and Richtarik, 2020)"
+    )
     judged = "personal"
 
     def __post_init__(self) -> None:
@@ -61,7 +67,9 @@ class L2GD(Method):
 
         return frozenset(network.state_dict()) - parameters
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the common initial weights as the mean, of which every averaging step makes the same again."""
         return {**super().init_server(host, weights, introductions), "tosses": self.tosses(host)}
 
@@ -69,13 +77,21 @@ class L2GD(Method):
         """Send the mean, and how the coin fell."""
         return Message({"weights": server["weights"]}, server["tosses"])
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Take the plain mean and toss the coin."""
-        return {"weights": weighted_mean(replies, "weights", uniform_shares(replies)), "tosses": self.tosses(host)}
+        return {
+            "weights": weighted_mean(replies, "weights", uniform_shares(replies)),
+            "tosses": self.tosses(host),
+        }
 
     def tosses(self, host: Host) -> dict[str, int]:
         """Toss the coin, if there is one: averaging steps until it falls on local ones, and these until it turns."""
-        runs = {"averagings": self.coin, "iterations": 1 - self.coin} if self.coin else {}
+        if self.coin:
+            runs = {"averagings": self.coin, "iterations": 1 - self.coin}
+        else:
+            runs = {}
         with stream(host.seed, "coin") as generator:
             return {name: _run(again, generator) for name, again in runs.items()}
 
@@ -92,11 +108,15 @@ class L2GD(Method):
         model = site.model(self._averaged(state, down))
         self.train(model, site, state, down)
         trained = snapshot(model)
-        return {"weights": trained}, Message({"weights": {name: trained[name] for name in down["weights"]}})
+        return {"weights": trained}, Message(
+            {"weights": {name: trained[name] for name in down["weights"]}}
+        )
 
     def train(self, model: nn.Module, site: Site, state: State, down: Message) -> FitReport:
         """Train for as many iterations as the coin says."""
-        return fit(model, site.for_epochs(site.settings.epochs * int(down.scalars.get("iterations", 1))))
+        return fit(
+            model, site.for_epochs(site.settings.epochs * int(down.scalars.get("iterations", 1)))
+        )
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return w_i after the averaging steps."""
@@ -107,9 +127,14 @@ class L2GD(Method):
         part = 1 - (1 - self.theta) ** int(down.scalars.get("averagings", 1))
         personal: Weights = state["weights"]
         mean = {
-            name: m.to(personal[name].device) for name, m in down["weights"].items() if part and m.is_floating_point()
+            name: m.to(personal[name].device)
+            for name, m in down["weights"].items()
+            if part and m.is_floating_point()
         }
-        return {**personal, **{name: torch.lerp(personal[name], m, part) for name, m in mean.items()}}
+        return {
+            **personal,
+            **{name: torch.lerp(personal[name], m, part) for name, m in mean.items()},
+        }
 
 
 def _run(again: float, generator: torch.Generator) -> int:

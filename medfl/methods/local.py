@@ -37,7 +37,9 @@ class Local(WholeCohort, OwnNetworks):
         self.train(model, site, state, down)
         return {"weights": snapshot(model)}, Message()
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Do nothing."""
         return server
 

@@ -36,9 +36,13 @@ _PROJECTED = 256
 class MOON(Method):
     """FedAvg whose sites keep features near the received model's and away from their own previous model's."""
 
-    mu: float = option(1.0, "strength of the contrastive term (paper: 5 CIFAR-10, 1 CIFAR-100)", minimum=0.0)
+    mu: float = option(
+        1.0, "strength of the contrastive term (paper: 5 CIFAR-10, 1 CIFAR-100)", minimum=0.0
+    )
     tau: float = option(0.5, "temperature, above 0 (original grid 0.1, 0.5, 1)", minimum=1e-6)
-    projection: bool = option(False, "put the original's projection (d to d, ReLU, d to 256) before the head")
+    projection: bool = option(
+        False, "put the original's projection (d to d, ReLU, d to 256) before the head"
+    )
     feature: str = option(
         "auto",
         "z: what enters the head, the bottleneck of a network for maps, or by task",
@@ -56,7 +60,9 @@ class MOON(Method):
         layer = class_head(network, task)
         size = layer.in_features
         projection = nn.Sequential(nn.Linear(size, size), nn.ReLU(), nn.Linear(size, _PROJECTED))
-        layers = OrderedDict(projection=projection, output=nn.Linear(_PROJECTED, layer.out_features))
+        layers = OrderedDict(
+            projection=projection, output=nn.Linear(_PROJECTED, layer.out_features)
+        )
 
         return replace_head(network, nn.Sequential(layers).to(layer.weight))
 
@@ -69,11 +75,17 @@ class MOON(Method):
         """Train with mu times the contrastive term in the loss."""
         if self.mu == 0 or "previous" not in state:
             # FedAvg's loss, given: a bundle's trainer that takes its steps by itself is refused before round 2
-            return fit(model, site, objective=(lambda net, x, y: site.loss(net(x), y)) if self.mu else None)
+            return fit(
+                model, site, objective=(lambda net, x, y: site.loss(net(x), y)) if self.mu else None
+            )
 
-        by_map = self.feature == "bottleneck" or (self.feature == "auto" and site.task.kind == "segmentation")
+        by_map = self.feature == "bottleneck" or (
+            self.feature == "auto" and site.task.kind == "segmentation"
+        )
         run = bottleneck_and_output if by_map else features_and_output
-        received, previous = (frozen(site.model(weights)) for weights in (down["weights"], state["previous"]))
+        received, previous = (
+            frozen(site.model(weights)) for weights in (down["weights"], state["previous"])
+        )
 
         def objective(network: nn.Module, x: Any, y: Any) -> Tensor:
             z, output = run(network, x)
@@ -107,11 +119,17 @@ def bottleneck_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
 
     def look(_: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal size, feature_map
-        if isinstance(output, Tensor) and output.ndim == x.ndim and 1 < output[0, 0].numel() <= size:
+        if (
+            isinstance(output, Tensor)
+            and output.ndim == x.ndim
+            and 1 < output[0, 0].numel() <= size
+        ):
             size = output[0, 0].numel()
             feature_map = output
 
-    inner = [m for name, m in network.named_modules() if name and not f"{last}.".startswith(f"{name}.")]
+    inner = [
+        m for name, m in network.named_modules() if name and not f"{last}.".startswith(f"{name}.")
+    ]
     handles = [module.register_forward_hook(look) for module in inner]
     try:
         output = network(x)

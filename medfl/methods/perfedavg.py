@@ -45,17 +45,27 @@ from medfl.training import FitReport, Host, Site, fit, one_sample_safe
 class PerFedAvg(Method):
     """FedAvg of a model that is made to be adapted: each site takes a few steps from it before it is used."""
 
-    alpha: float = option(0.01, "rate of the inner step and the adaptation (public code: 0.005 to 0.03)", minimum=0.0)
-    order: str = option(
-        "first", "second derivatives: none, or by finite differences", choices=("first", "hessian_free")
+    alpha: float = option(
+        0.01, "rate of the inner step and the adaptation (public code: 0.005 to 0.03)", minimum=0.0
     )
-    delta: float = option(1e-3, "step of the finite difference of hessian_free, above 0", minimum=1e-9)
+    order: str = option(
+        "first",
+        "second derivatives: none, or by finite differences",
+        choices=("first", "hessian_free"),
+    )
+    delta: float = option(
+        1e-3, "step of the finite difference of hessian_free, above 0", minimum=1e-9
+    )
     adapted: str = option(
         "global", "what a site adapts: the newest global model (paper), or its own after local training",
         choices=("global", "own"),
     )  # fmt: skip
-    finetune_steps: int = option(1, "steps of rate alpha on a training batch before a site is judged", minimum=0)
-    weights: str = option("uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS)
+    finetune_steps: int = option(
+        1, "steps of rate alpha on a training batch before a site is judged", minimum=0
+    )
+    weights: str = option(
+        "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
+    )
 
     paper = (
         "Personalized Federated Learning with Theoretical Guarantees: A Model-Agnostic Meta-Learning Approach "
@@ -89,7 +99,9 @@ class PerFedAvg(Method):
 
             return x, y, *drawn
 
-        def after_a_step(network: nn.Module, x: Any, y: Any, x_inner: Any, y_inner: Any, *for_hessian: Any) -> Tensor:
+        def after_a_step(
+            network: nn.Module, x: Any, y: Any, x_inner: Any, y_inner: Any, *for_hessian: Any
+        ) -> Tensor:
             torch._foreach_copy_(start, [p.detach() for p in _trainable(network)])
             last[:] = for_hessian
             with randomness():
@@ -110,7 +122,9 @@ class PerFedAvg(Method):
 
         return fit(model, site, objective=after_a_step, gradient_hook=back, feed=with_draws)
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average the sites' weights."""
         return {"weights": weighted_mean(replies, "weights", mean_shares(self.weights, replies))}
 
@@ -137,7 +151,9 @@ def gradient(network: nn.Module, site: Site, batch: Batch) -> tuple[Tensor, ...]
     buffers = [(buffer, buffer.clone()) for buffer in network.buffers()]
     with one_sample_safe(network, x), torch.autocast(site.device.type, enabled=False):
         loss = site.loss(network(x), y)
-        gradients = torch.autograd.grad(loss, _trainable(network), allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            loss, _trainable(network), allow_unused=True, materialize_grads=True
+        )
 
     for buffer, value in buffers:
         buffer.copy_(value)
@@ -153,7 +169,12 @@ def inner_step(network: nn.Module, site: Site, batch: Batch, alpha: float) -> No
 
 
 def hessian_product(
-    network: nn.Module, site: Site, v: Sequence[Tensor], delta: float, batch: Batch, randomness: SeparateRandomness
+    network: nn.Module,
+    site: Site,
+    v: Sequence[Tensor],
+    delta: float,
+    batch: Batch,
+    randomness: SeparateRandomness,
 ) -> list[Tensor]:
     """Return [g(w + delta v; D'') - g(w - delta v; D'')] / (2 delta), near the Hessian times v.
 

@@ -38,7 +38,16 @@ from medfl.core.errors import InputError
 from medfl.core.message import Message, Weights
 from medfl.core.seeding import stream
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import MEANS, Group, Method, mean_shares, option, step_towards, trained_names, weighted_mean
+from medfl.methods.base import (
+    MEANS,
+    Group,
+    Method,
+    mean_shares,
+    option,
+    step_towards,
+    trained_names,
+    weighted_mean,
+)
 from medfl.storage.files import State
 from medfl.training import NORMS, Host, Site, fit, snapshot, split_names
 
@@ -50,15 +59,29 @@ Moments = tuple[Sequence[Tensor], Sequence[Tensor]]
 class PFedBayes(Method):
     """A distribution of weights at each site, held near a common one that follows all of them."""
 
-    zeta: float = option(10.0, "zeta, weight of the divergence from w (public code: 10)", minimum=0.0)
-    rho: float = option(-3.0, "first rho of all weights: sigma 0.049 (public code; reported: -2.5, sigma 0.079)")
+    zeta: float = option(
+        10.0, "zeta, weight of the divergence from w (public code: 10)", minimum=0.0
+    )
+    rho: float = option(
+        -3.0, "first rho of all weights: sigma 0.049 (public code; reported: -2.5, sigma 0.079)"
+    )
     inner_steps: int = option(5, "K, steps on q_i a batch (public code: 5)", minimum=1)
     beta: float = option(1.0, "the server's step towards the sites' mean", minimum=0.0)
-    draws: int = option(0, "judge by the mean probability of this many draws (10), 0: by the mean weights", minimum=0)
-    optimizer: str = option("adam", "Adam at the run's learning rate, or the run's optimiser", choices=("adam", "run"))
-    weights: str = option("uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS)
+    draws: int = option(
+        0,
+        "judge by the mean probability of this many draws (10), 0: by the mean weights",
+        minimum=0,
+    )
+    optimizer: str = option(
+        "adam", "Adam at the run's learning rate, or the run's optimiser", choices=("adam", "run")
+    )
+    weights: str = option(
+        "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
+    )
 
-    paper = "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"
+    paper = (
+        "Personalized Federated Learning via Variational Bayesian Inference (Zhang et al., 2022)"
+    )
     judged = "personal"
 
     def groups(self) -> tuple[Group, ...]:
@@ -80,22 +103,34 @@ class PFedBayes(Method):
 
     # Server half
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights as mu, and one rho for all."""
-        rho = {name: torch.full_like(weights[name], self.rho) for name in gaussian_names(host.model(weights))}
+        rho = {
+            name: torch.full_like(weights[name], self.rho)
+            for name in gaussian_names(host.model(weights))
+        }
         return {"weights": dict(weights), "rho": rho}
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send mu, with what is no Gaussian, and rho."""
         return Message({"weights": server["weights"], "rho": server["rho"]})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Move mu and rho by beta towards their means."""
         shares = mean_shares(self.weights, replies)
         network = host.model(server["weights"])
-        names = {"weights": set(trained_names(network)) - split_names(network, NORMS), "rho": server["rho"].keys()}
+        names = {
+            "weights": set(trained_names(network)) - split_names(network, NORMS),
+            "rho": server["rho"].keys(),
+        }
         return {
-            group: step_towards(server[group], weighted_mean(replies, group, shares), self.beta, names[group])
+            group: step_towards(
+                server[group], weighted_mean(replies, group, shares), self.beta, names[group]
+            )
             for group in ("weights", "rho")
         }
 
@@ -106,7 +141,11 @@ class PFedBayes(Method):
         scale = self.zeta / max(1, site.num_samples)
         taken = 0
         with stream(site.seed, "weights") as noise:
-            q = Gaussian(site.model(state.get("personal", down["weights"])), state.get("rho", down["rho"]), noise)
+            q = Gaussian(
+                site.model(state.get("personal", down["weights"])),
+                state.get("rho", down["rho"]),
+                noise,
+            )
             w = Gaussian(site.model(down["weights"]), down["rho"], noise)
             build = self._builder(site)
             follower = build(w)
@@ -121,7 +160,9 @@ class PFedBayes(Method):
 
             def bound(model: nn.Module, x: Any, y: Any) -> Tensor:
                 nonlocal taken
-                if scale and taken and taken % self.inner_steps == 0:  # q_i has been through K steps on the last batch
+                if (
+                    scale and taken and taken % self.inner_steps == 0
+                ):  # q_i has been through K steps on the last batch
                     follow()
 
                 taken += 1
@@ -137,7 +178,9 @@ class PFedBayes(Method):
         with torch.no_grad():
             torch._foreach_copy_(q.mu, w.mu)
 
-        return after, Message({"weights": snapshot(q.network), "rho": w.rhos()}, {"samples": site.num_samples})
+        return after, Message(
+            {"weights": snapshot(q.network), "rho": w.rhos()}, {"samples": site.num_samples}
+        )
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the network of the mean weights, or of some draws."""
@@ -158,7 +201,9 @@ class PFedBayes(Method):
                 chosen = [p for p in model.network.parameters() if p.requires_grad]
                 solver = torch.optim.Adam(chosen, solver.param_groups[0]["lr"])
 
-            solver.add_param_group({**solver.param_groups[0], "params": list(model.rho), "weight_decay": 0.0})
+            solver.add_param_group(
+                {**solver.param_groups[0], "params": list(model.rho), "weight_decay": 0.0}
+            )
             return solver
 
         return build
@@ -180,7 +225,9 @@ class Gaussian(nn.Module):
         self.names = sorted(rho)
         self.noise = noise
         self.mu: list[Tensor] = [parameters[name] for name in self.names]
-        self.rho = nn.ParameterList(rho[name].to(parameters[name].device, copy=True) for name in self.names)
+        self.rho = nn.ParameterList(
+            rho[name].to(parameters[name].device, copy=True) for name in self.names
+        )
 
     def moments(self) -> Moments:
         """Return mu and sigma."""
@@ -215,7 +262,9 @@ class Averaged(nn.Module):
         """Hold the network, and a copy of it for each draw; weights that are called one by one cannot be recorded."""
         super().__init__()
         self.network = network
-        self.drawn = tuple(deepcopy(network).requires_grad_(False).eval() for _ in draws)  # no part of the state dict
+        self.drawn = tuple(
+            deepcopy(network).requires_grad_(False).eval() for _ in draws
+        )  # no part of the state dict
         for drawn_network, draw in zip(self.drawn, draws, strict=True):
             drawn_network.zero_grad()
             drawn_network.load_state_dict(dict(draw), strict=False)
@@ -224,7 +273,10 @@ class Averaged(nn.Module):
         """Return log-probabilities (B, K, ...), or the logit (B, 1, ...)."""
         outputs = [network(x).float() for network in self.drawn]
         single = outputs[0].shape[1] == 1  # the logit of class 1, beside one of 0
-        parts = (torch.cat([torch.zeros_like(z), z], 1).log_softmax(1) if single else z.log_softmax(1) for z in outputs)
+        parts = (
+            torch.cat([torch.zeros_like(z), z], 1).log_softmax(1) if single else z.log_softmax(1)
+            for z in outputs
+        )
         total: Tensor = next(parts)
 
         for part in parts:
@@ -251,7 +303,9 @@ def fixed(distribution: Gaussian) -> Moments:
 def divergence(q: Moments, w: Moments) -> Tensor:
     """Return KL(q || w) = sum of log(sigma_w / sigma_q) + (sigma_q^2 + (mu_q - mu_w)^2) / (2 sigma_w^2) - 1/2."""
     parts = [
-        ((sigma_w / sigma_q).log() + (sigma_q**2 + (mu_q - mu_w) ** 2) / (2 * sigma_w**2) - 0.5).sum()
+        (
+            (sigma_w / sigma_q).log() + (sigma_q**2 + (mu_q - mu_w) ** 2) / (2 * sigma_w**2) - 0.5
+        ).sum()
         for mu_q, sigma_q, mu_w, sigma_w in zip(*q, *w, strict=True)
     ]
     return torch.stack(parts).sum()

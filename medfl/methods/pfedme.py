@@ -28,7 +28,15 @@ from torch import Tensor, nn
 
 from medfl.core.message import Message
 from medfl.methods._parts.repeated_batches import repeating
-from medfl.methods.base import MEANS, Method, mean_shares, option, step_towards, trained_names, weighted_mean
+from medfl.methods.base import (
+    MEANS,
+    Method,
+    mean_shares,
+    option,
+    step_towards,
+    trained_names,
+    weighted_mean,
+)
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot
 
@@ -37,15 +45,23 @@ from medfl.training import Host, Site, fit, snapshot
 class PFedMe(Method):
     """A personal model at each site, held near a common one that follows all of them."""
 
-    lam: float = option(15.0, "lambda, how strongly theta is held to w_i (public code: 15)", minimum=0.0)
+    lam: float = option(
+        15.0, "lambda, how strongly theta is held to w_i (public code: 15)", minimum=0.0
+    )
     inner_steps: int = option(5, "K, steps on theta a batch (public code: 5)", minimum=1)
-    eta: float = option(0.005, "learning rate of w_i; theta has the run's (public code: 0.005)", minimum=0.0)
-    beta: float = option(1.0, "the server's step towards the sites' mean (public code: 1 or 2)", minimum=0.0)
+    eta: float = option(
+        0.005, "learning rate of w_i; theta has the run's (public code: 0.005)", minimum=0.0
+    )
+    beta: float = option(
+        1.0, "the server's step towards the sites' mean (public code: 1 or 2)", minimum=0.0
+    )
     judge: str = option(
         "theta", "a site's model: theta_i (paper), or w_i, which follows it slowly (as public code has it)",
         choices=("theta", "w"),
     )  # fmt: skip
-    weights: str = option("uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS)
+    weights: str = option(
+        "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
+    )
 
     paper = "Personalized Federated Learning with Moreau Envelopes (T. Dinh et al., 2020)"
     judged = "personal"
@@ -64,8 +80,11 @@ class PFedMe(Method):
 
         def hold(parameters: Sequence[nn.Parameter]) -> None:
             nonlocal taken
-            if taken and taken % self.inner_steps == 0:  # theta went through K steps on the last batch
+            if (
+                taken and taken % self.inner_steps == 0
+            ):  # theta went through K steps on the last batch
                 follow()
+
             taken += 1
             for parameter, anchor in zip(parameters, local_parameters, strict=True):
                 if parameter.grad is not None:
@@ -74,6 +93,7 @@ class PFedMe(Method):
         fit(model, repeating(site, self.inner_steps), gradient_hook=hold)
         if taken:
             follow()
+
         personal = snapshot(model)
         with torch.no_grad():
             torch._foreach_copy_(theta, local_parameters)
@@ -82,7 +102,9 @@ class PFedMe(Method):
         judged = {"personal": personal if self.judge == "theta" else reply}
         return judged, Message({"weights": reply}, {"samples": site.num_samples})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Move w by beta towards the mean of the w_i."""
         old = server["weights"]
         mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))

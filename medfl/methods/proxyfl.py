@@ -36,7 +36,10 @@ class ProxyFL(PrivateModels):
     """Private models of any kind learn with proxies of one kind, which travel from site to site."""
 
     alpha: float = option(
-        0.5, "share of the other model's opinion in both losses (paper: 0.5)", minimum=0.0, maximum=1.0
+        0.5,
+        "share of the other model's opinion in both losses (paper: 0.5)",
+        minimum=0.0,
+        maximum=1.0,
     )
 
     paper = "Decentralized federated learning through proxy model sharing (Kalra et al., 2023)"
@@ -44,7 +47,9 @@ class ProxyFL(PrivateModels):
 
     # Server half
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Hold a proxy of the initial weights for every site."""
         return {"proxies": {name: dict(weights) for name in sorted(introductions)}}
 
@@ -52,11 +57,16 @@ class ProxyFL(PrivateModels):
         """Send the proxy that waits for the site."""
         return Message({"weights": server["proxies"][site_name]})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Hand each participant's proxy to the next one along the graph."""
         names = sorted(replies)
         step = stride(host.round, len(names))
-        arrived = {names[(i + step) % len(names)]: dict(replies[name]["weights"]) for i, name in enumerate(names)}
+        arrived = {
+            names[(i + step) % len(names)]: dict(replies[name]["weights"])
+            for i, name in enumerate(names)
+        }
         return {"proxies": {**server["proxies"], **arrived}}
 
     def global_predictor(self, host: Host, server: State) -> None:
@@ -71,7 +81,9 @@ class ProxyFL(PrivateModels):
         proxy = proxy_model(site, down["weights"])
 
         def loss(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
-            return self._loss(site.loss(z, y), z, z_proxy) + self._loss(site.loss(z_proxy, y), z_proxy, z)
+            return self._loss(site.loss(z, y), z, z_proxy) + self._loss(
+                site.loss(z_proxy, y), z_proxy, z
+            )
 
         train_together(site, private, proxy, loss, "proxy")
         return {"private": snapshot(private)}, Message({"weights": snapshot(proxy)})

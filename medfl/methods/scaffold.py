@@ -18,7 +18,16 @@ import torch
 from torch import nn
 
 from medfl.core.message import Message, Weights
-from medfl.methods.base import MEANS, Group, Method, mean_shares, option, step_towards, uniform_shares, weighted_mean
+from medfl.methods.base import (
+    MEANS,
+    Group,
+    Method,
+    mean_shares,
+    option,
+    step_towards,
+    uniform_shares,
+    weighted_mean,
+)
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot, zeros_of
 
@@ -27,13 +36,17 @@ from medfl.training import Host, Site, fit, snapshot, zeros_of
 class Scaffold(Method):
     """FedAvg with control variates that cancel the sites' drift."""
 
-    server_lr: float = option(1.0, "eta_g, the server's step towards the mean of the sites", minimum=0.0)
+    server_lr: float = option(
+        1.0, "eta_g, the server's step towards the mean of the sites", minimum=0.0
+    )
     control: str = option(
         "auto",
         "c_i from the weight difference (option II), from the mean gradient, or by optimiser",
         choices=("auto", "difference", "gradient"),
     )
-    weights: str = option("uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS)
+    weights: str = option(
+        "uniform", "mean over participants: 1/S (paper), or by samples", choices=MEANS
+    )
 
     paper = "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al., 2020)"
 
@@ -41,9 +54,14 @@ class Scaffold(Method):
         """Declare control variates, both ways."""
         return (Group("control", like_weights=True, smaller=True),)
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights and c = 0."""
-        return {**super().init_server(host, weights, introductions), "control": zeros_of(host.model(weights))}
+        return {
+            **super().init_server(host, weights, introductions),
+            "control": zeros_of(host.model(weights)),
+        }
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send x and c."""
@@ -56,17 +74,26 @@ class Scaffold(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train with corrected gradients; reply the trained weights and c_i+ - c_i."""
         model = site.model(down["weights"])
-        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trainable = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         site_control = state["control"]  # c_i
         server_control = down["control"]  # c
         correction = [server_control[name] - site_control[name] for name in trainable]
         gradient_sums = [torch.zeros_like(parameter) for parameter in trainable.values()]
-        by_gradient = self.control == "gradient" or (self.control == "auto" and not _plain_sgd(site, model))
+        by_gradient = self.control == "gradient" or (
+            self.control == "auto" and not _plain_sgd(site, model)
+        )
 
         def correct(parameters: Sequence[nn.Parameter]) -> None:
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
             if by_gradient:
-                torch._foreach_add_(gradient_sums, gradients)  # before the correction: c_i+ is of the loss alone
+                torch._foreach_add_(
+                    gradient_sums, gradients
+                )  # before the correction: c_i+ is of the loss alone
+
             torch._foreach_add_(gradients, correction)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
@@ -76,7 +103,10 @@ class Scaffold(Method):
 
         # c_i+
         if by_gradient:
-            control = {name: value / report.steps for name, value in zip(trainable, gradient_sums, strict=True)}
+            control = {
+                name: value / report.steps
+                for name, value in zip(trainable, gradient_sums, strict=True)
+            }
         else:
             scale = 1 / (report.steps * site.learning_rate(model))
             control = {}
@@ -88,7 +118,9 @@ class Scaffold(Method):
         reply = Message({"weights": trained, "control": change}, {"samples": site.num_samples})
         return {"control": control}, reply
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Move x by eta_g times the mean difference and c by the participants' changes over all N sites."""
         mean = weighted_mean(replies, "weights", mean_shares(self.weights, replies))
         weights = step_towards(server["weights"], mean, self.server_lr, server["control"])
@@ -100,7 +132,10 @@ class Scaffold(Method):
 
 def _plain_sgd(site: Site, model: nn.Module) -> bool:
     optimizer = site.settings.optimizer(model)
-    plain = all(not group.get("momentum") and not group.get("weight_decay") for group in optimizer.param_groups)
+    plain = all(
+        not group.get("momentum") and not group.get("weight_decay")
+        for group in optimizer.param_groups
+    )
     return isinstance(optimizer, torch.optim.SGD) and plain and len(optimizer.param_groups) == 1
 
 

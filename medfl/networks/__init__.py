@@ -23,7 +23,9 @@ from medfl.networks.two_conv import TwoConv
 from medfl.networks.wide_resnet import WideResNet
 
 
-def _resnet18(in_channels: int, num_classes: int, spatial_dims: int, small_images: bool = False) -> nn.Module:
+def _resnet18(
+    in_channels: int, num_classes: int, spatial_dims: int, small_images: bool = False
+) -> nn.Module:
     """ResNet-18; the body ends in 512 features.
 
     Its stem is that for ImageNet (7x7 stride 2, then 3x3 max-pool stride 2) or, for small images (`resnet18s`), a 3x3
@@ -36,7 +38,9 @@ def _resnet18(in_channels: int, num_classes: int, spatial_dims: int, small_image
         spatial_dims=spatial_dims,
         n_input_channels=in_channels,
         conv1_t_size=3 if small_images else 7,
-        conv1_t_stride=1 if small_images else 2,  # MONAI's default of 1 makes the network four times as dear
+        conv1_t_stride=1
+        if small_images
+        else 2,  # MONAI's default of 1 makes the network four times as dear
         no_max_pool=small_images,
         num_classes=num_classes,
         bias_downsample=False,
@@ -49,7 +53,11 @@ def _efficientnet_b0(in_channels: int, num_classes: int, spatial_dims: int) -> n
     MONAI pads for 224x224 images, which fails below 32 and cuts borders of others: this pads kernel // 2 all round.
     """
     network: nn.Module = EfficientNetBN(
-        "efficientnet-b0", pretrained=False, spatial_dims=spatial_dims, in_channels=in_channels, num_classes=num_classes
+        "efficientnet-b0",
+        pretrained=False,
+        spatial_dims=spatial_dims,
+        in_channels=in_channels,
+        num_classes=num_classes,
     )
     network.set_swish(memory_efficient=False)  # type: ignore[operator]
 
@@ -67,7 +75,9 @@ def _unet(width: int, in_channels: int, num_classes: int, spatial_dims: int) -> 
     """MONAI's BasicUNet with features (f, f, 2f, 4f, 8f, f) and BatchNorm; f = `width`."""
     features = (width, width, 2 * width, 4 * width, 8 * width, width)
     with redirect_stdout(None):  # it prints its features
-        return BasicUNet(spatial_dims, in_channels, num_classes, features, norm=("batch", {"eps": 1e-5}))
+        return BasicUNet(
+            spatial_dims, in_channels, num_classes, features, norm=("batch", {"eps": 1e-5})
+        )
 
 
 SEGMENTERS = tuple(f"unet{width}" for width in (8, 16, 32, 64))
@@ -106,13 +116,22 @@ def build(name: str, in_channels: int, num_classes: int, spatial_dims: int = 2) 
             did_you_mean(str(name), names(), "choose one of these with network=NAME"),
         )
 
-    for argument, value, allowed in (("in_channels", in_channels, ">= 1"), ("num_classes", num_classes, ">= 2")):
+    for argument, value, allowed in (
+        ("in_channels", in_channels, ">= 1"),
+        ("num_classes", num_classes, ">= 2"),
+    ):
         if value < int(allowed[-1]):
             raise InputError(
-                f"{argument}={value} for network '{name}'", f"{argument} is {allowed}", f"take {allowed[-1]}"
+                f"{argument}={value} for network '{name}'",
+                f"{argument} is {allowed}",
+                f"take {allowed[-1]}",
             )
 
     if spatial_dims not in (2, 3):
-        raise InputError(f"spatial_dims={spatial_dims}", "spatial_dims is 2 or 3", "set it to 2, or 3 for volumes")
+        raise InputError(
+            f"spatial_dims={spatial_dims}",
+            "spatial_dims is 2 or 3",
+            "set it to 2, or 3 for volumes",
+        )
 
     return _BUILDERS[name](in_channels, num_classes, spatial_dims)

@@ -41,7 +41,9 @@ class CifarResNet(nn.Module):
     With 3 channels and 8 classes, depth 20 has 269,592 parameters and depth 110 has 1,727,832.
     """
 
-    def __init__(self, depth: int, in_channels: int, num_classes: int, spatial_dims: int = 2) -> None:
+    def __init__(
+        self, depth: int, in_channels: int, num_classes: int, spatial_dims: int = 2
+    ) -> None:
         """Build the network; He initialisation of the convolutions."""
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
@@ -55,7 +57,10 @@ class CifarResNet(nn.Module):
         channels = 16
 
         for width in (16, 32, 64):
-            blocks = [_Block(channels if i == 0 else width, width, spatial_dims) for i in range((depth - 2) // 6)]
+            blocks = [
+                _Block(channels if i == 0 else width, width, spatial_dims)
+                for i in range((depth - 2) // 6)
+            ]
             stages.append(nn.Sequential(*blocks))
             channels = width
 

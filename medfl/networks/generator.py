@@ -59,11 +59,15 @@ class Generator(nn.Module):
         self.body = nn.Sequential(*layers, nn.Conv2d(64, channels, 3, padding=1), nn.Sigmoid())
 
     @classmethod
-    def restored(cls, weights: Mapping[str, Tensor], shape: Sequence[int], device: torch.device) -> Generator:
+    def restored(
+        cls, weights: Mapping[str, Tensor], shape: Sequence[int], device: torch.device
+    ) -> Generator:
         """Return the frozen generator with these weights for images of this shape (channels, height, width)."""
         with torch.device("meta"):
             network = cls(weights["linear.weight"].shape[1], *shape)
-        network.load_state_dict({name: tensor.to(device) for name, tensor in weights.items()}, assign=True)
+        network.load_state_dict(
+            {name: tensor.to(device) for name, tensor in weights.items()}, assign=True
+        )
         frozen(network)
         return network
 
@@ -107,7 +111,12 @@ def normalisation(text: str) -> Constants:
         mean = ()
         sd = ()
 
-    if not mean or len(mean) != len(sd) or not all(map(math.isfinite, (*mean, *sd))) or min(sd) <= 0:
+    if (
+        not mean
+        or len(mean) != len(sd)
+        or not all(map(math.isfinite, (*mean, *sd)))
+        or min(sd) <= 0
+    ):
         allowed = f"read, {', '.join(NORMALISATIONS)} or MEAN/SD with a number for each channel"
         raise InputError(f"normalise={text}", allowed, "for example normalise=0.5/0.25")
 
@@ -157,11 +166,15 @@ class Augmentation:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     per_image: bool = False
-    _constants: dict[Any, list[Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _constants: dict[Any, list[Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __call__(self, images: Tensor, draws: torch.Generator) -> Tensor:
         """Return images ready for the classifier, same shape; differentiable. `draws` is on the CPU."""
-        return self.moved(images, self.positions(len(images), images.shape[1:], draws).to(images.device))
+        return self.moved(
+            images, self.positions(len(images), images.shape[1:], draws).to(images.device)
+        )
 
     def positions(self, count: int, shape: Sequence[int], draws: torch.Generator) -> Tensor:
         """Draw where the pixels of images of a shape (C, H, W) come from.
@@ -169,7 +182,9 @@ class Augmentation:
         Returns:
             (count or 1, H W), on the CPU: positions in the padded image, of each image or of all.
         """
-        return torch.stack([_place(shape[1], shape[2], draws) for _ in range(count if self.per_image else 1)])
+        return torch.stack(
+            [_place(shape[1], shape[2], draws) for _ in range(count if self.per_image else 1)]
+        )
 
     def moved(self, images: Tensor, positions: Tensor) -> Tensor:
         """Return images (B, C, H, W) as `__call__` does, by `positions` that were drawn before; nothing waits."""
@@ -181,7 +196,9 @@ class Augmentation:
         """Return images (B, C, H, W) in 0 to 1 as the classifier takes them, neither cropped nor flipped."""
         key = str(images.device), images.dtype
         if key not in self._constants:  # once, since each copy to a GPU makes it wait
-            self._constants[key] = [images.new_tensor(values)[:, None, None] for values in (self.mean, self.std)]
+            self._constants[key] = [
+                images.new_tensor(values)[:, None, None] for values in (self.mean, self.std)
+            ]
         mean, std = self._constants[key]
         return (images - mean) / std
 
@@ -260,7 +277,11 @@ def statistics_gap(network: nn.Module) -> Iterator[list[Tensor]]:
         if layer.running_mean is not None and layer.running_var is not None:
             gaps.append((mean - layer.running_mean).norm() + (variance - layer.running_var).norm())
 
-    handles = [m.register_forward_pre_hook(before) for m in network.modules() if isinstance(m, nn.BatchNorm2d)]
+    handles = [
+        m.register_forward_pre_hook(before)
+        for m in network.modules()
+        if isinstance(m, nn.BatchNorm2d)
+    ]
     try:
         yield gaps
     finally:

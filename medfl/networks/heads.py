@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 
-LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+LAYERS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 """What may be a head: linear and convolution layers."""
 
 
@@ -22,7 +30,9 @@ def head_name(network: nn.Module) -> str:
     Raises:
         InputError: the network has neither.
     """
-    names: list[str] = [name for name, module in network.named_modules() if isinstance(module, LAYERS)]
+    names: list[str] = [
+        name for name, module in network.named_modules() if isinstance(module, LAYERS)
+    ]
     if names:
         return names[-1]
     raise InputError(
@@ -48,7 +58,9 @@ def head_names(network: nn.Module, layers: Sequence[str] = ()) -> frozenset[str]
     for layer in layers:
         if layer not in modules:
             raise InputError(
-                f"head layer {layer!r}", f"layers are {', '.join(n for n in modules if n)[:300]}", "name one of them"
+                f"head layer {layer!r}",
+                f"layers are {', '.join(n for n in modules if n)[:300]}",
+                "name one of them",
             )
 
     return frozenset(f"{layer}.{name}" for layer in layers for name in modules[layer].state_dict())
@@ -68,7 +80,9 @@ def features_and_output(network: nn.Module, x: Tensor) -> tuple[Tensor, Any]:
 def entering_head(network: nn.Module) -> Iterator[list[Tensor]]:
     """Collect what enters the head in the forward passes inside the block, one tensor a pass."""
     inputs_of_head: list[Tensor] = []
-    handle = head(network).register_forward_pre_hook(lambda _, inputs: inputs_of_head.append(inputs[0]))
+    handle = head(network).register_forward_pre_hook(
+        lambda _, inputs: inputs_of_head.append(inputs[0])
+    )
     try:
         yield inputs_of_head
     finally:

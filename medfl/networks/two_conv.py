@@ -27,7 +27,9 @@ class TwoConv(nn.Module):
     the others of pFedPM-mh. Each side of the image has at least 16 pixels.
     """
 
-    def __init__(self, in_channels: int, num_classes: int, spatial_dims: int = 2, width: int = 20) -> None:
+    def __init__(
+        self, in_channels: int, num_classes: int, spatial_dims: int = 2, width: int = 20
+    ) -> None:
         """Build the network with PyTorch's initialisation; `width`: channels of the second convolution."""
         super().__init__()
         conv = Conv[Conv.CONV, spatial_dims]

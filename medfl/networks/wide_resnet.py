@@ -27,7 +27,9 @@ class _Block(nn.Module):
         self.bn2 = norm(channels_out)
         self.conv2 = conv(channels_out, channels_out, 3, stride=stride, padding=1)
         keeps_shape = stride == 1 and channels_in == channels_out
-        self.shortcut = nn.Identity() if keeps_shape else conv(channels_in, channels_out, 1, stride=stride)
+        self.shortcut = (
+            nn.Identity() if keeps_shape else conv(channels_in, channels_out, 1, stride=stride)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.dropout(self.conv1(functional.relu(self.bn1(x))))
@@ -42,7 +44,9 @@ class WideResNet(nn.Module):
     With 3 channels and 100 classes, WRN-28-10 has 36,546,980 parameters; its feature has 64 * width entries.
     """
 
-    def __init__(self, depth: int, width: int, in_channels: int, num_classes: int, spatial_dims: int = 2) -> None:
+    def __init__(
+        self, depth: int, width: int, in_channels: int, num_classes: int, spatial_dims: int = 2
+    ) -> None:
         """Build the network; Xavier initialisation of the convolutions, with the gain of a ReLU."""
         super().__init__()
         if depth < 10 or (depth - 4) % 6:
@@ -56,7 +60,9 @@ class WideResNet(nn.Module):
 
         for stage, base in enumerate((16, 32, 64)):
             for index in range((depth - 4) // 6):
-                blocks.append(_Block(channels, base * width, 2 if stage and not index else 1, spatial_dims))
+                blocks.append(
+                    _Block(channels, base * width, 2 if stage and not index else 1, spatial_dims)
+                )
                 channels = base * width
 
         self.blocks = nn.Sequential(*blocks)

@@ -66,7 +66,9 @@ class Findings:
         image = item.image
         name = f"{item.section} {item.id}"
         self._read += 1
-        self.bytes[item.section] += image.nbytes + (item.label.nbytes if isinstance(item.label, Tensor) else 0)
+        self.bytes[item.section] += image.nbytes + (
+            item.label.nbytes if isinstance(item.label, Tensor) else 0
+        )
         self._shapes[name] = item.shape
 
         if item.spacing:
@@ -109,7 +111,12 @@ class Findings:
             yield Finding("files", "FAILED", problem, "restore it from a copy, or remove it")
 
         if count := len(self.unreadable):
-            yield Finding("files", "FAILED", f"{count} of {count + self._read} items cannot be read", "see above")
+            yield Finding(
+                "files",
+                "FAILED",
+                f"{count} of {count + self._read} items cannot be read",
+                "see above",
+            )
         else:
             yield Finding("files", "ok", f"all {self._read} items can be read")
 
@@ -118,11 +125,19 @@ class Findings:
 
         if self._broken:
             yield Finding(
-                "intensity", "FAILED", f"NaN or infinite values in {named(self._broken)}", "repair or remove them"
+                "intensity",
+                "FAILED",
+                f"NaN or infinite values in {named(self._broken)}",
+                "repair or remove them",
             )
 
         if bare := sum(NO_LABEL in item for item in self._bundle.items("train")):
-            yield Finding("labels", "warning", f"{bare} images have no label", "have the run say --unlabelled SITE")
+            yield Finding(
+                "labels",
+                "warning",
+                f"{bare} images have no label",
+                "have the run say --unlabelled SITE",
+            )
 
         yield from self._classes()
         yield from self._structures()
@@ -137,11 +152,18 @@ class Findings:
 
         classes = self._bundle.classes  # raises where a label is none of them
         counts = [self._labels[label] for label in range(len(classes))]
-        counts_text = ", ".join(f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True))
+        counts_text = ", ".join(
+            f"{printable(name)} {count}" for name, count in zip(classes, counts, strict=True)
+        )
         yield Finding("labels", "ok", f"all within the {len(classes)} classes: {counts_text}")
 
         if absent := [name for name, count in zip(classes, counts, strict=True) if not count]:
-            yield Finding("labels", "warning", f"no image of {named(absent)}", "nothing, if this is so at your site")
+            yield Finding(
+                "labels",
+                "warning",
+                f"no image of {named(absent)}",
+                "nothing, if this is so at your site",
+            )
 
     def _structures(self) -> Iterator[Finding]:
         if not self._masked:
@@ -154,16 +176,30 @@ class Findings:
         text = f"values of {self._masked} masks: {counts_text}{', ...' if values[10:] else ''}"
 
         if not are_whole:
-            yield Finding("masks", "warning", f"{text}: not whole numbers of at least 0", "see that these are masks")
+            yield Finding(
+                "masks",
+                "warning",
+                f"{text}: not whole numbers of at least 0",
+                "see that these are masks",
+            )
         elif declared and values[-1] >= len(declared) and len(values) > 1:
             text += f": more than the {len(declared)} declared"
-            yield Finding("masks", "FAILED", text, "relabel the masks, or declare more in metadata.json")
+            yield Finding(
+                "masks", "FAILED", text, "relabel the masks, or declare more in metadata.json"
+            )
         else:
-            yield Finding("masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else ""))
+            yield Finding(
+                "masks", "ok", text + (f"; declared: {named(declared, 10)}" if declared else "")
+            )
             yield from self._unannotated(declared, values)
 
         if values == [0.0]:
-            yield Finding("masks", "warning", "no mask has anything but background", "see that these are the masks")
+            yield Finding(
+                "masks",
+                "warning",
+                "no mask has anything but background",
+                "see that these are the masks",
+            )
 
     def _unannotated(self, declared: Sequence[str], values: Sequence[float]) -> Iterator[Finding]:
         """Name structures that no mask shows, beside others that some do."""
@@ -173,7 +209,8 @@ class Findings:
             text = f"masks show {named(here, 10)}; none shows {named(absent, 10)}: absent, or not annotated here"
             shown = ",".join(map(printable, here))
             advice = (
-                f"if they are not annotated, say labels: [{shown}] in medfl.yaml, or the run --site-labels SITE={shown}"
+                f"if they are not annotated, say labels: [{shown}] in medfl.yaml, "
+                f"or the run --site-labels SITE={shown}"
             )
             yield Finding("labels", "warning", text, advice)
 
@@ -190,10 +227,20 @@ class Findings:
             yield Finding(topic, "ok", f"{text} {unit} (median, from least to most)")
 
             if odd := [name for name, value in of.items() if len(value) != usual]:
-                yield Finding(topic, "warning", f"other dimensions: {named(odd)}", "see whether they belong here")
+                yield Finding(
+                    topic,
+                    "warning",
+                    f"other dimensions: {named(odd)}",
+                    "see whether they belong here",
+                )
 
             if far := _far([name for name, value in of.items() if len(value) == usual], rows):
-                yield Finding(topic, "warning", f"unlike the others: {named(far)}", "see whether they belong here")
+                yield Finding(
+                    topic,
+                    "warning",
+                    f"unlike the others: {named(far)}",
+                    "see whether they belong here",
+                )
 
         if len(self._channels) > 1:
             minority = min(self._channels.values(), key=len)
@@ -206,7 +253,11 @@ class Findings:
         """Say which channels have one value in every image."""
         empty = [] if self._empty is None else self._empty.nonzero().flatten().tolist()
         lacking = [channels[i] for i in empty if i < len(channels)]
-        yield Finding("channels", "ok", f"{len(channels)} in each image: {printable(', '.join(channels), 200)}")
+        yield Finding(
+            "channels",
+            "ok",
+            f"{len(channels)} in each image: {printable(', '.join(channels), 200)}",
+        )
         if lacking:
             there = ",".join(name for name in channels if name not in lacking)
             yield Finding(
@@ -220,12 +271,21 @@ class Findings:
 
         rows = np.array(list(self._range.values()))
         low, mean, high = (_span(column) for column in rows.T)
-        yield Finding("intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them")
+        yield Finding(
+            "intensity", "ok", f"least {low}, mean {mean}, most {high}, as networks get them"
+        )
         if far := _far(self._range, rows):
-            yield Finding("intensity", "warning", f"unlike the others: {named(far)}", "look at them")
+            yield Finding(
+                "intensity", "warning", f"unlike the others: {named(far)}", "look at them"
+            )
 
         if self._flat:
-            yield Finding("intensity", "warning", f"of one value all over: {named(self._flat)}", "look at them")
+            yield Finding(
+                "intensity",
+                "warning",
+                f"of one value all over: {named(self._flat)}",
+                "look at them",
+            )
 
     def _duplicates(self) -> Iterator[Finding]:
         twins = [copies for copies in self._hashes.values() if len(copies) > 1]
@@ -235,11 +295,23 @@ class Findings:
 
         for groups, problem, advice in (
             (across, "are in several sections", "scores on them are too good: remove one of each"),
-            ([copies for copies in twins if copies not in across], "come more than once", "remove the copies"),
+            (
+                [copies for copies in twins if copies not in across],
+                "come more than once",
+                "remove the copies",
+            ),
         ):
             if groups:
-                pairs = [" = ".join(f"{section} {name}" for section, name in copies[:3]) for copies in groups]
-                yield Finding("duplicates", "warning", f"{len(pairs)} images {problem}: {named(pairs)}", advice)
+                pairs = [
+                    " = ".join(f"{section} {name}" for section, name in copies[:3])
+                    for copies in groups
+                ]
+                yield Finding(
+                    "duplicates",
+                    "warning",
+                    f"{len(pairs)} images {problem}: {named(pairs)}",
+                    advice,
+                )
 
     def _leakage(self) -> Iterator[Finding]:
         """Find patients or lesions with images in several sections."""
@@ -254,7 +326,9 @@ class Findings:
 
         if leaking := sum(len(names) > 1 for names in places.values()):
             text = f"{leaking} patients or lesions have images in several sections"
-            yield Finding("patients", "warning", text, "scores on them are too good: choose another split")
+            yield Finding(
+                "patients", "warning", text, "scores on them are too good: choose another split"
+            )
         else:
             yield Finding("patients", "ok", "no patient or lesion has images in several sections")
 
@@ -265,7 +339,9 @@ def named(names: Sequence[str], limit: int = _NAMED_CASES) -> str:
 
 
 def _span(column: Any) -> str:
-    low, middle, high = (f"{float(value):.4g}" for value in (np.min(column), np.median(column), np.max(column)))
+    low, middle, high = (
+        f"{float(value):.4g}" for value in (np.min(column), np.median(column), np.max(column))
+    )
     if low == high:
         return middle
 

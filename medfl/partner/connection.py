@@ -45,7 +45,9 @@ def _named(path: Path) -> tuple[tuple[str, int] | None, str]:
     """Return the server that a kit names, and its name."""
     try:
         (server, *_) = json_values(path)["servers"]
-        return address(str(server["service"]["target"]), "the kit's server"), str(server.get("identity", ""))
+        return address(str(server["service"]["target"]), "the kit's server"), str(
+            server.get("identity", "")
+        )
     except (Refused, ValueError, KeyError, TypeError, AttributeError, InputError):
         return None, ""
 
@@ -54,7 +56,11 @@ def address(text: str, flag: str = "--server") -> tuple[str, int]:
     """Read HOST:PORT; InputError if it is something else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise InputError(f"{flag} {printable(text)}", "HOST:PORT, as fl.example.org:8002", "write the host and port")
+        raise InputError(
+            f"{flag} {printable(text)}",
+            "HOST:PORT, as fl.example.org:8002",
+            "write the host and port",
+        )
     return host.strip("[]"), int(port)
 
 

@@ -24,8 +24,12 @@ def differences(before: Inspection, now: Inspection) -> Iterator[str]:
 
         yield f"{'added' if a is None else 'removed' if b is None else 'changed'}: {printable(path)}"
         if path.lower().endswith(_TEXT):
-            changes = difflib.unified_diff(_lines(before.folder, a), _lines(now.folder, b), lineterm="", n=1)
-            yield from (f"  {printable(line, 200)}" for line in list(changes)[2:])  # without the two names
+            changes = difflib.unified_diff(
+                _lines(before.folder, a), _lines(now.folder, b), lineterm="", n=1
+            )
+            yield from (
+                f"  {printable(line, 200)}" for line in list(changes)[2:]
+            )  # without the two names
 
 
 def _lines(folder: Path, file: File | None) -> list[str]:

@@ -62,7 +62,9 @@ class SiteStatistics:
         counts = [count for count in self.classes.values() if count is not None]
         hidden = len(self.classes) - len(counts)
         rest = max(0, total - sum(counts)) / hidden if hidden else 0.0
-        return np.array([rest if count is None else count for count in self.classes.values()], np.float64)
+        return np.array(
+            [rest if count is None else count for count in self.classes.values()], np.float64
+        )
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,20 @@ class FederationStatistics:
 
     def table(self, width: int) -> list[str]:
         """Return a row a site."""
-        head = ["site", *(TITLES[s] for s in self.sites[0].images), "classes told", "classes", "intensities"]
+        head = [
+            "site",
+            *(TITLES[s] for s in self.sites[0].images),
+            "classes told",
+            "classes",
+            "intensities",
+        ]
         rows = [
             [
                 printable(site.name, 40),
                 *("?" if count is None else str(count) for count in site.images.values()),
-                f"{sum(c is not None for c in site.classes.values())} of {len(site.classes)}" if site.classes else "-",
+                f"{sum(c is not None for c in site.classes.values())} of {len(site.classes)}"
+                if site.classes
+                else "-",
                 _number(of_classes),
                 _number(of_intensities),
             ]
@@ -122,7 +132,11 @@ class FederationStatistics:
         ]
         note = "classes, intensities: Jensen-Shannon distance from all sites together, 0 (alike) to 1; ?: not told"
 
-        return [*tables.text_table(head, rows, width), "", *terminal.hanging_indent("", note, width)]
+        return [
+            *tables.text_table(head, rows, width),
+            "",
+            *terminal.hanging_indent("", note, width),
+        ]
 
 
 def read(paths: Sequence[Path]) -> FederationStatistics:
@@ -138,7 +152,9 @@ def read(paths: Sequence[Path]) -> FederationStatistics:
         ]
 
         if site.shares is not None and histograms.shares is not None:
-            pairs.append(("range of intensities", (site.low, site.high), (histograms.low, histograms.high)))
+            pairs.append(
+                ("range of intensities", (site.low, site.high), (histograms.low, histograms.high))
+            )
             pairs.append(("form of histograms", site.shares.shape, histograms.shares.shape))
 
         for label, value, expected in pairs:
@@ -160,7 +176,9 @@ def _document(path: Path) -> Mapping[str, Any]:
         if not is_ours or not isinstance(document.get("bundle"), str):
             raise Refused(f"it is no {DOCUMENT_FORM!r} of a bundle")
     except Refused as error:
-        raise InputError(f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one") from error
+        raise InputError(
+            f"{printable(path)}: {error}", "a file of medfl site stats", "ask the site for one"
+        ) from error
 
     return document
 
@@ -169,9 +187,15 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
     try:
         parts = {str(name): part for name, part in document["sections"].items() if name in TITLES}
         train = parts["train"]
-        images = {name: None if part["images"] is None else int(part["images"]) for name, part in parts.items()}
+        images = {
+            name: None if part["images"] is None else int(part["images"])
+            for name, part in parts.items()
+        }
         cells = train["tables"].get("class", {})
-        classes = {str(name): None if count is None else max(0, int(count)) for name, count in cells.items()}
+        classes = {
+            str(name): None if count is None else max(0, int(count))
+            for name, count in cells.items()
+        }
         about = train["intensity"]
 
         if about is None:
@@ -183,7 +207,9 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
         if shares is not None and (shares.ndim != 2 or bool(((shares < 0) | (shares > 1)).any())):
             raise ValueError("shares")
 
-        low, high = (math.nan, math.nan) if about is None else (float(about["low"]), float(about["high"]))
+        low, high = (
+            (math.nan, math.nan) if about is None else (float(about["low"]), float(about["high"]))
+        )
         int(document["min_count"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise InputError(
@@ -197,11 +223,16 @@ def _site(document: Mapping[str, Any], path: Path) -> SiteStatistics:
 def _distances(rows: Sequence[NDArray[np.float64]]) -> list[float]:
     usable = [bool(row.sum() > 0) for row in rows]  # else it is empty, or has NaN
     pooled = sum(compress(rows, usable))
-    return [_distance(row, pooled) if is_usable else math.nan for row, is_usable in zip(rows, usable, strict=True)]
+    return [
+        _distance(row, pooled) if is_usable else math.nan
+        for row, is_usable in zip(rows, usable, strict=True)
+    ]
 
 
 def _distance(row: NDArray[np.float64], pooled: Any) -> float:
-    with np.errstate(invalid="ignore"):  # of equal rows the last bits may make it the root of -1e-17
+    with np.errstate(
+        invalid="ignore"
+    ):  # of equal rows the last bits may make it the root of -1e-17
         distance = float(jensenshannon(row, pooled, base=2))
     return 0.0 if math.isnan(distance) else distance
 
@@ -219,19 +250,30 @@ def _number(value: float) -> str:
 
 def draw(federation: FederationStatistics, path: Path) -> None:
     """Draw class shares, sizes and intensities of the sites; the kind of picture follows the ending of `path`."""
-    from matplotlib.figure import Figure  # importing it takes longer than most verbs of the command line
+    from matplotlib.figure import (
+        Figure,
+    )  # importing it takes longer than most verbs of the command line
 
     sites = federation.sites
     classes = federation.classes
-    channels = min(_CHANNELS, max((len(s.shares) for s in sites if s.shares is not None), default=0))
+    channels = min(
+        _CHANNELS, max((len(s.shares) for s in sites if s.shares is not None), default=0)
+    )
     high = max(1.6, 0.36 * min(len(sites), 60))
     columns = max(4.0, 0.85 * len(classes))
     size = (columns + 5.4, high + (3.1 if channels else 0) + 1.7)
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
     figure.suptitle(
-        f"{shorten(federation.bundle, 40)}: {len(sites)} sites", x=0.01, ha="left", size=13, weight="bold", color=INK
+        f"{shorten(federation.bundle, 40)}: {len(sites)} sites",
+        x=0.01,
+        ha="left",
+        size=13,
+        weight="bold",
+        color=INK,
     )
-    grid = figure.add_gridspec(2 if channels else 1, 1, height_ratios=(high + 1.0, 2.8) if channels else None)
+    grid = figure.add_gridspec(
+        2 if channels else 1, 1, height_ratios=(high + 1.0, 2.8) if channels else None
+    )
 
     if classes:
         upper = grid[0].subgridspec(1, 2, width_ratios=(columns, 3.0))
@@ -249,7 +291,9 @@ def draw(federation: FederationStatistics, path: Path) -> None:
         figure.savefig(path)
     except (OSError, ValueError) as error:
         allowed = "a file that can be drawn to, as FILE.png"
-        raise InputError(f"--out {printable(path)} ({error})", allowed, "check its ending and folder") from error
+        raise InputError(
+            f"--out {printable(path)} ({error})", allowed, "check its ending and folder"
+        ) from error
 
 
 def _sites(axes: Axes, federation: FederationStatistics) -> list[str]:
@@ -266,7 +310,9 @@ def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
     from matplotlib.patches import Rectangle
 
     names = _sites(axes, federation)
-    axes.set_title("Training images of each class; colour: share of the site's", loc="left", size=10, color=INK)
+    axes.set_title(
+        "Training images of each class; colour: share of the site's", loc="left", size=10, color=INK
+    )
     counts = np.stack([site.estimated for site in federation.sites])
     totals = counts.sum(1, keepdims=True)
     shares = np.divide(counts, totals, out=np.full_like(counts, math.nan), where=totals > 0)
@@ -276,7 +322,17 @@ def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
     for y, site in enumerate(federation.sites):
         for x, count in enumerate(site.classes.values()):
             if count is None:
-                axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="////", edgecolor="#b8bec8", lw=0))
+                axes.add_patch(
+                    Rectangle(
+                        (x - 0.5, y - 0.5),
+                        1,
+                        1,
+                        fill=False,
+                        hatch="////",
+                        edgecolor="#b8bec8",
+                        lw=0,
+                    )
+                )
             if len(federation.sites) <= _ROOM:
                 text = "?" if count is None else f"{count:,}"
                 color = "white" if count is not None and shares[y, x] > 0.55 else INK
@@ -292,9 +348,22 @@ def _draw_classes(axes: Axes, federation: FederationStatistics) -> None:
             axes.annotate(label, (1, y), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
                           va="center", size=8, color=SOFT, annotation_clip=False)  # fmt: skip
 
-    axes.annotate("JS", (1, 1), (6, 4), xycoords="axes fraction", textcoords="offset points", size=8, color=SOFT)
+    axes.annotate(
+        "JS",
+        (1, 1),
+        (6, 4),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        size=8,
+        color=SOFT,
+    )
     slant: dict[str, Any] = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks(range(len(federation.classes)), [shorten(name, 24) for name in federation.classes], size=9, **slant)
+    axes.set_xticks(
+        range(len(federation.classes)),
+        [shorten(name, 24) for name in federation.classes],
+        size=9,
+        **slant,
+    )
     axes.set_xticks(np.arange(len(federation.classes) + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(len(names) + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)
@@ -307,24 +376,48 @@ def _draw_sizes(axes: Axes, federation: FederationStatistics, *, named: bool = F
     start = np.zeros(len(federation.sites))
     for name in federation.sites[0].images:
         part = np.array([site.images.get(name) or 0 for site in federation.sites], np.float64)
-        axes.barh(range(len(federation.sites)), part, left=start, height=0.62, color=TINTS[name], label=TITLES[name])
+        axes.barh(
+            range(len(federation.sites)),
+            part,
+            left=start,
+            height=0.62,
+            color=TINTS[name],
+            label=TITLES[name],
+        )
         start += part
 
     for y, site in enumerate(federation.sites):
         if any(count is None for count in site.images.values()):
-            axes.annotate("+ ?", (start[y], y), (4, 0), textcoords="offset points", va="center", size=8, color=SOFT)
+            axes.annotate(
+                "+ ?",
+                (start[y], y),
+                (4, 0),
+                textcoords="offset points",
+                va="center",
+                size=8,
+                color=SOFT,
+            )
 
     if not named:
         axes.set_yticks([])
 
     axes.set(ylim=(len(names) - 0.5, -0.5), xlim=(0, max(1.0, float(start.max()) * 1.12)))
     axes.set_title("Images; ?: not told", loc="left", size=10, color=INK)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False, fontsize=8, handlelength=1)
+    axes.legend(
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.08),
+        ncols=3,
+        frameon=False,
+        fontsize=8,
+        handlelength=1,
+    )
     axes.grid(axis="x", color=BAND)
     axes.set_axisbelow(True)
 
 
-def _draw_intensities(axes: Axes, federation: FederationStatistics, channel: int, channels: int) -> None:
+def _draw_intensities(
+    axes: Axes, federation: FederationStatistics, channel: int, channels: int
+) -> None:
     """Overlay the sites' histograms of one channel; a gap is a bin that is not told."""
     import matplotlib as mpl
 

@@ -100,11 +100,21 @@ class Preflight:
         size = max(len(line.topic) for line in self.lines)
         for line in self.lines:
             advice = f" -> {line.advice}" if line.advice and line.level != OK else ""
-            lines += terminal.hanging_indent(f"{line.level:8} {line.topic:{size}}  ", line.text + advice, width)
+            lines += terminal.hanging_indent(
+                f"{line.level:8} {line.topic:{size}}  ", line.text + advice, width
+            )
 
-        counts = {level: sum(line.level == level for line in self.lines) for level in (FAILED, WARNING)}
-        summary = ", ".join(f"{n} {level}{'s' * (level == WARNING and n > 1)}" for level, n in counts.items() if n)
-        return [*lines, "", f"{'READY' if self.ok else 'NOT READY'}{f': {summary}' if summary else ''}"]
+        counts = {
+            level: sum(line.level == level for line in self.lines) for level in (FAILED, WARNING)
+        }
+        summary = ", ".join(
+            f"{n} {level}{'s' * (level == WARNING and n > 1)}" for level, n in counts.items() if n
+        )
+        return [
+            *lines,
+            "",
+            f"{'READY' if self.ok else 'NOT READY'}{f': {summary}' if summary else ''}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -156,11 +166,20 @@ def check(options: PreflightOptions, *, progress: bool = False) -> Preflight:
                 with report.errors_as("memory"):
                     if bundle.section("train").first[2]:
                         _memory(report, _one_batch(options, bundle))
-                    _disk(report, options, findings, sum(t.nbytes for t in snapshot(bundle.network()).values()))
+                    _disk(
+                        report,
+                        options,
+                        findings,
+                        sum(t.nbytes for t in snapshot(bundle.network()).values()),
+                    )
 
     if options.server is not None or options.kit is not None:
         with report.errors_as("server"):
-            report.add("server", OK, reach(options.server, None if options.kit is None else Kit.open(options.kit)))
+            report.add(
+                "server",
+                OK,
+                reach(options.server, None if options.kit is None else Kit.open(options.kit)),
+            )
 
     return report
 
@@ -170,12 +189,23 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
     result = inspect(shipped_folders().get(options.bundle, Path(options.bundle)), options.policy)
     refusals = result.refused(TRAINING)
     for refusal in refusals[:5]:
-        report.add("inspection", FAILED, str(refusal), f"see medfl site inspect {printable(options.bundle)}")
+        report.add(
+            "inspection",
+            FAILED,
+            str(refusal),
+            f"see medfl site inspect {printable(options.bundle)}",
+        )
 
     if refusals:
-        report.add("inspection", FAILED, f"REFUSED, for {len(refusals)} reasons: nothing of it was run")
+        report.add(
+            "inspection", FAILED, f"REFUSED, for {len(refusals)} reasons: nothing of it was run"
+        )
     elif result.pinned:
-        report.add("inspection", OK, f"accepted; all {len(result.files)} files are those that the policy pins")
+        report.add(
+            "inspection",
+            OK,
+            f"accepted; all {len(result.files)} files are those that the policy pins",
+        )
     else:
         report.add(
             "inspection", WARNING, "accepted, but not pinned: its files may change unnoticed",
@@ -191,7 +221,9 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
                 from medfl.policy.privacy import epsilon_of
 
                 first = epsilon_of({outbound.multiplier: 1}, outbound.delta)
-                report.add("policy", OK, f"one reply: epsilon {first:.3g} at delta {outbound.delta:g}")
+                report.add(
+                    "policy", OK, f"one reply: epsilon {first:.3g} at delta {outbound.delta:g}"
+                )
 
     return not refusals
 
@@ -199,7 +231,9 @@ def _check_inspection(report: Preflight, options: PreflightOptions) -> bool:
 def _check_packages(report: Preflight, bundle: Problem) -> None:
     """Compare the installed packages with those that the bundle was written for."""
     required = {package: str(bundle.metadata.get(key, "")) for key, package in _PACKAGES.items()}
-    required |= {str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()}
+    required |= {
+        str(k): str(v) for k, v in (bundle.metadata.get("required_packages_version") or {}).items()
+    }
     for package, least in required.items():
         try:
             installed = version_of(package)
@@ -214,7 +248,10 @@ def _check_packages(report: Preflight, bundle: Problem) -> None:
 
 
 def _older(installed: str, least: str) -> bool:
-    parts = [[int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit()] for text in (installed, least)]
+    parts = [
+        [int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit()]
+        for text in (installed, least)
+    ]
     return bool(parts[1]) and parts[0] < parts[1]
 
 
@@ -226,12 +263,18 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
         opened = with_data(unopened, options.data, options.config, unlabelled=options.unlabelled)
         bundle = opened.bundle
         report.data = opened.folder or report.data
+
         if bundle.dataset:
             layout = datasets.get(bundle.dataset).layout(Path(opened.folder))
             phantom = datasets.is_phantom(opened.folder)
             report.add("data", WARNING if phantom else OK, f"{'PHANTOM: drawn images; ' if phantom else ''}layout: "
                       f"{layout.text if layout else 'images alone'}", "give the real data with --data")  # fmt: skip
-            problems = read_table(bundle.dataset, opened.folder).problems if layout else []
+
+            if layout:
+                problems = read_table(bundle.dataset, opened.folder).problems
+            else:
+                problems = []
+
             for problem in problems[:20]:
                 report.add("data", FAILED, problem, "repair or remove it")
 
@@ -240,7 +283,11 @@ def _open(report: Preflight, options: PreflightOptions) -> Problem | None:
                 return None
 
         counts = ", ".join(f"{len(bundle.items(name))} {name}" for name in sections(bundle))
-        report.add("data", OK, f"items: {counts}" + ("" if bundle.has_test else "; no test data of their own"))
+        report.add(
+            "data",
+            OK,
+            f"items: {counts}" + ("" if bundle.has_test else "; no test data of their own"),
+        )
         for note in opened.notes:
             report.add("data", OK, note)
 
@@ -275,7 +322,9 @@ def _one_batch(options: PreflightOptions, bundle: Problem) -> Federation:
         lr=None, lr_decay=1.0, device=device_named(options.device),
     )  # fmt: skip
 
-    return Federation(bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared))
+    return Federation(
+        bundle, methods.load("fedavg"), run, prepared=dict.fromkeys(SECTIONS, prepared)
+    )
 
 
 def _memory(report: Preflight, federation: Federation) -> None:
@@ -291,10 +340,14 @@ def _memory(report: Preflight, federation: Federation) -> None:
         where = "of memory"
 
     if not needed:
-        report.add("memory", FAILED, "one training step fails", "see that the bundle trains by itself")
+        report.add(
+            "memory", FAILED, "one training step fails", "see that the bundle trains by itself"
+        )
         return
 
-    text = f"one step with {run.batch_size} images takes {_gib(needed)} {where}; {_gib(free)} are free"
+    text = (
+        f"one step with {run.batch_size} images takes {_gib(needed)} {where}; {_gib(free)} are free"
+    )
     if needed < 0.8 * free:
         level = OK
     elif needed < free:
@@ -327,7 +380,9 @@ def _disk(report: Preflight, options: PreflightOptions, findings: Findings, netw
         ("cache of prepared images", cache_folder("prepared"), cache),
         ("State", options.folder, _STATES * network),
     ):
-        existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+        existing = next(
+            path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()
+        )
         free = shutil.disk_usage(existing).free
         text = f"{label}: {_gib(needed)} needed, {_gib(free)} free in {existing}"
         if label.startswith("cache") and not needed:

@@ -20,7 +20,13 @@ from medfl.core.errors import MedflError
 from medfl.core.task import SECTIONS
 from medfl.data.samples import SampleMaker
 from medfl.data.source import NO_LABEL
-from medfl.datasets.readers.reading import IMAGE_SUFFIXES, UNREADABLE, archive, orientation, split_uri
+from medfl.datasets.readers.reading import (
+    IMAGE_SUFFIXES,
+    UNREADABLE,
+    archive,
+    orientation,
+    split_uri,
+)
 from medfl.problem.problem import Problem
 
 
@@ -49,12 +55,16 @@ class ScannedItem:
         """Hash of the image as it is."""
         assert self.image is not None
         array = np.ascontiguousarray(self.image.numpy(force=True))
-        return hashlib.sha256(repr((array.shape, array.dtype.str)).encode() + array.tobytes()).hexdigest()
+        return hashlib.sha256(
+            repr((array.shape, array.dtype.str)).encode() + array.tobytes()
+        ).hexdigest()
 
 
 def sections(bundle: Problem) -> list[str]:
     """Return the sections that have items of their own; a site with images alone has those that it trains on."""
-    return [name for name in SECTIONS if len(bundle.items(name)) and (name != "test" or bundle.has_test)]
+    return [
+        name for name in SECTIONS if len(bundle.items(name)) and (name != "test" or bundle.has_test)
+    ]
 
 
 def scan(bundle: Problem, section: str, *, progress: bool = False) -> Iterator[ScannedItem]:
@@ -87,7 +97,14 @@ def _parts(sample: Any) -> tuple[Tensor | None, Any]:
         image = sample.get("image")
         label = sample.get("label")
         if image is None:
-            image = next((value for value in sample.values() if isinstance(value, Tensor) and value.ndim > 2), None)
+            image = next(
+                (
+                    value
+                    for value in sample.values()
+                    if isinstance(value, Tensor) and value.ndim > 2
+                ),
+                None,
+            )
     elif isinstance(sample, list | tuple) and len(sample) == 2:
         image, label = sample
     else:
@@ -102,9 +119,13 @@ def _file(image: Tensor, entry: Any) -> tuple[tuple[int, ...], tuple[float, ...]
     """Return shape and spacing of an image's file: of what MONAI wrote down, of the file's header, or of the image."""
     meta = getattr(image, "meta", {})
     if "original_affine" in meta and "spatial_shape" in meta:
-        shape = tuple(int(side) for side in np.asarray(meta["spatial_shape"]).reshape(-1))[: image.ndim - 1]
+        shape = tuple(int(side) for side in np.asarray(meta["spatial_shape"]).reshape(-1))[
+            : image.ndim - 1
+        ]
         affine = np.asarray(meta["original_affine"], np.float64)
-        has_spacing = len(shape) > 2 or not np.array_equal(affine, np.eye(len(affine)))  # pictures know no millimetres
+        has_spacing = len(shape) > 2 or not np.array_equal(
+            affine, np.eye(len(affine))
+        )  # pictures know no millimetres
         sides = np.linalg.norm(affine[:3, : len(shape)], axis=0)
         return shape, tuple(round(float(side), 4) for side in sides) if has_spacing else ()
 

@@ -38,7 +38,13 @@ DOCUMENT_FORM = "medfl site statistics 1"
 HIDDEN = "not told"
 OTHERS = "others"
 UNRECORDED = "not recorded"
-_SEXES = {"f": "female", "female": "female", "m": "male", "male": "male", case_metadata.UNKNOWN: UNRECORDED}
+_SEXES = {
+    "f": "female",
+    "female": "female",
+    "m": "male",
+    "male": "male",
+    case_metadata.UNKNOWN: UNRECORDED,
+}
 _SIDES = (64, 128, 256, 512, 1024, 2048)
 _SPACINGS = (0.5, 1, 1.5, 2.5, 5)
 _UNIT = 1000  # of an image's share in a histogram
@@ -65,13 +71,19 @@ def bins_of(bundle: Problem, number: int, text: str | None) -> Bins:
     """Return bins over the range LOW,HIGH, or that metadata.json has for network inputs; InputError for none."""
     ends: Any = text.split(",") if text else value_range(bundle.metadata)
     if not ends:
-        raise InputError(f"bundle {bundle.name!r} without a value_range", "--range LOW,HIGH", "add it, as --range 0,1")
+        raise InputError(
+            f"bundle {bundle.name!r} without a value_range",
+            "--range LOW,HIGH",
+            "add it, as --range 0,1",
+        )
     if number > 1000:
         raise InputError(f"--bins {number}", "1 to 1000", "give for example --bins 32")
     return Bins.of({"hist_bins": number, "hist_range": ends}) or Bins(number, 0, 1)
 
 
-def gather(bundle: Problem, folder: str, options: StatisticsOptions, *, progress: bool = False) -> dict[str, Any]:
+def gather(
+    bundle: Problem, folder: str, options: StatisticsOptions, *, progress: bool = False
+) -> dict[str, Any]:
     """Return what may leave of a bundle's data, as plain JSON values; the tables in `folder` may know age and sex.
 
     Raises:
@@ -93,7 +105,9 @@ def gather(bundle: Problem, folder: str, options: StatisticsOptions, *, progress
         "task": bundle.task,
         "min_count": options.min_count,
         "epsilon": options.epsilon,
-        "epsilon_of_one_image": None if options.epsilon is None else options.epsilon * _tables(summaries),
+        "epsilon_of_one_image": None
+        if options.epsilon is None
+        else options.epsilon * _tables(summaries),
         "sections": summaries,
     }
 
@@ -115,7 +129,11 @@ class _Counts:
 
     def add(self, item: ScannedItem, metadata: Mapping[str, Any]) -> None:
         if item.image is None:
-            raise InputError(f"{item.section} {item.id}: {item.problem}", "every item can be read", "medfl site check")
+            raise InputError(
+                f"{item.section} {item.id}: {item.problem}",
+                "every item can be read",
+                "medfl site check",
+            )
 
         self._images += 1
         if "class" in self._preset and item.label is not None:
@@ -125,7 +143,9 @@ class _Counts:
 
         cells = {name: str(metadata[name]) for name in ("sex", "centre") if name in metadata}
         cells |= {"age": case_metadata.band(metadata["age"])} if "age" in metadata else {}
-        cells |= {"widest spacing": _band(max(item.spacing), _SPACINGS, "mm")} if item.spacing else {}
+        cells |= (
+            {"widest spacing": _band(max(item.spacing), _SPACINGS, "mm")} if item.spacing else {}
+        )
         for name, cell in {"longest side": _band(max(item.shape), _SIDES, "px"), **cells}.items():
             self._named_by_data.setdefault(name, Counter())[cell] += 1
 
@@ -146,23 +166,35 @@ class _Counts:
                 names = tuple(f"channel {i}" for i in range(len(present)))
 
         for name, there in list(zip(names, present, strict=True))[names[:1] == ("background",) :]:
-            table = self._preset.setdefault(f"structure {name}", Counter({"present": 0, "absent": 0}))
+            table = self._preset.setdefault(
+                f"structure {name}", Counter({"present": 0, "absent": 0})
+            )
             table["present" if there else "absent"] += 1
 
     def released(self, options: StatisticsOptions) -> dict[str, Any]:
         images = self._images
         if options.epsilon is not None:
-            images = max(0, int(add_noise({"all": images}, options.epsilon, options.entropy)["all"]))
+            images = max(
+                0, int(add_noise({"all": images}, options.epsilon, options.entropy)["all"])
+            )
 
         if images < options.min_count:
             return {"images": None, "tables": {}, "intensity": None}
 
         if options.epsilon is not None:
-            tables = {name: _released_counts(counts, options) for name, counts in self._preset_tables().items()}
+            tables = {
+                name: _released_counts(counts, options)
+                for name, counts in self._preset_tables().items()
+            }
         else:
             counts_of = {**self._preset, **self._named_by_data}
-            all_cells = {n: _released_counts(self._with_unrecorded(counts_of[n]), options) for n in counts_of}
-            tables = {n: cells if n in self._preset else _without_hidden_names(cells) for n, cells in all_cells.items()}
+            all_cells = {
+                n: _released_counts(self._with_unrecorded(counts_of[n]), options) for n in counts_of
+            }
+            tables = {
+                n: cells if n in self._preset else _without_hidden_names(cells)
+                for n, cells in all_cells.items()
+            }
 
         return {"images": images, "tables": tables, "intensity": self._intensity(options, images)}
 
@@ -180,7 +212,9 @@ class _Counts:
                 tables[f"structure {name}"] = _recount(("present", "absent"), cells)
 
         for name, domain in _DOMAINS.items():
-            tables[name] = _recount(domain, self._named_by_data.get(name, Counter()), _SEXES if name == "sex" else {})
+            tables[name] = _recount(
+                domain, self._named_by_data.get(name, Counter()), _SEXES if name == "sex" else {}
+            )
 
         for cells in tables.values():
             if UNRECORDED in cells:
@@ -205,8 +239,12 @@ class _Counts:
                 mean, deviation = _moments(shares, options.bins)
                 hidden = [False] * len(shares)
 
-            histogram = [None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)]
-            channels.append({"mean": _rounded(mean), "sd": _rounded(deviation), "shares": histogram})
+            histogram = [
+                None if hide else round(float(s), 5) for hide, s in zip(hidden, shares, strict=True)
+            ]
+            channels.append(
+                {"mean": _rounded(mean), "sd": _rounded(deviation), "shares": histogram}
+            )
 
         return {"low": options.bins.low, "high": options.bins.high, "channels": channels}
 
@@ -222,11 +260,16 @@ def _recount(
     return table
 
 
-def _released_counts(counts: Mapping[str, int], options: StatisticsOptions) -> dict[str, int | None]:
+def _released_counts(
+    counts: Mapping[str, int], options: StatisticsOptions
+) -> dict[str, int | None]:
     if options.epsilon is None:
         return suppress_counts(counts, options.min_count)[0]
     noisy_counts = add_noise(counts, options.epsilon, options.entropy)
-    return {name: int(count) if count >= options.min_count else None for name, count in noisy_counts.items()}
+    return {
+        name: int(count) if count >= options.min_count else None
+        for name, count in noisy_counts.items()
+    }
 
 
 def _without_hidden_names(cells: Mapping[str, int | None]) -> dict[str, int | None]:
@@ -265,7 +308,11 @@ def _band(value: float, ends: Sequence[float], unit: str) -> str:
     return _bands(ends, unit)[sum(value >= end for end in ends)]
 
 
-_ORDER = {band: i for ends, unit in ((_SIDES, "px"), (_SPACINGS, "mm")) for i, band in enumerate(_bands(ends, unit))}
+_ORDER = {
+    band: i
+    for ends, unit in ((_SIDES, "px"), (_SPACINGS, "mm"))
+    for i, band in enumerate(_bands(ends, unit))
+}
 
 
 _DOMAINS: Mapping[str, Sequence[str]] = {
@@ -279,7 +326,9 @@ _DOMAINS: Mapping[str, Sequence[str]] = {
 
 def _tables(statistics: Mapping[str, Any]) -> int:
     """Return how many tables and histograms an image is in: those of one section, the largest number of them."""
-    return max((1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()), default=1)
+    return max(
+        (1 + len(part["tables"]) + len(_channels(part)) for part in statistics.values()), default=1
+    )
 
 
 def _channels(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
@@ -295,7 +344,9 @@ def _channels(part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def text(document: Mapping[str, Any], width: int) -> list[str]:
     """Return what may leave as lines of text, and what the rules cover in plain words."""
-    lines = [f"statistics of {printable(document['bundle'])}: all that would leave, and nothing else"]
+    lines = [
+        f"statistics of {printable(document['bundle'])}: all that would leave, and nothing else"
+    ]
     for section, part in document["sections"].items():
         images = part["images"]
         lines += ["", f"{section}: " + (HIDDEN if images is None else f"{images:,} images")]
@@ -306,7 +357,14 @@ def text(document: Mapping[str, Any], width: int) -> list[str]:
             bar = "".join(_block(share, channel["shares"]) for share in channel["shares"])
             lines.append(f"  channel {index}  mean {channel['mean']}, sd {channel['sd']}  |{bar}|")
 
-    lines += ["", *(line for sentence in covered(document) for line in terminal.hanging_indent("", sentence, width))]
+    lines += [
+        "",
+        *(
+            line
+            for sentence in covered(document)
+            for line in terminal.hanging_indent("", sentence, width)
+        ),
+    ]
     return lines
 
 
@@ -329,7 +387,9 @@ def covered(document: Mapping[str, Any]) -> list[str]:
     least = document["min_count"]
     epsilon = document["epsilon"]
     if least:
-        notes = [f"Counts below {least} are hidden, and others where they would follow from the total."]
+        notes = [
+            f"Counts below {least} are hidden, and others where they would follow from the total."
+        ]
     else:
         notes = []
 

@@ -130,7 +130,9 @@ _COMPONENTS = {
     "medfl.exported": "network",
     "medfl.medsam": "BoxOfMaskd load",
 }
-COMPONENTS = frozenset(f"{module}.{name}" for module, names in _COMPONENTS.items() for name in names.split())
+COMPONENTS = frozenset(
+    f"{module}.{name}" for module, names in _COMPONENTS.items() for name in names.split()
+)
 """Listed components of other packages; beside them every module of torch.nn, optimiser and learning rate scheduler."""
 
 WRITERS = name_set(
@@ -150,7 +152,9 @@ TRUST_INDICES = name_set(
 )
 """Modules of PyTorch that read where their inputs and sizes point to, in memory of others too."""
 
-LOADS_WEIGHTS = frozenset({"EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "ResNetFeatures"})
+LOADS_WEIGHTS = frozenset(
+    {"EfficientNetBN", "EfficientNetBNFeatures", "MILModel", "ResNetFeatures"}
+)
 """Networks that fetch weights unless told `pretrained: false`."""
 
 
@@ -173,11 +177,16 @@ _REMOVED: dict[str, tuple[str, dict[str, Any]]] = {
 
 def replace_removed(node: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """Return a component that MONAI has removed as the one that does the same now; any other as it is."""
-    match = re.fullmatch(rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", str(node.get("_target_")), re.ASCII)
+    match = re.fullmatch(
+        rf"(?:monai\.[\w.]*)?({'|'.join(_REMOVED)})(d|D|Dict)?", str(node.get("_target_")), re.ASCII
+    )
     if match is None:
         return node
     new, arguments = _REMOVED[match[1]]
-    renamed = {"dim" if (new, key) == ("SplitDim", "channel_dim") else key: value for key, value in node.items()}
+    renamed = {
+        "dim" if (new, key) == ("SplitDim", "channel_dim") else key: value
+        for key, value in node.items()
+    }
     return {**arguments, **renamed, "_target_": new + (match[2] or "")}
 
 
@@ -239,6 +248,7 @@ def why_argument_refused(name: str, value: object, has_url: bool | None = None) 
         names = value if isinstance(value, list | tuple) else [value]
         if not all(each is None or _is_reader(each) for each in names):
             return f"argument {name!r} names what is imported and called: only readers and writers of MONAI can be"
+
     if name in _SWITCHES and value is not False and value is not None:
         return f"argument {name!r} can only be false here"
     if name != "data" and ("://" in _texts(value) if has_url is None else has_url):
@@ -249,8 +259,12 @@ def why_argument_refused(name: str, value: object, has_url: bool | None = None) 
         return f"argument {name!r}, by which memory of others is read"
     if name == "device" and "meta" in str(value):
         return "the device 'meta', whose tensors have no memory: others read that of others for it"
-    if name in ("pickle_module", "model_url", "pretrained_url", "pretrained_path") and value is not None:
+    if (
+        name in ("pickle_module", "model_url", "pretrained_url", "pretrained_path")
+        and value is not None
+    ):
         return f"argument {name!r} cannot be given here: nothing is fetched and nothing unpickled"
+
     return ""
 
 
@@ -261,19 +275,34 @@ def why_component_refused(name: str, arguments: Mapping[str, Any]) -> str:
     """
     if name in LOADS_WEIGHTS and arguments.get("pretrained", True) not in (False, None):
         return f"{name} without 'pretrained: false', which would fetch weights"
-    if without_ending(name).endswith("TorchVision") and str(arguments.get("name")) not in TORCHVISION:
+    if (
+        without_ending(name).endswith("TorchVision")
+        and str(arguments.get("name")) not in TORCHVISION
+    ):
         return f"{name} of {printable(arguments.get('name'))!r}, which is not on the list"
+
     model = str(arguments.get("model_name", "resnet18"))
     if name == "TorchVisionFCModel" and not _NETWORK.fullmatch(model):
         return f"{name} of {printable(model)!r}, which is none of torchvision's networks"
-    if (name == "TorchVisionFCModel" or _NETWORK.fullmatch(name)) and arguments.get("weights") is not None:
+    if (name == "TorchVisionFCModel" or _NETWORK.fullmatch(name)) and arguments.get(
+        "weights"
+    ) is not None:
         return f"{name} with 'weights', which would be fetched"
-    others = {*map(str, arguments)} - _READING_ARGUMENTS - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
+
+    others = (
+        {*map(str, arguments)}
+        - _READING_ARGUMENTS
+        - {"_target_", "_disabled_", "_requires_", "_desc_", "_mode_"}
+    )
     if others and without_ending(name) in _READING:
         return f"{name} with {printable(min(others))!r}, which would say how a file is opened"
+
     options = arguments.get("kwargs_read_csv") or {}
-    if others := {*map(str, options if isinstance(options, Mapping) else [options])} - set(TABLE_ARGUMENTS):
+    if others := {*map(str, options if isinstance(options, Mapping) else [options])} - set(
+        TABLE_ARGUMENTS
+    ):
         return f"{name} with {printable(min(others))!r}, which reading a CSV file is not told here"
+
     return ""
 
 
@@ -281,9 +310,14 @@ def _texts(value: object) -> str:
     """Return all texts and paths of a value, joined."""
     if isinstance(value, str | PurePath):
         return str(value)
+
     if isinstance(value, Mapping):
         value = [*value, *value.values()]
-    return "\n".join(map(_texts, value)) if isinstance(value, list | tuple | set | frozenset) else ""
+
+    if isinstance(value, list | tuple | set | frozenset):
+        return "\n".join(map(_texts, value))
+
+    return ""
 
 
 def _is_reader(value: object) -> bool:

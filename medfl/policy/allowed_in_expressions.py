@@ -70,9 +70,9 @@ _MEMBERS = {
     "medfl.datasets": "datalist locate unlabelled",
     "medfl.datasets.own": "above labelled listed paired",
 }
-MEMBERS = frozenset(f"{module}.{name}" for module, names in _MEMBERS.items() for name in names.split()) | {
-    "datetime.datetime"
-}
+MEMBERS = frozenset(
+    f"{module}.{name}" for module, names in _MEMBERS.items() for name in names.split()
+) | {"datetime.datetime"}
 """Functions, classes and constants of modules, by their full path."""
 OLDER = frozenset({"numpy.bool", "numpy.float", "numpy.int"})
 """Members that an older NumPy had; `medfl.bundle.zoo.compatibility` gives it those back that it lacks."""
@@ -113,7 +113,11 @@ _NEED_PERMISSION = {
     "pickle": "torch.load torch.jit.load",
     "sys.path": "sys.path.append sys.path.insert",
 }
-PERMISSION_OF = {member: permission for permission, members in _NEED_PERMISSION.items() for member in members.split()}
+PERMISSION_OF = {
+    member: permission
+    for permission, members in _NEED_PERMISSION.items()
+    for member in members.split()
+}
 """Members that need a permission of the site's policy, and which."""
 
 MODULES = frozenset(path.partition(".")[0] for path in MEMBERS)

@@ -36,7 +36,10 @@ _BLOCK = 1 << 16
 _LINE_BYTES = 1 << 20  # that a reader takes
 _MOST_BYTES = 1 << 18  # that are written
 _NAMES = 3
-_MOST_GROUPS, _MOST_NUMBERS, _NAME_LENGTH, _TEXT_LENGTH = 64, 256, 200, 4000
+_MOST_GROUPS = 64
+_MOST_NUMBERS = 256
+_NAME_LENGTH = 200
+_TEXT_LENGTH = 4000
 
 
 class Audit:
@@ -48,12 +51,18 @@ class Audit:
         Raises:
             InputError: there is no such folder, or the file cannot be written.
         """
-        self.path, self.site = Path(path), site
+        self.path = Path(path)
+        self.site = site
         if not self.path.parent.is_dir():
-            raise InputError(f"audit log {printable(path)}", "a file in a folder that exists", "make the folder")
+            raise InputError(
+                f"audit log {printable(path)}", "a file in a folder that exists", "make the folder"
+            )
+
         with self._open(InputError) as handle:
             if _tail(handle)[1]:
-                say(f"note: the last line of {self.path} was cut short, by a crash perhaps; it stays, the log goes on")
+                say(
+                    f"note: the last line of {self.path} was cut short, by a crash perhaps; it stays, the log goes on"
+                )
 
     def add(self, entry: Mapping[str, Any]) -> None:
         """Append a line, and return when it is on the disk.
@@ -63,11 +72,16 @@ class Audit:
         """
         with self._open(RunError) as handle:
             before, torn = _tail(handle)
-            line = {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "site": self.site, **entry}
+            line = {
+                "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+                "site": self.site,
+                **entry,
+            }
             line |= {"after_torn": True} if torn else {}
             data = (b"\n" if torn else b"") + _encoded({**line, "before": before})
             written = os.write(handle, data)
             os.fsync(handle)
+
             if written != len(data):
                 raise OSError(f"{written} of {len(data)} bytes were written")
 
@@ -85,8 +99,11 @@ class Audit:
             reason = error.strerror or str(error)
             if kind is InputError:
                 raise InputError(
-                    f"audit log {printable(self.path)} ({reason})", "a file that can be written", "check its rights"
+                    f"audit log {printable(self.path)} ({reason})",
+                    "a file that can be written",
+                    "check its rights",
                 ) from error
+
             raise RunError(
                 f"the audit log {self.path} cannot be written ({reason}); nothing leaves that is not in it"
             ) from error
@@ -94,10 +111,17 @@ class Audit:
 
 def _encoded(line: Mapping[str, Any]) -> bytes:
     """Return a line; of one that is too long what identifies its message stays."""
-    cut = {key: value[:_TEXT_LENGTH] if isinstance(value, str) else value for key, value in line.items()}
+    cut = {
+        key: value[:_TEXT_LENGTH] if isinstance(value, str) else value
+        for key, value in line.items()
+    }
     data = json.dumps(cut, default=str).encode() + b"\n"
     if len(data) > _MOST_BYTES:
-        cut = {key: value for key, value in cut.items() if value is None or isinstance(value, str | int | float)}
+        cut = {
+            key: value
+            for key, value in cut.items()
+            if value is None or isinstance(value, str | int | float)
+        }
         data = json.dumps({**cut, "cut": len(data)}).encode() + b"\n"
     return data
 
@@ -115,10 +139,13 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
             "numbers": sum(tensor.numel() for tensor in tensors.values()),
             "names": _names([printable(name, _NAME_LENGTH) for name in sorted(tensors)]),
         }
+
         if norms:
             square = sum(float(tensor.double().square().sum()) for tensor in tensors.values())
             about["norm"] = float(f"{square**0.5:.6g}")
+
         groups[printable(group, _NAME_LENGTH)] = about
+
     description = {
         "sha256": _sha256(encoded),
         "bytes": len(encoded),
@@ -126,16 +153,22 @@ def describe_message(message: Message, *, norms: bool = False) -> dict[str, Any]
         "groups": groups,
         "numbers": numbers(message.scalars),
     }
+
     if len(message.tensors) > _MOST_GROUPS:
         description["all_groups"] = len(message.tensors)
+
     if len(message.scalars) > _MOST_NUMBERS:
         description["all_numbers"] = len(message.scalars)
+
     return description
 
 
 def numbers(named: Mapping[str, float]) -> dict[str, float]:
     """Return the first of some numbers, by names of limited length."""
-    return {printable(name, _NAME_LENGTH): value for name, value in sorted(named.items())[:_MOST_NUMBERS]}
+    return {
+        printable(name, _NAME_LENGTH): value
+        for name, value in sorted(named.items())[:_MOST_NUMBERS]
+    }
 
 
 def describe_document(content: Any) -> dict[str, Any]:
@@ -155,10 +188,13 @@ def _tail(handle: int) -> tuple[str | None, bool]:
     size = os.fstat(handle).st_size
     if not size:
         return None, False
-    end, start = b"", size
+
+    end = b""
+    start = size
     while start and b"\n" not in end[:-1]:
         start = max(0, start - _BLOCK)
         end = os.pread(handle, size - start, start)
+
     return _sha256(end.removesuffix(b"\n").rpartition(b"\n")[2]), not end.endswith(b"\n")
 
 
@@ -219,12 +255,18 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
         InputError: the file cannot be read, or nothing that identifies a line was noted.
     """
     if noted is not None and not _NOTED.fullmatch(noted):
-        raise InputError(f"--noted {printable(noted)!r}", "8 to 64 hexadecimal digits of a line's sha256", "give those")
+        raise InputError(
+            f"--noted {printable(noted)!r}",
+            "8 to 64 hexadecimal digits of a line's sha256",
+            "give those",
+        )
+
     entries: list[Mapping[str, Any]] = []
     problems: list[str] = []
     notes: list[str] = []
     hashes: list[str] = []
     torn = False
+
     try:
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
@@ -240,15 +282,22 @@ def verify(path: Path, noted: str | None = None) -> VerifiedLog:
                     if torn:
                         problems.append(f"line {number} is the second one in a row that is no JSON")
                     notes.append(f"line {number} was cut short, by a crash perhaps")
+
                 torn = entry is None
                 hashes.append(_sha256(body))
     except OSError as error:
         raise InputError(
-            f"audit log {printable(path)} ({error.strerror or error})", "a file that can be read", "check the path"
+            f"audit log {printable(path)} ({error.strerror or error})",
+            "a file that can be read",
+            "check the path",
         ) from error
+
     if noted is not None and not any(digest.startswith(noted.lower()) for digest in hashes):
         problems.append(f"no line has the sha256 {printable(noted)}: lines are missing at the end")
-    return VerifiedLog(path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else "")
+
+    return VerifiedLog(
+        path, tuple(entries), tuple(problems), tuple(notes), hashes[-1] if hashes else ""
+    )
 
 
 def _entry(line: bytes) -> Mapping[str, Any] | None:

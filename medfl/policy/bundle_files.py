@@ -7,18 +7,40 @@ import stat
 import sys
 from pathlib import Path, PurePosixPath
 
-from medfl.core.untrusted import Plain, Refused, check_visible, decode_text, folders_below, printable, read_plain
+from medfl.core.untrusted import (
+    Plain,
+    Refused,
+    check_visible,
+    decode_text,
+    folders_below,
+    printable,
+    read_plain,
+)
 from medfl.policy.allowed_in_expressions import MODULES
 from medfl.policy.findings import READ, File, Inspection
 from medfl.policy.policy import Policy
 
 _CONFIGURATION = (".json", ".yaml", ".yml")
-_WEIGHTS = (".safetensors", ".onnx", ".pt", ".pth", ".ts", ".ckpt", ".pkl", ".pickle", ".bin", ".joblib")
+_WEIGHTS = (
+    ".safetensors",
+    ".onnx",
+    ".pt",
+    ".pth",
+    ".ts",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".bin",
+    ".joblib",
+)
 _READ_AS = (*_CONFIGURATION, ".py", ".safetensors")
 _COMPILED = (".pyc", ".pyo", ".pyd", ".so", ".dll", ".dylib", ".egg", ".whl")
 """What Python would import in the place of other modules."""
 _CHUNK = 1 << 20
-_UNPACKED, _BLOCK = 1 << 31, 100 * 512  # bytes of a file, or of each of its blocks on the disk: more are holes
+_UNPACKED, _BLOCK = (
+    1 << 31,
+    100 * 512,
+)  # bytes of a file, or of each of its blocks on the disk: more are holes
 
 
 class BundleFiles:
@@ -31,7 +53,9 @@ class BundleFiles:
 
     def __init__(self, inspection: Inspection, policy: Policy) -> None:
         """Read, pin and note the files; what may not be is refused in the inspection."""
-        self.inspection, self.policy, self.root = inspection, policy, inspection.folder
+        self.inspection = inspection
+        self.policy = policy
+        self.root = inspection.folder
         self.contents: dict[str, Plain] = {}
         self._read()
         self._compare_pins()
@@ -43,6 +67,7 @@ class BundleFiles:
             if count >= self.policy.limits.files:
                 self.inspection.refuse(name, "", f"more than {self.policy.limits.files} files")
                 return
+
             try:
                 status = path.lstat()
                 if stat.S_ISLNK(status.st_mode):
@@ -51,8 +76,13 @@ class BundleFiles:
                     raise Refused("a folder with the name of a file")
                 if not stat.S_ISREG(status.st_mode):
                     raise Refused("neither a file nor a folder")
-                if status.st_size > max(_UNPACKED, _BLOCK * getattr(status, "st_blocks", status.st_size)):
-                    raise Refused(f"{status.st_size} bytes that are not there: it would be read for hours")
+                if status.st_size > max(
+                    _UNPACKED, _BLOCK * getattr(status, "st_blocks", status.st_size)
+                ):
+                    raise Refused(
+                        f"{status.st_size} bytes that are not there: it would be read for hours"
+                    )
+
                 self._file(path, name, self._kind_or_refusal(name))
             except (Refused, OSError) as error:
                 self.inspection.refuse(name, "", error)
@@ -61,13 +91,20 @@ class BundleFiles:
         paths: list[Path] = []
 
         def unreadable(error: OSError) -> None:
-            self.inspection.refuse(str(error.filename), "", f"a folder that cannot be read ({error.strerror})")
+            self.inspection.refuse(
+                str(error.filename), "", f"a folder that cannot be read ({error.strerror})"
+            )
 
         for folder, folders, files in folders_below(self.root, unreadable):
             paths += [Path(folder) / name for name in files]
-            paths += [one for one in map(Path(folder).joinpath, folders) if one.is_symlink() or one.suffix in _READ_AS]
+            paths += [
+                one
+                for one in map(Path(folder).joinpath, folders)
+                if one.is_symlink() or one.suffix in _READ_AS
+            ]
             if len(paths) > self.policy.limits.files:
                 break
+
         return paths
 
     def _kind_or_refusal(self, name: str) -> str:
@@ -84,50 +121,74 @@ class BundleFiles:
         if suffix in _COMPILED:
             raise Refused(f"compiled or packed code ({printable(suffix)})")
         if suffix == ".py":
-            return "Python of the bundle" + ("" if "scripts" in self.policy.allow else ", never run")
+            return "Python of the bundle" + (
+                "" if "scripts" in self.policy.allow else ", never run"
+            )
+
         if suffix in _CONFIGURATION and path.parts[0] == "configs" and path.stem in READ:
             if path.suffix != suffix:
                 raise Refused(f"an ending {printable(path.suffix)} in capitals")
             return "configuration"
+
         if suffix in _CONFIGURATION and (path.parts[0] == "configs" or len(path.parts) == 1):
             return "configuration, never read"
-        return "weights, never unpickled" if suffix in _WEIGHTS else "another file, never run"
+        if suffix in _WEIGHTS:
+            return "weights, never unpickled"
+
+        return "another file, never run"
 
     def _file(self, path: Path, name: str, kind: str) -> None:
-        digest, size, content = hashlib.sha256(), 0, b""
+        digest = hashlib.sha256()
+        size = 0
+        content = b""
         limits = self.policy.limits
+
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
                 size += len(chunk)
                 if kind == "configuration" and len(content) <= limits.config_bytes:
                     content += chunk
+
         self.inspection.files.append(File(name, kind, size, digest.hexdigest()))
         if kind == "configuration":  # read from the bytes that were hashed
             if size > limits.config_bytes:
                 raise Refused(f"{size} bytes; a configuration has at most {limits.config_bytes}")
+
             is_json = name.endswith(".json")
             text = decode_text(content)
-            self.contents[name] = read_plain(text, is_json=is_json, nodes=limits.nodes, depth=limits.depth) or {}
+            self.contents[name] = (
+                read_plain(text, is_json=is_json, nodes=limits.nodes, depth=limits.depth) or {}
+            )
 
     def _compare_pins(self) -> None:
         pins = self.policy.files
         if pins is None:
             return
-        here, refusals = {file.path: file.sha256 for file in self.inspection.files}, self.inspection.refusals
+
+        here = {file.path: file.sha256 for file in self.inspection.files}
+        refusals = self.inspection.refusals
         before = len(refusals)
         for name, digest in here.items():
             if name not in pins:
                 self.inspection.refuse(name, "", "a file that the policy does not have")
             elif digest != pins[name]:
-                self.inspection.refuse(name, "", f"its sha256 is {digest[:16]}..., in the policy {pins[name][:16]}...")
+                self.inspection.refuse(
+                    name, "", f"its sha256 is {digest[:16]}..., in the policy {pins[name][:16]}..."
+                )
+
         for name in sorted(pins.keys() - here.keys()):
             self.inspection.refuse(name, "", "it is in the policy but not here")
+
         self.inspection.pin_refusals += refusals[before:]
 
     def _own_modules(self) -> frozenset[str]:
-        scripts = [PurePosixPath(file.path) for file in self.inspection.files if file.path.endswith(".py")]
-        modules = frozenset(path.stem if len(path.parts) == 1 else path.parts[0] for path in scripts)
+        scripts = [
+            PurePosixPath(file.path) for file in self.inspection.files if file.path.endswith(".py")
+        ]
+        modules = frozenset(
+            path.stem if len(path.parts) == 1 else path.parts[0] for path in scripts
+        )
         others = MODULES | sys.stdlib_module_names
         for name in sorted(modules & others):
             self.inspection.refuse(name, "", "Python of the bundle with the name of another module")

@@ -47,7 +47,10 @@ _HOMES = (
 )  # fmt: skip
 """Where MONAI hands out its components, in the order in which a short name is looked for."""
 _APPS = (
-    *(f"monai.apps.{name}." for name in ("deepedit", "deepgrow", "detection", "nuclick", "pathology", "vista3d")),
+    *(
+        f"monai.apps.{name}."
+        for name in ("deepedit", "deepgrow", "detection", "nuclick", "pathology", "vista3d")
+    ),
     "monai.networks.blocks.",
 )
 """Applications and blocks of MONAI of which every transform, network and inferer is listed."""
@@ -61,7 +64,18 @@ _LOADERS = frozenset({"DataLoader", "ThreadDataLoader"})
 _PACKAGES = ("monai", "torch", "torchvision", "numpy", "ignite", "medfl")
 UNFILLED = ("Tensor", "FloatTensor", "LongTensor")
 """What PyTorch makes of values, or of a size in memory that it does not fill."""
-_TYPED = ("arange", "array", "asarray", "astype", "full", "linspace", "ones", "type", "view", "zeros")
+_TYPED = (
+    "arange",
+    "array",
+    "asarray",
+    "astype",
+    "full",
+    "linspace",
+    "ones",
+    "type",
+    "view",
+    "zeros",
+)
 _LONGEST = 200  # characters of a target
 _TARGET = re.compile(r"[A-Za-z]\w*(\.[a-z_]\w*)*(\.[A-Za-z]\w*)?", re.ASCII)
 
@@ -75,17 +89,24 @@ def component(target: str) -> Callable[..., Any]:
     refused = Refused(f"_target_ {printable(target)!r}, which is not on the list")
     if len(target) > _LONGEST or not _TARGET.fullmatch(target) or "__" in target:
         raise refused
+
     short, listed = _listed()
     if "." not in target:
         if target not in short:
             raise refused
         return short[target]
+
     module, _, name = target.rpartition(".")
     member = listed.get(id(_in_module(module, name)))
     if member is None:
         package = module.partition(".")[0]
         absent = package in _PACKAGES and importlib.util.find_spec(package) is None
-        raise Refused(f"_target_ {printable(target)!r} of {package}, which is not installed") if absent else refused
+        raise (
+            Refused(f"_target_ {printable(target)!r} of {package}, which is not installed")
+            if absent
+            else refused
+        )
+
     return member
 
 
@@ -97,12 +118,17 @@ def for_expressions(path: str) -> Any:
         return enumeration.__members__.get(name)
     if _is_plain_function(module, name):
         return _in_module(module, name)
+
     try:
         member = component(path)
     except Refused:
         return None
+
     listed = member.__module__.startswith(_IN_EXPRESSIONS) and name not in LOADS_WEIGHTS | _LOADERS
-    return member if listed and not is_never_made(member) else None
+    if listed and not is_never_made(member):
+        return member
+
+    return None
 
 
 def is_listed(member: object) -> bool:
@@ -161,15 +187,20 @@ def check_arguments(
         signature = inspect.signature(function)
         by_name = {**signature.bind_partial(*arguments).arguments, **named}
         further = [
-            parameter.name for parameter in signature.parameters.values() if parameter.kind is parameter.VAR_POSITIONAL
+            parameter.name
+            for parameter in signature.parameters.values()
+            if parameter.kind is parameter.VAR_POSITIONAL
         ]
     except (TypeError, ValueError):
         by_name, further = dict(named), []  # it tells no names of its positional ones
+
     if called in ("device", "to") and arguments:
         by_name["device"] = [str(value) for value in arguments[called == "to" :]]
+
     of_monai = str(getattr(function, "__module__", None)).startswith("monai.")
     if of_monai and any(by_name.get(name) for name in further):
         raise Refused(f"{called or 'a call'} with more arguments than it has names for")
+
     values = (*arguments, *by_name.values())
     if any(map(_makes_objects, values if called in _TYPED else [by_name.get("dtype")])):
         raise Refused("an array of objects, or of memory that is not filled")
@@ -177,13 +208,20 @@ def check_arguments(
         raise Refused("a tensor of a size, in memory that others have used")
     if "where" in named:
         raise Refused("'where', which leaves memory that others have used")
-    if any(str(key).startswith("__") for value in values if isinstance(value, Mapping) for key in value):
+    if any(
+        str(key).startswith("__") for value in values if isinstance(value, Mapping) for key in value
+    ):
         raise Refused("a key with two underscores, which would become an attribute")
+
     for name, value in by_name.items():
-        if not (unpickles and name == "weights_only") and (why := why_argument_refused(name, value)):
+        if not (unpickles and name == "weights_only") and (
+            why := why_argument_refused(name, value)
+        ):
             raise Refused(why)
+
     if why := why_component_refused(called, by_name):
         raise Refused(why)
+
     return by_name
 
 
@@ -203,6 +241,7 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
 
     short: dict[str, Callable[..., Any]] = {}
     identities: dict[int, Callable[..., Any]] = {}
+
     for home in _HOMES:
         module = importlib.import_module(home)
         for name in (*MONAI_COMPONENTS, *TRANSFORMS, *(f"{name}d" for name in TRANSFORMS)):
@@ -210,28 +249,48 @@ def _listed() -> tuple[dict[str, Callable[..., Any]], dict[int, Callable[..., An
             if _of_package(entry, "monai"):
                 short.setdefault(name, entry)
                 identities[id(entry)] = entry
-        for name, entry in vars(module).items():  # MONAI's other names of the same: `Unet`, `LoadImageD`
+
+        for name, entry in vars(
+            module
+        ).items():  # MONAI's other names of the same: `Unet`, `LoadImageD`
             if id(entry) in identities:
                 short.setdefault(name, entry)
+
     for path in COMPONENTS:
         module_name, _, name = path.rpartition(".")
         if importlib.util.find_spec(module_name.partition(".")[0]) is None:
             continue  # torchvision is optional
+
         entry = getattr(importlib.import_module(module_name), name, None)
         if _of_package(entry, path.partition(".")[0]):
             identities[id(entry)] = entry
+
     bases = (Transform, nn.Module, PrepareBatch, Inferer)
     for module_name in [name for name in sys.modules if name.startswith(_APPS)]:
         for name, entry in vars(sys.modules[module_name]).items():
-            of_apps = inspect.isclass(entry) and issubclass(entry, bases) and entry.__module__.startswith(_APPS)
+            of_apps = (
+                inspect.isclass(entry)
+                and issubclass(entry, bases)
+                and entry.__module__.startswith(_APPS)
+            )
             if of_apps and not _fetches(entry):
                 short.setdefault(name, entry)
                 identities[id(entry)] = entry
-    for module, base in ((nn, nn.Module), (optim, optim.Optimizer), (lr_scheduler, lr_scheduler.LRScheduler)):
-        for entry in vars(module).values():  # every class of PyTorch with this base; a ParameterDict sets attributes
-            listed = inspect.isclass(entry) and issubclass(entry, base) and _of_package(entry, "torch")
+
+    for module, base in (
+        (nn, nn.Module),
+        (optim, optim.Optimizer),
+        (lr_scheduler, lr_scheduler.LRScheduler),
+    ):
+        for entry in vars(
+            module
+        ).values():  # every class of PyTorch with this base; a ParameterDict sets attributes
+            listed = (
+                inspect.isclass(entry) and issubclass(entry, base) and _of_package(entry, "torch")
+            )
             if listed and entry is not nn.ParameterDict and entry.__name__ not in TRUST_INDICES:
                 identities[id(entry)] = entry
+
     return short, identities
 
 

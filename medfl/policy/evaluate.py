@@ -45,7 +45,9 @@ _CALL_WHAT_THEY_TAKE = ("filter", "map", "max", "min", "sorted")
 _KEEP_WHAT_THEY_TAKE = name_set(
     "copy.copy copy.deepcopy monai.networks.copy_model_state monai.networks.utils.copy_model_state"
 )
-_MAKE_FUNCTIONS = name_set("monai.handlers.from_engine monai.apps.pathology.handlers.utils.from_engine_hovernet")
+_MAKE_FUNCTIONS = name_set(
+    "monai.handlers.from_engine monai.apps.pathology.handlers.utils.from_engine_hovernet"
+)
 _TAKE_COMPONENTS = frozenset(name for name in METHODS_OF["network"] if name.startswith("set_"))
 """Methods by which MONAI's detectors are handed losses, matchers and inferers."""
 _READS_PATH = {"exists", "glob", "is_dir", "is_file", "iterdir", "read_text", "rglob"}
@@ -66,8 +68,13 @@ _PATH_FUNCTIONS = {
 """Members of which `folder`, or else the first argument, is a place that they look at, and what else may be given."""
 _PLACES_OF = {"medfl.runs.teachers.medsam.load": ("source",)}
 """Arguments that name a place where this function takes them, and something else elsewhere."""
-_MEMBER, _ATTRIBUTE, _CALL, _METHOD, _KEY = "<member>", "<attribute>", "<call>", "<method>", "<key>"
-_OPERATE, _FORMATTED = "<operate>", "<formatted>"
+_MEMBER = "<member>"
+_ATTRIBUTE = "<attribute>"
+_CALL = "<call>"
+_METHOD = "<method>"
+_KEY = "<key>"
+_OPERATE = "<operate>"
+_FORMATTED = "<formatted>"
 """Names of the guards, which no argument in an expression can have."""
 
 
@@ -113,6 +120,7 @@ class ExpressionEvaluator:
         assert isinstance(node, ast.Expr)
         guarded = ast.fix_missing_locations(ast.Expression(_Guards(self.names).visit(node.value)))
         values = {f"_reference_{index}": references[key] for index, key in enumerate(ids)}
+
         return eval(compile(guarded, "<expression>", "eval"), {**self._builtins, **values})
 
     @functools.cached_property
@@ -137,10 +145,17 @@ class ExpressionEvaluator:
     def member(self, path: str) -> Any:
         """Return the listed object, or the one of the bundle's own Python, that a path of names stands for."""
         is_own = path.partition(".")[0] in self.own_modules
-        permitted = PERMISSION_OF.get(path) in self.permissions or (is_own and "scripts" in self.permissions)
-        target = _located(path) if path in MEMBERS or permitted else for_expressions(path)
+        permitted = PERMISSION_OF.get(path) in self.permissions or (
+            is_own and "scripts" in self.permissions
+        )
+        if path in MEMBERS or permitted:
+            target = _located(path)
+        else:
+            target = for_expressions(path)
+
         if target is None:
             raise Refused(f"{printable(path)}, which is not on the list")
+
         return target
 
     # Guards
@@ -163,17 +178,23 @@ class ExpressionEvaluator:
         return checked
 
     def _call_listed(
-        self, path: str, target: Callable[..., Any], arguments: tuple[Any, ...], named: Mapping[str, Any]
+        self,
+        path: str,
+        target: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        named: Mapping[str, Any],
     ) -> Any:
         keeps = path in _KEEP_WHAT_THEY_TAKE or (inspect.isclass(target) and is_listed(target))
         self.check_handed((*arguments, *named.values()), objects=keeps)
         by_name = check_arguments(target, arguments, named, unpickles=path == "torch.load")
         if path in _PATH_FUNCTIONS:
             self._check_place_of(path, target, by_name)
+
         self.check_paths(by_name, target)
         result = target(*arguments, **named)
         if path in _MAKE_FUNCTIONS:
             self._targets[result] = result
+
         return result
 
     def _call(self, function: Any, /, *arguments: Any, **named: Any) -> Any:
@@ -191,13 +212,18 @@ class ExpressionEvaluator:
             return format_text(value, *arguments, **named)
         if self._is_own(value):
             return getattr(value, name)(*arguments, **named)
+
         method = getattr(type(value), name, None)  # its class's own, whatever was set on the object
         if not inspect.isroutine(method):
-            raise Refused(f"a call of .{printable(name)}, which is no method of a {type(value).__name__}")
+            raise Refused(
+                f"a call of .{printable(name)}, which is no method of a {type(value).__name__}"
+            )
+
         self.check_handed((*arguments, *named.values()), objects=name in _TAKE_COMPONENTS)
         check_arguments(method, (value, *arguments), named)
         if isinstance(value, Path) and name in ("glob", "rglob"):
             self.check_path(value / str([*arguments, *named.values(), ""][0]))
+
         return method(value, *arguments, **named)
 
     def _key(self, key: Any) -> Any:
@@ -210,9 +236,11 @@ class ExpressionEvaluator:
         self._check_attribute(value, name)
         if _kind(value) == "table" and name not in METHODS_OF["table"]:
             return value[name]  # never a method of the table that has the name of a column
+
         attribute = getattr(value, name)
         if inspect.isroutine(attribute) and not self._is_own(attribute):
             raise Refused(f"the method .{printable(name)} handed on")
+
         return attribute
 
     def _check_attribute(self, value: Any, name: str) -> None:
@@ -230,11 +258,14 @@ class ExpressionEvaluator:
             return name in METHODS_OF[kind]
         if self._is_own(value):
             return not name.startswith("_")
+
         return name in METHODS_OF["component"] and is_listed(type(value))
 
     def _is_own(self, value: object) -> bool:
         """Tell whether this is of the bundle's own Python, or made of it, and that may run."""
-        packages = {str(getattr(part, "__module__", "")).partition(".")[0] for part in (value, type(value))}
+        packages = {
+            str(getattr(part, "__module__", "")).partition(".")[0] for part in (value, type(value))
+        }
         return "scripts" in self.permissions and not packages.isdisjoint(self.own_modules)
 
     # What may be called
@@ -243,7 +274,9 @@ class ExpressionEvaluator:
         """Tell by its identity whether a function is a listed one, or a lambda or partial made of them here."""
         if isinstance(function, functools.partial):
             return self._may_be_called(function.func)
-        if inspect.isfunction(function) and (function in self._targets or _CALL in function.__globals__):
+        if inspect.isfunction(function) and (
+            function in self._targets or _CALL in function.__globals__
+        ):
             return True
         return (
             self._is_own(function)
@@ -270,13 +303,18 @@ class ExpressionEvaluator:
         """Return the class that a value stands for, for `isinstance`."""
         if isinstance(value, tuple):
             return tuple(map(self._plain_type, value))
-        return self._targets.get(value, value) if inspect.isfunction(value) else value
+        if inspect.isfunction(value):
+            return self._targets.get(value, value)
+
+        return value
 
     # Paths
 
     def check_paths(self, arguments: Mapping[str, Any], function: Any = None) -> None:
         """Refuse arguments, of a function or class if it is given, that name a file or folder elsewhere."""
-        further = _PLACES_OF.get(f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}", ())
+        further = _PLACES_OF.get(
+            f"{getattr(function, '__module__', '')}.{getattr(function, '__name__', '')}", ()
+        )
         for name in PLACES.union(further) & arguments.keys():
             for value in values_inside(arguments[name]):
                 if isinstance(value, str | PurePath):
@@ -284,12 +322,17 @@ class ExpressionEvaluator:
                 elif isinstance(value, Iterator):
                     raise Refused(f"{name}, whose paths are computed when they are opened")
 
-    def _check_place_of(self, path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    def _check_place_of(
+        self, path: str, function: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> None:
         """Check the place that a function looks at: its argument `folder`, or else its first."""
         parameters = inspect.signature(function).parameters
         where = "folder" if "folder" in parameters else next(iter(parameters))
         if others := arguments.keys() - {where, *_PATH_FUNCTIONS[path]}:
-            raise Refused(f"the argument {min(others)} of {function.__name__}, which is not on the list")
+            raise Refused(
+                f"the argument {min(others)} of {function.__name__}, which is not on the list"
+            )
+
         place = arguments.get(where, "." if where != "folder" else None)
         if place is not None:
             self.check_path(place)
@@ -299,9 +342,13 @@ class ExpressionEvaluator:
             return open(path, mode, **named)
         if mode not in ("r", "rb", "rt") or set(named) - {"encoding", "newline"}:
             raise Refused("open() for writing, for which the policy has to allow 'open'")
+
         self.check_path(path)
         content = Path(path).read_bytes()  # nobody would close the file
-        return io.BytesIO(content) if mode == "rb" else io.StringIO(content.decode(named.get("encoding") or "utf-8"))
+        if mode == "rb":
+            return io.BytesIO(content)
+
+        return io.StringIO(content.decode(named.get("encoding") or "utf-8"))
 
     def check_path(self, given: Any) -> None:
         """Refuse to look at a path that is not below the bundle's folder, its data, or what the user named."""
@@ -309,6 +356,7 @@ class ExpressionEvaluator:
             return
         if not isinstance(given, str | PurePath):
             raise Refused(f"a {type(given).__name__} as a path")
+
         path = Path(os.path.abspath(given))
         if _SCHEME.match(str(given)):
             raise Refused(f"{printable(given)}, a URL: nothing is fetched")
@@ -316,12 +364,19 @@ class ExpressionEvaluator:
             raise Refused(f"the path {printable(given)}, which others read as something else: it begins with ~ or a "
                           "space, or has a control character")  # fmt: skip
         if not any(place in self.roots for place in (path, *path.parents)):
-            raise ElsewhereRefused(f"the path {printable(given)}, which is neither below the bundle nor below its data")
+            raise ElsewhereRefused(
+                f"the path {printable(given)}, which is neither below the bundle nor below its data"
+            )
+
         upwards = ".." in PurePath(given).parts
-        if upwards and (_PATTERN.search(str(given)) or os.path.realpath(given) != os.path.realpath(path)):
+        if upwards and (
+            _PATTERN.search(str(given)) or os.path.realpath(given) != os.path.realpath(path)
+        ):
             raise Refused(f"the path {printable(given)}, which leads upwards ('..') behind a link")
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise Refused(f"the path {printable(given)}, a pipe or a device, which would be waited for")
+            raise Refused(
+                f"the path {printable(given)}, a pipe or a device, which would be waited for"
+            )
 
 
 def values_inside(value: Any) -> Iterator[Any]:
@@ -361,14 +416,19 @@ class _Guards(ast.NodeTransformer):
         if isinstance(called, ast.Attribute) and not module_path(called, self._names):
             guard = _METHOD
             values = [called.value, ast.Constant(called.attr), *node.args]
+
         keywords = [self.visit(keyword) for keyword in node.keywords]
-        return ast.Call(ast.Name(guard, ast.Load()), [self.visit(value) for value in values], keywords)
+        return ast.Call(
+            ast.Name(guard, ast.Load()), [self.visit(value) for value in values], keywords
+        )
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         self.generic_visit(node)
         several = isinstance(node.slice, ast.Tuple)
         keys = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        guarded = [key if isinstance(key, ast.Slice | ast.Starred) else _guard(_KEY, key) for key in keys]
+        guarded = [
+            key if isinstance(key, ast.Slice | ast.Starred) else _guard(_KEY, key) for key in keys
+        ]
         node.slice = ast.Tuple(guarded, ast.Load()) if several else guarded[0]
         return node
 
@@ -405,7 +465,9 @@ def _located(path: str) -> Any:
             target = importlib.import_module(".".join(parts[:end]))
         except ModuleNotFoundError:
             continue
+
         for name in parts[end:]:
             target = getattr(target, name)
         return target
+
     raise Refused(f"{printable(path)}, which is not installed")

@@ -59,18 +59,24 @@ def check_expression(
     """
     if len(text) > length:
         raise Refused(f"an expression of more than {length} characters")
-    if "__" in re.sub(r"(?<=\*\*)__(?=\s*:)", "_", text):  # `lambda batch, *_, **__:` takes what it does not use
+    if "__" in re.sub(
+        r"(?<=\*\*)__(?=\s*:)", "_", text
+    ):  # `lambda batch, *_, **__:` takes what it does not use
         raise Refused("a name with two underscores")
+
     text = text.replace("#", "::")
     if "%::" in text or _PLACEHOLDER in text:
         raise Refused("a macro inside an expression")
+
     for reference in REFERENCE.findall(text):
         check_id(reference[1:])
+
     node = only_statement(REFERENCE.sub(f"{_PLACEHOLDER}0", text))
     if not isinstance(node, ast.Expr):
         raise Refused("a statement where an expression is expected")
     if _levels(node) > _DEEPEST:
         raise Refused(f"an expression of more than {_DEEPEST} levels")
+
     _Checker(names, permissions, own_modules, uses, prints).value(node.value, frozenset())
 
 
@@ -80,8 +86,10 @@ def module_path(node: ast.AST, names: Mapping[str, str]) -> str:
     while isinstance(node, ast.Attribute):
         attributes.append(node.attr)
         node = node.value
+
     if not isinstance(node, ast.Name) or node.id not in names:
         return ""
+
     return ".".join([names[node.id], *reversed(attributes)])
 
 
@@ -95,6 +103,7 @@ def check_format(text: str) -> None:
         fields = [part[1:] for part in string.Formatter().parse(text) if part[1] is not None]
     except ValueError as error:
         raise Refused("a text whose format cannot be read") from error
+
     for name, spec, conversion in fields:
         if not re.fullmatch(r"\w*", name or "", re.ASCII) or conversion:
             raise Refused("a text whose format reaches into its values")
@@ -112,11 +121,13 @@ def check_width(spec: str) -> None:
 
 
 def _levels(node: ast.AST) -> int:
-    deepest, todo = 0, [(node, 0)]
+    deepest = 0
+    todo = [(node, 0)]
     while todo:
         node, level = todo.pop()
         deepest = max(deepest, level)
         todo += [(child, level + 1) for child in ast.iter_child_nodes(node)]
+
     return deepest
 
 
@@ -129,16 +140,21 @@ class _Checker:
     prints: bool
     calls: ast.AST | None = None
 
-    def value(self, node: ast.AST | None, local: frozenset[str], *, continues: bool = False) -> None:
+    def value(
+        self, node: ast.AST | None, local: frozenset[str], *, continues: bool = False
+    ) -> None:
         """Check one node and all below it; `local` are the names that lambdas and comprehensions around it bind."""
         if node is None:
             return
+
         if isinstance(node, ast.Constant):
             self._constant(node, continues)
             return
+
         method = getattr(self, f"_{type(node).__name__.lower()}", None)
         if method is None:
             raise Refused(f"{type(node).__name__}, which no expression here may use")
+
         method(node, local)
 
     def all(self, nodes: Collection[ast.AST | None], local: frozenset[str]) -> None:
@@ -166,7 +182,11 @@ class _Checker:
             self.uses.counts["reference"] += 1
         elif node.id in self.names:
             self._member(self.names[node.id])
-        elif node.id not in local and node.id not in BUILTINS and not (self.prints and node.id == "print"):
+        elif (
+            node.id not in local
+            and node.id not in BUILTINS
+            and not (self.prints and node.id == "print")
+        ):
             raise Refused(f"the name {printable(node.id)}")
 
     def _member(self, path: str) -> None:
@@ -177,6 +197,7 @@ class _Checker:
             need_permission(PERMISSION_OF[path], path, self.permissions, self.uses.permissions)
         elif path not in MEMBERS and for_expressions(path) is None:
             raise Refused(f"{printable(path)}, which is not on the list")
+
         self.uses.counts[path] += 1
 
     def _attribute(self, node: ast.Attribute, local: frozenset[str]) -> None:
@@ -184,16 +205,26 @@ class _Checker:
         if path:
             self._member(path)
             return
+
         of_scripts = bool(self.own_modules) and "scripts" in self.permissions
-        column = isinstance(node.value, ast.Call) and module_path(node.value.func, self.names) == "pandas.read_csv"
-        if not ((of_scripts or column) and not node.attr.startswith("_")) and node.attr not in METHODS:
+        column = (
+            isinstance(node.value, ast.Call)
+            and module_path(node.value.func, self.names) == "pandas.read_csv"
+        )
+        if (
+            not ((of_scripts or column) and not node.attr.startswith("_"))
+            and node.attr not in METHODS
+        ):
             raise Refused(f"the attribute .{printable(node.attr)}, which is not on the list")
+
         if node.attr == "format":
             if not isinstance(node.value, ast.Constant) or not isinstance(node.value.value, str):
                 raise Refused("the format of a text that is computed")
             check_format(node.value.value)
+
         if node.attr == "replace" and self.calls is not node:
             raise Refused("a replace() that is handed on")  # a path's would move a file
+
         self.value(node.value, local)
         self.uses.counts[f".{node.attr}"] += 1
 
@@ -208,38 +239,60 @@ class _Checker:
             self.uses.counts["setattr"] += 1
         elif isinstance(called, ast.Name):
             self._name(called, local)
-            if called.id == "range" and any(type(n := _literal(a)) is int and n > _LONGEST_RANGE for a in node.args):
+            if called.id == "range" and any(
+                type(n := _literal(a)) is int and n > _LONGEST_RANGE for a in node.args
+            ):
                 raise Refused(f"a range beyond {_LONGEST_RANGE}")
             if called.id in BUILTINS and called.id not in local:
                 self.uses.counts[called.id] += 1
         elif isinstance(called, ast.Attribute | ast.Call):
             self.calls = called
             self.value(called, local)
-            if isinstance(called, ast.Attribute) and called.attr == "replace" and len(node.args) < 2:
+            if (
+                isinstance(called, ast.Attribute)
+                and called.attr == "replace"
+                and len(node.args) < 2
+            ):
                 raise Refused("a replace() with one argument, which would move a file")
         else:
             raise Refused(f"a call of a {type(called).__name__}")
+
         for argument in node.args:
-            if isinstance(argument, ast.Starred) and not (isinstance(called, ast.Name) and called.id in BUILTINS):
+            if isinstance(argument, ast.Starred) and not (
+                isinstance(called, ast.Name) and called.id in BUILTINS
+            ):
                 raise Refused("arguments handed on with a star")
             self.value(argument.value if isinstance(argument, ast.Starred) else argument, local)
+
         named: dict[str, object] = {}
         for keyword in node.keywords:
             if keyword.arg is None:
                 raise Refused("arguments handed on with two stars")
             if keyword.arg.startswith(_PLACEHOLDER):
                 raise Refused("a reference as the name of an argument")
+
             named[keyword.arg] = _literal(keyword.value)
             self.value(keyword.value, local)
+
         path = module_path(called, self.names)
-        check_arguments(for_expressions(path), list(map(_literal, node.args)), named, unpickles=path == "torch.load")
+        check_arguments(
+            for_expressions(path),
+            list(map(_literal, node.args)),
+            named,
+            unpickles=path == "torch.load",
+        )
 
     def _open(self, node: ast.Call) -> None:
         keywords = {keyword.arg: _literal(keyword.value) for keyword in node.keywords}
-        mode = _literal(node.args[1]) if len(node.args) > 1 else keywords.get("mode", "r")
+        if len(node.args) > 1:
+            mode = _literal(node.args[1])
+        else:
+            mode = keywords.get("mode", "r")
+
         plain = len(node.args) <= 2 and set(keywords) <= {"mode", "encoding", "newline"}
         if not (plain and mode in ("r", "rb", "rt")):
             need_permission("open", "open() for writing", self.permissions, self.uses.permissions)
+
         self.uses.counts["open, to read" if mode in ("r", "rb", "rt") else "open"] += 1
 
     # What is made of them
@@ -251,6 +304,7 @@ class _Checker:
             nested = any(isinstance(each, ast.Pow) for each in ast.walk(node.right))
             if nested or (isinstance(exponent, int | float) and exponent > 100):
                 raise Refused("a power that grows without bound")
+
         self.value(node.left, local)
         after = isinstance(node.op, ast.Add) and not isinstance(node.left, ast.Constant)
         self.value(node.right, local, continues=after)
@@ -275,12 +329,17 @@ class _Checker:
         self.all([node.test, node.body, node.orelse], local)
 
     def _parts(self, node: ast.Subscript | ast.Slice | ast.Dict, local: frozenset[str]) -> None:
-        self.all([part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr_context)], local)
+        self.all(
+            [part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.expr_context)],
+            local,
+        )
 
     _subscript = _slice = _dict = _parts
 
     def _list(self, node: ast.List | ast.Tuple | ast.Set, local: frozenset[str]) -> None:
-        self.all([item.value if isinstance(item, ast.Starred) else item for item in node.elts], local)
+        self.all(
+            [item.value if isinstance(item, ast.Starred) else item for item in node.elts], local
+        )
 
     _tuple = _set = _list
 
@@ -291,6 +350,7 @@ class _Checker:
                 self.value(part.value, local)
             else:
                 self.value(part, local, continues=index > 0)
+
         self.uses.counts["text with values"] += 1
 
     def _lambda(self, node: ast.Lambda, local: frozenset[str]) -> None:
@@ -301,21 +361,33 @@ class _Checker:
         self.value(node.body, local | self._bound(each.arg for each in arguments if each))
 
     def _listcomp(self, node: _Comprehension, local: frozenset[str]) -> None:
-        elements = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        if isinstance(node, ast.DictComp):
+            elements = [node.key, node.value]
+        else:
+            elements = [node.elt]
         self.all(elements, self._generators(node.generators, local))
 
     _setcomp = _generatorexp = _dictcomp = _listcomp
 
-    def _generators(self, generators: list[ast.comprehension], local: frozenset[str]) -> frozenset[str]:
+    def _generators(
+        self, generators: list[ast.comprehension], local: frozenset[str]
+    ) -> frozenset[str]:
         for generator in generators:
             if generator.is_async:
                 raise Refused("an asynchronous comprehension")
+
             self.value(generator.iter, local)
-            targets = generator.target.elts if isinstance(generator.target, _CONTAINERS) else [generator.target]
+            if isinstance(generator.target, _CONTAINERS):
+                targets = generator.target.elts
+            else:
+                targets = [generator.target]
+
             if not all(isinstance(target, ast.Name) for target in targets):
                 raise Refused("a comprehension that assigns to more than names")
+
             local |= self._bound(target.id for target in targets if isinstance(target, ast.Name))
             self.all(generator.ifs, local)
+
         self.uses.counts["comprehension"] += 1
         return local
 
@@ -329,7 +401,10 @@ class _Checker:
 
 def _spec(part: ast.FormattedValue) -> str:
     """Return the literal format of a value in a text; "{" stands for one that is computed."""
-    parts = part.format_spec.values if isinstance(part.format_spec, ast.JoinedStr) else []
+    if isinstance(part.format_spec, ast.JoinedStr):
+        parts = part.format_spec.values
+    else:
+        parts = []
     return "".join(str(each.value) if isinstance(each, ast.Constant) else "{" for each in parts)
 
 

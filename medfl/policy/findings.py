@@ -109,16 +109,24 @@ class Inspection:
         refusals = self.refused(reads)
         if not refusals:
             return
-        first, count = refusals[0], len(refusals)
+
+        first = refusals[0]
+        count = len(refusals)
         if first.why.endswith(UNREADABLE) or first.why.startswith("not valid"):
             problem = f"{self.folder / first.file} cannot be read: {first.why}"
-            raise InputError(problem.replace(";", ","), "it is JSON or YAML with keys and values", "repair the file")
+            raise InputError(
+                problem.replace(";", ","),
+                "it is JSON or YAML with keys and values",
+                "repair the file",
+            )
+
         more = "" if count == 1 else f" (and {count - 1} more)"
         problem = f"bundle {printable(self.bundle)!r} is refused: {first}{more}".replace(";", ",")
         if len(self.pin_refusals) == count:  # nothing else is wrong with it
             command = f"medfl site inspect {self.folder} --policy FILE --write-policy NEWFILE"
             advice = f"{command} shows them and pins them anew"
             raise InputError(problem, "the files that the site's policy has pinned", advice)
+
         raise InputError(problem, *NOT_LISTED)
 
     def refuse(self, file: str, id_: str, why: object) -> None:
@@ -127,13 +135,16 @@ class Inspection:
 
     def unpin(self) -> list[str]:
         """Judge the bundle without the policy's pins; return in which files it is not as these say, and why."""
-        pin_refusals, self.pin_refusals = self.pin_refusals, []
+        pin_refusals = self.pin_refusals
+        self.pin_refusals = []
         self.refusals = [refusal for refusal in self.refusals if refusal not in pin_refusals]
         return [str(refusal) for refusal in pin_refusals]
 
     def policy(self, policy: Policy) -> Policy:
         """Return the policy that pins the files of this bundle, with all else of another."""
-        return replace(policy, bundle=self.bundle, files={file.path: file.sha256 for file in self.files})
+        return replace(
+            policy, bundle=self.bundle, files={file.path: file.sha256 for file in self.files}
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON."""

@@ -38,13 +38,18 @@ _VARIANCE = "running_var"
 class Gate:
     """Through which everything leaves a site that has rules for it; `account` is that of the site's privacy."""
 
-    def __init__(self, rules: Outbound, account: Account, site: str, entropy: Entropy = os.urandom) -> None:
+    def __init__(
+        self, rules: Outbound, account: Account, site: str, entropy: Entropy = os.urandom
+    ) -> None:
         """Take the rules.
 
         Raises:
             InputError: epsilon is to be told, but its library is not installed.
         """
-        self.rules, self.account, self.site, self._entropy = rules, account, site, entropy
+        self.rules = rules
+        self.account = account
+        self.site = site
+        self._entropy = entropy
         if rules.has_formal_privacy:
             account.epsilon(rules.multiplier)
 
@@ -75,10 +80,16 @@ class Gate:
         self._check_names(message.flat())
         rules = self.rules
         if rules.clip is not None or rules.noise is not None:
-            weights = self._clipped_and_noised(message.tensors.get("weights", {}), received.tensors.get("weights", {}))
-            message = Message({**message.tensors, **({"weights": weights} if weights else {})}, message.scalars)
+            weights = self._clipped_and_noised(
+                message.tensors.get("weights", {}), received.tensors.get("weights", {})
+            )
+            message = Message(
+                {**message.tensors, **({"weights": weights} if weights else {})}, message.scalars
+            )
+
         if rules.has_formal_privacy:
             self._check_uncovered(_without_noise(message, samples))
+
         return message
 
     def charge_introduction(self, message: Message, *, from_images: bool) -> None:
@@ -89,7 +100,9 @@ class Gate:
         """
         self._check_names(message.flat())
         if from_images and self.rules.has_formal_privacy:
-            self.account.add(self._check_uncovered(f"{name} (introduction)" for name in message.flat()))
+            self.account.add(
+                self._check_uncovered(f"{name} (introduction)" for name in message.flat())
+            )
 
     def check_size(self, message: Message) -> None:
         """Check the size of a message as it is encoded.
@@ -99,7 +112,9 @@ class Gate:
         """
         limit = self.rules.max_bytes
         if limit is not None and message.num_bytes > limit:
-            raise self._refusal(f"its message has {message.num_bytes:,} bytes, more than max_bytes {limit:,}")
+            raise self._refusal(
+                f"its message has {message.num_bytes:,} bytes, more than max_bytes {limit:,}"
+            )
 
     def charge_numbers(self, group: str, names: Iterable[str], *, from_images: bool) -> None:
         """Check and charge numbers that are no reply, metrics and statistics; the policy names them as group/name.
@@ -114,6 +129,7 @@ class Gate:
         self._check_names(keys)
         if self.rules.noise is None:
             return
+
         if from_images:
             self.account.add(self._check_uncovered(keys))
         elif not self.account.add_answer(self.rules.answers):
@@ -131,7 +147,8 @@ class Gate:
 
     def allowed_numbers(self, numbers: Mapping[str, Any], *optional: str) -> dict[str, Any]:
         """Return the numbers beside a message, less the optional ones: all with noise, else those that no key names."""
-        noised, permits = self.rules.noise is not None, self.rules.permits
+        noised = self.rules.noise is not None
+        permits = self.rules.permits
         kept_back = [name for name in optional if noised or not permits(f"told/{name}")]
         return {name: value for name, value in numbers.items() if name not in kept_back}
 
@@ -158,22 +175,33 @@ class Gate:
                 raise self._refusal(
                     f"'weights/{name}' has no counterpart in what was received: its change cannot be limited"
                 )
+
             part = changes if weights[name].is_floating_point() else counters
             part[name] = weights[name].double() - base[name].double()
+
         norm = _norm(changes)
-        clip, noise = self.rules.clip, self.rules.noise
+        clip = self.rules.clip
+        noise = self.rules.noise
         if noise is None and clip is not None and math.hypot(norm, _norm(counters)) <= clip:
             return dict(weights)
+
         scale = 1.0 if clip is None or norm <= clip else clip / norm
         limited_weights = dict(weights)
         for name, change in changes.items():
             if scale < 1 or noise is not None:
                 limited = base[name].double() + scale * change
                 if noise is not None:
-                    drawn = torch.from_numpy(normal(change.numel(), self._entropy)).reshape(change.shape)
+                    drawn = torch.from_numpy(normal(change.numel(), self._entropy)).reshape(
+                        change.shape
+                    )
                     limited += noise * drawn.to(change)
-                    limited = limited.clamp(min=0) if name.endswith(_VARIANCE) else limited
+                    if name.endswith(_VARIANCE):
+                        limited = limited.clamp(min=0)
+                    else:
+                        limited = limited
+
                 limited_weights[name] = limited.to(weights[name].dtype)
+
         return {**limited_weights, **{name: base[name].clone() for name in counters}}
 
     def _refusal(self, why: str) -> RunError:
@@ -192,6 +220,7 @@ def normal(count: int, entropy: Entropy = os.urandom) -> NDArray[np.float64]:
     for start in range(0, count, _CHUNK):
         part = values[start : start + _CHUNK]
         part[:] = ndtri(uniform(len(part), entropy))
+
     return values
 
 
@@ -199,4 +228,6 @@ def _without_noise(message: Message, samples: int) -> list[str]:
     """Return what noise does not cover: groups besides the weights, by their names, and numbers."""
     groups = [f"{group}/*" for group in message.tensors if group != "weights"]
     is_count = message.scalars.get(_SAMPLES) == samples
-    return groups + [f"scalars/{name}" for name in message.scalars if not (is_count and name == _SAMPLES)]
+    return groups + [
+        f"scalars/{name}" for name in message.scalars if not (is_count and name == _SAMPLES)
+    ]

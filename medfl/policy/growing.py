@@ -17,7 +17,11 @@ _LARGEST = 10**8
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    large = isinstance(base, int) and isinstance(exponent, int) and abs(exponent) * max(base.bit_length(), 1) > 1000
+    large = (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and abs(exponent) * max(base.bit_length(), 1) > 1000
+    )
     if large:
         raise Refused("a power of more than 1000 binary digits")
     return base**exponent
@@ -25,9 +29,17 @@ def _power(base: Any, exponent: Any) -> Any:
 
 def _times(left: Any, right: Any) -> Any:
     for sequence, count in ((left, right), (right, left)):
-        if isinstance(sequence, str | list | tuple) and isinstance(count, int) and len(sequence) * count > _LARGEST:
+        if (
+            isinstance(sequence, str | list | tuple)
+            and isinstance(count, int)
+            and len(sequence) * count > _LARGEST
+        ):
             raise Refused(f"a repetition to more than {_LARGEST} items")
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() + right.bit_length() > 1000:
+    if (
+        isinstance(left, int)
+        and isinstance(right, int)
+        and left.bit_length() + right.bit_length() > 1000
+    ):
         raise Refused("a number of more than 1000 binary digits")
     return left * right
 

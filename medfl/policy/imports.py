@@ -36,23 +36,31 @@ def imported(text: str, uses: Uses) -> dict[str, str]:
         raise Refused("something else than an import")
     if len(node.names) != 1:
         raise Refused("several imports in one statement")
-    name, alias = node.names[0].name, node.names[0].asname
+
+    name = node.names[0].name
+    alias = node.names[0].asname
     if "__" in text:
         raise Refused("a name with two underscores")
+
     if isinstance(node, ast.ImportFrom):
         if node.level or not node.module or name == "*":
             raise Refused("a relative import or one of everything")
-        path, bound = f"{node.module}.{name}", alias or name
+        path = f"{node.module}.{name}"
+        bound = alias or name
     else:
         bound = alias or name.split(".")[0]
         path = name if alias else bound
+
     if bound in BUILTINS or bound in ("open", "setattr") or DEFAULT_NAMES.get(bound, path) != path:
         raise Refused(f"an import that takes the name {printable(bound)}")
+
     uses.counts[f"import {path}"] += 1
     return {bound: path}
 
 
-def need_permission(name: str, what: str, granted: Collection[str], allowed: Counter[tuple[str, str]]) -> None:
+def need_permission(
+    name: str, what: str, granted: Collection[str], allowed: Counter[tuple[str, str]]
+) -> None:
     """Count that a permission of the policy allows something.
 
     Raises:
@@ -71,10 +79,13 @@ def only_statement(text: str) -> ast.stmt:
     """
     if not text.isascii():
         raise Refused("characters outside of ASCII in an expression")
+
     try:
         statements = ast.parse(text).body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise Refused("an expression that is not valid Python") from error
+
     if len(statements) != 1:
         raise Refused("not exactly one expression")
+
     return statements[0]

@@ -13,7 +13,7 @@ expression is accepted there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import cache
@@ -22,7 +22,13 @@ from typing import Any
 
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Plain, Refused, check_visible, printable
-from medfl.policy.allowed import LOADS_WEIGHTS, name_set, replace_removed, why_argument_refused, why_component_refused
+from medfl.policy.allowed import (
+    LOADS_WEIGHTS,
+    name_set,
+    replace_removed,
+    why_argument_refused,
+    why_component_refused,
+)
 from medfl.policy.bundle_files import BundleFiles
 from medfl.policy.components import component
 from medfl.policy.expressions import check_expression
@@ -87,7 +93,10 @@ def inspect(folder: Path, policy: Policy | None = None) -> Inspection:
     policy = policy or Policy()
     root = folder.expanduser().resolve()
     if not root.is_dir():
-        raise InputError(f"bundle {printable(folder)}", "the folder of a MONAI bundle", "check the path")
+        raise InputError(
+            f"bundle {printable(folder)}", "the folder of a MONAI bundle", "check the path"
+        )
+
     inspection = Inspection(root.name, root, policy.files is not None)
     _Inspector(inspection, policy).run()
     return inspection
@@ -95,7 +104,8 @@ def inspect(folder: Path, policy: Policy | None = None) -> Inspection:
 
 class _Inspector:
     def __init__(self, inspection: Inspection, policy: Policy) -> None:
-        self.inspection, self.policy = inspection, policy
+        self.inspection = inspection
+        self.policy = policy
         self.names: dict[str, str] = dict(DEFAULT_NAMES)
         self.own_modules: frozenset[str] = frozenset()
         self.referred: set[str] = set()
@@ -104,24 +114,32 @@ class _Inspector:
         # asked once of each path of keys, or of a value, however many references lead there
         self.urls: dict[int, bool] = {}
         self.are_statements: dict[int, bool] = {}
-        self.distinct = cache(lambda keys: list({repr(v): v for v in self.definitions.get(keys, ())}.values()))
-        self.is_branch = cache(lambda keys: all(isinstance(v, dict) for v in self.definitions.get(keys, ())))
+        self.distinct = cache(
+            lambda keys: list({repr(v): v for v in self.definitions.get(keys, ())}.values())
+        )
+        self.is_branch = cache(
+            lambda keys: all(isinstance(v, dict) for v in self.definitions.get(keys, ()))
+        )
 
     def run(self) -> None:
         refuse = self.inspection.refuse
         if self.policy.bundle and self.policy.bundle != self.inspection.bundle:
             refuse(".", "", f"the policy is for the bundle {printable(self.policy.bundle)!r}")
+
         files = BundleFiles(self.inspection, self.policy)
         self.own_modules = files.own_modules
         if not any(name.startswith("configs/") for name in files.contents):
             refuse("configs", "", "no configuration could be read")
+
         for file, content in files.contents.items():
             self._imports(file, content)
+
         depth = self.policy.limits.depth
         configurations = [
             _Configuration(file, PurePosixPath(file).stem, content, list(_walk(content, depth)))
             for file, content in files.contents.items()
         ]
+
         for one in configurations:
             if any(len(keys) > depth for keys, _ in one.nodes):
                 refuse(one.file, "", f"an id of more than {depth} parts")
@@ -129,11 +147,13 @@ class _Inspector:
                 self.definitions.setdefault(keys, []).append(node)
                 if "config" in keys:  # a preset of federated.yaml is laid over the rest
                     self.definitions.setdefault(keys[keys.index("config") + 1 :], []).append(node)
+
         texts = [node for one in configurations for _, node in one.nodes if isinstance(node, str)]
         self.key_pattern = _KEY if any(map(_RELATIVE.search, texts)) else _LABEL
         for text in texts:
             if text[:1] in ("$", "@", "%"):  # relative references begin with any of their parts
                 self.referred |= set(re.findall(r"\w+", " ".join(re.findall(r"[@%][\w#:]+", text))))
+
         self._macros(configurations)
         for one in configurations:
             self._configuration(one)
@@ -148,20 +168,27 @@ class _Inspector:
             if not isinstance(statements, list):
                 self.inspection.refuse(file, key, "not a list of import statements")
                 continue
+
             for index, text in enumerate(statements):
                 if text is None:
                     continue
+
                 uses = Uses()
                 try:
                     if not isinstance(text, str) or not text.startswith("$"):
                         raise Refused("not an import statement")
+
                     bound = imported(text[1:], uses)
                     for name, path in bound.items():
                         if self.names.get(name, path) != path:
-                            raise Refused(f"an import that takes the name {printable(name)} of another")
+                            raise Refused(
+                                f"an import that takes the name {printable(name)} of another"
+                            )
+
                     self.names |= bound
                 except Refused as error:
                     self.inspection.refuse(file, f"{key}#{index}", error)
+
                 self._note(uses)
 
     def _note(self, uses: Uses) -> None:
@@ -176,32 +203,43 @@ class _Inspector:
             for keys, node in one.nodes
             if isinstance(node, str) and _MACRO.fullmatch(node)
         ]
+
         if len(macros) > _MACROS:
             self.inspection.refuse(macros[0][0], "", f"more than {_MACROS} macros")
             return
+
         for file, keys, target in macros:
-            if any(all(map(str.__eq__, other, target)) for _, other, _ in macros):  # one lies in the other
+            if any(
+                all(map(str.__eq__, other, target)) for _, other, _ in macros
+            ):  # one lies in the other
                 self.inspection.refuse(file, _id(keys), "a macro of a macro")
 
     # One file
 
     def _configuration(self, where: _Configuration) -> None:
         if not isinstance(where.content, dict):
-            self.inspection.refuse(where.file, "", f"a {type(where.content).__name__}, {UNREADABLE}")
+            self.inspection.refuse(
+                where.file, "", f"a {type(where.content).__name__}, {UNREADABLE}"
+            )
             return
+
         if where.stem in ("train", "inference", "evaluate") and "dataset_dir" in where.content:
             self.inspection.data[where.file] = printable(where.content["dataset_dir"])
         for keys, node in where.nodes:
             if len(self.inspection.refusals) > _REFUSALS:
                 self.inspection.refuse(where.file, _id(keys), "there is more that is refused")
                 return
+
             try:
                 if isinstance(node, dict):
                     for key in node:
                         self._key(key, keys, where.stem)
+
                 if where.stem == "metadata":
                     self._description(node)
-                elif keys[:1] != ("imports",):  # those were read before, or are refused by their key
+                elif keys[:1] != (
+                    "imports",
+                ):  # those were read before, or are refused by their key
                     self._node(where, keys, node)
             except Refused as error:
                 self.inspection.refuse(where.file, _id(keys), error)
@@ -211,40 +249,63 @@ class _Inspector:
             return
         if not isinstance(key, str):
             raise Refused(f"a key of type {type(key).__name__}")
+
         check_visible(key)
         last = re.split("#|::", key)[-1]
         if last.startswith("_") and last.endswith("_") and last not in _SPECIAL:
             raise Refused(f"the key {printable(key)!r}")
-        if key.lstrip("+") != "imports" and re.split("#|::", key.lstrip("+"))[0] == "imports" and not keys:
+        if (
+            key.lstrip("+") != "imports"
+            and re.split("#|::", key.lstrip("+"))[0] == "imports"
+            and not keys
+        ):
             raise Refused("an import outside of the list of imports")
         if last in _SPECIAL and stem == "metadata":
             raise Refused(f"the key {printable(key)!r} in a description")
-        if not _is_free(keys, stem) and not _KEY.fullmatch(key) and not self.key_pattern.fullmatch(key):
+        if (
+            not _is_free(keys, stem)
+            and not _KEY.fullmatch(key)
+            and not self.key_pattern.fullmatch(key)
+        ):
             raise Refused(f"the key {printable(key)!r}, which is no plain name")
 
     def _description(self, node: Plain) -> None:
         if isinstance(node, str):
             check_visible(node)
             if node[:1] in ("$", "@", "%"):
-                raise Refused(f"the text {printable(node, 40)!r} in a description, which would be evaluated")
+                raise Refused(
+                    f"the text {printable(node, 40)!r} in a description, which would be evaluated"
+                )
 
     def _node(self, where: _Configuration, keys: _Keys, node: Plain) -> None:
-        name, stem = keys[-1] if keys else "", where.stem
+        name = keys[-1] if keys else ""
+        stem = where.stem
         if name == "_target_":
             self._target(node)
         elif name == "_mode_" and node != "default":
             raise Refused(f"_mode_ {printable(node, 40)!r}, where only 'default' is")
+
         names_bundles = stem == "federated" and isinstance(node, str) and {*_BUNDLES} & {*keys}
         if names_bundles and not _NAMES.fullmatch(str(node)):
-            raise Refused(f"{printable(node, 40)!r}, where a bundle names others by their names only")
+            raise Refused(
+                f"{printable(node, 40)!r}, where a bundle names others by their names only"
+            )
         if stem == "federated" and name == "partition" and str(node).startswith("file:"):
             raise Refused(f"{printable(node, 40)!r}, a table that only a user names")
+
         value = self._resolved(node)
         is_free = _is_free(keys, stem) or self._is_statement(where, keys)
-        for part in () if is_free else keys:  # every part: `x#reader#0` is one of the argument `reader`
-            read_as_false = part == "pretrained" and node is True and stem == "inference"  # habits.without_fetching
-            if not read_as_false and (why := why_argument_refused(part, value, self._has_url(value))):
+        for part in (
+            () if is_free else keys
+        ):  # every part: `x#reader#0` is one of the argument `reader`
+            read_as_false = (
+                part == "pretrained" and node is True and stem == "inference"
+            )  # habits.without_fetching
+            if not read_as_false and (
+                why := why_argument_refused(part, value, self._has_url(value))
+            ):
                 raise Refused(why)
+
         if isinstance(node, dict):
             self._component(node, stem)
         elif isinstance(node, str):
@@ -256,10 +317,15 @@ class _Inspector:
     def _target(self, node: Plain) -> None:
         if not isinstance(node, str):
             raise Refused(f"a _target_ of type {type(node).__name__}")
-        if node.split(".")[0] in self.own_modules and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII) and "__" not in node:
+        if (
+            node.split(".")[0] in self.own_modules
+            and re.fullmatch(r"\w+(\.\w+)+", node, re.ASCII)
+            and "__" not in node
+        ):
             need_permission("scripts", node, self.policy.allow, self.inspection.allowed)
         else:
             component(replace_removed({"_target_": node})["_target_"])
+
         self.inspection.targets[node] += 1
 
     def _component(self, node: dict[Any, Any], stem: str) -> None:
@@ -270,17 +336,35 @@ class _Inspector:
                 arguments["pretrained"] = False
             if why := why_component_refused(target.rpartition(".")[2], arguments):
                 raise Refused(why)
+
         for key, value in node.items():
-            apart = isinstance(key, str) and key != "_target_" and re.split("#|::", key)[-1] == "_target_"
+            apart = (
+                isinstance(key, str)
+                and key != "_target_"
+                and re.split("#|::", key)[-1] == "_target_"
+            )
             if apart and isinstance(value, str) and value.rpartition(".")[2] in LOADS_WEIGHTS:
-                raise Refused(f"{printable(value)} apart from its 'pretrained: false', which would fetch weights")
+                raise Refused(
+                    f"{printable(value)} apart from its 'pretrained: false', which would fetch weights"
+                )
 
     def _has_url(self, value: Plain) -> bool:
         """Tell whether one of a value's texts is a URL; of what the configurations hold, each part is asked once."""
         key = id(value)
         if key not in self.urls:
-            parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
-            self.urls[key] = "://" in value if isinstance(value, str) else any([self._has_url(one) for one in parts])
+            if isinstance(value, dict):
+                parts: Iterable[Any] = [*value, *value.values()]
+            elif isinstance(value, list):
+                parts = value
+            else:
+                parts = ()
+
+            self.urls[key] = (
+                "://" in value
+                if isinstance(value, str)
+                else any([self._has_url(one) for one in parts])
+            )
+
         return self.urls[key]
 
     def _resolved(self, node: Plain) -> Plain:
@@ -292,12 +376,24 @@ class _Inspector:
         for _ in range(_LINKS):
             if not (isinstance(node, str) and _REFERENCE.fullmatch(node)):
                 break
+
             keys = tuple(re.split("#|::", node[1:]))
-            values = self.distinct(keys) if len(keys) <= self.policy.limits.depth else []
-            if len(values) != 1 or not all(self.is_branch(keys[:end]) for end in range(1, len(keys))):
+            if len(keys) <= self.policy.limits.depth:
+                values = self.distinct(keys)
+            else:
+                values = []
+
+            if len(values) != 1 or not all(
+                self.is_branch(keys[:end]) for end in range(1, len(keys))
+            ):
                 break
+
             node = values[0]
-        return _LITERALS.get(node, node) if isinstance(node, str) else node
+
+        if isinstance(node, str):
+            return _LITERALS.get(node, node)
+
+        return node
 
     def _text(self, where: _Configuration, keys: _Keys, text: str) -> None:
         if text.startswith("$"):
@@ -309,18 +405,30 @@ class _Inspector:
             check_id(text[1:])
         elif text.startswith("%"):
             if not _MACRO.fullmatch(text) or where.stem == "federated":
-                raise Refused(f"the macro {printable(text, 40)!r}, which is not one of an id of this configuration")
+                raise Refused(
+                    f"the macro {printable(text, 40)!r}, which is not one of an id of this configuration"
+                )
             check_id(text[1:])
         elif keys[-1:] != ("_desc_",):
             up = _UPWARDS.match(text) if keys == ("dataset_dir",) else None
             try:
-                check_path(text[up.end() :] if up else text, absolute=keys in (("dataset_dir",), ("bundle_root",)))
-                if where.stem == "federated" and text.startswith("/"):  # it would count as named by the user
+                check_path(
+                    text[up.end() :] if up else text,
+                    absolute=keys in (("dataset_dir",), ("bundle_root",)),
+                )
+                if where.stem == "federated" and text.startswith(
+                    "/"
+                ):  # it would count as named by the user
                     raise Refused("an absolute path")
             except Refused as error:
                 if "absolute" not in str(error) or "paths" not in self.policy.allow:
-                    hint = ", for which the policy has to allow 'paths'" if "absolute" in str(error) else ""
+                    if "absolute" in str(error):
+                        hint = ", for which the policy has to allow 'paths'"
+                    else:
+                        hint = ""
+
                     raise Refused(f"{error} ({printable(text, 40)}){hint}") from error
+
                 self.inspection.allowed["paths", printable(text)] += 1
 
     def _expression(self, where: _Configuration, keys: _Keys, text: str) -> None:
@@ -328,6 +436,7 @@ class _Inspector:
         if self._is_statement(where, keys):
             self.inspection.statements.append(f"{where.file}: {_id(keys)}: {printable(text)}")
             return
+
         uses = Uses()
         self.inspection.expressions += 1
         try:
@@ -342,19 +451,29 @@ class _Inspector:
             )
         except Refused as error:
             raise Refused(f"{error}, in {printable(text)}") from error
+
         self._note(uses)
 
     def _is_statement(self, where: _Configuration, keys: _Keys) -> bool:
         """Tell whether medfl never evaluates this: a list of statements that nothing asks for, or one of them."""
         if not 1 <= len(keys) <= 2 or keys[0] in self.referred or keys[0] in _ASKED:
             return False
+
         held = where.content.get(keys[0], where.content.get(f"+{keys[0]}"))
         if keys[0] in _ENTRIES:
             return len(keys) == 1 or isinstance(held, list)
+
         if id(held) not in self.are_statements:
-            statements = isinstance(held, list) and all(isinstance(text, str) and text.startswith("$") for text in held)
+            statements = isinstance(held, list) and all(
+                isinstance(text, str) and text.startswith("$") for text in held
+            )
             self.are_statements[id(held)] = statements
-        return self.are_statements[id(held)] and where.stem != "federated" and not keys[0].startswith("_")
+
+        return (
+            self.are_statements[id(held)]
+            and where.stem != "federated"
+            and not keys[0].startswith("_")
+        )
 
 
 def _walk(content: Plain, depth: int) -> Iterator[tuple[_Keys, Plain]]:
@@ -368,6 +487,7 @@ def _walk(content: Plain, depth: int) -> Iterator[tuple[_Keys, Plain]]:
         yield keys, node
         if len(keys) > depth:
             continue
+
         if isinstance(node, dict):
             for key, value in reversed(node.items()):
                 name = str(key) if keys else str(key).removeprefix("+")

@@ -51,7 +51,12 @@ class Outbound:
             InputError: they say something that no policy can say.
         """
         if not isinstance(values, dict):
-            raise InputError(f"{where}: outbound is a {type(values).__name__}", "keys and values", "see docs/deploy.md")
+            raise InputError(
+                f"{where}: outbound is a {type(values).__name__}",
+                "keys and values",
+                "see docs/deploy.md",
+            )
+
         check_known(values, [field.name for field in fields(cls)], f"{where}: outbound: key")
         rules = cls(**{name: _value(name, value, where) for name, value in values.items()})
         if rules.epsilon is not None and not rules.has_formal_privacy:
@@ -60,6 +65,7 @@ class Outbound:
                 "a budget is kept by clipping and noise",
                 "add clip and noise, or take epsilon out",
             )
+
         return rules
 
     @property
@@ -87,24 +93,51 @@ class Outbound:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what differs from the default, as the policy file has it."""
-        changed = {name: value for name, value in asdict(self).items() if value != getattr(Outbound(), name)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+        changed = {
+            name: value
+            for name, value in asdict(self).items()
+            if value != getattr(Outbound(), name)
+        }
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in changed.items()
+        }
 
     def lines(self) -> list[str]:
         """Say the rules, a line each."""
-        keys = "everything that the method sends" if self.keys is None else ", ".join(self.keys) or "nothing"
+        if self.keys is None:
+            keys = "everything that the method sends"
+        else:
+            keys = ", ".join(self.keys) or "nothing"
+
         lines = [f"may leave: {printable(keys, 300)}"]
         lines += [] if self.max_bytes is None else [f"a reply has at most {self.max_bytes:,} bytes"]
-        lines += [] if self.clip is None else [f"the change of the weights is clipped to an L2 norm of {self.clip:g}"]
+        lines += (
+            []
+            if self.clip is None
+            else [f"the change of the weights is clipped to an L2 norm of {self.clip:g}"]
+        )
         if self.noise is not None:
-            lines.append(f"Gaussian noise with a standard deviation of {self.noise:g} is added to each number of it")
+            lines.append(
+                f"Gaussian noise with a standard deviation of {self.noise:g} is added to each number of it"
+            )
+
         if not self.has_formal_privacy:
-            lines.append(f"no formal privacy: {'nothing is clipped' if self.clip is None else 'no noise is added'}")
+            lines.append(
+                f"no formal privacy: {'nothing is clipped' if self.clip is None else 'no noise is added'}"
+            )
+
         if self.epsilon is not None:
             lines.append(f"the budget is epsilon {self.epsilon:g} at delta {self.delta:g}")
+
         if self.answers is not None:
-            lines.append(f"at most {self.answers} questions about images kept out of training are answered")
-        lines += [f"of statistics, counts below {self.min_count} are not told"] if self.min_count else []
+            lines.append(
+                f"at most {self.answers} questions about images kept out of training are answered"
+            )
+
+        lines += (
+            [f"of statistics, counts below {self.min_count} are not told"] if self.min_count else []
+        )
         return lines
 
 
@@ -137,8 +170,13 @@ def _value(name: str, value: Any, where: str) -> Any:
     else:
         value = _number(value)
         good = 0 < value < (1 if name == "delta" else math.inf)
+
     if not good:
-        raise InputError(f"{where}: outbound: {name} is {printable(value)}", _ALLOWED[name], "change it in this file")
+        raise InputError(
+            f"{where}: outbound: {name} is {printable(value)}",
+            _ALLOWED[name],
+            "change it in this file",
+        )
     return value
 
 

@@ -94,7 +94,10 @@ class Policy:
     def disagreement(self, run: Run) -> tuple[str, str] | None:
         """Return what of a run is not agreed to, and what is; None where all is."""
         if self.methods and run.method not in self.methods:
-            return f"method {printable(run.method, 60)}", f"{', '.join(self.methods)}, as its policy says"
+            return (
+                f"method {printable(run.method, 60)}",
+                f"{', '.join(self.methods)}, as its policy says",
+            )
         for name, most in self.settings.items():
             if getattr(run, name) > most:
                 return f"{name} {getattr(run, name)}", f"at most {most}, as its policy says"
@@ -103,7 +106,10 @@ class Policy:
     def jobs(self) -> str:
         """Say which jobs are taken."""
         most = [f"at most {count} {name}" for name, count in self.settings.items()]
-        return "; ".join([*([f"methods {', '.join(self.methods)}"] if self.methods else []), *most]) or "any"
+        return (
+            "; ".join([*([f"methods {', '.join(self.methods)}"] if self.methods else []), *most])
+            or "any"
+        )
 
     @classmethod
     def read(cls, path: Path) -> Policy:
@@ -113,36 +119,67 @@ class Policy:
             InputError: it cannot be read, or says something that no policy can say.
         """
         try:
-            document = read_plain(decode_text(read_bytes(path, _MAX_BYTES)), is_json=False, nodes=100_000, depth=4)
+            document = read_plain(
+                decode_text(read_bytes(path, _MAX_BYTES)), is_json=False, nodes=100_000, depth=4
+            )
         except Refused as error:
-            raise InputError(f"policy {path}: {error}", "a policy is plain YAML", "see docs/deploy.md") from error
+            raise InputError(
+                f"policy {path}: {error}", "a policy is plain YAML", "see docs/deploy.md"
+            ) from error
+
         document = {} if document is None else document
         if not isinstance(document, dict):
-            raise InputError(f"policy {path} is a {type(document).__name__}", "keys and values", "see docs/deploy.md")
+            raise InputError(
+                f"policy {path} is a {type(document).__name__}",
+                "keys and values",
+                "see docs/deploy.md",
+            )
+
         check_known(document, _KEYS, f"policy {path}: key")
-        allow, files = _words(document, "allow", path), document.get("files")
+        allow = _words(document, "allow", path)
+        files = document.get("files")
         check_known(allow, PERMISSIONS, f"policy {path}: the permission")
-        methods = tuple(check_name(name, f"policy {path}: method") for name in _words(document, "methods", path))
+        methods = tuple(
+            check_name(name, f"policy {path}: method") for name in _words(document, "methods", path)
+        )
         limits = _numbers(document, "limits", [f.name for f in fields(Limits)], path)
         settings = _numbers(document, "settings", MOST, path)
+
         if files is not None and not (
             isinstance(files, dict)
-            and all(isinstance(p, str) and isinstance(h, str) and _SHA256.fullmatch(h) for p, h in files.items())
+            and all(
+                isinstance(p, str) and isinstance(h, str) and _SHA256.fullmatch(h)
+                for p, h in files.items()
+            )
         ):
             raise InputError(
                 f"policy {path}: files",
                 "paths below the bundle's folder with 64 hexadecimal digits each",
                 "let medfl site inspect --write-policy write it",
             )
+
         bundle = document.get("bundle") or ""
         if bundle:
             check_name(bundle, f"policy {path}: the name of the bundle")
+
         outbound = Outbound.read(document.get("outbound") or {}, f"policy {path}")
-        return cls(bundle, frozenset(allow), Limits(**limits), files, outbound, methods=methods, settings=settings)
+        return cls(
+            bundle,
+            frozenset(allow),
+            Limits(**limits),
+            files,
+            outbound,
+            methods=methods,
+            settings=settings,
+        )
 
     def text(self) -> str:
         """Return the policy as the file's content."""
-        limits = {name: value for name, value in asdict(self.limits).items() if value != getattr(Limits(), name)}
+        limits = {
+            name: value
+            for name, value in asdict(self.limits).items()
+            if value != getattr(Limits(), name)
+        }
         parts: dict[str, Any] = {"bundle": self.bundle, "allow": sorted(self.allow)}
         parts |= {"limits": limits} if limits else {}
         parts |= {"outbound": self.outbound.as_dict()} if self.outbound != Outbound() else {}
@@ -151,7 +188,12 @@ class Policy:
         parts |= {} if self.files is None else {"files": dict(sorted(self.files.items()))}
         comments = "".join(f"# {word}: {PERMISSIONS[word]}\n" for word in sorted(self.allow))
         head = "# What this site has inspected and allows; see docs/deploy.md.\n"
-        return head + comments + yaml.safe_dump(parts, sort_keys=False, width=1000, allow_unicode=False)
+
+        return (
+            head
+            + comments
+            + yaml.safe_dump(parts, sort_keys=False, width=1000, allow_unicode=False)
+        )
 
 
 def _words(document: Mapping[str, Any], key: str, path: Path) -> list[str]:
@@ -162,13 +204,23 @@ def _words(document: Mapping[str, Any], key: str, path: Path) -> list[str]:
     return words
 
 
-def _numbers(document: Mapping[str, Any], key: str, known: Collection[str], path: Path) -> dict[str, int]:
+def _numbers(
+    document: Mapping[str, Any], key: str, known: Collection[str], path: Path
+) -> dict[str, int]:
     """Return names with whole numbers in a policy."""
     numbers = document.get(key) or {}
     if not isinstance(numbers, dict):
-        raise InputError(f"policy {path}: {key}", "names with whole numbers", "write them as NAME: NUMBER")
+        raise InputError(
+            f"policy {path}: {key}", "names with whole numbers", "write them as NAME: NUMBER"
+        )
+
     check_known(numbers, known, f"policy {path}: {key}:")
     for name, value in numbers.items():
         if type(value) is not int or value < 1:
-            raise InputError(f"policy {path}: {key}: {name}", "whole numbers of at least 1", f"write {name}: 1000")
+            raise InputError(
+                f"policy {path}: {key}: {name}",
+                "whole numbers of at least 1",
+                f"write {name}: 1000",
+            )
+
     return numbers

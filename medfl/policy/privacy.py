@@ -46,11 +46,14 @@ def epsilon_of(replies: Mapping[float, int], delta: float) -> float:
         raise InputError(
             "a policy with clip and noise", "dp_accounting computes epsilon", pip_install("privacy")
         ) from error
+
     if not any(replies.values()):
         return 0.0
+
     accountant = rdp.RdpAccountant()
     for multiplier, count in sorted(replies.items()):
         accountant.compose(dp_accounting.GaussianDpEvent(multiplier), count)
+
     return float(accountant.get_epsilon(delta))
 
 
@@ -139,10 +142,12 @@ class Account:
                 after = math.inf if multiplier is None else self.epsilon(multiplier)
                 if after > budget:
                     raise BudgetExceeded(after)
+
             if multiplier is None:
                 self.plain += 1
             else:
                 self.noised[multiplier] += 1
+
             self._write()
 
     def add(self, uncovered: Mapping[str, int]) -> None:
@@ -165,11 +170,19 @@ class Account:
         if self.path is None:
             yield
             return
+
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path.with_name(f".{self.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(
+                self.path.with_name(f".{self.path.name}.lock"),
+                os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
+                0o600,
+            )
         except OSError as error:
-            raise RunError(f"the privacy account {self.path} cannot be locked ({error.strerror})") from error
+            raise RunError(
+                f"the privacy account {self.path} cannot be locked ({error.strerror})"
+            ) from error
+
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.refresh()
@@ -183,7 +196,9 @@ class Account:
 
     def words(self) -> str:
         """Return the account in plain words."""
-        held_out = f"; questions about images kept out of training, answered without noise: {self.answers}"
+        held_out = (
+            f"; questions about images kept out of training, answered without noise: {self.answers}"
+        )
         return self._of_training() + held_out * bool(self.answers)
 
     def _of_training(self) -> str:
@@ -191,9 +206,15 @@ class Account:
         if self.uncovered:
             names = listed([printable(name) for name in sorted(self.uncovered)], _NAMED)
             return f"{count}: no formal privacy, for these left without noise: {names}"
+
         if self.plain:
-            which = "replies" if self.plain == self.replies else f"{self.plain} of the replies"
+            if self.plain == self.replies:
+                which = "replies"
+            else:
+                which = f"{self.plain} of the replies"
+
             return f"{count}: no formal privacy, for {which} left without clipping and noise"
+
         return (
             f"{count}: epsilon {self.epsilon():.3g} at delta {self.delta:g} for all training images of this site "
             "replaced by as many others (the number of images is sent exactly)"
@@ -207,7 +228,9 @@ class Account:
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": self.delta,
             "words": self.words(),
-            "noised": [{"multiplier": z, "replies": count} for z, count in sorted(self.noised.items())],
+            "noised": [
+                {"multiplier": z, "replies": count} for z, count in sorted(self.noised.items())
+            ],
             "plain": self.plain,
             "uncovered": dict(sorted(self.uncovered.items())),
             "answers": self.answers,
@@ -219,10 +242,16 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         document = json_values(path)
         return {
-            "noised": Counter({float(item["multiplier"]): int(item["replies"]) for item in document["noised"]}),
+            "noised": Counter(
+                {float(item["multiplier"]): int(item["replies"]) for item in document["noised"]}
+            ),
             "plain": int(document["plain"]),
-            "uncovered": Counter({str(name): int(times) for name, times in document["uncovered"].items()}),
+            "uncovered": Counter(
+                {str(name): int(times) for name, times in document["uncovered"].items()}
+            ),
             "answers": int(document.get("answers", 0)),
         }
     except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise RunError(f"the privacy account {path} cannot be read ({error}); restore it from a copy") from error
+        raise RunError(
+            f"the privacy account {path} cannot be read ({error}); restore it from a copy"
+        ) from error

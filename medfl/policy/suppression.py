@@ -26,7 +26,9 @@ Entropy = Callable[[int], bytes]
 """Number of bytes -> so many random ones."""
 
 
-def suppress_counts(counts: Mapping[str, int], least: int) -> tuple[dict[str, int | None], int | None]:
+def suppress_counts(
+    counts: Mapping[str, int], least: int
+) -> tuple[dict[str, int | None], int | None]:
     """Return a table's cells as they may be told, None for those that are not, and its total.
 
     Args:
@@ -43,15 +45,19 @@ def suppress_counts(counts: Mapping[str, int], least: int) -> tuple[dict[str, in
 def _hidden(counts: Mapping[str, int], least: int) -> set[str]:
     """Return the cells that are not told (1)."""
     small = {name for name, count in counts.items() if count < least}
-    alone, slack = len(small) * (least - 1), sum(counts[name] for name in small)
+    alone = len(small) * (least - 1)
+    slack = sum(counts[name] for name in small)
     hidden = set(small)
+
     if not small or least - 1 + len(small) - 1 <= slack <= alone - (least - 1):
         return hidden
+
     for name in sorted(counts.keys() - small):  # not by size: that would tell about the sizes
         hidden.add(name)
         slack += counts[name] - least
         if slack > alone:
             break
+
     return hidden
 
 
@@ -65,11 +71,15 @@ def hidden_bins(images: Sequence[int], least: int) -> list[bool]:
     hidden = [count < least for count in images]
     if any(hidden) and not all(hidden):
         first = hidden.index(True)
-        hidden[min((i for i, hide in enumerate(hidden) if not hide), key=lambda i: (abs(i - first), i))] = True
+        hidden[
+            min((i for i, hide in enumerate(hidden) if not hide), key=lambda i: (abs(i - first), i))
+        ] = True
     return hidden
 
 
-def add_noise(counts: Mapping[str, float], epsilon: float, entropy: Entropy = os.urandom) -> dict[str, float]:
+def add_noise(
+    counts: Mapping[str, float], epsilon: float, entropy: Entropy = os.urandom
+) -> dict[str, float]:
     """Return a table's cells with noise of an epsilon above 0; they may be below 0.
 
     The entropy is by default the operating system's, so that nobody can compute the noise.

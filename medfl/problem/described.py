@@ -24,7 +24,12 @@ def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     channels = prediction.get("channel_def") or prediction.get("label_def")
     if channels is None or [*type_errors({"of": channels}, {"of": dict[str, str]})]:
         return ()
-    order = sorted(channels, key=int) if all(map(CHANNEL_INDEX.fullmatch, channels)) else []
+
+    if all(map(CHANNEL_INDEX.fullmatch, channels)):
+        order = sorted(channels, key=int)
+    else:
+        order = []
+
     return tuple(channels[key] for key in order)
 
 

@@ -23,10 +23,16 @@ class OptimizerFactory:
         scheduler: the schedule of another optimiser of the same kind, None where learning rates stay.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, network: nn.Module, scheduler: Any) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, network: nn.Module, scheduler: Any
+    ) -> None:
         """Keep the optimiser over empty tensors, and which parameter each stands for."""
-        empty = {id(p): (nn.Parameter(p.new_empty(0)), name) for name, p in network.named_parameters()}
-        self._template = copy.deepcopy(optimizer, {key: parameter for key, (parameter, _) in empty.items()})
+        empty = {
+            id(p): (nn.Parameter(p.new_empty(0)), name) for name, p in network.named_parameters()
+        }
+        self._template = copy.deepcopy(
+            optimizer, {key: parameter for key, (parameter, _) in empty.items()}
+        )
         self._names = {id(parameter): name for parameter, name in empty.values()}
         self._base = [group["lr"] for group in optimizer.param_groups]
         self.scheduler: Any = None if isinstance(scheduler, ReduceLROnPlateau) else scheduler
@@ -39,7 +45,9 @@ class OptimizerFactory:
             return tuple(rates)
         while len(self._factors) <= epoch:
             self._step()
-        return tuple(rate * factor for rate, factor in zip(rates, self._factors[epoch], strict=True))
+        return tuple(
+            rate * factor for rate, factor in zip(rates, self._factors[epoch], strict=True)
+        )
 
     def _step(self) -> None:
         with warnings.catch_warnings():
@@ -47,7 +55,9 @@ class OptimizerFactory:
             if self._factors:
                 self.scheduler.step()
         now = [group["lr"] for group in self.scheduler.optimizer.param_groups]
-        self._factors.append(tuple(lr / base if base else 1.0 for lr, base in zip(now, self._base, strict=True)))
+        self._factors.append(
+            tuple(lr / base if base else 1.0 for lr, base in zip(now, self._base, strict=True))
+        )
 
     def build(self, network: nn.Module, rates: tuple[float, ...]) -> torch.optim.Optimizer:
         """Build the optimiser of a network with a learning rate for each of its parameter groups.
@@ -56,9 +66,13 @@ class OptimizerFactory:
         """
         parameters = dict(network.named_parameters())
         # a method may have left one out, or put some in
-        named = {key: parameters.pop(name) for key, name in self._names.items() if name in parameters}
+        named = {
+            key: parameters.pop(name) for key, name in self._names.items() if name in parameters
+        }
         optimizer: torch.optim.Optimizer = copy.deepcopy(self._template, named)
         optimizer.param_groups[0]["params"] += parameters.values()
+
         for group, lr in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
+
         return optimizer

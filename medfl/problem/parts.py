@@ -93,28 +93,57 @@ class Parts:
         check_name(self.name, "name of the parts")
         if self.task not in _TASKS:
             raise InputError(f"task {self.task!r}", f"tasks are {', '.join(_TASKS)}", "choose one")
-        if self.task != "other" and (len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)):
-            raise InputError(f"classes={self.classes!r}", "two or more different names", "name the classes in order")
+        if self.task != "other" and (
+            len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)
+        ):
+            raise InputError(
+                f"classes={self.classes!r}",
+                "two or more different names",
+                "name the classes in order",
+            )
+
         object.__setattr__(self, "classes", tuple(self.classes))
-        if taken := [name for name in self.metrics if name in METRICS or name in ("probabilities", "label")]:
-            raise InputError(f"metric {taken[0]!r}", "a name that medfl's metrics do not have", "call it otherwise")
+        if taken := [
+            name for name in self.metrics if name in METRICS or name in ("probabilities", "label")
+        ]:
+            raise InputError(
+                f"metric {taken[0]!r}",
+                "a name that medfl's metrics do not have",
+                "call it otherwise",
+            )
+
         self._check_metric()
         for what in ("loss", "optimizer", "inferer", "network", "prepare_batch", "scheduler"):
-            if not callable(getattr(self, what)) and (what != "scheduler" or self.scheduler is not None):
-                raise InputError(f"{what}={getattr(self, what)!r:.60}", f"{what} can be called", "see medfl.Parts")
+            if not callable(getattr(self, what)) and (
+                what != "scheduler" or self.scheduler is not None
+            ):
+                raise InputError(
+                    f"{what}={getattr(self, what)!r:.60}",
+                    f"{what} can be called",
+                    "see medfl.Parts",
+                )
+
         _GIVEN[self.bundle_name] = self
 
     def _check_metric(self) -> None:
-        own = [f"dice_{name}" for name in self.classes] if self.task == "segmentation" else []
+        if self.task == "segmentation":
+            own = [f"dice_{name}" for name in self.classes]
+        else:
+            own = []
+
         metric_names = [*self.metrics, "loss", *([] if self.task == "other" else METRICS), *own]
         if self.key_metric and self.key_metric not in metric_names:
             advice = did_you_mean(self.key_metric, metric_names, "choose one")
-            raise InputError(f"key_metric={self.key_metric!r}", f"one of {', '.join(metric_names)}", advice)
+            raise InputError(
+                f"key_metric={self.key_metric!r}", f"one of {', '.join(metric_names)}", advice
+            )
 
     @cached_property
     def sections(self) -> PartSections:
         """The data, joined over the sites."""
-        return PartSections(self.data, self.prepare_batch, self.batch_size, self.task == "classification")
+        return PartSections(
+            self.data, self.prepare_batch, self.batch_size, self.task == "classification"
+        )
 
     @cached_property
     def sha256(self) -> str:
@@ -123,8 +152,10 @@ class Parts:
         for one in fields(self):
             if one.name not in ("data", "drawn", "name"):
                 digest.update(f"{one.name}={_stable_text(getattr(self, one.name))}\n".encode())
+
         if isinstance(self.network, nn.Module):
             digest.update(weights_sha256(self.network.state_dict()).encode())
+
         return digest.hexdigest()
 
     @property
@@ -134,9 +165,17 @@ class Parts:
 
     def new_network(self) -> nn.Module:
         """Return a network of its own: a copy of the given one, or one that is made."""
-        model = copy.deepcopy(self.network) if isinstance(self.network, nn.Module) else self.network()
+        if isinstance(self.network, nn.Module):
+            model = copy.deepcopy(self.network)
+        else:
+            model = self.network()
+
         if not isinstance(model, nn.Module):
-            raise InputError(f"network makes a {type(model).__name__}", "it makes a torch.nn.Module", "return one")
+            raise InputError(
+                f"network makes a {type(model).__name__}",
+                "it makes a torch.nn.Module",
+                "return one",
+            )
         return model
 
 
@@ -150,34 +189,54 @@ def _stable_text(value: Any) -> str:
         return f"{_stable_text(value.func)}{_stable_text(list(value.args))}{_stable_text(value.keywords)}"
     if isinstance(value, list | tuple):
         return str([_stable_text(part) for part in value])
+
     if inspect.isroutine(value) or inspect.isclass(value):
         cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
         return f"{_source(value)}{[cell for cell in cells if isinstance(cell, _SIMPLE)]}"
-    return repr(value) if isinstance(value, _SIMPLE) else f"{_source(type(value))}{_plain(value)}"
+
+    if isinstance(value, _SIMPLE):
+        return repr(value)
+
+    return f"{_source(type(value))}{_plain(value)}"
 
 
 def _plain(value: object) -> dict[str, object]:
     """Return the attributes of an object that are numbers and texts."""
     held = getattr(value, "__dict__", {})
-    return {key: one for key, one in held.items() if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"}
+    return {
+        key: one
+        for key, one in held.items()
+        if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"
+    }
 
 
 def _source(value: Any) -> str:
     """Return the source of a function or class that is the user's own, its name where there is none."""
     home = str(getattr(value, "__module__", ""))
-    if home.partition(".")[0] not in ("torch", "monai", "builtins", "functools", "torchvision", "ignite"):
+    if home.partition(".")[0] not in (
+        "torch",
+        "monai",
+        "builtins",
+        "functools",
+        "torchvision",
+        "ignite",
+    ):
         try:
             return inspect.getsource(value)
         except (OSError, TypeError):  # typed at a prompt: its bytecode tells it apart
             if code := getattr(value, "__code__", None):
                 constants = [one for one in code.co_consts if isinstance(one, _SIMPLE)]
                 return f"{code.co_code.hex()}{code.co_names}{constants}"
+
     return f"{home}.{getattr(value, '__qualname__', '')}"
 
 
 def given(bundle: str | Path | Parts) -> str:
     """Return the name by which a bundle, or parts, are opened."""
-    return bundle.bundle_name if isinstance(bundle, Parts) else str(bundle)
+    if isinstance(bundle, Parts):
+        return bundle.bundle_name
+
+    return str(bundle)
 
 
 def is_parts(name: str) -> bool:
@@ -193,6 +252,7 @@ def known(name: str) -> Parts:
             "medfl.Parts with the same network, loss, optimiser and settings, made in this process",
             "make them first, then open or resume the run",
         )
+
     return _GIVEN[name]
 
 
@@ -222,7 +282,10 @@ class PartsProblem(Problem):
     def loss_function(self) -> LossFunction:  # type: ignore[override]
         """The given loss."""
         loss = self.parts.loss
-        return loss.to(self.device) if isinstance(loss, nn.Module) else loss
+        if isinstance(loss, nn.Module):
+            return loss.to(self.device)
+
+        return loss
 
     @cached_property
     def optimizers(self) -> OptimizerFactory:
@@ -236,8 +299,12 @@ class PartsProblem(Problem):
                     "a torch.optim.Optimizer of the parameters that it gets",
                     "give for example functools.partial(torch.optim.SGD, lr=0.1)",
                 )
+
             schedule = self.parts.scheduler
-            scheduler = None if schedule is None else schedule(self.parts.optimizer(network.parameters()))
+            if schedule is None:
+                scheduler = None
+            else:
+                scheduler = schedule(self.parts.optimizer(network.parameters()))
 
         return OptimizerFactory(optimizer, network, scheduler)
 
@@ -261,10 +328,21 @@ class PartsProblem(Problem):
         # one output is the logit of the second of two classes
         output = self.trial.prediction
         classes = self.parts.classes
-        outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
-        if self.parts.task != "other" and outputs != len(classes) and (outputs, len(classes)) != (1, 2):
+        if isinstance(output, Tensor) and output.ndim > 1:
+            outputs = int(output.shape[1])
+        else:
+            outputs = 0
+
+        if (
+            self.parts.task != "other"
+            and outputs != len(classes)
+            and (outputs, len(classes)) != (1, 2)
+        ):
             given = f"a network with {outputs} outputs"
-            raise InputError(given, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs")
+            raise InputError(
+                given, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs"
+            )
+
         return self.parts.task
 
     @cached_property
@@ -278,12 +356,19 @@ class PartsProblem(Problem):
     @property
     def structures(self) -> tuple[str, ...]:  # type: ignore[override]
         """The given names of a mask's values, () for other tasks."""
-        return self.parts.classes if self.parts.task == "segmentation" else ()
+        if self.parts.task == "segmentation":
+            return self.parts.classes
+
+        return ()
 
     @cached_property
     def key_metric(self) -> str:
         """Name of the metric that selects the best round."""
-        return self.parts.key_metric or KEY_METRICS.get(self.parts.task) or next(iter(self.parts.metrics), "loss")
+        return (
+            self.parts.key_metric
+            or KEY_METRICS.get(self.parts.task)
+            or next(iter(self.parts.metrics), "loss")
+        )
 
     @cached_property
     def evaluator(self) -> Evaluator:
@@ -292,8 +377,10 @@ class PartsProblem(Problem):
         if parts.task == "classification":
             sigmoid = isinstance(self.loss_function, nn.BCELoss)
             return OwnClasses(ends_in_sigmoid=sigmoid, metrics=parts.metrics)
+
         if parts.task == "segmentation":
             return OwnMasks(self.loss, parts.classes, parts.inferer, metrics=parts.metrics)
+
         return OwnCases(self.loss, parts.inferer, parts.metrics)
 
 

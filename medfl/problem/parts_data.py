@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,14 +39,24 @@ class PartSections:
     test_error = ""
 
     def __init__(
-        self, data: Mapping[str, Any], prepare_batch: Callable[..., Any], batch_size: int | None, labelled: bool
+        self,
+        data: Mapping[str, Any],
+        prepare_batch: Callable[..., Any],
+        batch_size: int | None,
+        labelled: bool,
     ) -> None:
         """Look at the data sets; no item is read yet."""
         if not isinstance(data, Mapping) or not data:
-            raise InputError(f"data={data!r:.60}", "site -> data sets", "give for example {'north': dataset}")
-        self._prepare_batch, self._batch_size, self._labelled = prepare_batch, batch_size, labelled
+            raise InputError(
+                f"data={data!r:.60}", "site -> data sets", "give for example {'north': dataset}"
+            )
+
+        self._prepare_batch = prepare_batch
+        self._batch_size = batch_size
+        self._labelled = labelled
         self._given = {str(site): _sections(str(site), given) for site, given in data.items()}
         self._opened: dict[str, Section] = {}
+
         for section in SECTIONS[:2]:
             if not any(section in given for given in self._given.values()):
                 allowed = f"one site or more has a {section} set"
@@ -67,11 +77,17 @@ class PartSections:
         for section in SECTIONS:
             for item in self[section].items:
                 digest.update(json.dumps([section, item], sort_keys=True).encode())
+
             source = self[section].source
-            indices = range(len(source.entries)) if source.is_list else {0, len(source.entries) - 1}
+            if source.is_list:
+                indices: Iterable[int] = range(len(source.entries))
+            else:
+                indices = {0, len(source.entries) - 1}
+
             for index in sorted(indices):
                 with stream(0, "checksum", index):
                     _hash(source.entries[index], digest)
+
         return digest.hexdigest()
 
     def __getitem__(self, section: str) -> Section:
@@ -86,28 +102,48 @@ class PartSections:
         datasets = [_dataset(one) for one in of_sites.values()]
         sources = [take_apart(one) for one in datasets]
         source = _joined(datasets, sources)
-        sites = [site for site, one in zip(of_sites, sources, strict=True) for _ in range(len(one.entries))]
-        items: list[Item] = [
-            {**item, "centre": site} for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True)
+        sites = [
+            site
+            for site, one in zip(of_sites, sources, strict=True)
+            for _ in range(len(one.entries))
         ]
+        items: list[Item] = [
+            {**item, "centre": site}
+            for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True)
+        ]
+
         if self._labelled and not all("label" in item for item in items):
-            items = [{**item, "label": label} for item, label in zip(items, _labels(source), strict=True)]
+            items = [
+                {**item, "label": label} for item, label in zip(items, _labels(source), strict=True)
+            ]
+
         loaders = [one for one in of_sites.values() if isinstance(one, DataLoader)]
         return Section(source, items, self._loader(section, loaders), self._prepare_batch)
 
     def _loader(self, section: str, loaders: list[DataLoader[Any]]) -> Any:
         """Return what says how batches are made: the loaders of all sites agree on it."""
-        collates = [getattr(one.collate_fn, "__qualname__", None) or type(one.collate_fn) for one in loaders]
-        if len({(one.batch_size, collate) for one, collate in zip(loaders, collates, strict=True)}) > 1:
+        collates = [
+            getattr(one.collate_fn, "__qualname__", None) or type(one.collate_fn) for one in loaders
+        ]
+        if (
+            len({(one.batch_size, collate) for one, collate in zip(loaders, collates, strict=True)})
+            > 1
+        ):
             problem = f"{section} loaders with different batch sizes or collate_fn"
             raise InputError(problem, "the same at all sites", "make them alike")
+
         first = next(iter(loaders), None)
         size = self._batch_size or getattr(first, "batch_size", None) or _BATCH
-        return SimpleNamespace(batch_size=int(size), **({} if first is None else {"collate_fn": first.collate_fn}))
+        return SimpleNamespace(
+            batch_size=int(size), **({} if first is None else {"collate_fn": first.collate_fn})
+        )
 
 
 def _dataset(given: Any) -> Any:
-    return given.dataset if isinstance(given, DataLoader) else given
+    if isinstance(given, DataLoader):
+        return given.dataset
+
+    return given
 
 
 def _sections(site: str, given: Any) -> dict[str, Any]:
@@ -117,8 +153,12 @@ def _sections(site: str, given: Any) -> dict[str, Any]:
     for name, one in given.items():
         if name not in SECTIONS:
             advice = did_you_mean(str(name), SECTIONS, "choose one")
-            raise InputError(f"data of site {site!r}: {name!r}", f"sections are {', '.join(SECTIONS)}", advice)
+            raise InputError(
+                f"data of site {site!r}: {name!r}", f"sections are {', '.join(SECTIONS)}", advice
+            )
+
         _length(site, one)
+
     return {name: one for name, one in given.items() if len(_dataset(one))}
 
 
@@ -127,29 +167,50 @@ def _length(site: str, given: Any) -> int:
         return len(take_apart(_dataset(given)).entries)
     except TypeError as error:
         allowed = "data sets with __len__ and __getitem__"
-        raise InputError(f"data of site {site!r}: {error}", allowed, "give such a data set") from error
+        raise InputError(
+            f"data of site {site!r}: {error}", allowed, "give such a data set"
+        ) from error
 
 
 def _split(site: str, given: Any) -> dict[str, Any]:
     """Divide a data set 70/10/20 %, items of one group together; the same each time."""
-    count, dataset = _length(site, given), _dataset(given)
+    count = _length(site, given)
+    dataset = _dataset(given)
     items = records(take_apart(dataset), "", [])
     groups_of_items = [item.get("group", item["id"]) for item in items]
     groups = list(dict.fromkeys(groups_of_items))
+
     if len(groups) < 3:
         problem = f"data of site {site!r}: {count} items of {len(groups)} groups, to be split"
-        raise InputError(problem, "three or more", 'give {"train": ..., "validate": ..., "test": ...}')
-    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(derive(0, "split", site))).tolist()
+        raise InputError(
+            problem, "three or more", 'give {"train": ..., "validate": ..., "test": ...}'
+        )
+
+    order = torch.randperm(
+        len(groups), generator=torch.Generator().manual_seed(derive(0, "split", site))
+    ).tolist()
     test, validate = (max(1, round(share * len(groups))) for share in _SHARES)
     names = ["test"] * test + ["validate"] * validate + ["train"] * len(groups)
     home = {groups[index]: name for index, name in zip(order, names, strict=False)}
-    whole = dataset if isinstance(dataset, torch.utils.data.Dataset) else _Listed(dataset)
-    indices_of = {name: [i for i, group in enumerate(groups_of_items) if home[group] == name] for name in SECTIONS}
+
+    if isinstance(dataset, torch.utils.data.Dataset):
+        whole = dataset
+    else:
+        whole = _Listed(dataset)
+
+    indices_of = {
+        name: [i for i, group in enumerate(groups_of_items) if home[group] == name]
+        for name in SECTIONS
+    }
     subsets = {name: Subset(whole, indices) for name, indices in indices_of.items()}
     if not isinstance(given, DataLoader):
         return subsets
+
     size = given.batch_size or 1
-    return {name: DataLoader(subset, size, collate_fn=given.collate_fn) for name, subset in subsets.items()}
+    return {
+        name: DataLoader(subset, size, collate_fn=given.collate_fn)
+        for name, subset in subsets.items()
+    }
 
 
 class _Listed(torch.utils.data.Dataset[Any]):
@@ -167,10 +228,17 @@ class _Listed(torch.utils.data.Dataset[Any]):
 
 def _joined(datasets: list[Any], sources: list[Source]) -> Source:
     """Return the data of all sites as one: a list where all are lists with the same transforms."""
-    if all(one.is_list and one.repeatable and one.transforms == sources[0].transforms for one in sources):
+    if all(
+        one.is_list and one.repeatable and one.transforms == sources[0].transforms
+        for one in sources
+    ):
         return Source([entry for one in sources for entry in one.entries], sources[0].transforms)
     whole = [one if isinstance(one, torch.utils.data.Dataset) else _Listed(one) for one in datasets]
-    return Source(ConcatDataset(whole), (), repeatable=all(one.repeatable and not one.transforms for one in sources))
+    return Source(
+        ConcatDataset(whole),
+        (),
+        repeatable=all(one.repeatable and not one.transforms for one in sources),
+    )
 
 
 def _labels(source: Source) -> Iterator[int]:
@@ -178,8 +246,15 @@ def _labels(source: Source) -> Iterator[int]:
     for index in range(len(source.entries)):
         with stream(0, "labels", index):
             sample = source.entries[index]
+
         is_pair = isinstance(sample, tuple | list) and len(sample) == 2
-        value = sample.get("label") if isinstance(sample, Mapping) else sample[1] if is_pair else None
+        if isinstance(sample, Mapping):
+            value = sample.get("label")
+        elif is_pair:
+            value = sample[1]
+        else:
+            value = None
+
         label = class_index(np.asarray(value) if isinstance(value, Tensor) else value)
         if label is None:
             raise InputError(
@@ -187,6 +262,7 @@ def _labels(source: Source) -> Iterator[int]:
                 "a classification's samples are {'image': ..., 'label': INDEX} or (image, INDEX)",
                 "return such samples, or say task='other'",
             )
+
         yield label
 
 
@@ -199,7 +275,9 @@ def _hash(value: object, digest: hashlib._Hash) -> None:
             _hash(part, digest)
     elif isinstance(value, Tensor | np.ndarray | np.generic):
         array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
-        digest.update(f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(array).tobytes())
+        digest.update(
+            f"{array.dtype}{array.shape}".encode() + np.ascontiguousarray(array).tobytes()
+        )
     elif isinstance(value, str | Path) and Path(value).is_file():
         digest.update(str(Path(value).stat().st_size).encode())
     elif isinstance(value, str | int | float | None):

@@ -24,10 +24,15 @@ class OwnClasses(ClassEvaluator):
 
     metrics: Metrics = field(default_factory=dict)
 
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
         """Return what `ClassEvaluator` does, and one (N,) tensor per metric."""
         cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
-        rows = zip(*(torch.split(cases.values[name], 1) for name in ("probabilities", "label")), strict=True)
+        rows = zip(
+            *(torch.split(cases.values[name], 1) for name in ("probabilities", "label")),
+            strict=True,
+        )
         return _with(cases, self.metrics, rows)
 
 
@@ -38,7 +43,9 @@ class OwnMasks(MaskEvaluator):
     metrics: Metrics = field(default_factory=dict)
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
         """Return what `MaskEvaluator` does, and one (N,) tensor per metric."""
         cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
         return _with(cases, self.metrics, self._outputs(network, shard, device))
@@ -47,12 +54,16 @@ class OwnMasks(MaskEvaluator):
 class OwnCases(CaseEvaluator):
     """Any other task: the loss, and the given metrics."""
 
-    def __init__(self, loss: Callable[[Any, Any], Tensor], inferer: Callable[..., Any], metrics: Metrics) -> None:
+    def __init__(
+        self, loss: Callable[[Any, Any], Tensor], inferer: Callable[..., Any], metrics: Metrics
+    ) -> None:
         super().__init__("loss", loss, inferer)
         self.metrics = metrics
 
     @torch.no_grad()
-    def __call__(self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()) -> Cases:
+    def __call__(
+        self, network: nn.Module, shard: Shard, device: torch.device, *, surface_metrics: Names = ()
+    ) -> Cases:
         """Return one (N,) tensor per metric, and of the loss."""
         cases = super().__call__(network, shard, device, surface_metrics=surface_metrics)
         outputs = self._outputs(network, shard, device)
@@ -63,13 +74,17 @@ def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) ->
     """Return cases with the values of further metrics; RunError that names metric and item if one fails."""
     if not metrics or not len(cases):
         return cases
+
     scores: dict[str, list[float]] = {name: [] for name in metrics}
     for ident, (output, target) in zip(cases.ids, outputs, strict=True):
         for name, metric in metrics.items():
             try:
                 scores[name].append(_number(metric(output, target)))
             except Exception as error:  # whatever a function of the user's raises
-                raise RunError(f"metric {name!r} fails on item {ident!r}: {type(error).__name__}: {error}") from error
+                raise RunError(
+                    f"metric {name!r} fails on item {ident!r}: {type(error).__name__}: {error}"
+                ) from error
+
     values = {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in scores.items()}
     return Cases(cases.ids, {**cases.values, **values})
 

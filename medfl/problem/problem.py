@@ -106,7 +106,9 @@ class Problem:
 
     def _lacks(self, part: str) -> InputError:
         """Return the error of a part that was not given and that nothing here derives."""
-        return InputError(f"problem {self.name!r} has no {part}", f"what is used is given: {part}=...", "give it")
+        return InputError(
+            f"problem {self.name!r} has no {part}", f"what is used is given: {part}=...", "give it"
+        )
 
     def replaced(self, **parts: object) -> Problem:
         """Return this problem with other parts; what was derived before stays."""
@@ -123,7 +125,11 @@ class Problem:
 
     def get(self, key: str) -> Any:
         """Return the object that an id of its configuration stands for; InputError where there is none."""
-        raise InputError(f"configuration id {key!r} of {self.name}", "it has no configuration", "give a bundle instead")
+        raise InputError(
+            f"configuration id {key!r} of {self.name}",
+            "it has no configuration",
+            "give a bundle instead",
+        )
 
     def __contains__(self, key: str) -> bool:
         """Tell whether its configuration has an id."""
@@ -148,7 +154,9 @@ class Problem:
         """What makes optimisers, and the schedule of their learning rates."""
         raise self._lacks("optimizers")
 
-    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
+    def optimizer(
+        self, network: nn.Module, lr: float | None = None, epoch: int = 0
+    ) -> torch.optim.Optimizer:
         """Build the optimiser of a network, with another learning rate if one is given."""
         return self.optimizers.build(network, self.rates(epoch, lr))
 
@@ -209,7 +217,9 @@ class Problem:
 
     def is_drawn(self, folder: str) -> bool:
         """Tell whether the images are drawn ones, as a file beside them says; `folder` is theirs, "" if unknown."""
-        lists = [data for section in SECTIONS if isinstance(data := self.data(section), list | tuple)]
+        lists = [
+            data for section in SECTIONS if isinstance(data := self.data(section), list | tuple)
+        ]
         paths = [path for data in lists for entry in data for path in _paths(entry)]
         return own.cohort_of([Path(folder), *paths] if folder else paths) is not None
 
@@ -237,6 +247,7 @@ class Problem:
                 self.optimizer(network)  # an optimiser that cannot be made shows here too
                 # batch statistics of a single item would be refused in training mode, so it stands twice in the batch
                 prediction = network.train()(moved(x, self.device))
+
                 if is_labelled:
                     self._try_loss(prediction, moved(y, self.device))
             except MedflError:
@@ -257,7 +268,10 @@ class Problem:
     def channels(self) -> int:
         """Channels of its images, 0 where its inputs are no images."""
         x = self.trial.inputs
-        return int(x.shape[1]) if isinstance(x, Tensor) and x.ndim > 3 else 0
+        if isinstance(x, Tensor) and x.ndim > 3:
+            return int(x.shape[1])
+
+        return 0
 
     @cached_property
     def classes(self) -> tuple[str, ...]:
@@ -280,7 +294,9 @@ class Problem:
     def text(self) -> Text:
         """The classes in words, with prompts; InputError where none are described."""
         given = f"language-built classifiers on {self.name}, which describes no class"
-        raise InputError(given, "a bundle with the classes in words (federated.yaml)", "take another method")
+        raise InputError(
+            given, "a bundle with the classes in words (federated.yaml)", "take another method"
+        )
 
     def plm_of(self, plm: str) -> str:
         """Return the name of the language model that made what `embeddings` returns."""
@@ -305,7 +321,9 @@ def _paths(entry: object) -> Iterator[Path]:
                 yield from map(Path, str(part).split(JOINED))
 
 
-def prepared_sections(problem: Problem, *, jobs: int = 1, progress: bool = False) -> dict[str, Prepared]:
+def prepared_sections(
+    problem: Problem, *, jobs: int = 1, progress: bool = False
+) -> dict[str, Prepared]:
     """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
     sections = {
         section: problem.prepared(section, jobs=jobs, progress=progress)

@@ -25,7 +25,10 @@ class Text:
 
     def filled(self) -> list[list[str]]:
         """Return the K x M texts."""
-        return [[prompt.replace("{concept}", concept) for prompt in self.prompts] for concept in self.concepts]
+        return [
+            [prompt.replace("{concept}", concept) for prompt in self.prompts]
+            for concept in self.concepts
+        ]
 
     @property
     def digest(self) -> str:
@@ -51,28 +54,46 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
             f"it has concepts: {{class: phrase}} for {', '.join(classes)}",
             "write them as {class: phrase}, or use a method that needs no text (medfl methods)",
         )
+
     described = [str(name) for name in concepts]
     if described != list(classes):
         missing = [name for name in classes if name not in described]
         extra = [name for name in described if name not in classes]
-        advice = [f"{verb} {', '.join(names)}" for verb, names in (("add", missing), ("drop", extra)) if names]
+        advice = [
+            f"{verb} {', '.join(names)}"
+            for verb, names in (("add", missing), ("drop", extra))
+            if names
+        ]
         raise InputError(
             f"{where}: text concepts are given for {', '.join(described) or 'no class'}",
             f"the bundle's classes are, in label order, {', '.join(classes)}",
             " and ".join(advice) or "bring them into this order",
         )
-    empty = [name for name, phrase in concepts.items() if not isinstance(phrase, str) or not phrase.strip()]
+
+    empty = [
+        name
+        for name, phrase in concepts.items()
+        if not isinstance(phrase, str) or not phrase.strip()
+    ]
     if empty:
         raise InputError(
             f"{where}: the text concept of class {str(empty[0])!r} is {concepts[empty[0]]!r}",
             "every class is put in words",
             "write them, in quotation marks if YAML would read something else",
         )
+
     class_of: dict[str, str] = {}
     for name, phrase in zip(described, concepts.values(), strict=True):
         if (first := class_of.setdefault(phrase, name)) != name:
-            problem = f"{where}: classes {first!r} and {name!r} have the same text concept {phrase!r}"
-            raise InputError(problem, "concepts differ from each other", "put one of the two classes in other words")
+            problem = (
+                f"{where}: classes {first!r} and {name!r} have the same text concept {phrase!r}"
+            )
+            raise InputError(
+                problem,
+                "concepts differ from each other",
+                "put one of the two classes in other words",
+            )
+
     return Text(tuple(class_of), tuple(_prompts(node.get("prompts"), where)))
 
 
@@ -80,21 +101,28 @@ def _prompts(groups: Any, where: str) -> list[str]:
     """Return the prompts of all groups, each with `{concept}`."""
     prompts: list[str] = []
     for group in groups if isinstance(groups, list) and groups else [groups]:
-        frames, nouns = (group.get(key) if isinstance(group, Mapping) else None for key in ("frames", "nouns"))
+        frames, nouns = (
+            group.get(key) if isinstance(group, Mapping) else None for key in ("frames", "nouns")
+        )
         if not _are_texts(frames) or not _are_texts(nouns):
             raise InputError(
                 f"{where}: the key 'text' has among its prompts {_short(group)}",
                 "prompts are a list of groups, each with frames: [...] and nouns: [...]",
                 "write it as frames: ['a photo of {a noun}: {concept}'] and nouns: ['an image']",
             )
+
         bare = [noun for noun in nouns if not noun.partition(" ")[2]]
         if bare:
-            raise InputError(f"{where}: noun {bare[0]!r}", "a noun has its article, as in 'an image'", "add it")
+            raise InputError(
+                f"{where}: noun {bare[0]!r}", "a noun has its article, as in 'an image'", "add it"
+            )
+
         prompts += [
             frame.replace("{a noun}", noun).replace("{noun}", noun.partition(" ")[2])
             for frame in frames
             for noun in nouns
         ]
+
     for prompt in prompts:
         if prompt.count("{concept}") != 1 or set(prompt.replace("{concept}", "")) & set("{}"):
             raise InputError(
@@ -108,11 +136,16 @@ def _prompts(groups: Any, where: str) -> list[str]:
                 "prompts differ from each other",
                 "drop one, or put a frame without a noun into a group with one noun",
             )
+
     return prompts
 
 
 def _are_texts(values: object) -> TypeGuard[list[str]]:
-    return isinstance(values, list) and bool(values) and all(isinstance(value, str) for value in values)
+    return (
+        isinstance(values, list)
+        and bool(values)
+        and all(isinstance(value, str) for value in values)
+    )
 
 
 def _short(value: object) -> str:

@@ -31,7 +31,10 @@ class Section:
     def first(self) -> tuple[Item, Source, bool]:
         """The first item, of those with a label if there are such, the data set from it on, and whether it has one."""
         at = next((i for i, item in enumerate(self.items) if NO_LABEL not in item), 0)
-        source = replace(self.source, entries=self.source.entries[at:]) if at else self.source
+        if at:
+            source = replace(self.source, entries=self.source.entries[at:])
+        else:
+            source = self.source
         return self.items[at], source, NO_LABEL not in self.items[at]
 
     @property
@@ -45,7 +48,9 @@ class Section:
         """Items per batch of the data loader, 1 where it does not say."""
         return int(getattr(self.loader, "batch_size", None) or 1)
 
-    def hiding(self, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int) -> Section:
+    def hiding(
+        self, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int
+    ) -> Section:
         """Return this section, a list, with labels that no transform reads, and absent channels as zero.
 
         Args:
@@ -55,13 +60,18 @@ class Section:
         """
         ids = [str(item["id"]) for item in self.items]
         entries = [
-            {**(drop_label(entry) if ident in hidden else entry), LACKS: tuple(absent.get(ident, ()))}
+            {
+                **(drop_label(entry) if ident in hidden else entry),
+                LACKS: tuple(absent.get(ident, ())),
+            }
             for ident, entry in zip(ids, self.source.entries, strict=True)
         ]
         items = [
-            {**item, NO_LABEL: True} if ident in hidden else item for ident, item in zip(ids, self.items, strict=True)
+            {**item, NO_LABEL: True} if ident in hidden else item
+            for ident, item in zip(ids, self.items, strict=True)
         ]
         source = fill_missing(replace(self.source, entries=entries), channels)
+
         return replace(self, items=items, source=source)
 
 

@@ -78,21 +78,37 @@ def compute(
         InputError: no such class or method, or the network has no suitable convolution.
     """
     if method not in _METHODS:
-        raise InputError(f"method {method!r}", f"methods are {', '.join(_METHODS)}", "choose one of them")
+        raise InputError(
+            f"method {method!r}", f"methods are {', '.join(_METHODS)}", "choose one of them"
+        )
+
     fixed_index = _class_index(target, classes)
-    logits, layer, maps = _Logits(network).eval(), "", []
+    logits = _Logits(network).eval()
+    layer = ""
+    maps = []
+
     for ident, (x, _) in zip(shard.ids, shard.batches(1), strict=True):
         x = x.to(device).float()
         layer = layer or last_convolution(logits, x)
         with torch.no_grad():
             probabilities = logits(x)[0].softmax(0)
+
         best = int(probabilities.argmax())
         index = best if fixed_index is None else fixed_index
-        image, heat = x[0].cpu().numpy(), _map(logits, layer, x, index, method)
+        image = x[0].cpu().numpy()
+        heat = _map(logits, layer, x, index, method)
         names = classes[index], classes[best]
         maps.append(
-            ActivationMap(ident, image, heat, *names, float(probabilities[index]), layer.removeprefix("network."))
+            ActivationMap(
+                ident,
+                image,
+                heat,
+                *names,
+                float(probabilities[index]),
+                layer.removeprefix("network."),
+            )
         )
+
     return maps
 
 
@@ -103,14 +119,20 @@ def last_convolution(network: nn.Module, x: Tensor) -> str:
         InputError: there is none.
     """
     ran: list[tuple[str, Tensor]] = []
-    convolutions = [(n, m) for n, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
-    hooks = [m.register_forward_hook(lambda m, i, y, name=n: ran.append((name, y))) for n, m in convolutions]
+    convolutions = [
+        (n, m) for n, m in network.named_modules() if isinstance(m, nn.Conv2d | nn.Conv3d)
+    ]
+    hooks = [
+        m.register_forward_hook(lambda m, i, y, name=n: ran.append((name, y)))
+        for n, m in convolutions
+    ]
     try:
         with torch.no_grad():
             network(x)
     finally:
         for hook in hooks:
             hook.remove()
+
     large = [name for name, y in ran if min(y.shape[2:]) >= _MIN_SIDE]
     if not large:
         raise InputError(
@@ -118,6 +140,7 @@ def last_convolution(network: nn.Module, x: Tensor) -> str:
             f"a class-activation map needs a convolution whose output has at least {_MIN_SIDE} pixels a side",
             "give larger images (--config image_size=N, where the bundle has it), or a network with fewer strides",
         )
+
     return large[-1]
 
 
@@ -127,27 +150,43 @@ def draw(maps: Sequence[ActivationMap], columns: int = 3) -> Figure:
 
     columns = min(columns, len(maps), _MAX_COLUMNS)
     rows = -(-len(maps) // columns)
-    figure = Figure(figsize=(2 * _PANEL * columns, rows * (_PANEL + _TITLE)), dpi=110, layout="constrained")
+    figure = Figure(
+        figsize=(2 * _PANEL * columns, rows * (_PANEL + _TITLE)), dpi=110, layout="constrained"
+    )
     axes = figure.subplots(rows, 2 * columns, squeeze=False)
+
     for axis in axes.flat:
         axis.set_axis_off()
+
     for number, entry in enumerate(maps):
-        plain, overlay = axes[number // columns, 2 * (number % columns) : 2 * (number % columns) + 2]
+        plain, overlay = axes[
+            number // columns, 2 * (number % columns) : 2 * (number % columns) + 2
+        ]
         image, heat = _slice(entry)
         plain.imshow(image, cmap="gray", vmin=0, vmax=1)
-        plain.set_title(shorten(entry.id.rpartition("/")[2], 24), size=8, color=SOFT, parse_math=False)
+        plain.set_title(
+            shorten(entry.id.rpartition("/")[2], 24), size=8, color=SOFT, parse_math=False
+        )
         overlay.imshow(image, cmap="gray", vmin=0, vmax=1)
         overlay.imshow(heat, cmap="inferno", alpha=0.15 + 0.6 * heat, vmin=0, vmax=1)
         title = f"{entry.target} {entry.probability:.2f}"
         title += "" if entry.target == entry.predicted else f"\npredicted {entry.predicted}"
         overlay.set_title(title, size=8, color=INK, parse_math=False)
+
     return figure
 
 
 def _map(network: nn.Module, layer: str, x: Tensor, index: int, method: str) -> NDArray[np.float32]:
     """Return the map (H, W[, D]) of a class, in 0 to 1."""
-    cam = _METHODS[method](nn_module=network, target_layers=layer, postprocessing=lambda values: values)
-    raw = torch.as_tensor(cam(x=x.detach().requires_grad_(), class_idx=index)).detach()[0, 0].float().nan_to_num()
+    cam = _METHODS[method](
+        nn_module=network, target_layers=layer, postprocessing=lambda values: values
+    )
+    raw = (
+        torch.as_tensor(cam(x=x.detach().requires_grad_(), class_idx=index))
+        .detach()[0, 0]
+        .float()
+        .nan_to_num()
+    )
     largest = raw.max()
     return (raw / largest if largest > 0 else torch.zeros_like(raw)).cpu().numpy()
 
@@ -167,7 +206,10 @@ class _Logits(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.network(x).flatten(1)
-        return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
+        if logits.shape[1] == 1:
+            return torch.cat([torch.zeros_like(logits), logits], 1)
+
+        return logits
 
 
 def _class_index(target: int | str | None, classes: Sequence[str]) -> int | None:
@@ -180,10 +222,13 @@ def _class_index(target: int | str | None, classes: Sequence[str]) -> int | None
 
 def _slice(entry: ActivationMap) -> tuple[NDArray[Any], NDArray[Any]]:
     """Return the image (H, W[, 3]) in 0 to 1 and its map (H, W)."""
-    image, heat = entry.image, entry.map
+    image = entry.image
+    heat = entry.map
     if heat.ndim == 3:
         cut = int(heat.sum((0, 1)).argmax())
-        image, heat = np.rot90(image[..., cut], axes=(1, 2)), np.rot90(heat[..., cut])
+        image = np.rot90(image[..., cut], axes=(1, 2))
+        heat = np.rot90(heat[..., cut])
+
     low, high = np.percentile(image, [0.5, 99.5])
     scaled = np.clip((image - low) / max(high - low, 1e-6), 0, 1)
     return (np.moveaxis(scaled, 0, -1) if len(scaled) == 3 else scaled[0]), heat

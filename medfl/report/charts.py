@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # matplotlib draws with these placeholders, which `_inline` replaces by the page's CSS variables
-_NAMES = ("muted", "rule", "received", "personal", "local", "ink", *(f"tone-{i}" for i in range(10)))
+_NAMES = (
+    "muted",
+    "rule",
+    "received",
+    "personal",
+    "local",
+    "ink",
+    *(f"tone-{i}" for i in range(10)),
+)
 _VARIABLES = {f"#0a0b{i:02d}": name for i, name in enumerate(_NAMES)}
 _COLOUR = {name: colour for colour, name in _VARIABLES.items()}
 
@@ -59,9 +67,12 @@ def lines(
         bounded: the values lie in 0 to 1, and so does the axis.
         chance: the value of guessing, marked by a dotted line.
     """
-    points_of = {name: points for name, values in curves.items() if (points := _finite(rounds, values))}
+    points_of = {
+        name: points for name, values in curves.items() if (points := _finite(rounds, values))
+    }
     if not points_of:
         return None
+
     band = []
     for number, values in zip(rounds, sites, strict=True):
         finite = [value for value in values if value is not None and math.isfinite(value)]
@@ -74,21 +85,33 @@ def lines(
             axes.fill_between(x, low, high, color=_COLOUR[band_of], alpha=0.16, linewidth=0)
         elif band:
             axes.vlines(*band[0], color=_COLOUR[band_of], alpha=0.3, linewidth=6)
+
         for name, points in points_of.items():
             marker = "o" if len(points) <= 12 else ""
-            axes.plot(*zip(*points, strict=True), color=_COLOUR[name], linewidth=1.6, marker=marker, markersize=4)
+            axes.plot(
+                *zip(*points, strict=True),
+                color=_COLOUR[name],
+                linewidth=1.6,
+                marker=marker,
+                markersize=4,
+            )
+
         if bounded:
             axes.set_ylim(0, 1)
+
         if chance is not None:
             axes.axhline(chance, color=_COLOUR["muted"], linewidth=0.8, linestyle=(0, (2, 3)))
 
     return _svg(draw, label)
 
 
-def stacked(label: str, rounds: Sequence[int], parts: Mapping[str, Values], unit: float = 1.0) -> Markup | None:
+def stacked(
+    label: str, rounds: Sequence[int], parts: Mapping[str, Values], unit: float = 1.0
+) -> Markup | None:
     """Draw one stacked bar a round, each part in its colour and divided by `unit`; None if all are zero or absent."""
     if not any(any(values) for values in parts.values()):
         return None
+
     edges = [*(number - 0.5 for number in rounds), rounds[-1] + 0.5]
 
     def draw(axes: Axes) -> None:
@@ -97,6 +120,7 @@ def stacked(label: str, rounds: Sequence[int], parts: Mapping[str, Values], unit
             top = base + np.array([value or 0.0 for value in values]) / unit
             axes.stairs(top, edges, baseline=base, fill=True, color=_COLOUR[name], alpha=0.75)
             base = top
+
         axes.set(xlim=(edges[0], edges[-1]), ylim=(0, float(base.max()) * 1.08))
 
     return _svg(draw, label)
@@ -114,23 +138,42 @@ def roc(
         _square(axes)
         for false, true in others:
             axes.plot(false, true, color=_COLOUR["local"], linewidth=0.8, alpha=0.5)
+
         for name, (false, true) in curves.items():
             axes.plot(false, true, color=_COLOUR[name], linewidth=1.5, alpha=0.9)
+
         if mean is not None:
             axes.plot(*mean, color=_COLOUR["ink"], linewidth=2.4)
 
     return _svg(draw, label, ("false positive rate", "true positive rate"), _SQUARE)
 
 
-def reliability(label: str, confidence: Floats, accuracy: Floats, count: Sequence[int], ends: Floats) -> Markup:
+def reliability(
+    label: str, confidence: Floats, accuracy: Floats, count: Sequence[int], ends: Floats
+) -> Markup:
     """Draw accuracy over confidence of B bins with its intervals (2, B), and bars of the bins' cases."""
 
     def draw(axes: Axes) -> None:
         _square(axes)
         shares = np.asarray(count) / max(1, sum(count))
-        axes.bar(confidence, 0.22 * shares / shares.max(), width=0.022, color=_COLOUR["local"], alpha=0.35, zorder=1)
+        axes.bar(
+            confidence,
+            0.22 * shares / shares.max(),
+            width=0.022,
+            color=_COLOUR["local"],
+            alpha=0.35,
+            zorder=1,
+        )
         axes.vlines(confidence, *ends, color=_COLOUR["received"], alpha=0.45, linewidth=3, zorder=2)
-        axes.plot(confidence, accuracy, "o-", color=_COLOUR["received"], linewidth=1.4, markersize=4, zorder=3)
+        axes.plot(
+            confidence,
+            accuracy,
+            "o-",
+            color=_COLOUR["received"],
+            linewidth=1.4,
+            markersize=4,
+            zorder=3,
+        )
 
     return _svg(draw, label, ("confidence", "share of right predictions"), _SQUARE)
 
@@ -143,7 +186,9 @@ def _square(axes: Axes) -> None:
 
 def _finite(rounds: Sequence[int], values: Values) -> list[tuple[int, float]]:
     pairs = zip(rounds, values, strict=True)
-    return [(number, value) for number, value in pairs if value is not None and math.isfinite(value)]
+    return [
+        (number, value) for number, value in pairs if value is not None and math.isfinite(value)
+    ]
 
 
 def _svg(
@@ -166,13 +211,18 @@ def _svg(
         axes.tick_params(length=0, labelcolor=_COLOUR["muted"])
         axes.grid(axis="y", color=_COLOUR["rule"], linewidth=0.6)
         axes.set_axisbelow(True)
+
         if axis_labels[0] == "round":
-            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+            axes.xaxis.set_major_locator(
+                MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 5, 10])
+            )
+
         axes.set_xlabel(axis_labels[0], color=_COLOUR["muted"])
         axes.set_ylabel(axis_labels[1], color=_COLOUR["muted"])
         file = io.StringIO()
         no_metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=no_metadata)
+
     return _inline(file.getvalue(), label)
 
 
@@ -185,4 +235,5 @@ def _inline(svg: str, label: str) -> Markup:
     used = set(re.findall(r"#([\w.-]+)", svg))
     svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
     svg = re.sub(r"#0a0b\d\d", lambda match: f"var(--{_VARIABLES[match[0]]})", svg)
+
     return Markup(f'<svg {body[1]} role="img" aria-label="{escape(label)}">{svg}')

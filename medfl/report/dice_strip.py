@@ -21,10 +21,16 @@ _WIDTH, _HEIGHT, _DPI = 7.2, 3.6, 150  # inches and dots
 
 def dice_strips(dice: Mapping[str, Sequence[float]]) -> list[Picture]:
     """Draw the Dice of each site's test cases (NaN: none) as points and their median as a line; 20 sites a picture."""
-    by_site = {site: np.sort([value for value in values if not math.isnan(value)]) for site, values in dice.items()}
+    by_site = {
+        site: np.sort([value for value in values if not math.isnan(value)])
+        for site, values in dice.items()
+    }
     by_site = {site: values for site, values in by_site.items() if len(values)}
     low = min((float(values[0]) for values in by_site.values()), default=0.0)
-    blocks = [list(by_site)[start : start + _MAX_SITES] for start in range(0, len(by_site), _MAX_SITES)]
+    blocks = [
+        list(by_site)[start : start + _MAX_SITES] for start in range(0, len(by_site), _MAX_SITES)
+    ]
+
     return [
         _strip({site: by_site[site] for site in block}, low, f"-{n}" if len(blocks) > 1 else "")
         for n, block in enumerate(blocks, 1)
@@ -40,13 +46,30 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
         axes = figure.subplots()
         size = 14 if max(map(len, dice.values())) * len(dice) < 400 else 6
         for x, values in enumerate(dice.values()):
-            sides = _swarm(values, 0.0058 * math.sqrt(size) * (1 - bottom), 0.0032 * math.sqrt(size) * len(dice))
-            axes.scatter(x + sides, values, s=size, color=TINTS["train"], alpha=0.65, linewidths=0, zorder=2)
+            sides = _swarm(
+                values,
+                0.0058 * math.sqrt(size) * (1 - bottom),
+                0.0032 * math.sqrt(size) * len(dice),
+            )
+            axes.scatter(
+                x + sides, values, s=size, color=TINTS["train"], alpha=0.65, linewidths=0, zorder=2
+            )
             middle = float(np.median(values))
             order = 1 if size > 6 else 3
-            axes.plot([x - 0.4, x + 0.4], [middle, middle], color=TINTS["test"], linewidth=2.2, zorder=order)
-            place: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "ha": "center", "va": "bottom"}
+            axes.plot(
+                [x - 0.4, x + 0.4],
+                [middle, middle],
+                color=TINTS["test"],
+                linewidth=2.2,
+                zorder=order,
+            )
+            place: dict[str, Any] = {
+                "transform": axes.get_xaxis_transform(),
+                "ha": "center",
+                "va": "bottom",
+            }
             axes.text(x, 1.01, f"{middle:.2f}", size=8 if len(dice) > 12 else 9, color=INK, **place)
+
         names = [f"{shorten(site, 24)} ({len(values)})" for site, values in dice.items()]
         axes.set_xticks(range(len(names)), names, **(slant(40) if slanted else {}))
         axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(bottom - 0.012, 1.012), ylabel="Dice")
@@ -67,7 +90,8 @@ def _strip(dice: Mapping[str, Floats], low: float, ending: str) -> Picture:
 
 def _swarm(values: Floats, near: float, step: float) -> Floats:
     """Return the sideways shift of each of the sorted values that keeps close ones apart."""
-    offsets, row = np.zeros(len(values)), 0
+    offsets = np.zeros(len(values))
+    row = 0
     for i in range(1, len(values)):
         row = row + 1 if values[i] - values[i - row - 1] < near else 0
         offsets[i] = (row + 1) // 2 * (step if row % 2 else -step)

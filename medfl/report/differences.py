@@ -24,13 +24,16 @@ from medfl.report.formatting import number
 from medfl.report.run_files import RunFiles
 from medfl.storage.run_reader import Predictions
 
-BETTER, WORSE, UNCLEAR = "better", "worse", "no clear difference"
+BETTER = "better"
+WORSE = "worse"
+UNCLEAR = "no clear difference"
 FEW = "too few cases"
 LEAST_OF_CLASS = 5
 """Cases of each class; from fewer there is no interval of a metric that is a mean over classes."""
 _OVER_CLASSES = {"auroc", "balanced_accuracy", "f1_macro"}
 _ROUNDING = 1e-9  # below it an end is zero
-_SITES, _COMPARED = 100, 24
+_SITES = 100
+_COMPARED = 24
 """Of more sites no differences from Local, and from each other, are computed."""
 Rows = NDArray[np.int64]
 
@@ -39,7 +42,10 @@ def word(ends: Interval | None, higher_is_better: bool) -> str:
     """Return better or worse where an interval of a difference excludes zero, else that it is not clear."""
     if ends is None or ends[0] <= _ROUNDING and ends[1] >= -_ROUNDING:
         return UNCLEAR
-    return BETTER if (ends[0] > 0) == higher_is_better else WORSE
+    if (ends[0] > 0) == higher_is_better:
+        return BETTER
+
+    return WORSE
 
 
 @dataclass(frozen=True)
@@ -59,17 +65,25 @@ class Difference:
     word: str
 
     @classmethod
-    def of(cls, ours: Floats, theirs: Floats, cases: int, higher_is_better: bool, enough: bool) -> Difference | None:
+    def of(
+        cls, ours: Floats, theirs: Floats, cases: int, higher_is_better: bool, enough: bool
+    ) -> Difference | None:
         """Return ours - theirs of a metric, each (1 + draws,) with the cases as they are first.
 
         `cases` is the smaller number of cases, `enough` says whether they are enough for an interval.
         """
-        value, drawn = float(ours[0] - theirs[0]), ours[1:] - theirs[1:]
+        value = float(ours[0] - theirs[0])
+        drawn = ours[1:] - theirs[1:]
         if np.isnan(value):
             return None
+
         ends = bootstrap.interval(drawn) if enough else None
-        if ends is not None and ends[1] - ends[0] <= _ROUNDING < abs(value):  # models may well be the same
-            ends, enough = None, False
+        if ends is not None and ends[1] - ends[0] <= _ROUNDING < abs(
+            value
+        ):  # models may well be the same
+            ends = None
+            enough = False
+
         return cls(value, ends, cases, word(ends, higher_is_better) if enough else FEW)
 
 
@@ -80,22 +94,30 @@ def between_models(ours: RunFiles, theirs: RunFiles, site: str | None = None) ->
     """
     if ours.predictions is None or theirs.predictions is None:
         return None
+
     pairs = _pairs(ours.predictions, theirs.predictions, site)
     scored = np.ones(len(pairs[0]), bool)
     for predictions, rows in zip((ours.predictions, theirs.predictions), pairs, strict=True):
         if ours.key in predictions.scores:
             scored &= ~np.isnan(predictions.scores[ours.key][rows])
+
     both = [(ours.predictions, pairs[0][scored]), (theirs.predictions, pairs[1][scored])]
     first, second = (p.label[rows] if len(p.label) else rows[:0] for p, rows in both)
     if not scored.any() or not np.array_equal(first, second):
         return None
+
     draws = _draws(ours, *both[0], "models")
     metric_draws = [_key_metric(ours, predictions, rows, draws) for predictions, rows in both]
     if metric_draws[0] is None or metric_draws[1] is None:
         return None
+
     enough = _are_enough(ours, *both[0])
     return Difference.of(
-        metric_draws[0], metric_draws[1], int(scored.sum()), metrics.higher_is_better(ours.key), enough
+        metric_draws[0],
+        metric_draws[1],
+        int(scored.sum()),
+        metrics.higher_is_better(ours.key),
+        enough,
     )
 
 
@@ -104,19 +126,32 @@ def from_other_sites(run: RunFiles, site: str) -> Difference | None:
     predictions = run.predictions
     if predictions is None:
         return None
+
     of_site = np.array(predictions.sites) == site
-    metric_draws, cases, enough = list[Floats](), list[int](), True
+    metric_draws = list[Floats]()
+    cases = list[int]()
+    enough = True
+
     for name, members in (("site", of_site), ("others", ~of_site)):
         rows = np.flatnonzero(members)
         if run.key in predictions.scores:
             rows = rows[~np.isnan(predictions.scores[run.key][rows])]
-        values = _key_metric(run, predictions, rows, _draws(run, predictions, rows, name)) if len(rows) else None
+
+        if len(rows):
+            values = _key_metric(run, predictions, rows, _draws(run, predictions, rows, name))
+        else:
+            values = None
+
         if values is None:
             return None
+
         metric_draws.append(values)
         cases.append(len(rows))
         enough &= _are_enough(run, predictions, rows)
-    return Difference.of(metric_draws[0], metric_draws[1], min(cases), metrics.higher_is_better(run.key), enough)
+
+    return Difference.of(
+        metric_draws[0], metric_draws[1], min(cases), metrics.higher_is_better(run.key), enough
+    )
 
 
 class Differences:
@@ -131,18 +166,26 @@ class Differences:
     def local(self) -> RunFiles | None:
         """The run of the sites alone, None where there was none."""
         folder = self.run.path / "local"
-        return RunFiles(folder) if self.run.finished and (folder / "run.json").is_file() else None
+        if self.run.finished and (folder / "run.json").is_file():
+            return RunFiles(folder)
+
+        return None
 
     @cached_property
     def against_local(self) -> dict[str, Difference]:
         """Site -> how much higher the key metric is than that of its own Local model."""
-        comparisons = {site: between_models(self.run, self.local, site) for site in self._sites if self.local}
+        comparisons = {
+            site: between_models(self.run, self.local, site) for site in self._sites if self.local
+        }
         return {site: one for site, one in comparisons.items() if one is not None}
 
     @cached_property
     def pooled(self) -> Difference | None:
         """The same on the test cases of all sites together, each by its own site's Local model."""
-        return between_models(self.run, self.local) if self.local else None
+        if self.local:
+            return between_models(self.run, self.local)
+
+        return None
 
     @cached_property
     def against_others(self) -> dict[str, Difference]:
@@ -154,7 +197,9 @@ class Differences:
     def everybody(self) -> str:
         """Return what the model reaches on everybody's test images, beside Local models; "" where this is not known."""
         values = {(kind, what): entry.get(self.run.key) for kind, what, entry in self.run.pooled()}
-        ours, mean, sd = map(values.get, ((self.run.judged, "last"), ("local", "mean"), ("local", "sd")))
+        ours, mean, sd = map(
+            values.get, ((self.run.judged, "last"), ("local", "mean"), ("local", "sd"))
+        )
         if ours is None or mean is None:
             return ""
         local = number(mean) + (f" ± {number(sd)}" if sd is not None else "")
@@ -164,8 +209,13 @@ class Differences:
         """Return in how many sites the model is better than Local, "" where this is not known."""
         if not self.against_local:
             return ""
+
         pooled = self.pooled
-        together = "" if pooled is None else f"; on these {pooled.cases} test cases together: {pooled.word}"
+        if pooled is None:
+            together = ""
+        else:
+            together = f"; on these {pooled.cases} test cases together: {pooled.word}"
+
         sites = counted([one.word for one in self.against_local.values()], "site")
         return f"{sites}, each on its own test cases{together}"
 
@@ -187,6 +237,7 @@ def _pairs(ours: Predictions, theirs: Predictions, site: str | None) -> tuple[Ro
         if ident in places and site in (None, of)
     ]
     first, second = np.array(pairs, np.int64).reshape(-1, 2).T
+
     return first, second
 
 
@@ -199,7 +250,9 @@ def _are_enough(run: RunFiles, predictions: Predictions, rows: Rows) -> bool:
 
 def _draws(run: RunFiles, predictions: Predictions, rows: Rows, name: str) -> Draws:
     """Return how often each draw takes each of these cases; first all of them once."""
-    drawn = bootstrap.draw(predictions.strata[rows], derive(run.seed, "report", "differences", name))
+    drawn = bootstrap.draw(
+        predictions.strata[rows], derive(run.seed, "report", "differences", name)
+    )
     return np.concatenate([np.ones((1, len(rows)), np.int32), drawn])
 
 
@@ -209,7 +262,11 @@ def _key_metric(run: RunFiles, predictions: Predictions, rows: Rows, draws: Draw
         return bootstrap.mean(predictions.scores[run.key][rows], draws)
     if not len(predictions.label):
         return None
+
     label = predictions.label[rows]
     if run.key == "auroc" and predictions.probabilities is not None:
         return bootstrap.mean_area(bootstrap.areas(label, predictions.probabilities[rows], draws))
-    return bootstrap.classified(label, predictions.predicted[rows], len(run.classes), draws).get(run.key)
+
+    return bootstrap.classified(label, predictions.predicted[rows], len(run.classes), draws).get(
+        run.key
+    )

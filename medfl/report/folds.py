@@ -57,7 +57,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     record = read_document(folder / FOLDS, FORM, FORM)
     if not 2 <= record["folds"] == len(record["images"]):
-        raise InputError(f"{folder / FOLDS} is damaged", "as many folds as it lists images of", "restore the file")
+        raise InputError(
+            f"{folder / FOLDS} is damaged",
+            "as many folds as it lists images of",
+            "restore the file",
+        )
     return record
 
 
@@ -84,14 +88,30 @@ class Folds:
         """
         count = int(read_record(path)["folds"])
         folders = {number: fold_folder(path, number) for number in range(1, count + 1)}
-        begun = {n: RunFiles(folder) for n, folder in folders.items() if (folder / "summary.json").is_file()}
-        runs = {number: run for number, run in begun.items() if run.finished and run.predictions is not None}
+        begun = {
+            n: RunFiles(folder)
+            for n, folder in folders.items()
+            if (folder / "summary.json").is_file()
+        }
+        runs = {
+            number: run
+            for number, run in begun.items()
+            if run.finished and run.predictions is not None
+        }
+
         if not runs:
             raise InputError(
-                f"no fold in {path} is finished", "a folder of medfl run --folds", "continue it with --resume"
+                f"no fold in {path} is finished",
+                "a folder of medfl run --folds",
+                "continue it with --resume",
             )
         if len({_form(run) for run in runs.values() if _predictions(run).ids}) > 1:
-            raise InputError(f"the folds in {path} have other classes or metrics", "folds of one run", "run them anew")
+            raise InputError(
+                f"the folds in {path} have other classes or metrics",
+                "folds of one run",
+                "run them anew",
+            )
+
         folds = cls(path, count, runs)
         twice = [ident for ident, times in Counter(folds.ids).items() if times > 1]
         if twice:
@@ -100,6 +120,7 @@ class Folds:
                 "folds that test each case once",
                 "run them anew",
             )
+
         return folds
 
     @property
@@ -125,12 +146,18 @@ class Folds:
     @cached_property
     def structures(self) -> dict[str, dict[str, float | None]]:
         """Structure -> its metrics over all test cases whose reference has it, and their number."""
-        return by_structure(self.pooled, _predictions(self.first).scores, [*self.first.structures], len(self.ids))
+        return by_structure(
+            self.pooled, _predictions(self.first).scores, [*self.first.structures], len(self.ids)
+        )
 
     @property
     def names(self) -> list[str]:
         """The metrics that are shown, the key metric first."""
-        return [name for name in dict.fromkeys([self.first.key, *metrics.METRICS]) if name in self.pooled]
+        return [
+            name
+            for name in dict.fromkeys([self.first.key, *metrics.METRICS])
+            if name in self.pooled
+        ]
 
     def spread(self, name: str) -> metrics.Spread:
         """Return mean and standard deviation of a metric over the folds, and the worst fold."""
@@ -139,12 +166,14 @@ class Folds:
 
     def summary(self) -> dict[str, Any]:
         """Return the content of summary.json."""
-        run, spreads = self.first, {name: self.spread(name) for name in self.names}
+        run = self.first
+        spreads = {name: self.spread(name) for name in self.names}
         classes = {"classes": self.structures} if self.structures else {}
         totals = {
             name: sum(float((one.summary or {}).get(name) or 0) for one in self.runs.values())
             for name in ("bytes_up", "bytes_down", "seconds")
         }
+
         return {
             "method": run.method, "bundle": run.record["bundle"], "seed": run.record.get("seed"),
             "rounds": run.record["rounds"], "folds": self.count,
@@ -166,10 +195,17 @@ class Folds:
         rounds = {number: int(run.record["rounds"]) for number, run in self.runs.items()}
         if len(set(rounds.values())) == 1:
             return (NOTE,)
-        counts = {count: [f"fold-{n}" for n, of in rounds.items() if of == count] for count in rounds.values()}
+
+        counts = {
+            count: [f"fold-{n}" for n, of in rounds.items() if of == count]
+            for count in rounds.values()
+        }
         rounds_text = "; ".join(f"{count} in {', '.join(names)}" for count, names in counts.items())
         again = f"medfl run --resume --out {self.path} --rounds {max(counts)}"
-        return NOTE, f"the folds have different numbers of rounds: {rounds_text}; {again} makes them the same"
+        return (
+            NOTE,
+            f"the folds have different numbers of rounds: {rounds_text}; {again} makes them the same",
+        )
 
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return head and rows of the table of the folds: one row a fold, then mean, sd and pooled."""
@@ -181,26 +217,39 @@ class Folds:
             return [formatting.number(values.get(name)) for name in names]
 
         rows = [
-            [f"fold-{n}", str(sizes[n]["train"]), str(sizes[n]["test"]), *numbers(row)] for n, row in self.rows.items()
+            [f"fold-{n}", str(sizes[n]["train"]), str(sizes[n]["test"]), *numbers(row)]
+            for n, row in self.rows.items()
         ]
         rows += [["mean", "", "", *(formatting.number(one.get("mean")) for one in spreads)]]
         rows += [["sd", "", "", *(formatting.sd(one) if one else "–" for one in spreads)]]
         rows += [["pooled", "", str(len(self.ids)), *numbers(self.pooled)]]
+
         return ["", "train", "test", *(self.first.title(name) for name in names)], rows
 
     def title(self) -> str:
         """Say in one line what was run."""
-        done = f"{self.count} folds" if len(self.runs) == self.count else f"{len(self.runs)} of {self.count} folds"
+        if len(self.runs) == self.count:
+            done = f"{self.count} folds"
+        else:
+            done = f"{len(self.runs)} of {self.count} folds"
         return f"cross-validation of {self.first.record['bundle']} with {self.first.method}: {done}"
 
     def text(self) -> str:
         """Return the table for the terminal; the last line says whether the data are real or phantom."""
         head, rows = self.cells()
-        phantom = "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
+        phantom = (
+            "PHANTOM data: images drawn by a program; these numbers say nothing about patients"
+        )
         lines = [self.title(), "", *tables.text_table(head, rows, terminal.width()), ""]
         lines += structure_lines(self.first, self.structures, "pooled")
-        lines += [line for note in self.notes for line in terminal.hanging_indent("", note, terminal.width())]
-        return "\n".join([*lines, phantom if self.first.phantom else f"real data: {self.first.record['bundle']}"])
+        lines += [
+            line
+            for note in self.notes
+            for line in terminal.hanging_indent("", note, terminal.width())
+        ]
+        return "\n".join(
+            [*lines, phantom if self.first.phantom else f"real data: {self.first.record['bundle']}"]
+        )
 
 
 def write(folder: Path) -> Folds:
@@ -222,21 +271,30 @@ def write(folder: Path) -> Folds:
         links=[f"fold-{number}" for number in cross_validation.runs],
     )  # fmt: skip
     write_atomic(folder / "report.html", page.encode())
+
     return cross_validation
 
 
 def _write_predictions(folds: Folds) -> None:
     """Write the predictions of all folds as one table, with a column that says the fold."""
-    text, writer = io.StringIO(), None
+    text = io.StringIO()
+    writer = None
     for number, run in folds.runs.items():
         with (run.path / "predictions.csv").open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
             if writer is None:
-                writer = csv.DictWriter(text, ["id", "fold", *list(reader.fieldnames or ())[1:]], lineterminator="\n")
+                writer = csv.DictWriter(
+                    text, ["id", "fold", *list(reader.fieldnames or ())[1:]], lineterminator="\n"
+                )
                 writer.writeheader()
+
             if set(reader.fieldnames or ()) - set(writer.fieldnames):
-                raise damaged(run.path / "predictions.csv", "has other columns than those of the other folds")
+                raise damaged(
+                    run.path / "predictions.csv", "has other columns than those of the other folds"
+                )
+
             writer.writerows({**row, "fold": number} for row in reader)
+
     write_atomic(folds.path / "predictions.csv", text.getvalue().encode())
 
 
@@ -256,7 +314,9 @@ def _cases(run: RunFiles) -> Cases:
     values: dict[str, Any] = dict(predictions.scores)
     if predictions.probabilities is not None:
         values = {"probabilities": predictions.probabilities, "label": predictions.label}
-    return Cases(tuple(predictions.ids), {name: torch.as_tensor(column) for name, column in values.items()})
+    return Cases(
+        tuple(predictions.ids), {name: torch.as_tensor(column) for name, column in values.items()}
+    )
 
 
 def _sizes(run: RunFiles) -> dict[str, int]:

@@ -12,7 +12,10 @@ from typing import Any
 
 def number(value: float | None) -> str:
     """Return a metric with three decimals, a dash where there is none."""
-    return "–" if value is None or math.isnan(value) else f"{value:.3f}"
+    if value is None or math.isnan(value):
+        return "–"
+
+    return f"{value:.3f}"
 
 
 def signed(value: float) -> str:
@@ -24,7 +27,10 @@ def interval(ends: tuple[float, float] | None) -> str:
     """Return the ends of an interval, "" where there is none, a dash where all draws are equal."""
     if ends is None:
         return ""
-    return "–" if math.isclose(*ends, rel_tol=1e-9) else f"{number(ends[0])} to {number(ends[1])}"
+    if math.isclose(*ends, rel_tol=1e-9):
+        return "–"
+
+    return f"{number(ends[0])} to {number(ends[1])}"
 
 
 def each(values: Sequence[float]) -> str:
@@ -54,14 +60,21 @@ def duration(value: float) -> str:
     """Return a number of seconds, from two minutes on as minutes or hours."""
     if value < 120:
         return f"{value:.3g} s"
+
     minutes = round(value / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 120:
+        return f"{minutes} min"
+
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def plain(text: str, width: int = 24) -> str:
     """Return a name that is safe for a terminal, cut to a width."""
     text = "".join(character if character.isprintable() else "?" for character in text)
-    return text if len(text) <= width else text[: width - 1] + "…"
+    if len(text) <= width:
+        return text
+
+    return text[: width - 1] + "…"
 
 
 def command(text: str) -> str:
@@ -72,9 +85,13 @@ def command(text: str) -> str:
         words = shlex.split(text)
     except ValueError:
         return text
+
     return shlex.join(re.sub(r"(^|[=:])/(?:[^/]+/)*([^/]+)/?$", r"\1\2", word) for word in words)
 
 
 def setting(value: Any) -> str:
     """Return a setting's value as text."""
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+
+    return json.dumps(value)

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from medfl.data.partition.table import shorten
-from medfl.report.picture import ENTRY, LETTER, WIDTH, Floats, Picture, add_legend, colours, plain_axes, plot, slant
+from medfl.report.picture import (
+    ENTRY,
+    LETTER,
+    WIDTH,
+    Floats,
+    Picture,
+    add_legend,
+    colours,
+    plain_axes,
+    plot,
+    slant,
+)
 from medfl.report.saved_pictures import grid_name
 from medfl.report.style import INK
 
@@ -23,18 +34,30 @@ Labels = np.ndarray[Any, np.dtype[np.int64]]
 
 TOP = 50
 """Eigenvalues that FedMR's Table 7 counts."""
-_MIN_ITEMS, _MIN_ITEMS_OF_CLASS = 30, 10  # test items without which a map or a spectrum would say nothing
+_MIN_ITEMS, _MIN_ITEMS_OF_CLASS = (
+    30,
+    10,
+)  # test items without which a map or a spectrum would say nothing
 
 
 def generated_grid(images: Floats, classes: Sequence[str], round_: int, mark: str = "") -> Picture:
     """Draw images generated after a round, (K * columns, C, H, W) in 0 to 1, class by class, with one row a class."""
-    rows, (count, _, height, width) = len(classes), images.shape
-    columns, gap = count // rows, max(1, width // 16)
-    shades = np.moveaxis(images, 1, 3) if images.shape[1] == 3 else images.mean(1)[..., None].repeat(3, 3)
+    rows = len(classes)
+    (count, _, height, width) = images.shape
+    columns = count // rows
+    gap = max(1, width // 16)
+
+    if images.shape[1] == 3:
+        shades = np.moveaxis(images, 1, 3)
+    else:
+        shades = images.mean(1)[..., None].repeat(3, 3)
+
     mosaic = np.ones((rows * (height + gap) - gap, columns * (width + gap) - gap, 3))
     for index, image in enumerate(shades):
-        top, left = (index // columns) * (height + gap), (index % columns) * (width + gap)
+        top = (index // columns) * (height + gap)
+        left = (index % columns) * (width + gap)
         mosaic[top : top + height, left : left + width] = image.clip(0, 1)
+
     names = [shorten(name, 22) for name in classes]
     wide = WIDTH - 0.25 - LETTER * max(map(len, names))
 
@@ -72,8 +95,15 @@ def text_similarities(means: Floats, classes: Sequence[str]) -> Picture:
         axes.tick_params(length=0)
         axes.spines[:].set_visible(False)
         style: dict[str, Any] = {"ha": "center", "va": "center", "size": min(10, 25 * size)}
+
         for (row, column), value in np.ndenumerate(cosine if size > 0.2 else []):
-            axes.text(column, row, f"{value:.2f}", color="white" if value - low > 0.6 * (1 - low) else INK, **style)
+            axes.text(
+                column,
+                row,
+                f"{value:.2f}",
+                color="white" if value - low > 0.6 * (1 - low) else INK,
+                **style,
+            )
 
     return plot(
         "text-embeddings",
@@ -101,6 +131,7 @@ def feature_scatters(
     both = np.concatenate([real, synthetic]).astype(np.float64)
     if len(real) < _MIN_ITEMS or not np.isfinite(both).all() or np.ptp(real, axis=0).max() < 1e-12:
         return []
+
     from sklearn.decomposition import PCA  # here: it imports for a second
     from sklearn.manifold import TSNE
 
@@ -109,18 +140,41 @@ def feature_scatters(
     reduced = pca.transform(both)
     tsne = TSNE(perplexity=min(30, (len(both) - 1) / 3), init="pca", random_state=seed % 2**32)
     first, second = pca.explained_variance_ratio_[:2]
-    shares = (f"component 1, {first:.0%} of the variance", f"component 2, {second:.0%} of the variance")
-    generated = f" and {len(synthetic)} generated images (triangles)" if len(synthetic) else ""
+    shares = (
+        f"component 1, {first:.0%} of the variance",
+        f"component 2, {second:.0%} of the variance",
+    )
+
+    if len(synthetic):
+        generated = f" and {len(synthetic)} generated images (triangles)"
+    else:
+        generated = ""
+
     what = f"What enters the head of the global model for {len(real)} test items (dots){generated}."
 
-    def cloud(points: Floats, axis_labels: tuple[str, str] = ("", "")) -> Callable[[Figure, Axes], None]:
+    def cloud(
+        points: Floats, axis_labels: tuple[str, str] = ("", "")
+    ) -> Callable[[Figure, Axes], None]:
         def draw(figure: Figure, axes: Axes) -> None:
-            _scatter(axes, points[: len(real)], labels, len(classes), marker="o", s=16, alpha=0.65, linewidths=0)
+            _scatter(
+                axes,
+                points[: len(real)],
+                labels,
+                len(classes),
+                marker="o",
+                s=16,
+                alpha=0.65,
+                linewidths=0,
+            )
             style: dict[str, Any] = {"marker": "^", "s": 34, "edgecolors": INK, "linewidths": 0.7}
             _scatter(axes, points[len(real) :], synthetic_labels, len(classes), **style)
             axes.set(xticks=[], yticks=[], xlabel=axis_labels[0], ylabel=axis_labels[1])
             present = [c for c in range(len(classes)) if c in labels or c in synthetic_labels]
-            add_legend(figure, [(colours(len(classes))[c], classes[c]) for c in present], bool(len(synthetic)))
+            add_legend(
+                figure,
+                [(colours(len(classes))[c], classes[c]) for c in present],
+                bool(len(synthetic)),
+            )
 
         return draw
 
@@ -146,7 +200,9 @@ def _scatter(axes: Axes, points: Floats, labels: Labels, count: int, **style: An
     for label, colour in enumerate(colours(count)):
         of_class = points[labels == label]
         if len(of_class):
-            axes.scatter(of_class[:, 0], of_class[:, 1], color=colour, **{"edgecolors": "none", **style})
+            axes.scatter(
+                of_class[:, 0], of_class[:, 1], color=colour, **{"edgecolors": "none", **style}
+            )
 
 
 def eigenvalues(features: Floats) -> Floats:
@@ -166,7 +222,9 @@ def imbalance(values: Floats) -> float:
     return float(((values - values.mean()) ** 2).sum() / 128)
 
 
-def spectrum(features: Floats, labels: Labels, classes: Sequence[str], round_: int) -> Picture | None:
+def spectrum(
+    features: Floats, labels: Labels, classes: Sequence[str], round_: int
+) -> Picture | None:
     """Draw the largest eigenvalues of each class's feature covariance; classes of fewer than 10 items are left out.
 
     Returns:
@@ -175,20 +233,43 @@ def spectrum(features: Floats, labels: Labels, classes: Sequence[str], round_: i
     counts = np.bincount(labels, minlength=len(classes))
     if counts.max() < _MIN_ITEMS_OF_CLASS or not np.isfinite(features).all():
         return None
-    by_class = {c: eigenvalues(features[labels == c]) for c in range(len(classes)) if counts[c] >= _MIN_ITEMS_OF_CLASS}
+
+    by_class = {
+        c: eigenvalues(features[labels == c])
+        for c in range(len(classes))
+        if counts[c] >= _MIN_ITEMS_OF_CLASS
+    }
     if not any(values.any() for values in by_class.values()):
         return None
+
     from matplotlib.ticker import LogLocator, MaxNLocator
 
     lines = {c: values[values > 1e-6 * max(1.0, values[0])] for c, values in by_class.items()}
-    counts_shown = {len(values) for values in lines.values()}  # a class of n items has n - 1 at most
-    most = f"The {max(counts_shown)}" if len(counts_shown) == 1 else f"Up to {max(counts_shown)} of the"
+    counts_shown = {
+        len(values) for values in lines.values()
+    }  # a class of n items has n - 1 at most
+    if len(counts_shown) == 1:
+        most = f"The {max(counts_shown)}"
+    else:
+        most = f"Up to {max(counts_shown)} of the"
 
     def draw(figure: Figure, axes: Axes) -> None:
         tones = colours(len(classes))
         for c, values in lines.items():
-            axes.semilogy(range(1, len(values) + 1), values, color=tones[c], linewidth=1.5, marker=".", markersize=4)
-        axes.set(xlabel="number of the eigenvalue", ylabel="eigenvalue", xlim=(0, max(map(len, lines.values())) + 1))
+            axes.semilogy(
+                range(1, len(values) + 1),
+                values,
+                color=tones[c],
+                linewidth=1.5,
+                marker=".",
+                markersize=4,
+            )
+
+        axes.set(
+            xlabel="number of the eigenvalue",
+            ylabel="eigenvalue",
+            xlim=(0, max(map(len, lines.values())) + 1),
+        )
         low, high = axes.get_ylim()
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -196,8 +277,12 @@ def spectrum(features: Floats, labels: Labels, classes: Sequence[str], round_: i
         axes.minorticks_off()
         plain_axes(axes)
         texts = {c: f": {imbalance(values):.3g} ({counts[c]})" for c, values in by_class.items()}
-        entries = [(tones[c], shorten(classes[c], ENTRY - len(texts[c])) + texts[c]) for c in by_class]
-        add_legend(figure, entries, title="variance of the eigenvalues as in FedMR's Table 7 (items)")
+        entries = [
+            (tones[c], shorten(classes[c], ENTRY - len(texts[c])) + texts[c]) for c in by_class
+        ]
+        add_legend(
+            figure, entries, title="variance of the eigenvalues as in FedMR's Table 7 (items)"
+        )
 
     return plot(
         "spectrum",
@@ -216,12 +301,19 @@ def prototype_distances(values: Mapping[str, Sequence[tuple[int, float]]]) -> Pi
     curves = {name: pairs for name, pairs in values.items() if len(pairs) > 1}
     if not curves:
         return None
+
     from matplotlib.ticker import MaxNLocator
 
     def draw(figure: Figure, axes: Axes) -> None:
         tones = colours(len(curves))
         for colour, pairs in zip(tones, curves.values(), strict=True):
-            axes.plot(*zip(*pairs, strict=True), color=colour, linewidth=1.6, marker="o" if len(pairs) <= 12 else "")
+            axes.plot(
+                *zip(*pairs, strict=True),
+                color=colour,
+                linewidth=1.6,
+                marker="o" if len(pairs) <= 12 else "",
+            )
+
         axes.set(xlabel="round", ylabel="distance", ylim=(0, None))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         plain_axes(axes)

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MISSED, ADDED, CONFUSED = "#56b4e9", "#d55e00", "#f0e442"  # of Okabe and Ito's palette, as are the first structures
+MISSED, ADDED, CONFUSED = (
+    "#56b4e9",
+    "#d55e00",
+    "#f0e442",
+)  # of Okabe and Ito's palette, as are the first structures
 _STRUCTURES = ("#009e73", "#e69f00", "#cc79a7")
 _WIDTH, _DPI = 7.2, 150  # inches and dots
 _EDGE, _GAP, _TALLEST = 0.1, 0.06, 1.25  # inches; height of a panel for a width of 1
@@ -58,11 +62,18 @@ def ranked(dice: Mapping[str, float]) -> dict[str, str]:
 
     Of an even number of cases the better of the two in the middle is the median; equal cases are ordered by id.
     """
-    order = sorted((ident for ident, value in dice.items() if not math.isnan(value)), key=lambda i: (-dice[i], i))
+    order = sorted(
+        (ident for ident, value in dice.items() if not math.isnan(value)),
+        key=lambda i: (-dice[i], i),
+    )
     if len(order) == 1:
         return {order[0]: "only"}
+
     ends = {order[0]: "best", order[-1]: "worst"} if order else {}
-    return {order[0]: "best", order[(len(order) - 1) // 2]: "median", order[-1]: "worst"} if order[2:] else ends
+    if order[2:]:
+        return {order[0]: "best", order[(len(order) - 1) // 2]: "median", order[-1]: "worst"}
+
+    return ends
 
 
 def mask_overlays(
@@ -73,24 +84,39 @@ def mask_overlays(
     `structures` are the foreground classes, `median` is the Dice of all the site's test cases, kept as the picture's
     mark.
     """
-    rows = [(case, planes(case.image, case.reference, case.prediction, case.geometry)) for case in examples]
-    label = 0.18 if any(plane.name for _, cut in rows for plane in cut) else 0.0  # inches of the planes' names
+    rows = [
+        (case, planes(case.image, case.reference, case.prediction, case.geometry))
+        for case in examples
+    ]
+    label = (
+        0.18 if any(plane.name for _, cut in rows for plane in cut) else 0.0
+    )  # inches of the planes' names
     panel = (_WIDTH - 2 * _EDGE - 3 * _GAP - label) / 4
     scales = [_scale(cut, panel) for _, cut in rows]
-    heights = [_CASE + sum(p.size[0] / scale + _GAP for p in cut) for (_, cut), scale in zip(rows, scales, strict=True)]
+    heights = [
+        _CASE + sum(p.size[0] / scale + _GAP for p in cut)
+        for (_, cut), scale in zip(rows, scales, strict=True)
+    ]
     tall = _TITLE + sum(heights) + _LEGEND
     title = f"{shorten(site, 50)}: {_TITLES[len(examples)]}"
     confused = len(structures) > 1
 
     def fill(figure: Figure) -> None:
-        figure.text(0.5, 1 - 0.16 / tall, title, size=11, weight="bold", color=INK, ha="center", va="top")
+        figure.text(
+            0.5, 1 - 0.16 / tall, title, size=11, weight="bold", color=INK, ha="center", va="top"
+        )
         top = tall - _TITLE
         for (example, cut), scale, height in zip(rows, scales, heights, strict=True):
             _case(figure, example, cut, structures, panel, scale, top)
             top -= height
+
         _legend(figure, structures, confused)
 
-    volumes = "Volumes are cut through the middle of the reference. " if examples[0].reference.ndim == 3 else ""
+    if examples[0].reference.ndim == 3:
+        volumes = "Volumes are cut through the middle of the reference. "
+    else:
+        volumes = ""
+
     return render(
         name,
         title,
@@ -133,6 +159,7 @@ def _case(
     write(_EDGE + 0.75, top - 0.12, _score_line(example, structures), size=9, color=INK, va="top")
     for column, left in zip(_COLUMNS, lefts, strict=True):
         write(left + panel / 2, top - _CASE + 0.06, column, size=8.5, color=SOFT, ha="center")
+
     palette = _palette(len(structures))
     top -= _CASE
     for plane in cut:
@@ -140,13 +167,21 @@ def _case(
         if plane.name:
             upright = {"rotation": 90, "ha": "center", "va": "center"}
             write(_EDGE + 0.06, top - height / 2, plane.name, size=8.5, color=SOFT, **upright)
+
         for column, left in zip(_COLUMNS, lefts, strict=True):
-            place = ((left + (panel - width) / 2) / wide, (top - height) / tall, width / wide, height / tall)
+            place = (
+                (left + (panel - width) / 2) / wide,
+                (top - height) / tall,
+                width / wide,
+                height / tall,
+            )
             axes = figure.add_axes(place)
             axes.set_axis_off()
             _panel(axes, column, plane, palette)
+
             if column == "image":
                 _marks(axes, plane, unit(example.geometry) if plane.name else "")
+
         top -= height + _GAP
 
 
@@ -156,8 +191,10 @@ def _score_line(example: Example, structures: Sequence[str]) -> str:
     if 1 < len(each) == len(structures) <= 3:
         named = zip(structures, map(number, each), strict=True)
         parts[-1] += f" ({', '.join(f'{shorten(name, 14)} {value}' for name, value in named)})"
+
     if "hd95" in example.scores:
         parts.append(f"HD95 {example.scores['hd95']:.3g} {unit(example.geometry)}")
+
     return "   ".join(parts)
 
 
@@ -166,20 +203,32 @@ def _panel(axes: Axes, column: str, plane: Plane, palette: Sequence[Any]) -> Non
     place: dict[str, Any] = {"extent": (0, width, height, 0), "aspect": "auto"}
     if column != "error":
         axes.imshow(plane.image, cmap="gray", vmin=0, vmax=1, interpolation="bilinear", **place)
+
     if column in ("reference", "prediction"):
         mask = plane.reference if column == "reference" else plane.prediction
         for index, colour in enumerate(palette, 1):
             _shade(axes, mask == index, colour, _FILL, place)
             _outline(axes, mask == index, colour, 1.1)
+
     if column == "error":
         grey = plane.image if plane.image.ndim == 2 else plane.image.mean(2)
-        axes.imshow(0.12 + 0.5 * grey, cmap="gray", vmin=0, vmax=1, interpolation="bilinear", **place)
-        true, predicted = plane.reference, plane.prediction
+        axes.imshow(
+            0.12 + 0.5 * grey, cmap="gray", vmin=0, vmax=1, interpolation="bilinear", **place
+        )
+        true = plane.reference
+        predicted = plane.prediction
         wrong = true != predicted
+
         for index in range(1, len(palette) + 1):
             _outline(axes, true == index, "white", 0.8)
-        for where, colour in ((predicted == 0, MISSED), (true == 0, ADDED), ((predicted > 0) & (true > 0), CONFUSED)):
+
+        for where, colour in (
+            (predicted == 0, MISSED),
+            (true == 0, ADDED),
+            ((predicted > 0) & (true > 0), CONFUSED),
+        ):
             _shade(axes, wrong & where, colour, 0.95, {**place, "zorder": 3})  # above the outline
+
     axes.set(xlim=(0, width), ylim=(height, 0))
 
 
@@ -187,7 +236,9 @@ def _shade(axes: Axes, mask: Array, colour: Any, alpha: float, place: Mapping[st
     if mask.any():
         from matplotlib.colors import to_rgba
 
-        axes.imshow(np.where(mask[..., None], to_rgba(colour, alpha), 0.0), interpolation="nearest", **place)
+        axes.imshow(
+            np.where(mask[..., None], to_rgba(colour, alpha), 0.0), interpolation="nearest", **place
+        )
 
 
 def _outline(axes: Axes, mask: Array, colour: Any, width: float) -> None:
@@ -199,26 +250,58 @@ def _outline(axes: Axes, mask: Array, colour: Any, width: float) -> None:
     upright = np.stack([x, y, x, y + 1], 1)
     y, x = np.nonzero(np.diff(padded, axis=0)[:, 1:-1])
     edges = np.concatenate([upright, np.stack([x, y, x + 1, y], 1)]).reshape(-1, 2, 2)
-    axes.add_collection(LineCollection(list(edges), colors=[colour], linewidths=width, capstyle="round", snap=False))
+    axes.add_collection(
+        LineCollection(list(edges), colors=[colour], linewidths=width, capstyle="round", snap=False)
+    )
 
 
 def _marks(axes: Axes, plane: Plane, length: str) -> None:
     """Write the letter of the side on the left, and draw a scale bar in millimetres."""
     from matplotlib import patheffects
 
-    halo: dict[str, Any] = {"path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]}
+    halo: dict[str, Any] = {
+        "path_effects": [patheffects.withStroke(linewidth=1.6, foreground="black")]
+    }
     if plane.left:
-        axes.text(0.03, 0.5, plane.left, transform=axes.transAxes, size=8, color="white", va="center", **halo)
+        axes.text(
+            0.03,
+            0.5,
+            plane.left,
+            transform=axes.transAxes,
+            size=8,
+            color="white",
+            va="center",
+            **halo,
+        )
+
     if length == "mm":
-        bar = max(step for step in (1, 2, 5, 10, 20, 50, 100) if step <= max(1.0, 0.4 * plane.size[1]))
+        bar = max(
+            step for step in (1, 2, 5, 10, 20, 50, 100) if step <= max(1.0, 0.4 * plane.size[1])
+        )
         share = bar / plane.size[1]
-        axes.plot([0.97 - share, 0.97], [0.04, 0.04], transform=axes.transAxes, color="white", linewidth=1.6, **halo)
-        place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "right"}
-        axes.annotate(f"{bar} mm", (0.97, 0.04), (0, 3), size=7, color="white", va="bottom", **place, **halo)
+        axes.plot(
+            [0.97 - share, 0.97],
+            [0.04, 0.04],
+            transform=axes.transAxes,
+            color="white",
+            linewidth=1.6,
+            **halo,
+        )
+        place: dict[str, Any] = {
+            "xycoords": "axes fraction",
+            "textcoords": "offset points",
+            "ha": "right",
+        }
+        axes.annotate(
+            f"{bar} mm", (0.97, 0.04), (0, 3), size=7, color="white", va="bottom", **place, **halo
+        )
 
 
 def _palette(count: int) -> list[Any]:
-    return list(_STRUCTURES[:count]) if count <= len(_STRUCTURES) else colours(count)
+    if count <= len(_STRUCTURES):
+        return list(_STRUCTURES[:count])
+
+    return colours(count)
 
 
 def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
@@ -229,8 +312,15 @@ def _legend(figure: Figure, structures: Sequence[str], confused: bool) -> None:
         Patch(facecolor=(*to_rgb(colour), _FILL), edgecolor=colour, label=shorten(name, 28))
         for colour, name in zip(_palette(len(structures)), structures, strict=True)
     ]
-    errors = [("missed", MISSED), ("added", ADDED), *([("other structure", CONFUSED)] if confused else [])]
-    shapes += [Patch(facecolor=colour, edgecolor=SOFT, linewidth=0.5, label=text) for text, colour in errors]
+    errors = [
+        ("missed", MISSED),
+        ("added", ADDED),
+        *([("other structure", CONFUSED)] if confused else []),
+    ]
+    shapes += [
+        Patch(facecolor=colour, edgecolor=SOFT, linewidth=0.5, label=text)
+        for text, colour in errors
+    ]
     figure.legend(
         handles=shapes, loc="lower center", ncols=min(len(shapes), 6), frameon=False, fontsize=9, labelcolor=INK,
         handlelength=1.2, columnspacing=1.5,

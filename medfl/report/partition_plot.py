@@ -52,12 +52,18 @@ class _Layout:
     def wrapped(self) -> list[str]:
         """The class names, wrapped to the width of a column."""
         letters = max(1, int(self.step_x / LETTER))
-        return [textwrap.fill(name, letters, break_long_words=False, break_on_hyphens=False) for name in self.classes]
+        return [
+            textwrap.fill(name, letters, break_long_words=False, break_on_hyphens=False)
+            for name in self.classes
+        ]
 
     @property
     def slanted(self) -> bool:
         lines = [name.split("\n") for name in self.wrapped]
-        return max(map(len, lines)) > 3 or max(len(line) for name in lines for line in name) * LETTER > self.step_x
+        return (
+            max(map(len, lines)) > 3
+            or max(len(line) for name in lines for line in name) * LETTER > self.step_x
+        )
 
     @property
     def head(self) -> float:
@@ -75,21 +81,28 @@ class _Layout:
 
     @property
     def size(self) -> tuple[float, float]:
-        return self.left + self.body[0] + 1.8 + 0.75 * len(self.shown), self.body[1] + self.head + 2.3
+        return self.left + self.body[0] + 1.8 + 0.75 * len(self.shown), self.body[
+            1
+        ] + self.head + 2.3
 
     def box(self, figure: Figure, x: float, y: float, width: float, height: float) -> Axes:
         """Add bare axes; `x` and `y` are measured from the lower left corner of the bubbles."""
         whole_x, whole_y = self.size
-        axes = figure.add_axes(((self.left + x) / whole_x, (0.85 + y) / whole_y, width / whole_x, height / whole_y))
+        axes = figure.add_axes(
+            ((self.left + x) / whole_x, (0.85 + y) / whole_y, width / whole_x, height / whole_y)
+        )
         axes.patch.set_alpha(0)
         axes.tick_params(length=0, labelcolor=INK)
         axes.spines[:].set_visible(False)
         axes.set_xticks([])
         axes.set_yticks([])
+
         return axes
 
 
-def plot(partition: Partition, sections: Sections, classes: Sequence[str] | None, path: str | Path) -> None:
+def plot(
+    partition: Partition, sections: Sections, classes: Sequence[str] | None, path: str | Path
+) -> None:
     """Draw a disc for each site and class, its area in proportion to the training images, and totals at the margins.
 
     The ending of `path` (png, svg, pdf) decides the file format. Without classes one column holds all images.
@@ -98,7 +111,11 @@ def plot(partition: Partition, sections: Sections, classes: Sequence[str] | None
     from matplotlib.figure import Figure
 
     sites = partition.sites
-    counts = partition.counts(sections, len(classes)) if classes else {s: [len(h["train"])] for s, h in sites.items()}
+    if classes:
+        counts = partition.counts(sections, len(classes))
+    else:
+        counts = {s: [len(h["train"])] for s, h in sites.items()}
+
     shown = shown_sections(partition)
     names = tuple(shorten(name, 36) for name in classes or ["all images"])
     layout = _Layout(tuple(shorten(site, 28) for site in sites), names, shown)
@@ -106,17 +123,29 @@ def plot(partition: Partition, sections: Sections, classes: Sequence[str] | None
     width, height = layout.body
     bands = layout.box(figure, 0, 0, width + 1.6 + 0.75 * len(shown), height)
     bands.set_ylim(len(sites), 0)
+
     for row in range(0, len(sites), 2):
         bands.axhspan(row, row + 1, color=BAND, linewidth=0)
+
     matrix = [counts[site] for site in sites]
     _draw_discs(layout, layout.box(figure, 0, 0, width, height), matrix)
     _draw_classes(layout.box(figure, 0, height + layout.head, width, 0.75), matrix)
     sizes = [[len(parts[name]) for name in shown] for parts in sites.values()]
     _draw_sizes(layout, layout.box(figure, width + 0.2, 0, 1.3, height), sizes)
     _draw_numbers(layout, layout.box(figure, width + 1.6, 0, 0.75 * len(shown), height), sizes)
-    _draw_scale(layout, layout.box(figure, 0, -0.85, layout.size[0] - layout.left, 0.75), max(map(max, matrix)))
-    x, top = 0.2 / layout.size[0], 1 - 0.15 / layout.size[1]
-    title = "Training images of each class at each site" if classes else "Training images at each site"
+    _draw_scale(
+        layout,
+        layout.box(figure, 0, -0.85, layout.size[0] - layout.left, 0.75),
+        max(map(max, matrix)),
+    )
+    x = 0.2 / layout.size[0]
+    top = 1 - 0.15 / layout.size[1]
+
+    if classes:
+        title = "Training images of each class at each site"
+    else:
+        title = "Training images at each site"
+
     figure.text(x, top, title, size=13, weight="bold", color=INK, va="top")
     text = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {len(sites)} sites, "
     text += f"{sum(map(sum, matrix)):,} training images"
@@ -130,22 +159,44 @@ def _draw_discs(layout: _Layout, axes: Axes, matrix: Sequence[Sequence[int]]) ->
     diameters = [_diameter(layout, count, largest) for _, _, count in cells]
     axes.set(xlim=(-0.5, len(layout.classes) - 0.5), ylim=(len(matrix) - 0.5, -0.5))
     centres = [x for x, _, _ in cells], [y for _, y, _ in cells]
-    axes.scatter(*centres, s=[d**2 for d in diameters], color=TINTS["train"], alpha=0.85, linewidths=0, clip_on=False)
+    axes.scatter(
+        *centres,
+        s=[d**2 for d in diameters],
+        color=TINTS["train"],
+        alpha=0.85,
+        linewidths=0,
+        clip_on=False,
+    )
     axes.set_yticks(range(len(matrix)), layout.sites, size=layout.font)
     axes.xaxis.tick_top()
-    slant: dict[str, Any] = {"rotation": 40, "ha": "left", "rotation_mode": "anchor"} if layout.slanted else {}
-    axes.set_xticks(range(len(layout.classes)), layout.classes if slant else layout.wrapped, size=9.5, **slant)
+    slant: dict[str, Any] = (
+        {"rotation": 40, "ha": "left", "rotation_mode": "anchor"} if layout.slanted else {}
+    )
+    axes.set_xticks(
+        range(len(layout.classes)), layout.classes if slant else layout.wrapped, size=9.5, **slant
+    )
+
     if len(matrix) > 25 and layout.head < 0.4:
         axes.tick_params(labelbottom=True)
+
     if layout.step_y < 0.3 or layout.step_x < 0.6:  # no space for a number at every disc
         return
+
     for (x, y, count), diameter in zip(cells, diameters, strict=True):
         text = f"{count:,}"
         if diameter > 4.6 * len(text) + 3:
             axes.text(x, y, text, size=7.5, color="white", ha="center", va="center_baseline")
         else:
             shift = (diameter / 2 + 2, 0)
-            axes.annotate(text, (x, y), shift, textcoords="offset points", size=7.5, color=SOFT, va="center_baseline")
+            axes.annotate(
+                text,
+                (x, y),
+                shift,
+                textcoords="offset points",
+                size=7.5,
+                color=SOFT,
+                va="center_baseline",
+            )
 
 
 def _draw_classes(axes: Axes, matrix: Sequence[Sequence[int]]) -> None:
@@ -154,7 +205,15 @@ def _draw_classes(axes: Axes, matrix: Sequence[Sequence[int]]) -> None:
     axes.bar(range(len(totals)), totals, width=0.55, color=TINTS["train"])
     axes.set(xlim=(-0.5, len(totals) - 0.5), ylim=(0, max(totals) * 1.25))
     for x, total in enumerate(totals):
-        axes.annotate(f"{total:,}", (x, total), (0, 2), textcoords="offset points", size=8.5, color=INK, ha="center")
+        axes.annotate(
+            f"{total:,}",
+            (x, total),
+            (0, 2),
+            textcoords="offset points",
+            size=8.5,
+            color=INK,
+            ha="center",
+        )
 
 
 def _draw_sizes(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> None:
@@ -170,15 +229,30 @@ def _draw_sizes(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> 
 def _draw_numbers(layout: _Layout, axes: Axes, sizes: Sequence[Sequence[int]]) -> None:
     """Write the section sizes of each site below the section's colour, name and total."""
     axes.set(xlim=(0, len(layout.shown)), ylim=(len(sizes) - 0.5, -0.5))
-    style: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "ha": "right"}
+    style: dict[str, Any] = {
+        "xycoords": ("data", "axes fraction"),
+        "textcoords": "offset points",
+        "ha": "right",
+    }
     for k, name in enumerate(layout.shown):
         total = f"{sum(row[k] for row in sizes):,}"
         axes.annotate(total, (k + 0.9, 1), (0, 6), size=8.5, weight="bold", color=INK, **style)
         patch = {"facecolor": TINTS[name], "linewidth": 0, "boxstyle": "round,pad=0.25"}
         color = "white" if name == "train" else INK
-        axes.annotate(TITLES[name], (k + 0.9, 1), (0, 22), size=8.5, color=color, bbox=patch, **style)
+        axes.annotate(
+            TITLES[name], (k + 0.9, 1), (0, 22), size=8.5, color=color, bbox=patch, **style
+        )
+
         for y, row in enumerate(sizes):
-            axes.text(k + 0.9, y, f"{row[k]:,}", size=layout.font - 1, color=INK, ha="right", va="center_baseline")
+            axes.text(
+                k + 0.9,
+                y,
+                f"{row[k]:,}",
+                size=layout.font - 1,
+                color=INK,
+                ha="right",
+                va="center_baseline",
+            )
 
 
 def _draw_scale(layout: _Layout, axes: Axes, largest: int) -> None:
@@ -187,6 +261,7 @@ def _draw_scale(layout: _Layout, axes: Axes, largest: int) -> None:
     power = 10 ** int(math.log10(largest))
     top = max(step * power for step in (1, 2, 5) if step * power <= largest)
     x = 0.1
+
     for count in [count for count in (top // 100, top // 10, top) if count]:
         diameter = _diameter(layout, count, largest)
         x += diameter / 144
@@ -195,9 +270,12 @@ def _draw_scale(layout: _Layout, axes: Axes, largest: int) -> None:
         x += diameter / 144 + 0.06
         axes.text(x, 0.35, label, size=8.5, color=INK, va="center_baseline")
         x += 0.075 * len(label) + 0.2
+
     floor = int(largest * (SMALLEST / (72 * layout.disc)) ** 2)
     if floor > 1:
-        axes.text(x, 0.35, f"smallest dot: 1 to {floor}", size=8.5, color=SOFT, va="center_baseline")
+        axes.text(
+            x, 0.35, f"smallest dot: 1 to {floor}", size=8.5, color=SOFT, va="center_baseline"
+        )
 
 
 def _diameter(layout: _Layout, count: int, largest: int) -> float:

@@ -29,7 +29,12 @@ LETTER = 0.085  # inches a letter takes
 ENTRY = 28  # letters of a legend's entry; two fit beside each other
 _THUMBNAIL = 256  # pixels of the longer side of a single image, at most
 _COLUMNS, _ROWS = 2, 6  # of a legend; more rows make the figure higher
-_STYLE: dict[Any, Any] = {"text.parse_math": False, "font.size": 10, "axes.edgecolor": SOFT, "axes.labelcolor": INK}
+_STYLE: dict[Any, Any] = {
+    "text.parse_math": False,
+    "font.size": 10,
+    "axes.edgecolor": SOFT,
+    "axes.labelcolor": INK,
+}
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,18 @@ class Picture:
             with Image.open(io.BytesIO(png), formats=("PNG",)) as image:
                 image.load()
                 texts = dict(getattr(image, "text", {}))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # which: by the damage
+        except (
+            OSError,
+            SyntaxError,
+            ValueError,
+            Image.DecompressionBombError,
+        ) as error:  # which: by the damage
             raise OSError(f"{path.name} is no whole PNG file") from error
+
         title = str(texts.get("Title", path.stem))
-        return cls(path.stem, png, title, str(texts.get("Description", "")), str(texts.get("Mark", "")))
+        return cls(
+            path.stem, png, title, str(texts.get("Description", "")), str(texts.get("Mark", ""))
+        )
 
     @property
     def pixels(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -81,9 +94,11 @@ class Picture:
 
 def image_picture(name: str, image: Floats, title: str, caption: str) -> Picture:
     """Return one image, (H, W) or (H, W, 3) in 0 to 1, as a picture; a large one is made smaller."""
-    texts, file = PngInfo(), io.BytesIO()
+    texts = PngInfo()
+    file = io.BytesIO()
     for key, text in (("Title", title), ("Description", caption), ("Mark", "")):
         texts.add_itxt(key, text)
+
     thumbnail = Image.fromarray((255 * np.nan_to_num(image).clip(0, 1)).round().astype(np.uint8))
     thumbnail.thumbnail((_THUMBNAIL, _THUMBNAIL))
     thumbnail.save(file, format="png", pnginfo=texts)
@@ -91,7 +106,12 @@ def image_picture(name: str, image: Floats, title: str, caption: str) -> Picture
 
 
 def plot(
-    name: str, title: str, caption: str, draw: Callable[[Figure, Axes], None], height: float, mark: str = ""
+    name: str,
+    title: str,
+    caption: str,
+    draw: Callable[[Figure, Axes], None],
+    height: float,
+    mark: str = "",
 ) -> Picture:
     """Return a picture with one axes below its title, filled by `draw`; its height is in inches."""
 
@@ -120,19 +140,26 @@ def render(
 
     texts = {"Title": title, "Description": caption, "Mark": mark, "Software": None}
     file = io.BytesIO()
+
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, dpi=dpi, facecolor="white", layout=layout)  # not pyplot's
         if layout is not None:
             figure.suptitle(title, size=11, weight="bold", color=INK)
+
         fill(figure)
-        figure.savefig(file, format="png", metadata={key: text for key, text in texts.items() if text != ""})
+        figure.savefig(
+            file, format="png", metadata={key: text for key, text in texts.items() if text != ""}
+        )
+
     return Picture(name, file.getvalue(), title, caption, mark)
 
 
 def require_png(file: Path, flag: str) -> None:
     """Raise an InputError if the file that a flag names does not end in .png."""
     if file.suffix.lower() != ".png":
-        raise InputError(f"{flag} {file}", f"the {flag[2:]} are a PNG file", f"give {file.with_suffix('.png')}")
+        raise InputError(
+            f"{flag} {file}", f"the {flag[2:]} are a PNG file", f"give {file.with_suffix('.png')}"
+        )
 
 
 def write_png(picture: Picture, file: Path) -> Path:
@@ -163,7 +190,9 @@ def colours(count: int) -> list[Any]:
     return [mpl.colormaps["turbo"](index / (count - 1)) for index in range(count)]
 
 
-def add_legend(figure: Figure, entries: Sequence[tuple[Any, str]], synthetic: bool = False, title: str = "") -> None:
+def add_legend(
+    figure: Figure, entries: Sequence[tuple[Any, str]], synthetic: bool = False, title: str = ""
+) -> None:
     """Add a legend below: a colour for each entry and, with `synthetic`, the markers of real and generated items."""
     from matplotlib.lines import Line2D
 
@@ -173,8 +202,11 @@ def add_legend(figure: Figure, entries: Sequence[tuple[Any, str]], synthetic: bo
     handles = [handle(colour, "o", shorten(text, ENTRY)) for colour, text in entries]
     if synthetic:
         handles += [handle(SOFT, "o", "test items"), handle(SOFT, "^", "generated")]
+
     extra_rows = max(0, (len(handles) + 1) // _COLUMNS - _ROWS)
-    figure.set_figheight(figure.get_figheight() + 0.2 * extra_rows)  # else a long legend takes the axes' room
+    figure.set_figheight(
+        figure.get_figheight() + 0.2 * extra_rows
+    )  # else a long legend takes the axes' room
     figure.legend(
         handles=handles, loc="outside lower center", ncols=_COLUMNS, frameon=False, fontsize=9, labelcolor=INK,
         title=title or None, title_fontproperties={"size": 9}, columnspacing=1.2, handletextpad=0.2,

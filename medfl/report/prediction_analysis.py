@@ -25,7 +25,9 @@ class PredictionAnalysis:
     def __init__(self, run: RunFiles) -> None:
         """Take a run with predictions of at least one case."""
         assert run.predictions is not None
-        self.run, self.predictions, self.classes = run, run.predictions, run.classes
+        self.run = run
+        self.predictions = run.predictions
+        self.classes = run.classes
 
     @property
     def is_classification(self) -> bool:
@@ -47,10 +49,14 @@ class PredictionAnalysis:
         cases = self.predictions
         if not self.is_classification:
             return bootstrap.means(cases.scores, self._draws)
-        ends = bootstrap.classification(cases.label, cases.predicted, None, len(self.classes), self._draws)
+
+        ends = bootstrap.classification(
+            cases.label, cases.predicted, None, len(self.classes), self._draws
+        )
         if cases.probabilities is not None:
             area = bootstrap.mean_area(self._areas) if self._enough else None
             ends |= {} if area is None else bootstrap.intervals({"auroc": area})
+
         return ends
 
     @property
@@ -60,63 +66,102 @@ class PredictionAnalysis:
     @cached_property
     def each(self) -> dict[str, list[float]]:
         """Metric -> its values in rising order, of a metric that too few cases have for an interval."""
-        scored = {name: values[~np.isnan(values)] for name, values in self.predictions.scores.items()}
-        return {name: sorted(values.tolist()) for name, values in scored.items() if 0 < len(values) < bootstrap.LEAST}
+        scored = {
+            name: values[~np.isnan(values)] for name, values in self.predictions.scores.items()
+        }
+        return {
+            name: sorted(values.tolist())
+            for name, values in scored.items()
+            if 0 < len(values) < bootstrap.LEAST
+        }
 
     def cases(self) -> dict[str, Any] | None:
         """Return a table of the test cases where they are too few for an interval, None where they are enough."""
         preds = self.predictions
         if self._enough:
             return None
+
         if self.is_classification:
             heads = ["Reference", "Predicted", "Confidence"]
-            sure = [None] * len(preds.ids) if preds.probabilities is None else preds.probabilities.max(1).tolist()
+            if preds.probabilities is None:
+                sure = [None] * len(preds.ids)
+            else:
+                sure = preds.probabilities.max(1).tolist()
+
             cells = [
                 [self.classes[label], self.classes[predicted], formatting.number(confidence)]
-                for label, predicted, confidence in zip(preds.label, preds.predicted, sure, strict=True)
+                for label, predicted, confidence in zip(
+                    preds.label, preds.predicted, sure, strict=True
+                )
             ]
         else:
             heads = [*map(self.run.title, preds.scores)]
-            cells = [[formatting.number(values[i]) for values in preds.scores.values()] for i in range(len(preds.ids))]
+            cells = [
+                [formatting.number(values[i]) for values in preds.scores.values()]
+                for i in range(len(preds.ids))
+            ]
+
         return {"heads": heads, "rows": [*zip(preds.ids, preds.sites, cells, strict=True)]}
 
     def describe_intervals(self) -> str:
         """Return how the intervals are made."""
         cases = f"{len(self.predictions.ids)} test cases"
         if not self.is_classification:
-            draws, few = f"the {cases} drawn again with replacement", []
+            draws = f"the {cases} drawn again with replacement"
+            few = []
         else:
             draws = f"the {cases} drawn again with replacement within each reference class, so that every draw has each"
             sizes = np.bincount(self.predictions.label, minlength=len(self.classes))
-            few = [name for name, n in zip(self.classes, sizes, strict=True) if 0 < n < bootstrap.LEAST]
+            few = [
+                name for name, n in zip(self.classes, sizes, strict=True) if 0 < n < bootstrap.LEAST
+            ]
+
         text = (
             f"Intervals are {100 * bootstrap.LEVEL:g} % percentile bootstrap intervals of the judged model after the "
             f"last round: {bootstrap.DRAWS} draws, {draws}. They say how much hangs on these test cases, not on the "
             "training; where a patient has several images, the true ones are wider."
         )
+
         if any(formatting.interval(ends) == "–" for ends in self.intervals.values()):
             text += " A dash: all draws give the same, which is no interval."
+
         if self.each:
             text += (
-                f" Where fewer than {bootstrap.LEAST} cases have a metric, their values stand in place of an interval."
+                f" Where fewer than {bootstrap.LEAST} cases have a metric, "
+                "their values stand in place of an interval."
             )
-        return text + (f" Too narrow, for want of cases, as regards {', '.join(few)}." if few else "")
+
+        return text + (
+            f" Too narrow, for want of cases, as regards {', '.join(few)}." if few else ""
+        )
 
     def confusion(self) -> dict[str, Any] | None:
         """Return the pooled confusion matrix."""
-        return self._matrix(np.ones(len(self.predictions.label), bool)) if self.is_classification else None
+        if self.is_classification:
+            return self._matrix(np.ones(len(self.predictions.label), bool))
+
+        return None
 
     def confusions(self) -> list[tuple[str, dict[str, Any]]]:
         """Return each site's confusion matrix; none for a single site, or more sites or classes than can be read."""
         sites = [site for site in self.run.site_names if site in set(self.predictions.sites)]
-        if not self.is_classification or not 1 < len(sites) <= _MAX_SITES or len(self.classes) > _MAX_CLASSES:
+        if (
+            not self.is_classification
+            or not 1 < len(sites) <= _MAX_SITES
+            or len(self.classes) > _MAX_CLASSES
+        ):
             return []
         site_of = np.array(self.predictions.sites)
         return [(site, self._matrix(site_of == site)) for site in sites]
 
     def _matrix(self, which: NDArray[np.bool_]) -> dict[str, Any]:
-        counts = metrics.confusion(self.predictions.label[which], self.predictions.predicted[which], len(self.classes))
-        rows, columns, hits = counts.sum(1), counts.sum(0), np.diag(counts)
+        counts = metrics.confusion(
+            self.predictions.label[which], self.predictions.predicted[which], len(self.classes)
+        )
+        rows = counts.sum(1)
+        columns = counts.sum(0)
+        hits = np.diag(counts)
+
         return {
             "rows": counts.tolist(),
             "shares": (counts / np.maximum(rows, 1)[:, None]).tolist(),
@@ -130,12 +175,16 @@ class PredictionAnalysis:
     def curves(self) -> list[Curve]:
         """The ROC curves, one against the rest."""
         cases = self.predictions
-        return roc.curves(cases.label, cases.probabilities) if cases.probabilities is not None else []
+        if cases.probabilities is not None:
+            return roc.curves(cases.label, cases.probabilities)
+
+        return []
 
     def roc(self) -> dict[str, Any] | None:
         """Return the ROC chart and a row for each class with its area, None without probabilities."""
         if not self.curves:
             return None
+
         many = len(self.curves) > charts.TONES
         tones = ["local" if many else f"tone-{i}" for i in range(len(self.curves))]
         rows = [
@@ -151,28 +200,46 @@ class PredictionAnalysis:
         each = [(curve.fpr, curve.tpr) for curve in self.curves]
         coloured, grey = ({}, each) if many else (dict(zip(tones, each, strict=True)), [])
         mean = mean_curve = None
+
         if len(self.curves) > 1:
             mean_curve = roc.macro(self.curves)
             area = float(np.mean([curve.area for curve in self.curves]))
             mean = {"area": area, "ends": self.intervals.get("auroc")}
-        title = "ROC curves, one class against the others" if mean else f"ROC curve of {rows[0]['name']}"
-        return {"title": title, "svg": charts.roc(title, coloured, grey, mean_curve), "rows": rows, "mean": mean}
+
+        if mean:
+            title = "ROC curves, one class against the others"
+        else:
+            title = f"ROC curve of {rows[0]['name']}"
+
+        return {
+            "title": title,
+            "svg": charts.roc(title, coloured, grey, mean_curve),
+            "rows": rows,
+            "mean": mean,
+        }
 
     def _area_interval(self, curve: Curve) -> Interval | None:
         """Return the interval of a class's area, None from too few cases of it or of the others."""
         enough = bootstrap.LEAST <= curve.positives <= len(self.predictions.ids) - bootstrap.LEAST
-        return bootstrap.interval(self._areas[:, curve.index]) if enough else None
+        if enough:
+            return bootstrap.interval(self._areas[:, curve.index])
+
+        return None
 
     @cached_property
     def _confidence(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]] | None:
         """Confidence of each case, and whether its predicted class is right."""
         cases = self.predictions
-        return None if cases.probabilities is None else (cases.probabilities.max(1), cases.predicted == cases.label)
+        if cases.probabilities is None:
+            return None
+
+        return (cases.probabilities.max(1), cases.predicted == cases.label)
 
     def calibration(self) -> dict[str, Any] | None:
         """Return the reliability chart and its numbers, None without probabilities."""
         if self._confidence is None:
             return None
+
         confidence, right = self._confidence
         curve = calibration.reliability(confidence, right)
         eces, accuracy = calibration.redrawn(curve, confidence, right, self._draws)
@@ -182,7 +249,10 @@ class PredictionAnalysis:
         ]
         ends = [one or (value, value) for one, value in zip(intervals, curve.accuracy, strict=True)]
         title = "Reliability of the predicted class"
-        svg = charts.reliability(title, curve.confidence, curve.accuracy, curve.count.tolist(), np.array(ends).T)
+        svg = charts.reliability(
+            title, curve.confidence, curve.accuracy, curve.count.tolist(), np.array(ends).T
+        )
+
         return {
             "title": title,
             "svg": svg,
@@ -200,8 +270,11 @@ class PredictionAnalysis:
         cases = self.predictions
         if cases.probabilities is None:
             return []
+
         of_reference = cases.probabilities[np.arange(len(cases.label)), cases.label]
-        order = sorted(range(len(of_reference)), key=lambda i: (of_reference[i], cases.ids[i]))[:WORST]
+        order = sorted(range(len(of_reference)), key=lambda i: (of_reference[i], cases.ids[i]))[
+            :WORST
+        ]
         return [
             {
                 "id": cases.ids[i],
@@ -217,4 +290,7 @@ class PredictionAnalysis:
 
 def analyse_predictions(run: RunFiles) -> PredictionAnalysis | None:
     """Return the analysis of a run's predictions, None where it left none."""
-    return PredictionAnalysis(run) if run.predictions is not None and len(run.predictions.ids) else None
+    if run.predictions is not None and len(run.predictions.ids):
+        return PredictionAnalysis(run)
+
+    return None

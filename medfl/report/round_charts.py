@@ -24,38 +24,68 @@ _COSTS = (
 
 def learning_curves(run: RunFiles) -> list[Chart]:
     """Return the charts that have data: the key metric with a band over the sites, and the training loss."""
-    rounds, key, judged = run.rounds, run.key, run.judged
+    rounds = run.rounds
+    key = run.key
+    judged = run.judged
     numbers = [entry["round"] for entry in rounds]
     # the judged model only, as in the tables: what sites have before the average is no model of theirs
     curves = {judged: [_metric(entry, "val", key) for entry in rounds]}
-    site_values = [[_metric(site, judged, key) for site in _site_entries(entry)] for entry in rounds]
-    chance = 1 / len(run.classes) if key == "balanced_accuracy" and run.classes else None
+    site_values = [
+        [_metric(site, judged, key) for site in _site_entries(entry)] for entry in rounds
+    ]
+
+    if key == "balanced_accuracy" and run.classes:
+        chance = 1 / len(run.classes)
+    else:
+        chance = None
+
     bounded = key in metrics.METRICS and metrics.higher_is_better(key)
     title = f"{run.title(key)} on the validation set"
-    svg = charts.lines(title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance)
+    svg = charts.lines(
+        title, numbers, curves, site_values, band_of=judged, bounded=bounded, chance=chance
+    )
     has_band = any(value for values in site_values for value in values)
-    band = [("band", f"{dict(MODEL_KINDS)[judged].lower()}, lowest to highest site")] if has_band else []
+
+    if has_band:
+        band = [("band", f"{dict(MODEL_KINDS)[judged].lower()}, lowest to highest site")]
+    else:
+        band = []
+
     legend = [(judged, dict(MODEL_KINDS)[judged]), *band]
     dotted = " Dotted: guessing." if chance is not None else ""
-    caption = "Line: all validation images pooled. Band: each site's own validation images." if band else ""
+    if band:
+        caption = "Line: all validation images pooled. Band: each site's own validation images."
+    else:
+        caption = ""
+
     drawn = [Chart(title, legend, svg, caption + dotted)]
     losses = [[site.get("train_loss") for site in _site_entries(entry)] for entry in rounds]
     curve = {judged: [entry.get("train_loss") for entry in rounds]}
     svg = charts.lines("Training loss", numbers, curve, losses, band_of=judged)
     legend = [(judged, "mean over the cohort"), ("band", "lowest to highest site")]
-    drawn.append(Chart("Training loss", legend, svg, "The method's own loss, as the sites report it while training."))
+    drawn.append(
+        Chart(
+            "Training loss",
+            legend,
+            svg,
+            "The method's own loss, as the sites report it while training.",
+        )
+    )
+
     return [chart for chart in drawn if chart.svg is not None]
 
 
 def costs(run: RunFiles) -> list[Chart]:
     """Return the charts of seconds and megabytes of each round, where the rounds have them."""
-    rounds, drawn = run.rounds, list[Chart]()
+    rounds = run.rounds
+    drawn = list[Chart]()
     numbers = [entry["round"] for entry in rounds]
     for title, unit, names in _COSTS:
         parts = {colour: [entry.get(name) for entry in rounds] for colour, name, _ in names}
         legend = [(colour, text) for colour, _, text in names]
         if numbers and (svg := charts.stacked(title, numbers, parts, unit)) is not None:
             drawn.append(Chart(title, legend, svg))
+
     return drawn
 
 

@@ -10,7 +10,10 @@ from medfl.report.picture import Picture
 
 WORST = 12
 """Test images that a run keeps of those that its judged model gets most wrong."""
-_BEFORE, _AFTER = ("text-embeddings",), ("features-pca", "features-tsne", "spectrum")  # the generated grids lie between
+_BEFORE, _AFTER = (
+    ("text-embeddings",),
+    ("features-pca", "features-tsne", "spectrum"),
+)  # the generated grids lie between
 _MAX_GRIDS = 4  # grids of generated images
 _MAX_MASK_SITES = 6  # sites with segmented cases
 T = TypeVar("T")
@@ -23,7 +26,10 @@ def grid_name(round_: int) -> str:
 
 def generated_grids(folder: Path) -> list[Path]:
     """Return the grids of generated images in a run folder, by round."""
-    return sorted((folder / "pictures").glob("generated-[0-9]*.png"), key=lambda path: (len(path.stem), path.stem))
+    return sorted(
+        (folder / "pictures").glob("generated-[0-9]*.png"),
+        key=lambda path: (len(path.stem), path.stem),
+    )
 
 
 def model_pictures(folder: Path) -> tuple[list[Picture], int]:
@@ -37,7 +43,9 @@ def model_pictures(folder: Path) -> tuple[list[Picture], int]:
     """
     grids = generated_grids(folder)
     shown = _spaced(grids, _MAX_GRIDS)
-    before, after = ([folder / "pictures" / f"{name}.png" for name in names] for names in (_BEFORE, _AFTER))
+    before, after = (
+        [folder / "pictures" / f"{name}.png" for name in names] for names in (_BEFORE, _AFTER)
+    )
     pictures = [Picture.read(path) for path in [*before, *shown, *after] if path.is_file()]
     return pictures, len(grids) - len(shown)
 
@@ -69,4 +77,7 @@ def worst_images(folder: Path) -> list[Picture]:
 def _spaced(entries: Sequence[T], count: int) -> Sequence[T]:
     """Return at most `count` entries at equal distances, the first and the last among them."""
     last = len(entries) - 1
-    return [entries[i * last // (count - 1)] for i in range(count)] if len(entries) > count else entries
+    if len(entries) > count:
+        return [entries[i * last // (count - 1)] for i in range(count)]
+
+    return entries

@@ -21,7 +21,11 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     same_name = {
-        name: getattr(formatting, name) for name in ("number", "count", "each", "interval", "sd", "signed", "command")
+        name: getattr(formatting, name)
+        for name in ("number", "count", "each", "interval", "sd", "signed", "command")
     }
-    templates.filters.update(same_name, bytes=formatting.size, seconds=formatting.duration, title=metrics.title)
+    templates.filters.update(
+        same_name, bytes=formatting.size, seconds=formatting.duration, title=metrics.title
+    )
+
     return templates

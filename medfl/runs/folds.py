@@ -65,7 +65,9 @@ def cross_validate(
     plans = list(_plans(record, range(1, folds + 1)))
     _require_disjoint(plans)
     run = plans[0].run
-    folder = launch.out or Path(f"{default_run_folder(plans[0].bundle.name, run.method, run.seed)}-folds")
+    folder = launch.out or Path(
+        f"{default_run_folder(plans[0].bundle.name, run.method, run.seed)}-folds"
+    )
     require_unused(folder)
     folder.mkdir(parents=True, exist_ok=True)
     record["images"] = [plan.run.data.checksum for plan in plans]
@@ -93,12 +95,23 @@ def resume(
     asked = dict(requested or {})
     record = report.read_record(root)
     require_plain(root)
-    allowed = {"settings": {*_SETTINGS}, "requested": {field.name for field in fields(Request)} - _OWN}
-    odd = [f"{key!r} under {name}" for name, known in allowed.items() for key in sorted(record[name].keys() - known)]
+    allowed = {
+        "settings": {*_SETTINGS},
+        "requested": {field.name for field in fields(Request)} - _OWN,
+    }
+    odd = [
+        f"{key!r} under {name}"
+        for name, known in allowed.items()
+        for key in sorted(record[name].keys() - known)
+    ]
     odd += type_errors(record["settings"], _SETTINGS, "settings.")
 
     if odd:
-        raise InputError(f"{root / FOLDS}: {odd[0]}", "a cross-validation as medfl run --folds writes it", "restore it")
+        raise InputError(
+            f"{root / FOLDS}: {odd[0]}",
+            "a cross-validation as medfl run --folds writes it",
+            "restore it",
+        )
 
     for what, where in (("method", "requested"), ("runtime", "settings")):
         refuse_untrusted_module(str(record[where].get(what, "")), what, root / FOLDS)
@@ -111,7 +124,9 @@ def resume(
         )
 
     new = [number for number in range(1, record["folds"] + 1) if not _begun(root, number)]
-    for number, plan in zip(new, _plans({**record, "requested": {**record["requested"], **asked}}, new), strict=True):
+    for number, plan in zip(
+        new, _plans({**record, "requested": {**record["requested"], **asked}}, new), strict=True
+    ):
         if plan.run.data.checksum != record["images"][number - 1]:
             raise InputError(
                 f"other images in {plan.run.data.folder} than when {root} was begun",
@@ -120,7 +135,9 @@ def resume(
             )
 
     recorded = {name: record["settings"].get(name, getattr(Launch(), name)) for name in _SETTINGS}
-    return _run(root, record, asked, launch.having(**recorded, command=record["command"], resume=False))
+    return _run(
+        root, record, asked, launch.having(**recorded, command=record["command"], resume=False)
+    )
 
 
 def _wherever(requested: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +154,14 @@ def _plans(record: Mapping[str, Any], numbers: Iterable[int]) -> Iterator[Plan]:
     for number in numbers:
         config = _config(record, number)
         try:
-            yield make_plan(Request(record["bundle"], options=record["options"], config=config, **record["requested"]))
+            yield make_plan(
+                Request(
+                    record["bundle"],
+                    options=record["options"],
+                    config=config,
+                    **record["requested"],
+                )
+            )
         except InputError as error:
             if "split" in Bundle(record["bundle"]):
                 raise
@@ -162,7 +186,9 @@ def _require_disjoint(plans: list[Plan]) -> None:
         )
 
 
-def _run(folder: Path, record: Mapping[str, Any], asked: Mapping[str, Any], launch: Launch) -> dict[str, Any]:
+def _run(
+    folder: Path, record: Mapping[str, Any], asked: Mapping[str, Any], launch: Launch
+) -> dict[str, Any]:
     """Run what is missing of the folds, and write what all of them say."""
     for number in range(1, record["folds"] + 1):
         fold_folder = report.fold_folder(folder, number)

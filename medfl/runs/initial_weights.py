@@ -67,12 +67,17 @@ def tensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name; any error means that it holds none."""
     if path.suffix == ".safetensors":
         return _finite(safetensors.torch.load_file(path))
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         checkpoint: Any = load_pickled(path)
-    inner = next((checkpoint[key] for key in _WITHIN if isinstance(checkpoint.get(key), Mapping)), checkpoint)
+
+    inner = next(
+        (checkpoint[key] for key in _WITHIN if isinstance(checkpoint.get(key), Mapping)), checkpoint
+    )
     if not inner or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in inner.items()):
         raise ValueError("it holds other things than tensors by name")
+
     return _finite({name: tensor.detach() for name, tensor in inner.items()})
 
 
@@ -80,9 +85,11 @@ def _finite(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in weights.items():
         if tensor.nbytes > tensor.untyped_storage().nbytes():
             raise ValueError(f"{name!r} has more numbers than the file")
+
     odd = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
     if odd:
         raise ValueError(f"{odd[0]!r} is not finite")
+
     return dict(weights)
 
 
@@ -96,7 +103,9 @@ def write_for_job(bundle: Problem, run: Run, folder: Path) -> list[Path]:
     """Write a run's initial weights as a job carries them; return the files written."""
     if not run.init or bundle.start is None:
         return []
-    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in bundle.start.items()})
+    data = safetensors.torch.save(
+        {name: tensor.contiguous() for name, tensor in bundle.start.items()}
+    )
     (folder / JOB_FILE).write_text(json.dumps({"safetensors": base64.b64encode(data).decode()}))
     return [folder / JOB_FILE]
 
@@ -107,17 +116,28 @@ def restored(bundle: Problem, run: Run, folder: Path | None) -> Problem:
     Raises:
         InputError: they are damaged, or others.
     """
-    path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None) if folder else None
+    if folder:
+        path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None)
+    else:
+        path = None
+
     if not run.init or path is None:
         return bundle
+
     try:
         weights = _from_job(path) if path.name == JOB_FILE else tensors(path)
     except Exception as error:  # as in `read`
-        raise InputError(f"{path} is damaged ({error})", "the run's initial weights", "restore it") from error
+        raise InputError(
+            f"{path} is damaged ({error})", "the run's initial weights", "restore it"
+        ) from error
+
     if KNOWN + weights_sha256(weights) != run.init:
         raise InputError(
-            f"{path} holds other weights than the run began with", f"those with {run.init[:19]}", "restore it"
+            f"{path} holds other weights than the run began with",
+            f"those with {run.init[:19]}",
+            "restore it",
         )
+
     return bundle.replaced(start=weights)
 
 

@@ -30,7 +30,15 @@ from medfl.runs import request_checks
 from medfl.runs.pace import steps_note
 from medfl.runs.plan import Plan, Request, check_kinds, make_plan
 from medfl.runs.resume import LISTED as _LISTED
-from medfl.runs.resume import discarding, has_local, is_due, open_folder, recorded_plan, resumed_plan, with_notes
+from medfl.runs.resume import (
+    discarding,
+    has_local,
+    is_due,
+    open_folder,
+    recorded_plan,
+    resumed_plan,
+    with_notes,
+)
 from medfl.runtimes import registry, site_settings
 from medfl.runtimes.attendance import Tolerance
 from medfl.runtimes.callbacks import EarlyStopping, callback_names
@@ -39,7 +47,12 @@ from medfl.runtimes.launch import Launch
 from medfl.runtimes.local.memory import jobs_that_fit
 from medfl.runtimes.local.trial import try_training_step
 from medfl.runtimes.output import tracking
-from medfl.storage.places import LOCAL_REFERENCE, default_run_folder, folder_to_resume, require_unused
+from medfl.storage.places import (
+    LOCAL_REFERENCE,
+    default_run_folder,
+    folder_to_resume,
+    require_unused,
+)
 from medfl.storage.run_documents import read_rows, read_summary
 from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.arithmetic import run_precision
@@ -143,10 +156,20 @@ def federate(
 
     with threads(run.threads), run_precision(run):
         with tf32(False):
-            public = plan.public.prepare(jobs=workers, progress=launch.progress, say=say) if plan.public else None
+            if plan.public:
+                public = plan.public.prepare(jobs=workers, progress=launch.progress, say=say)
+            else:
+                public = None
+
         prepared = shared.sections(plan) if shared is not None else None
         federation = Federation(
-            plan.bundle, plan.method, run, prepared=prepared, public=public, jobs=workers, progress=launch.progress
+            plan.bundle,
+            plan.method,
+            run,
+            prepared=prepared,
+            public=public,
+            jobs=workers,
+            progress=launch.progress,
         )
         tolerance.check(federation)
 
@@ -163,7 +186,14 @@ def federate(
             workers = jobs_that_fit(federation, workers, say)
 
         launch = replace(launch, out=path, jobs=workers)
-        summary = _execute(plan, federation, path, launch, runtime, {"runtime": launch.runtime, **tolerance.record()})
+        summary = _execute(
+            plan,
+            federation,
+            path,
+            launch,
+            runtime,
+            {"runtime": launch.runtime, **tolerance.record()},
+        )
 
     if not launch.untested:
         write_report(path)
@@ -176,7 +206,11 @@ def _checked_tolerance(launch: Launch, runtime: registry.Runtime) -> Tolerance:
     """Return what a run bears; raise an InputError if a launch contradicts itself, or its runtime cannot do it."""
     runtime.check(launch)
     if launch.untested and (launch.with_local or runtime.remote):
-        raise InputError("untested with a Local reference or on FLARE", "a run in this process alone", "leave it out")
+        raise InputError(
+            "untested with a Local reference or on FLARE",
+            "a run in this process alone",
+            "leave it out",
+        )
     if launch.track is not None:
         tracking.parse(launch.track)
     return Tolerance(launch.min_replies, launch.deadline)
@@ -187,7 +221,9 @@ def _check_plan(plan: Plan, launch: Launch, runtime: registry.Runtime) -> None:
     _check_runs_in_one_process(plan, launch, runtime)
     if launch.profile and plan.run.compile:
         raise InputError(
-            "--profile with --compile", "it watches every step, and a compiled one cannot be watched", "leave one out"
+            "--profile with --compile",
+            "it watches every step, and a compiled one cannot be watched",
+            "leave one out",
         )
 
     if launch.save_predictions:
@@ -222,7 +258,9 @@ def _execute(
 
     `record` is what run.json tells beside the plan.
     """
-    with_local = plan.run.method != "local" and (launch.with_local or (launch.resume and has_local(path)))
+    with_local = plan.run.method != "local" and (
+        launch.with_local or (launch.resume and has_local(path))
+    )
     if not with_local:
         opened = open_folder(plan, federation, path, launch.command, record)
     else:
@@ -249,11 +287,17 @@ def _execute(
 
 def _of_reference(launch: Launch) -> Launch:
     """Return how the Local reference of a run is carried out: without what is for the run itself."""
-    return replace(launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False)
+    return replace(
+        launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False
+    )
 
 
 def _execute_in(
-    folder: RunFolder, resumed: bool, federation: Federation, launch: Launch, runtime: registry.Runtime
+    folder: RunFolder,
+    resumed: bool,
+    federation: Federation,
+    launch: Launch,
+    runtime: registry.Runtime,
 ) -> dict[str, Any]:
     """Run a federation in its folder, or continue the run that is there."""
     execution = registry.Execution(federation, folder, replace(launch, resume=resumed))
@@ -271,7 +315,9 @@ def _say_if_rising(path: Path, run: Run, say: Print) -> None:
     if is_parts(run.bundle_path):
         further = f"medfl.run(parts, ..., out={str(path)!r}, resume=True, rounds={2 * run.rounds})"
 
-    say(f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}")
+    say(
+        f"note: validation was still rising at the end, from {rise[0]:.3f} to {rise[1]:.3f}: go on with {further}"
+    )
 
 
 def site_algo(
@@ -327,7 +373,9 @@ def site_algo(
         return built
 
     outbound = None if site_policy is None else site_policy.outbound
-    return MedflClientAlgo(federation, name, folder=folder, host=host, outbound=outbound, audit=audit, say=say)
+    return MedflClientAlgo(
+        federation, name, folder=folder, host=host, outbound=outbound, audit=audit, say=say
+    )
 
 
 def _require_same_runtime(path: Path, runtime: str) -> None:
@@ -352,9 +400,15 @@ def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: registry.Run
 
     if objects and runtime.remote:
         allowed = "its server and sites are processes of their own"
-        raise InputError(f"{objects} with --runtime {launch.runtime}", allowed, "use the runtime simulator or monai-fl")
+        raise InputError(
+            f"{objects} with --runtime {launch.runtime}",
+            allowed,
+            "use the runtime simulator or monai-fl",
+        )
 
-    stops_early = plan.run.patience or any(isinstance(callback, EarlyStopping) for callback in launch.callbacks)
+    stops_early = plan.run.patience or any(
+        isinstance(callback, EarlyStopping) for callback in launch.callbacks
+    )
     if plan.run.eval_every == 0 and stops_early:
         given = "EarlyStopping or --patience with eval_every 0"
         raise InputError(given, "rounds that are evaluated", "leave eval_every out")
@@ -368,7 +422,9 @@ def _division(plan: Plan) -> str:
 
     sizes = sorted(len(ids["train"]) for ids in record.sites.values())
     summary = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
-    lines = [f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"]
+    lines = [
+        f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"
+    ]
     return "\n".join([*lines, *(f"note: {note}" for note in record.notes)])
 
 
@@ -411,8 +467,17 @@ def _require_geometry(federation: Federation) -> None:
 def _local(plan: Plan) -> Plan:
     """Return the plan of the Local reference: the same sites, networks and steps."""
     method = methods.load("local", {"bodies": _same_networks(plan)})
-    run = replace(plan.run, method="local", options=methods.values_of(method), public=None, text=None, max_share=None)
-    return replace(plan, run=replace(run, messages=LOSSLESS, aggregation=MEAN), method=method, public=None)
+    run = replace(
+        plan.run,
+        method="local",
+        options=methods.values_of(method),
+        public=None,
+        text=None,
+        max_share=None,
+    )
+    return replace(
+        plan, run=replace(run, messages=LOSSLESS, aggregation=MEAN), method=method, public=None
+    )
 
 
 def _add_local(path: Path) -> dict[str, Any]:
@@ -426,7 +491,11 @@ def _add_local(path: Path) -> dict[str, Any]:
 
     for row in rows:
         reference = local.get(row["site"], {})
-        row |= {f"local_{k.removeprefix('personal_')}": v for k, v in reference.items() if k.startswith("personal_")}
+        row |= {
+            f"local_{k.removeprefix('personal_')}": v
+            for k, v in reference.items()
+            if k.startswith("personal_")
+        }
 
     folder.write_table("sites.csv", rows)
     return dict(summary)

@@ -59,8 +59,11 @@ class RunNetworks:
     def __init__(self, path: Path, which: str = "last", say: Print = str) -> None:
         if not (path / "run.json").is_file():
             raise InputError(
-                f"{path} holds no run (no run.json)", "a folder that medfl run wrote", "name one, as runs/NAME"
+                f"{path} holds no run (no run.json)",
+                "a folder that medfl run wrote",
+                "name one, as runs/NAME",
             )
+
         self.files = RunReader(path)
         self.document = self.files.document
         self.path = path
@@ -71,12 +74,19 @@ class RunNetworks:
         self.computed_on_cpu = run.device == "cpu"
         self.manifest = self.files.manifest
         self.bundle: Problem = bundle_of_run(self.run, path, CPU, allow_changed=True)
+
         if self.bundle.dataset and self.bundle.sha256 != run.bundle_sha256:
             was = f"medfl {run.versions.get('medfl')}, which made the run"
-            say(f"note: bundle {run.bundle!r} is not that of {was}: the run's weights are put into today's network")
-        if self.document.get("task"):  # as recorded: to find them a bundle that does not ship opens its training images
+            say(
+                f"note: bundle {run.bundle!r} is not that of {was}: the run's weights are put into today's network"
+            )
+
+        if self.document.get(
+            "task"
+        ):  # as recorded: to find them a bundle that does not ship opens its training images
             classes = tuple(self.document.get("classes") or ())
             self.bundle = self.bundle.replaced(task=self.document["task"], classes=classes)
+
         self.method: Method = methods.load(self.run.method, self.run.options)
         self.sites = list(self.run.partition.sites)
 
@@ -101,7 +111,9 @@ class RunNetworks:
                     "one is kept where rounds are evaluated",
                     "use --which last",
                 )
+
             return int(best["round"])
+
         if self.summary is not None:
             return int(self.summary["rounds"])
         if self.manifest is None or not self.manifest["round"]:
@@ -110,6 +122,7 @@ class RunNetworks:
                 "a model is there after the first round",
                 f"let it train: medfl run --resume --out {self.path}",
             )
+
         return int(self.manifest["round"])
 
     @property
@@ -131,11 +144,14 @@ class RunNetworks:
             names = self.sites if site == "all" and "all" not in self.sites else [site]
             states = _States(self, data, say)
             return [self._site_model(states, name) for name in names]
+
         network = self._from_file()
         if network is None:
             network = _States(self, data, say).server_network(self.round)
+
         if network is None:
             raise self._no_global_model_error()
+
         return [Model(network.eval(), "", self.round, {})]
 
     def _no_global_model_error(self) -> InputError:
@@ -148,7 +164,9 @@ class RunNetworks:
     def _check_site(self, site: str) -> None:
         if not methods.has_site_models(self.method):
             raise InputError(
-                f"--site {site} with method {self.run.method!r}", "it has one model, the same for all", "leave it out"
+                f"--site {site} with method {self.run.method!r}",
+                "it has one model, the same for all",
+                "leave it out",
             )
         if site not in self.sites and site != "all":
             raise InputError(
@@ -166,17 +184,27 @@ class RunNetworks:
         """
         if self.which == "last" and not self.finished:
             return None
-        file, document = self.path / f"{WHICH[self.which]}.safetensors", self.summary or {}
+
+        file = self.path / f"{WHICH[self.which]}.safetensors"
+        document = self.summary or {}
         if not file.is_file():
-            raise InputError(f"{file} is missing", "the weights that the run wrote", "restore it, or repeat the run")
+            raise InputError(
+                f"{file} is missing",
+                "the weights that the run wrote",
+                "restore it, or repeat the run",
+            )
+
         weights = load_weights(file)
         recorded = document.get("weights_sha256" if self.which == "last" else "best_sha256")
-        if recorded and recorded != (weights_sha256(weights) if self.which == "last" else file_sha256(file)):
+        if recorded and recorded != (
+            weights_sha256(weights) if self.which == "last" else file_sha256(file)
+        ):
             raise InputError(
                 f"{file} is not as the run wrote it",
                 f"its SHA-256 was {str(recorded)[:12]}…",
                 "restore it, or repeat the run",
             )
+
         return weights
 
     def _from_file(self) -> nn.Module | None:
@@ -186,6 +214,7 @@ class RunNetworks:
             return None
         if any("/" in key and key.partition("/")[0] in self.sites for key in self._weights):
             raise self._no_global_model_error()
+
         try:
             return network_with(self._weights, self.bundle, self.method, self.task, self.run.seed)
         except ValueError:
@@ -200,16 +229,21 @@ class RunNetworks:
 
     def _load_best(self, network: nn.Module, name: str, federation: Federation) -> None:
         """Put a site's weights of the best round in, where these are all that its prediction depends on."""
-        prefix, weights = f"{name}/", self._weights or {}
-        site_weights = {key.removeprefix(prefix): v for key, v in weights.items() if key.startswith(prefix)}
+        prefix = f"{name}/"
+        weights = self._weights or {}
+        site_weights = {
+            key.removeprefix(prefix): v for key, v in weights.items() if key.startswith(prefix)
+        }
         plain = federation.site(name, self.round).network()
         same = type(plain) is type(network) and plain.state_dict().keys() == site_weights.keys()
+
         if not same or any(module._forward_hooks for module in network.modules()):
             raise InputError(
                 f"--which best --site {name} of method {self.run.method!r}",
                 "the best round's States of the sites are not kept",
                 "use --which last",
             )
+
         network.load_state_dict(site_weights)
 
 
@@ -223,6 +257,7 @@ class _States:
                 "this model is made from state/, as the run left it",
                 f"let it train: medfl run --resume --out {result.path}",
             )
+
         self.networks = result
         self.manifest = result.manifest
         self.folder = RunFolder(result.path)
@@ -234,7 +269,10 @@ class _States:
         """Return a copy of the server's network, None where it has none."""
         federation = self.federation
         best = self.networks.which == "best"
-        server = self.folder.best_state() if best else self.folder.server_state(self.manifest)
+        if best:
+            server = self.folder.best_state()
+        else:
+            server = self.folder.server_state(self.manifest)
 
         with federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)

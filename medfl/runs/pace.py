@@ -11,13 +11,19 @@ from medfl.core.run import Run
 AUTO = "auto"
 FEW = 10
 """Steps a round below which a network hardly moves."""
-_WANTED, _LEAST_BATCH, _MOST_EPOCHS = 20, 2, 10
+_WANTED = 20
+_LEAST_BATCH = 2
+_MOST_EPOCHS = 10
 _IN_ALL = {"segmentation": 240}
 _IN_ALL_ELSE = 640  # an image says one class, a mask one for each pixel
-_LEAST_ROUNDS, _MOST_ROUNDS, _MOST_IMAGES = 5, 30, 20_000
+_LEAST_ROUNDS = 5
+_MOST_ROUNDS = 30
+_MOST_IMAGES = 20_000
 
 
-def fit_schedule(chosen: Mapping[str, Any], sizes: Collection[int], most: int, task: str) -> dict[str, Any]:
+def fit_schedule(
+    chosen: Mapping[str, Any], sizes: Collection[int], most: int, task: str
+) -> dict[str, Any]:
     """Return a protocol's values with numbers in the place of "auto".
 
     A batch is a power of two, 2 at least, that the smallest site's images fill four times; local epochs are so many
@@ -30,17 +36,23 @@ def fit_schedule(chosen: Mapping[str, Any], sizes: Collection[int], most: int, t
         most: the bundle's own batch size.
         task: its kind.
     """
-    values, smallest = dict(chosen), max(min(sizes), 1)
+    values = dict(chosen)
+    smallest = max(min(sizes), 1)
     if values["batch_size"] == AUTO:
         quarter = 2 ** int(math.log2(max(smallest // 4, 1)))
         values["batch_size"] = min(most, max(quarter, _LEAST_BATCH))
+
     epoch = math.ceil(smallest / (values["batch_size"] or most))
     if values["local_epochs"] == AUTO:
         values["local_epochs"] = min(math.ceil(_WANTED / epoch), _MOST_EPOCHS)
+
     if values["rounds"] == AUTO:
         epochs = values["local_epochs"]
         enough = min(math.ceil(_IN_ALL.get(task, _IN_ALL_ELSE) / (epochs * epoch)), _MOST_ROUNDS)
-        values["rounds"] = max(min(enough, _MOST_IMAGES // (epochs * max(sum(sizes), 1))), _LEAST_ROUNDS)
+        values["rounds"] = max(
+            min(enough, _MOST_IMAGES // (epochs * max(sum(sizes), 1))), _LEAST_ROUNDS
+        )
+
     return values
 
 
@@ -50,20 +62,29 @@ def rounds_note(chosen: Mapping[str, Any], run: Run) -> tuple[str, ...]:
         return ()
     least = min(len(ids["train"]) for ids in run.partition.sites.values())
     count = run.rounds * run.local_epochs * math.ceil(least / run.batch_size)
-    reason = f"fitted to the smallest site, whose {least} training images then make {count} steps in all"
+    reason = (
+        f"fitted to the smallest site, whose {least} training images then make {count} steps in all"
+    )
     return (f"{run.rounds} rounds, {reason}; --rounds N for another number",)
 
 
 def steps_note(run: Run) -> str:
     """Say how many steps a site has in a round, and what to do where they are few."""
     counts = {name: len(ids["train"]) for name, ids in run.partition.sites.items()}
-    each = {name: run.local_epochs * math.ceil(count / run.batch_size) for name, count in counts.items()}
-    least, most = min(each.values()), max(each.values())
+    each = {
+        name: run.local_epochs * math.ceil(count / run.batch_size) for name, count in counts.items()
+    }
+    least = min(each.values())
+    most = max(each.values())
     shown = str(least) if least == most else f"{least} to {most}"
     line = f"steps a round: {shown} (batch {run.batch_size}, local epochs {run.local_epochs})"
+
     if least >= FEW or run.method == "central":
         return line
+
     name = min(each, key=lambda site: each[site])
-    better = fit_schedule({"batch_size": AUTO, "local_epochs": AUTO, "rounds": 1}, [counts[name]], run.batch_size, "")
+    better = fit_schedule(
+        {"batch_size": AUTO, "local_epochs": AUTO, "rounds": 1}, [counts[name]], run.batch_size, ""
+    )
     advice = f"--batch-size {better['batch_size']} --local-epochs {better['local_epochs']}"
     return f"{line}; few at {name}, which has {counts[name]} training images: more are had with {advice}"

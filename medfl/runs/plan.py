@@ -16,7 +16,14 @@ import torch
 
 from medfl import methods
 from medfl.bundle.bundle import shipped
-from medfl.bundle.open import bundle_of, open_problem, protocol_of, reopened, require_buildable, with_data
+from medfl.bundle.open import (
+    bundle_of,
+    open_problem,
+    protocol_of,
+    reopened,
+    require_buildable,
+    with_data,
+)
 from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
@@ -45,7 +52,9 @@ def _left_open(settings: type) -> type:
     """Return a dataclass that has the fields of these settings, each None unless it is given."""
     hints = get_type_hints(settings)
     declared = dataclasses.fields(settings)
-    fields = [(setting.name, hints[setting.name] | None, field(default=None)) for setting in declared]
+    fields = [
+        (setting.name, hints[setting.name] | None, field(default=None)) for setting in declared
+    ]
     return dataclasses.make_dataclass(f"Open{settings.__name__}", fields, frozen=True, kw_only=True)
 
 
@@ -104,7 +113,9 @@ class Plan:
     def partition(self) -> Partition:
         """The partition as an object with tables and pictures."""
         record = self.run.partition
-        return Partition.from_ids(record.sites, self.sections, spec=record.spec, seed=record.seed, notes=record.notes)
+        return Partition.from_ids(
+            record.sites, self.sections, spec=record.spec, seed=record.seed, notes=record.notes
+        )
 
     def extra(self, command: str) -> dict[str, Any]:
         """Return what run.json tells a reader beyond the run itself."""
@@ -123,7 +134,9 @@ class Plan:
         }
 
 
-def make_plan(request: Request, say: Print = str, policy: Policy | None = None, site: str = "") -> Plan:
+def make_plan(
+    request: Request, say: Print = str, policy: Policy | None = None, site: str = ""
+) -> Plan:
     """Resolve a request into a run, its bundle under a policy (None: the one in force, `medfl.policy.admission`).
 
     With `site` all images are of this one site of a federation, and may all be without labels if it is so named.
@@ -135,7 +148,10 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     general_settings = _general_settings(request)
     device = general_settings["device"]
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
-    config = {**protocol["config"], **{key: override_value(value) for key, value in request.config.items()}}
+    config = {
+        **protocol["config"],
+        **{key: override_value(value) for key, value in request.config.items()},
+    }
     bundle = open_problem(request.bundle, config, device, policy)
     require_buildable(bundle, config)
     bundle, general_settings["init"] = initial_weights.begin_with(bundle, request.init)
@@ -160,10 +176,13 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
 
     # Which site has which images
     sites = request.sites
+
     if sites is None and kind not in OWN_SITES:
         sites = protocol["sites"]
 
-    partition = assign(spec, sections, sites=sites, classes=bundle.classes or None, seed=request.seed)
+    partition = assign(
+        spec, sections, sites=sites, classes=bundle.classes or None, seed=request.seed
+    )
     site_ids = partition.to_ids(sections)
     if site:
         site_ids = {site: next(iter(site_ids.values()))}
@@ -171,13 +190,17 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     site_labels.check(protocol_settings["site_labels"], bundle, method_as_asked, site_ids)
     site_channels.check(protocol_settings["site_channels"], request.channel_drop, bundle, site_ids)
     if not site:
-        check_unlabelled(request.unlabelled, request.method, method_as_asked, site_ids, sections["train"])
+        check_unlabelled(
+            request.unlabelled, request.method, method_as_asked, site_ids, sections["train"]
+        )
 
     # What depends on how many images the sites have
     sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
     settings["batch_size"] = settings["batch_size"] or bundle.batch_size
-    method, option_notes = _settled_method(request.method, given_options, int(settings["rounds"]), sizes)
+    method, option_notes = _settled_method(
+        request.method, given_options, int(settings["rounds"]), sizes
+    )
     _check_site_networks(method, site_ids, bundle, config)
     options = methods.values_of(method)
     public = plan_public(method, options, bundle, device, say=say)
@@ -201,11 +224,14 @@ def make_plan(request: Request, say: Print = str, policy: Policy | None = None, 
     bundle = incomplete_data.without_absent(bundle, run)
 
     notes = (*opened.notes, *option_notes, *rounds_note(protocol_settings, run))
+
     if public:
         notes += tuple(public.notes(bundle, sections))
 
     if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
-        run = dataclasses.replace(run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes)))
+        run = dataclasses.replace(
+            run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes))
+        )
         notes += site_notes
 
     return Plan(run, bundle, method, notes, public)
@@ -220,6 +246,7 @@ def _general_settings(request: Request) -> dict[str, Any]:
     settings["messages"] = str(Compression.parse(request.messages))
     settings["aggregation"] = str(Aggregation.parse(request.aggregation))
     settings["device"] = device_named(request.device)
+
     return settings
 
 
@@ -245,12 +272,16 @@ def _settled_method(
     before = methods.values_of(method)
     method = methods.settled(method, sizes)
     after = methods.values_of(method)
-    notes = [f"{key}={after[key]}, by the sites' sizes" for key in after if after[key] != before[key]]
+    notes = [
+        f"{key}={after[key]}, by the sites' sizes" for key in after if after[key] != before[key]
+    ]
 
     return method, tuple(notes)
 
 
-def _check_site_networks(method: Method, sites: Iterable[str], bundle: Problem, config: Mapping[str, Any]) -> None:
+def _check_site_networks(
+    method: Method, sites: Iterable[str], bundle: Problem, config: Mapping[str, Any]
+) -> None:
     """Raise an InputError if the bundle cannot be read with the network that the method gives a site."""
     configs = methods.site_networks(method, [*sites]).values()
     different = {repr(changes): changes for changes in configs if changes}
@@ -287,7 +318,11 @@ def request_of(
 
 
 def repeat(
-    run: Run, data: str | None = None, say: Print = str, folder: Path | None = None, bundle_path: str | None = None
+    run: Run,
+    data: str | None = None,
+    say: Print = str,
+    folder: Path | None = None,
+    bundle_path: str | None = None,
 ) -> Plan:
     """Rebuild the plan of a recorded run: same settings, same partition.
 
@@ -320,7 +355,9 @@ def repeat(
     if public:
         notes += tuple(public.notes(bundle, _items(bundle)))
 
-    run = dataclasses.replace(run, data=record, public=public.record if public else None, bundle_path=bundle.source)
+    run = dataclasses.replace(
+        run, data=record, public=public.record if public else None, bundle_path=bundle.source
+    )
 
     return Plan(run, incomplete_data.without_absent(bundle, run), method, notes, public)
 
@@ -343,11 +380,17 @@ def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> P
         ("public data", run.public.data.checksum, plan.record.data.checksum),
         ("choice of public items", run.public.ids_sha256, plan.record.ids_sha256),
         ("configuration of the public bundle", run.public.bundle_sha256, plan.record.bundle_sha256),
-        ("teachers", [digest for _, digest in run.public.teachers], [d for _, d in plan.record.teachers]),
+        (
+            "teachers",
+            [digest for _, digest in run.public.teachers],
+            [d for _, d in plan.record.teachers],
+        ),
     ):
         if was != now:
             raise InputError(
-                f"other {name} than the run's: {str(now)[:40]}", f"it used {str(was)[:40]}", "restore them, or run anew"
+                f"other {name} than the run's: {str(now)[:40]}",
+                f"it used {str(was)[:40]}",
+                "restore them, or run anew",
             )
 
     return plan
@@ -373,10 +416,15 @@ def _typed(name: str, value: Any) -> Any:
     """Return a setting's value in the setting's kind, None and "auto" as they are; InputError if it is of another."""
     setting = SETTINGS[name]
     try:
-        return value if value in (None, AUTO) else setting.kind(value)
+        if value in (None, AUTO):
+            return value
+
+        return setting.kind(value)
     except (TypeError, ValueError) as error:
         given = f"{name} {str(value)!r:.40} in the bundle's federated.yaml"
-        raise InputError(given, setting.allowed, f"correct it there, or give {setting.flag}") from error
+        raise InputError(
+            given, setting.allowed, f"correct it there, or give {setting.flag}"
+        ) from error
 
 
 def device_named(name: str) -> str:
@@ -387,7 +435,9 @@ def device_named(name: str) -> str:
     kind, index = device(name)
     if kind == "cuda" and index >= torch.cuda.device_count():
         raise InputError(
-            f"--device {name}", f"this machine has {torch.cuda.device_count()} CUDA devices", "choose cpu or auto"
+            f"--device {name}",
+            f"this machine has {torch.cuda.device_count()} CUDA devices",
+            "choose cpu or auto",
         )
 
     return name
@@ -398,7 +448,9 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise InputError(
-                f"setting {name!r}", f"settings are {', '.join(known)}", did_you_mean(name, known, "choose one")
+                f"setting {name!r}",
+                f"settings are {', '.join(known)}",
+                did_you_mean(name, known, "choose one"),
             )
 
 
@@ -410,4 +462,6 @@ def check_kinds(requested: Mapping[str, Any]) -> None:
         if name in ("bundle", "options", "config"):
             flag = name
 
-        raise InputError(f"{flag} {value!r:.60}", f"{flag} takes {allowed}", f"change the value of {flag}")
+        raise InputError(
+            f"{flag} {value!r:.60}", f"{flag} takes {allowed}", f"change the value of {flag}"
+        )

@@ -38,10 +38,15 @@ from medfl.storage.places import require_unused
 from medfl.storage.run_folder import RunFolder
 from medfl.training.accelerate.precision import tf32, threads
 
-PREDICTIONS, SCORES, BY_CASE = "predictions.csv", "scores.csv", "scores_by_case.csv"
-_PICTURES = 32  # read at once for masks, and of volumes one; of images to be classified at least so many
+PREDICTIONS = "predictions.csv"
+SCORES = "scores.csv"
+BY_CASE = "scores_by_case.csv"
+# read at once for masks, and of volumes one; of images to be classified at least so many
+_PICTURES = 32
 _LONGEST = 1000  # characters of a path below the folder
-_OUTPUT = re.compile(r"\.(?=(?:png|nii\.gz|csv)$)", re.IGNORECASE)  # of a folder that is called as a file written
+_OUTPUT = re.compile(
+    r"\.(?=(?:png|nii\.gz|csv)$)", re.IGNORECASE
+)  # of a folder that is called as a file written
 _CUBIC_MM = 1000.0  # in a millilitre
 
 
@@ -106,21 +111,34 @@ def predict(
     predictor = open_predictor(model, which, site, device, say)
     for source in [images] if isinstance(images, str | Path) else images:
         if isinstance(source, str | Path):
-            root, scored_by = Path(source).expanduser(), Path(reference).expanduser() if reference else None
+            root = Path(source).expanduser()
+            scored_by = Path(reference).expanduser() if reference else None
             for line in (*own_folder.odd(root), *other_kinds(root, scored_by)):
                 say(f"note: {source}: {line}")
+
     with new_images.as_files(images, predictor.metadata) as files:
-        targets = {} if reference is None else _references(Path(reference).expanduser(), predictor, files)
+        if reference is None:
+            targets: Mapping[str, int | str] = {}
+        else:
+            targets = _references(Path(reference).expanduser(), predictor, files)
+
         masks = [target for target in targets.values() if isinstance(target, str)]
         predictor.open_places(files_of([*files.values(), *masks]))
-        with threads(thread_count or predictor.threads or torch.get_num_threads()), tf32(predictor.tf32):
+        with (
+            threads(thread_count or predictor.threads or torch.get_num_threads()),
+            tf32(predictor.tf32),
+        ):
             predictions = _Writer(predictor, files, targets, folder).write(progress)
+
     if not predictions.rows:
         raise _no_prediction_error(len(files), next(iter(predictions.failed.values())))
+
     return _document(predictor, files, predictions, folder, targets)
 
 
-def _references(path: Path, predictor: Predictor, files: Mapping[str, str]) -> Mapping[str, int | str]:
+def _references(
+    path: Path, predictor: Predictor, files: Mapping[str, str]
+) -> Mapping[str, int | str]:
     if predictor.task == "segmentation":
         return references.masks_of(path, files)
     return references.labels_of(path, files, predictor.classes)
@@ -133,18 +151,31 @@ class _Writer:
     """Predicts image after image, and writes masks as they come."""
 
     def __init__(
-        self, predictor: Predictor, files: Mapping[str, str], targets: Mapping[str, int | str], folder: Path
+        self,
+        predictor: Predictor,
+        files: Mapping[str, str],
+        targets: Mapping[str, int | str],
+        folder: Path,
     ) -> None:
-        self.predictor, self.files, self.targets, self.folder = predictor, files, targets, folder
-        self.mask_paths, self.predictions = _mask_paths(files), Predictions()
+        self.predictor = predictor
+        self.files = files
+        self.targets = targets
+        self.folder = folder
+        self.mask_paths = _mask_paths(files)
+        self.predictions = Predictions()
 
     def write(self, progress: bool) -> Predictions:
         """Predict everything; what fails is told in what is returned."""
-        with terminal.bar(total=len(self.files), desc="predicting", unit="image", shown=progress) as bar:
+        with terminal.bar(
+            total=len(self.files), desc="predicting", unit="image", shown=progress
+        ) as bar:
             for idents in self._groups():
-                for prepared, outcome in self._outcomes({ident: self.files[ident] for ident in idents}, self.targets):
+                for prepared, outcome in self._outcomes(
+                    {ident: self.files[ident] for ident in idents}, self.targets
+                ):
                     self._take(prepared, outcome)
                 bar.update(len(idents))
+
         rows = self.predictions.rows
         self.predictions.rows = {ident: rows[ident] for ident in self.files if ident in rows}
         return self.predictions
@@ -152,14 +183,21 @@ class _Writer:
     def _groups(self) -> Iterator[Sequence[str]]:
         """Give the ids that are read at once: as many as memory holds of any size."""
         evaluator = self.predictor.evaluator
-        if isinstance(evaluator, ClassEvaluator):  # whole batches, so that all but the last are those of a run
-            yield from _batched([*self.files], evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size))
+        if isinstance(
+            evaluator, ClassEvaluator
+        ):  # whole batches, so that all but the last are those of a run
+            yield from _batched(
+                [*self.files], evaluator.batch_size * math.ceil(_PICTURES / evaluator.batch_size)
+            )
             return
+
         volumes = {i: uri for i, uri in self.files.items() if os.path.isdir(uri) or is_nifti(uri)}
         yield from _batched([*volumes], 1)
         yield from _batched([ident for ident in self.files if ident not in volumes], _PICTURES)
 
-    def _outcomes(self, files: Mapping[str, str], targets: Mapping[str, int | str]) -> Iterator[_Outcome]:
+    def _outcomes(
+        self, files: Mapping[str, str], targets: Mapping[str, int | str]
+    ) -> Iterator[_Outcome]:
         """Yield the outcomes of images; of one that fails with its reference, without it."""
         labels = {ident: targets[ident] for ident in files if ident in targets}
         try:
@@ -167,17 +205,24 @@ class _Writer:
         except Exception as error:  # a bundle's own transforms, inferer and network raise anything
             yield from self._apart(files, labels, error)
             return
+
         yield outcome
 
-    def _apart(self, files: Mapping[str, str], labels: Mapping[str, int | str], error: Exception) -> Iterator[_Outcome]:
+    def _apart(
+        self, files: Mapping[str, str], labels: Mapping[str, int | str], error: Exception
+    ) -> Iterator[_Outcome]:
         """Yield the outcomes of images that fail together: of those that can be read, and of each of the others."""
         if len(files) > 1:
-            readable = {ident: uri for ident, uri in files.items() if self._is_read(ident, uri, labels)}
+            readable = {
+                ident: uri for ident, uri in files.items() if self._is_read(ident, uri, labels)
+            }
             together = readable if len(readable) < len(files) else {}
             alone = [{ident: uri} for ident, uri in files.items() if ident not in together]
             for part in filter(None, [together, *alone]):
                 yield from self._outcomes(part, labels)
+
             return
+
         (ident,) = files
         self.predictions.failed[ident] = self._one_channel(ident) or error
         if labels:
@@ -185,16 +230,20 @@ class _Writer:
 
     def _one_channel(self, ident: str) -> InputError | None:
         """Return the error of a file that is one channel of an image of several, named like it but alone."""
-        count, uri = new_images.channels_of(self.predictor.metadata), self.files[ident]
+        count = new_images.channels_of(self.predictor.metadata)
+        uri = self.files[ident]
         named = count > 1 and is_channel(ident) and is_nifti(uri)
         if not (named and self._is_read(ident, uri, {}) and len(nib.load(uri).shape) < 4):  # type: ignore[attr-defined]
             return None
+
         allowed = f"{count} channels an image: one file of them, or NAME_0000, NAME_0001, ... beside each other"
         return InputError(f"{ident} is one channel", allowed, "give the others too")
 
     def _is_read(self, ident: str, uri: str, labels: Mapping[str, int | str]) -> bool:
         try:
-            new_images.of_files(self.predictor.transforms, self.predictor.task, {ident: uri}, labels)
+            new_images.of_files(
+                self.predictor.transforms, self.predictor.task, {ident: uri}, labels
+            )
         except Exception:  # told when it is predicted alone
             return False
         return True
@@ -202,32 +251,47 @@ class _Writer:
     def _judged(self, files: Mapping[str, str], labels: Mapping[str, int | str]) -> _Outcome:
         predictor = self.predictor
         prepared = new_images.of_files(predictor.transforms, predictor.task, files, labels)
-        shard, evaluator = Shard.of(prepared, range(len(prepared))), predictor.evaluator
+        shard = Shard.of(prepared, range(len(prepared)))
+        evaluator = predictor.evaluator
         labelled = [index for index, ident in enumerate(files) if ident in labels]
+
         if isinstance(evaluator, ClassEvaluator):
             cases = evaluator(predictor.network, shard, predictor.device)
             if not cases.values["probabilities"].isfinite().all():
-                raise InputError("the network's outputs are no numbers", "finite outputs", "check image and network")
+                raise InputError(
+                    "the network's outputs are no numbers",
+                    "finite outputs",
+                    "check image and network",
+                )
+
             self.predictions.cases += [cases.select(labelled)] if labelled else []
             return prepared, cases
+
         masks = [*evaluator.masks(predictor.network, shard, predictor.device)]
         for ident, mask in zip(files, masks, strict=True):
             if mask is None:
                 raise InputError(
-                    f"the structures of {ident} overlap", "a mask has one value a pixel", "run it by MONAI"
+                    f"the structures of {ident} overlap",
+                    "a mask has one value a pixel",
+                    "run it by MONAI",
                 )
+
         if len(prepared.geometry) != len(prepared):
             raise InputError(
                 "the bundle's transforms do not say where an image's pixels lie in its file",
                 "they keep the image's metadata (original_affine, spatial_shape) and draw nothing",
                 "let them read images with LoadImaged and keep track_meta",
             )
+
         if labelled:
             part = Shard.of(prepared, labelled)
-            cases = evaluator(predictor.network, part, predictor.device, surface_metrics=predictor.surface_metrics)
+            cases = evaluator(
+                predictor.network, part, predictor.device, surface_metrics=predictor.surface_metrics
+            )
             scores = {name: values for name, values in cases.values.items() if name != "loss"}
             self.predictions.cases.append(Cases(cases.ids, scores))
             self.predictions.units |= {unit(prepared.geometry[index]) for index in labelled}
+
         return prepared, masks
 
     def _take(self, prepared: Prepared, outcome: list[Masks | None] | Cases) -> None:
@@ -235,13 +299,16 @@ class _Writer:
         if isinstance(outcome, Cases):
             probabilities = outcome.values["probabilities"].tolist()
             self.predictions.rows |= {
-                i: _class_row(i, p, self.predictor.classes) for i, p in zip(idents, probabilities, strict=True)
+                i: _class_row(i, p, self.predictor.classes)
+                for i, p in zip(idents, probabilities, strict=True)
             }
             return
+
         for index, (ident, masks) in enumerate(zip(idents, outcome, strict=True)):
             assert masks is not None
             geometry = prepared.geometry[index]
-            mask, path = save_masks.to_original(masks.prediction, geometry), self.folder / self.mask_paths[ident]
+            mask = save_masks.to_original(masks.prediction, geometry)
+            path = self.folder / self.mask_paths[ident]
             path.parent.mkdir(parents=True, exist_ok=True)
             written = save_masks.write(mask, masks.classes, geometry, path).relative_to(self.folder)
             amounts = _amounts(mask, masks.classes, geometry, self.predictor.classes)
@@ -253,7 +320,11 @@ def _batched(idents: Sequence[str], size: int) -> Iterator[Sequence[str]]:
 
 
 def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...]) -> dict[str, Any]:
-    names = classes if len(classes) == len(probabilities) else [f"class {i}" for i in range(len(probabilities))]
+    if len(classes) == len(probabilities):
+        names: Sequence[str] = classes
+    else:
+        names = [f"class {i}" for i in range(len(probabilities))]
+
     return {
         "id": ident,
         "prediction": names[probabilities.index(max(probabilities))],
@@ -261,33 +332,52 @@ def _class_row(ident: str, probabilities: list[float], classes: tuple[str, ...])
     }
 
 
-def _amounts(mask: NDArray[np.uint8], count: int, geometry: Geometry, classes: tuple[str, ...]) -> dict[str, float]:
+def _amounts(
+    mask: NDArray[np.uint8], count: int, geometry: Geometry, classes: tuple[str, ...]
+) -> dict[str, float]:
     """Return how much of each structure an image shows: millilitres, or of a picture the share of its pixels."""
-    names = classes if len(classes) == count else [f"class {index}" for index in range(count)]
+    if len(classes) == count:
+        names: Sequence[str] = classes
+    else:
+        names = [f"class {index}" for index in range(count)]
+
     pixels = np.bincount(mask.ravel(), minlength=count)[1:].tolist()
     if mask.ndim == 3:
         voxel = abs(float(np.linalg.det(geometry.original_affine[:3, :3]))) / _CUBIC_MM
-        return {f"{name}_ml": float(f"{n * voxel:.6g}") for name, n in zip(names[1:], pixels, strict=True)}
-    return {f"{name}_share": float(f"{n / mask.size:.6g}") for name, n in zip(names[1:], pixels, strict=True)}
+        return {
+            f"{name}_ml": float(f"{n * voxel:.6g}")
+            for name, n in zip(names[1:], pixels, strict=True)
+        }
+
+    return {
+        f"{name}_share": float(f"{n / mask.size:.6g}")
+        for name, n in zip(names[1:], pixels, strict=True)
+    }
 
 
 def _mask_paths(files: Mapping[str, str]) -> dict[str, Path]:
     """Return id -> path of its mask below the folder, without the ending: readable, and no two the same."""
     times = Counter(without_ending(ident).casefold() for ident in files)
-    taken, paths = set[str](), dict[str, Path]()
+    taken = set[str]()
+    paths = dict[str, Path]()
     for ident in files:
         bare = without_ending(ident)
         parts = PurePosixPath(bare if times[bare.casefold()] == 1 else ident).parts
         *above, name = (readable_file_name(part) for part in parts if part != "/")
         path = Path(*(_OUTPUT.sub("%2E", folder) for folder in above), name)
+
         if len(str(path)) > _LONGEST:
             path = Path(readable_file_name(ident))
-        number, numbered = 1, path
+
+        number = 1
+        numbered = path
         while numbered.as_posix().casefold() in taken:
             number += 1
             numbered = path.with_name(f"{path.name}-{number}")
+
         taken.add(numbered.as_posix().casefold())
         paths[ident] = numbered
+
     return paths
 
 
@@ -295,15 +385,19 @@ def _no_prediction_error(count: int, error: Exception) -> InputError:
     """Return the error that says why no image could be predicted, by what went wrong with the first."""
     what = "the one image cannot" if count == 1 else f"none of the {count} images can"
     given, *others = error._parts if isinstance(error, InputError) else [_problem(error)]
-    allowed, advice = others or ("images like those that the network was trained on", "give such images")
+    allowed, advice = others or (
+        "images like those that the network was trained on",
+        "give such images",
+    )
     return InputError(f"{what} be predicted: {given}", allowed, advice)
 
 
 def _problem(error: Exception) -> str:
     """Return in one line what is wrong."""
-    return (
-        str(error) if isinstance(error, MedflError) else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    )
+    if isinstance(error, MedflError):
+        return str(error)
+
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _document(
@@ -314,17 +408,26 @@ def _document(
     targets: Mapping[str, int | str],
 ) -> dict[str, Any]:
     """Write the tables, the predictions last, and return everything for JSON."""
-    table, written = RunFolder(folder), {"predictions": str(folder / PREDICTIONS)}
+    table = RunFolder(folder)
+    written = {"predictions": str(folder / PREDICTIONS)}
     folder.mkdir(parents=True, exist_ok=True)
-    scores, structures, scored = None, None, 0
+    scores = None
+    structures = None
+    scored = 0
+
     if predictions.cases:
         cases = Cases.concat(predictions.cases)
-        scores, scored = summarise(cases), len(cases)
+        scores = summarise(cases)
+        scored = len(cases)
         if predictor.task == "segmentation":
             structures = by_structure(scores, cases.values, predictor.classes, scored)
-        table.write_table(SCORES, [{"metric": name, "value": value} for name, value in scores.items()])
+
+        table.write_table(
+            SCORES, [{"metric": name, "value": value} for name, value in scores.items()]
+        )
         table.write_table(BY_CASE, _by_case(cases, predictions, predictor.classes))
         written |= {"scores": str(folder / SCORES), "scores_by_case": str(folder / BY_CASE)}
+
     table.write_table(PREDICTIONS, [*predictions.rows.values()])
     return {
         "model": predictor.title, "task": predictor.task, "classes": [*predictor.classes],
@@ -337,13 +440,27 @@ def _document(
     }  # fmt: skip
 
 
-def _by_case(cases: Cases, predictions: Predictions, classes: tuple[str, ...]) -> list[dict[str, Any]]:
+def _by_case(
+    cases: Cases, predictions: Predictions, classes: tuple[str, ...]
+) -> list[dict[str, Any]]:
     rows = []
     for index, ident in enumerate(cases.ids):
         if cases.is_classification:
             label = int(cases.values["label"][index])
-            rows.append({"id": ident, "label": classes[label], "prediction": predictions.rows[ident]["prediction"]})
+            rows.append(
+                {
+                    "id": ident,
+                    "label": classes[label],
+                    "prediction": predictions.rows[ident]["prediction"],
+                }
+            )
         else:
             values = {name: float(numbers[index]) for name, numbers in cases.values.items()}
-            rows.append({"id": ident, **{name: value for name, value in values.items() if not math.isnan(value)}})
+            rows.append(
+                {
+                    "id": ident,
+                    **{name: value for name, value in values.items() if not math.isnan(value)},
+                }
+            )
+
     return rows

@@ -62,51 +62,83 @@ class Predictor:
     tf32: bool = False
 
 
-def open_predictor(where: str | Path, which: str, site: str | None, device: str, say: Print) -> Predictor:
+def open_predictor(
+    where: str | Path, which: str, site: str | None, device: str, say: Print
+) -> Predictor:
     """Open a run's folder, or that of a MONAI bundle with weights; arguments are as of `medfl.runs.predict.predict`.
 
     Raises:
         InputError: it is neither, has no weights yet, no such model, or a bundle that inspection refuses.
     """
-    path, placed = Path(where).expanduser(), torch.device(device_named(device))
+    path = Path(where).expanduser()
+    placed = torch.device(device_named(device))
     check_which(which)
     if is_run(path):
         return _checked(_of_run(path, which, site, placed, say))
     if site is not None or which != "last":
-        raise InputError(f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out")
+        raise InputError(
+            f"--site or --which with the bundle {path}", "a bundle has one model", "leave it out"
+        )
+
     return _checked(_of_bundle(path, placed))
 
 
 def _checked(predictor: Predictor) -> Predictor:
     """Return a predictor whose classes can be columns of predictions.csv, and whose weights say something."""
     for name in predictor.classes:
-        if not is_plain_text(name) or name in ("id", "prediction") or predictor.classes.count(name) > 1:
+        if (
+            not is_plain_text(name)
+            or name in ("id", "prediction")
+            or predictor.classes.count(name) > 1
+        ):
             raise InputError(
                 f"{predictor.title}: the class {printable(name)!r}",
                 "names that differ, in one line, no formula of a spreadsheet, and not id or prediction",
                 "rename it",
             )
+
     weights = predictor.network.state_dict().items()  # what is no tensor is a module's extra state
-    if odd := next((name for name, one in weights if isinstance(one, Tensor) and not one.isfinite().all()), None):
-        raise InputError(f"{predictor.title}: its weights {odd!r} are not finite", "numbers", "train it again")
+    if odd := next(
+        (name for name, one in weights if isinstance(one, Tensor) and not one.isfinite().all()),
+        None,
+    ):
+        raise InputError(
+            f"{predictor.title}: its weights {odd!r} are not finite", "numbers", "train it again"
+        )
+
     return predictor
 
 
-def _of_run(path: Path, which: str, site: str | None, device: torch.device, say: Print) -> Predictor:
+def _of_run(
+    path: Path, which: str, site: str | None, device: torch.device, say: Print
+) -> Predictor:
     networks = RunNetworks(path, which, say)
-    run, bundle, task = networks.run, networks.bundle, networks.task
+    run = networks.run
+    bundle = networks.bundle
+    task = networks.task
+
     if site == "all" and site not in networks.sites:
-        raise InputError("--site all", "the model of one site predicts", f"name one of {', '.join(networks.sites)}")
+        raise InputError(
+            "--site all",
+            "the model of one site predicts",
+            f"name one of {', '.join(networks.sites)}",
+        )
+
     if task.kind not in ("classification", "segmentation"):
         given = f"the model of {path}, a {task.kind} task"
         raise InputError(given, "classes or masks are predicted", "run its own inference by MONAI")
+
     (model,) = networks.models(site, None, say)
     if not networks.finished:
-        say(f"note: the run in {path} was interrupted: this is round {networks.round} of {run.rounds}")
+        say(
+            f"note: the run in {path} was interrupted: this is round {networks.round} of {run.rounds}"
+        )
+
     evaluator = bundle.evaluator
     assert isinstance(evaluator, ClassEvaluator | MaskEvaluator | CaseEvaluator)
     if isinstance(evaluator, MaskEvaluator):
         evaluator = replace(evaluator, loss=_no_loss)
+
     structures = bundle.structures if task.kind == "segmentation" else None
     whose = f"the model of site {site}" if site else "the global model"
     return Predictor(
@@ -127,24 +159,39 @@ def _of_run(path: Path, which: str, site: str | None, device: torch.device, say:
 
 
 def _of_bundle(path: Path, device: torch.device) -> Predictor:
-    opened = open_inference(path, admission.in_force(), device, ("safetensors", "pt", "ts"), f"bundle {path.name!r}")
-    meta, classes = opened.described, opened.classes
+    opened = open_inference(
+        path, admission.in_force(), device, ("safetensors", "pt", "ts"), f"bundle {path.name!r}"
+    )
+    meta = opened.described
+    classes = opened.classes
     if not classes:
         raise InputError(
             f"configs/metadata.json of bundle {path} names no classes",
             "network_data_format#outputs#pred#channel_def says what the network's outputs are",
             "add it",
         )
+
     _refuse_overlaps(opened, path)
     evaluator: ClassEvaluator | MaskEvaluator = ClassEvaluator()
     if opened.task == "segmentation":
         evaluator = MaskEvaluator(_no_loss, classes, opened.inferer, _tolerance(path))
+
     medfl_entry = meta.get("medfl")
-    source = str(medfl_entry.get("data_source", "")) if isinstance(medfl_entry, Mapping) else ""
+    if isinstance(medfl_entry, Mapping):
+        source = str(medfl_entry.get("data_source", ""))
+    else:
+        source = ""
+
     chain = allow_missing_labels((opened.config.evaluated("preprocessing"),))
-    title = f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
-    open_places, network = opened.config.open_places, opened.network
-    return Predictor(title, opened.task, classes, network, chain, open_places, evaluator, device, meta, source)
+    title = (
+        f"bundle {path} ({meta.get('name') or path.name}, version {meta.get('version', 'unknown')})"
+    )
+    open_places = opened.config.open_places
+    network = opened.network
+
+    return Predictor(
+        title, opened.task, classes, network, chain, open_places, evaluator, device, meta, source
+    )
 
 
 def _refuse_overlaps(opened: Inference, path: Path) -> None:
@@ -162,7 +209,10 @@ def _tolerance(path: Path) -> float:
     """Return the tolerance of the surface Dice that the bundle is scored with, 1 where it says none."""
     train = config_file(path, "train")
     given = read(train).get("surface_tolerance", 1.0) if train else 1.0
-    return float(given) if isinstance(given, int | float) else 1.0
+    if isinstance(given, int | float):
+        return float(given)
+
+    return 1.0
 
 
 def _no_loss(prediction: Any, target: Any) -> Tensor:

@@ -67,21 +67,36 @@ class PublicPlan:
         prepared = bundle.prepared(self.section, jobs=jobs, progress=progress)
         if self.teachers and bundle.task == "segmentation":
             self._refuse_crops(prepared)
+
         prepared = prepared.deterministic()
-        shard, task = Shard.of(prepared, self.indices), Task(bundle.task, bundle.classes or bundle.structures)
+        shard = Shard.of(prepared, self.indices)
+        task = Task(bundle.task, bundle.classes or bundle.structures)
         public = Public(bundle.name, shard, task, (), self.depth, self.channels)
         asked = Questions(
-            bundle, self.section, self.indices, tuple(shard.ids), self.record.data.checksum, replace(public, channels=0)
+            bundle,
+            self.section,
+            self.indices,
+            tuple(shard.ids),
+            self.record.data.checksum,
+            replace(public, channels=0),
         )
-        answers = tuple(obtain(teacher, asked, progress=progress, say=say) for teacher in self.teachers)
+        answers = tuple(
+            obtain(teacher, asked, progress=progress, say=say) for teacher in self.teachers
+        )
+
         return replace(public, answers=answers)
 
     def _refuse_crops(self, prepared: Prepared) -> None:
         """Raise an InputError if sites would take a part of what a teacher segments."""
         sizes = [
-            tuple(next(prepared.deterministic(uncropped).batches(torch.tensor([0]), 1, None))[0].shape[2:])
+            tuple(
+                next(prepared.deterministic(uncropped).batches(torch.tensor([0]), 1, None))[
+                    0
+                ].shape[2:]
+            )
             for uncropped in (False, True)
         ]
+
         if sizes[0] != sizes[1]:
             raise InputError(
                 f"public data {self.opened.bundle.name!r}, section {self.section}: patches {sizes[0]} of images "
@@ -92,27 +107,39 @@ class PublicPlan:
 
     def notes(self, bundle: Problem, used: Mapping[str, Sequence[Item]]) -> list[str]:
         """Say what these data are, for a user of the run."""
-        record, public = self.record, self.opened.bundle
+        record = self.record
+        public = self.opened.bundle
         said = [f"public data: {record.items} items of {public.name}, section {self.section}"]
         if record.data.source == PHANTOM:
             said.append(f"PUBLIC DATA ARE PHANTOMS: drawn images in the place of {public.name}")
+
         if self.depth:
             said.append(
                 f"public images are flat, the sites have volumes: each is repeated {self.depth} times along a third "
                 "axis, and outputs are averaged over it (lift=pseudo3d)"
             )
+
         said += [f"teacher: {teacher.name}" for teacher in self.teachers]
         if public.name == bundle.name:
             site_ids = {str(item["id"]) for items in used.values() for item in items}
             chosen = [public.items(self.section)[i]["id"] for i in self.indices]
             common = sum(str(ident) in site_ids for ident in chosen)
             if common:
-                said.append(f"{common} OF THE PUBLIC ITEMS ARE ALSO ITEMS OF THE SITES: results are optimistic")
+                said.append(
+                    f"{common} OF THE PUBLIC ITEMS ARE ALSO ITEMS OF THE SITES: results are optimistic"
+                )
+
         return said
 
 
 def plan_public(
-    method: Method, options: Mapping[str, Any], bundle: Problem, device: str, *, folder: str | None = None, say: Print
+    method: Method,
+    options: Mapping[str, Any],
+    bundle: Problem,
+    device: str,
+    *,
+    folder: str | None = None,
+    say: Print,
 ) -> PublicPlan | None:
     """Return the public data that a method's options ask for, or None where it uses none.
 
@@ -130,31 +157,45 @@ def plan_public(
             "it learns from images that all sites share, and this bundle's protocol names none",
             f"add --set public=BUNDLE[:DIR], for example one of {', '.join(shipped())}",
         )
+
     name, data = read_public(str(options["public"]))
-    own_data = {} if name in shipped() or data is None else {"dataset_dir": str(Path(data).expanduser().resolve())}
+    if name in shipped() or data is None:
+        own_data = {}
+    else:
+        own_data = {"dataset_dir": str(Path(data).expanduser().resolve())}
+
     plain = Bundle(name, own_data, policy=bundle.policy)
     said: Mapping[str, Any] = plain.protocol.get("public") or {}
     section = str(options["public_section"] or said.get("section") or "test")
     number = int(options["public_items"])
+
     if plain.task != bundle.task:
         raise InputError(
             f"public data {name!r}, a {plain.task} task, for bundle {bundle.name!r}, a {bundle.task} task",
             "public data and sites have the same task",
             "name another bundle with --set public=BUNDLE",
         )
+
     depth = _depth(plain, bundle, str(options["lift"]))
     config: dict[str, Any] = {}
     size = _size(bundle, plain, int(options["public_size"]), depth)
     if size is not None:
         config["image_size"] = size
+
     if section == "train" and plain.dataset:
         config[_AUGMENTATION] = []
+
     preferred = said.get("split") or plain.protocol.get("split")
     problem = open_problem(name, config, device, bundle.policy)
     opened = with_data(problem, folder or data, config, say=say, preferred=preferred)
     items = opened.bundle.items(section)
     indices = chosen_items(items, number or min(int(said.get("items") or 0), len(items)))
-    asked = split_names(str(options.get("teachers", ""))) if learner.uses_teachers else ()
+
+    if learner.uses_teachers:
+        asked = split_names(str(options.get("teachers", "")))
+    else:
+        asked = ()
+
     teachers = tuple(open_teacher(one, opened.bundle, torch.device(device)) for one in asked)
     ids = json.dumps([items[i]["id"] for i in indices])
     record = PublicRecord(
@@ -167,6 +208,7 @@ def plan_public(
         ids_sha256=hashlib.sha256(ids.encode()).hexdigest(),
         teachers=tuple((teacher.name, teacher.sha256) for teacher in teachers),
     )
+
     return PublicPlan(opened, section, indices, teachers, bundle.channels, depth, record)
 
 
@@ -188,33 +230,47 @@ def chosen_items(items: Sequence[Item], number: int) -> tuple[int, ...]:
     """
     if number > len(items):
         raise InputError(
-            f"{number} public items", f"this section has {len(items)}", "give fewer with --set public_items=N, or 0"
+            f"{number} public items",
+            f"this section has {len(items)}",
+            "give fewer with --set public_items=N, or 0",
         )
     if not number or number == len(items):
         return tuple(range(len(items)))
+
     with stream(0, "public items") as generator:
         order = torch.randperm(len(items), generator=generator).tolist()
+
     turns: dict[Any, int] = {}
     ranked: list[tuple[int, int, int]] = []
     for position in order:
         label = items[position].get("label")
         turns[label] = turns.get(label, -1) + 1
         ranked.append((turns[label], len(ranked), position))
+
     return tuple(sorted(position for _, _, position in sorted(ranked)[:number]))
 
 
 def _depth(public: Problem, bundle: Problem, lift: str) -> int:
     """Return how often a public image is repeated along a third axis; InputError if dimensions do not go together."""
-    has, needs = _dimensions(public), _dimensions(bundle)
+    has = _dimensions(public)
+    needs = _dimensions(bundle)
     if has == needs:
         return 0
+
     given = f"public data {public.name!r} with {has} dimensions for the {needs} dimensions of bundle {bundle.name!r}"
     if has > needs:
-        raise InputError(given, "volumes are not cut into slices for sites with images", "name a bundle of images")
+        raise InputError(
+            given,
+            "volumes are not cut into slices for sites with images",
+            "name a bundle of images",
+        )
     if lift == "refuse":
         raise InputError(
-            given, "lift=refuse takes data of equal dimensions only", "allow it with --set lift=pseudo3d (see its help)"
+            given,
+            "lift=refuse takes data of equal dimensions only",
+            "allow it with --set lift=pseudo3d (see its help)",
         )
+
     return _DEPTH
 
 
@@ -231,5 +287,9 @@ def _size(bundle: Problem, public: Problem, wanted: int, depth: int) -> Any:
         return wanted or None
     if not depth:
         return bundle.get("image_size")
+
     sides = bundle.get("image_size") or bundle.get("patch_size")
-    return max(_LEAST_SIDE, min(sides) // 16 * 16) if sides else None
+    if sides:
+        return max(_LEAST_SIDE, min(sides) // 16 * 16)
+
+    return None

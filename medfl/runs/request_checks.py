@@ -15,7 +15,14 @@ from medfl.core.names import trust_module
 from medfl.core.settings import check_limits
 from medfl.runtimes import registry
 from medfl.runtimes.launch import Launch
-from medfl.storage.places import LOCAL_REFERENCE, PHANTOM, record_of, require_run, require_unused, weights_file
+from medfl.storage.places import (
+    LOCAL_REFERENCE,
+    PHANTOM,
+    record_of,
+    require_run,
+    require_unused,
+    weights_file,
+)
 from medfl.storage.run_documents import read_run
 
 
@@ -32,15 +39,24 @@ def check_before_imports(
     registry.check_name(launch.runtime)
     for module in (launch.runtime, requested.get("method")):
         trust_module(module)
+
     check_limits(requested)
     if source is not None and (has_overrides or set(requested) - {"data"}):
         raise InputError(
-            "--from together with other settings", "--from repeats a recorded run as it was", "leave them out"
+            "--from together with other settings",
+            "--from repeats a recorded run as it was",
+            "leave them out",
         )
+
     if launch.resume and source is None:
         if out is None:
-            raise InputError("--resume without --out", "--out names the folder of the run to continue", "add --out DIR")
+            raise InputError(
+                "--resume without --out",
+                "--out names the folder of the run to continue",
+                "add --out DIR",
+            )
         require_run(out)
+
     folder = source or (out if launch.resume else None)
     recorded = False
     if folder is not None:
@@ -49,11 +65,16 @@ def check_before_imports(
         raise InputError("no bundle", "a shipped bundle's name or a folder", "see medfl bundles")
     elif bundle in shipped():
         resolved(bundle, read_protocol(bundle), requested.get("presets", ()))
-        if (data := requested.get("data")) not in (None, PHANTOM) and not Path(str(data)).expanduser().is_dir():
+        if (data := requested.get("data")) not in (None, PHANTOM) and not Path(
+            str(data)
+        ).expanduser().is_dir():
             datasets.locate(bundle, data)
+
     if requested.get("portable") or recorded:
         portable.enable()
+
     if requested.get("init"):
         weights_file(requested["init"])
+
     if out is not None and not launch.resume:
         require_unused(out, LOCAL_REFERENCE)

@@ -69,11 +69,13 @@ class Result(ResultTables):
 
     def __repr__(self) -> str:
         """Say in one line what was run on what and how it went."""
-        run, key = self.run, self._files.key
+        run = self.run
+        key = self._files.key
         data = "PHANTOM data" if run.data.source == "phantom" else "real data"
         last = (self.summary.get("last") or {}).get(key) if self.finished else None
         score = f", {metrics.title(key).lower()} {last:.3f}" if last is not None else ""
         done = f"{len(self.rounds)} of {run.rounds} rounds"
+
         return f"<{run.method} on {run.bundle}, {data}, {len(run.partition.sites)} sites, {done}{score}: {self.path}>"
 
     # What the run wrote
@@ -120,6 +122,7 @@ class Result(ResultTables):
             }
             for entry in self._files.rounds
         ]
+
         return with_same_keys(rows)
 
     @cached_property
@@ -130,8 +133,13 @@ class Result(ResultTables):
             for site, site_entry in (entry.get("sites") or {}).items():
                 row: Record = {"round": entry["round"], "site": site}
                 for kind, value in site_entry.items():
-                    row |= {f"{kind}_{k}": v for k, v in value.items()} if isinstance(value, Mapping) else {kind: value}
+                    row |= (
+                        {f"{kind}_{k}": v for k, v in value.items()}
+                        if isinstance(value, Mapping)
+                        else {kind: value}
+                    )
                 rows.append(row)
+
         return with_same_keys(rows)
 
     @cached_property
@@ -248,22 +256,43 @@ class Result(ResultTables):
         """
         if images is not None and out is not None:
             document = predict(
-                self.path, images, out, reference=reference, which=which, site=site, device=str(self.device)
+                self.path,
+                images,
+                out,
+                reference=reference,
+                which=which,
+                site=site,
+                device=str(self.device),
             )
             return list(document["predictions"])
+
         if images is not None:
             return self._predict_new(images, which, site)
         if section not in SECTIONS:
-            raise InputError(f"section {section!r}", f"sections are {', '.join(SECTIONS)}", "choose one")
+            raise InputError(
+                f"section {section!r}", f"sections are {', '.join(SECTIONS)}", "choose one"
+            )
+
         sites = self.run.partition.sites
         if site is not None and site not in sites:
-            raise InputError(f"site {site!r}", f"the run's sites are {', '.join([*sites][:8])}", "name one of them")
-        prepared, owner = self._prepared(section), self._owners(section)
+            raise InputError(
+                f"site {site!r}",
+                f"the run's sites are {', '.join([*sites][:8])}",
+                "name one of them",
+            )
+
+        prepared = self._prepared(section)
+        owner = self._owners(section)
         ids = {name: list(own.get(section, ())) for name, own in sites.items()}
         if self.plan.method.judged == "global":
             return self._judge(self.network(which), prepared, ids[site] if site else None, owner)
+
         networks = self._networks(which, "all" if site is None else site)
-        return [row for name, own in networks.items() for row in self._judge(own, prepared, ids[name], owner)]
+        return [
+            row
+            for name, own in networks.items()
+            for row in self._judge(own, prepared, ids[name], owner)
+        ]
 
     def maps(
         self,
@@ -291,21 +320,30 @@ class Result(ResultTables):
         self._require_classification("activation maps")
         network = self.network(which, site)
         listed = [images] if isinstance(images, str | Path) else list(images)
-        owners = self._owners(section) if all(isinstance(entry, str) for entry in listed) else {}
+        if all(isinstance(entry, str) for entry in listed):
+            owners = self._owners(section)
+        else:
+            owners = {}
+
         if listed and all(entry in owners for entry in listed):
             prepared = self._prepared(section)
             shard = _shard(prepared, [str(entry) for entry in listed])
         else:
             prepared = new_images.prepared(self._trained(which).bundle, images)
             shard = Shard.of(prepared, range(len(prepared)))
+
         with tf32(self.run.tf32):
-            return activation_maps.compute(network, shard, self.classes, self.device, target=target, method=method)
+            return activation_maps.compute(
+                network, shard, self.classes, self.device, target=target, method=method
+            )
 
     # Parts
 
     def _trained(self, which: str) -> RunNetworks:
         if which not in ("last", "best"):
-            raise InputError(f"which={which!r}", "the weights of the 'last' or of the 'best' round", "choose one")
+            raise InputError(
+                f"which={which!r}", "the weights of the 'last' or of the 'best' round", "choose one"
+            )
         if which not in self._opened:
             self._opened[which] = RunNetworks(self.path, which)
         return self._opened[which]
@@ -323,43 +361,74 @@ class Result(ResultTables):
     def _owners(self, section: str) -> dict[str, str]:
         """Return id -> site of a section's items, "" where no site has it."""
         owners = {str(item["id"]): "" for item in self.plan.bundle.items(section)}
-        owners |= {ident: name for name, own in self.run.partition.sites.items() for ident in own.get(section, ())}
+        owners |= {
+            ident: name
+            for name, own in self.run.partition.sites.items()
+            for ident in own.get(section, ())
+        }
         return owners
 
     def _predict_new(self, images: Images, which: str, site: str | None) -> list[Record]:
-        network, bundle = self.network(which, site), self._trained(which).bundle
+        network = self.network(which, site)
+        bundle = self._trained(which).bundle
         prepared = new_images.prepared(bundle, images)
         shard = Shard.of(prepared, range(len(prepared)))
+
         with tf32(self.run.tf32):
             if self.task == "segmentation":
                 return new_images.masks(bundle, network, shard, self.device)
             self._require_classification("predictions of new images")
             rows = self._records(bundle.evaluator(network, shard, self.device))
+
         return [{key: value for key, value in row.items() if key != "label"} for row in rows]
 
     def _judge(
-        self, network: nn.Module, prepared: Prepared, ids: Sequence[str] | None, owner: Mapping[str, str]
+        self,
+        network: nn.Module,
+        prepared: Prepared,
+        ids: Sequence[str] | None,
+        owner: Mapping[str, str],
     ) -> list[Record]:
-        shard = Shard.of(prepared, range(len(prepared))) if ids is None else _shard(prepared, ids)
-        shard = site_labels.with_recorded_classes(shard, owner, self._files.summary or {}, self.plan.bundle)
+        if ids is None:
+            shard = Shard.of(prepared, range(len(prepared)))
+        else:
+            shard = _shard(prepared, ids)
+
+        shard = site_labels.with_recorded_classes(
+            shard, owner, self._files.summary or {}, self.plan.bundle
+        )
         with tf32(self.run.tf32):
             rows = self._records(self.plan.bundle.evaluator(network, shard, self.device))
-            if self.task == "segmentation" and not isinstance(self.plan.bundle.evaluator, ClassEvaluator):
+            if self.task == "segmentation" and not isinstance(
+                self.plan.bundle.evaluator, ClassEvaluator
+            ):
                 drawn = new_images.masks(self.plan.bundle, network, shard, self.device)
-                rows = [{**row, "mask": each["mask"]} for row, each in zip(rows, drawn, strict=True)]
+                rows = [
+                    {**row, "mask": each["mask"]} for row, each in zip(rows, drawn, strict=True)
+                ]
+
         return [{"id": row["id"], "site": owner.get(row["id"], ""), **row} for row in rows]
 
     def _records(self, cases: Cases) -> list[Record]:
-        rows, values = [], cases.values
+        rows = []
+        values = cases.values
         for index, ident in enumerate(cases.ids):
             row: Record = {"id": ident}
             if cases.is_classification:
                 probabilities = values["probabilities"][index].tolist()
-                row |= {"label": int(values["label"][index]), "predicted": probabilities.index(max(probabilities))}
-                row |= {f"p_{name}": value for name, value in zip(self.classes, probabilities, strict=True)}
+                row |= {
+                    "label": int(values["label"][index]),
+                    "predicted": probabilities.index(max(probabilities)),
+                }
+                row |= {
+                    f"p_{name}": value
+                    for name, value in zip(self.classes, probabilities, strict=True)
+                }
             else:
                 row |= {name: float(numbers[index]) for name, numbers in values.items()}
+
             rows.append(row)
+
         return rows
 
     def _needed(self, value: Any, file: str) -> Any:
@@ -369,11 +438,16 @@ class Result(ResultTables):
                 "it is written when a run ends",
                 f"let it finish: medfl run --resume --out {self.path}",
             )
+
         return value
 
     def _require_classification(self, what: str) -> None:
         if self.task != "classification":
-            raise InputError(f"{what} of {self.run.bundle}, a {self.task} task", "classification", "use predict()")
+            raise InputError(
+                f"{what} of {self.run.bundle}, a {self.task} task",
+                "classification",
+                "use predict()",
+            )
 
 
 @check_arguments

@@ -47,11 +47,18 @@ class ResultTables(ABC):
         if table not in TABLES:
             advice = did_you_mean(table, TABLES, "choose one")
             raise InputError(f"table {table!r}", f"tables are {', '.join(TABLES)}", advice)
+
         try:
             import pandas
         except ImportError as error:
             raise without_package("to_frame", "pandas") from error
-        index = {"rounds": ["round"], "site_rounds": ["round", "site"], "sites": ["site"], "predictions": ["id"]}[table]
+
+        index = {
+            "rounds": ["round"],
+            "site_rounds": ["round", "site"],
+            "sites": ["site"],
+            "predictions": ["id"],
+        }[table]
         records = getattr(self, table)
         frame = pandas.DataFrame.from_records(records)
         return frame.set_index(index) if records else frame
@@ -73,22 +80,32 @@ class ResultTables(ABC):
         """
         if not self.rounds:
             raise InputError("curves of a run without rounds", "one round or more", "let it train")
+
         from matplotlib.ticker import MaxNLocator  # here: importing it takes a second
 
         if axes is None:
             from matplotlib import pyplot
 
             axes = pyplot.figure(figsize=(6, 3.5), layout="constrained").add_subplot()
+
         for name in metrics or (self._key,):
             column = self._column(name)
-            points = [(row["round"], row[column]) for row in self.rounds if row.get(column) is not None]
-            (line,) = axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=_label(column))
+            points = [
+                (row["round"], row[column]) for row in self.rounds if row.get(column) is not None
+            ]
+            (line,) = axes.plot(
+                *zip(*points, strict=True), marker="o", markersize=3, label=_label(column)
+            )
             for site in self._site_curves(column) if by_site else ():
-                axes.plot(*zip(*site, strict=True), color=line.get_color(), linewidth=0.6, alpha=0.5)
+                axes.plot(
+                    *zip(*site, strict=True), color=line.get_color(), linewidth=0.6, alpha=0.5
+                )
+
         axes.set_xlabel("round")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_title(f"{self.run.method} on {self.run.bundle}", fontsize=10)
         axes.legend(frameon=False)
+
         return axes
 
     @property
@@ -97,33 +114,54 @@ class ResultTables(ABC):
         """The metric by which the best round is chosen."""
 
     def _column(self, name: str) -> str:
-        columns = [key for key, value in self.rounds[-1].items() if isinstance(value, int | float) and key != "round"]
-        columns += [key for row in self.rounds for key in row if key.startswith("val_") and key not in columns]
+        columns = [
+            key
+            for key, value in self.rounds[-1].items()
+            if isinstance(value, int | float) and key != "round"
+        ]
+        columns += [
+            key
+            for row in self.rounds
+            for key in row
+            if key.startswith("val_") and key not in columns
+        ]
         column = next((key for key in (f"val_{name}", name) if key in columns), None)
         if column is None:
             advice = did_you_mean(name, [key.removeprefix("val_") for key in columns], "choose one")
             raise InputError(f"metric {name!r}", f"the rounds have {', '.join(columns)}", advice)
+
         return column
 
     def _site_curves(self, column: str) -> list[list[tuple[int, float]]]:
         """Return a list of (round, value) for each site that has the metric."""
-        name = f"received_{column.removeprefix('val_')}" if column.startswith("val_") else column
+        if column.startswith("val_"):
+            name = f"received_{column.removeprefix('val_')}"
+        else:
+            name = column
+
         curves: dict[str, list[tuple[int, float]]] = {}
         for row in self.site_rounds:
             if row.get(name) is not None:
                 curves.setdefault(row["site"], []).append((row["round"], row[name]))
+
         return [*curves.values()]
 
 
 def _label(column: str) -> str:
     name = column.removeprefix("val_")
-    return f"{title(name)} (validation)" if column.startswith("val_") else name.replace("_", " ")
+    if column.startswith("val_"):
+        return f"{title(name)} (validation)"
+
+    return name.replace("_", " ")
 
 
 def with_same_keys(rows: list[Record]) -> list[Record]:
     """Give all records the same keys, None where one has no value."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return [{name: row.get(name) for name in names} for row in rows] if rows else []
+    if rows:
+        return [{name: row.get(name) for name in names} for row in rows]
+
+    return []
 
 
 def parse_row(row: Mapping[str, str]) -> Record:

@@ -61,17 +61,28 @@ def resumed_plan(
     run, document = read_verified_run(path / "run.json")
     rounds = requested.get("rounds", run.rounds)
     _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
-    moved_bundle = bundle if bundle and bundle != bundle_of(run) and is_recorded(bundle, run) else None
+
+    if bundle and bundle != bundle_of(run) and is_recorded(bundle, run):
+        moved_bundle = bundle
+    else:
+        moved_bundle = None
+
     other = bundle if bundle != bundle_of(run) and not moved_bundle else None
     if other or options or config or set(requested) - {"rounds", "data"}:
         asked = make_plan(request_of(run, other, options, config, **requested), say).run
-        sha256 = asked.bundle_sha256 if other else run.bundle_sha256  # `repeat` says what to do where it has changed
+        sha256 = (
+            asked.bundle_sha256 if other else run.bundle_sha256
+        )  # `repeat` says what to do where it has changed
         _require_same_settings(replace(asked, versions=run.versions, bundle_sha256=sha256), run)
+
     _tell_withdrawn(document, say)
     _tell_versions(run, "began", say)
     if rounds > run.options.get("rounds", rounds):
         ends = run.options["rounds"]
-        say(f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more")
+        say(
+            f"note: the schedule of {run.method} ends with round {ends}; it is not stretched over more"
+        )
+
     plan = repeat(run, requested.get("data"), say, path, moved_bundle)
     return replace(plan, run=replace(plan.run, rounds=rounds))
 
@@ -83,11 +94,13 @@ def with_notes(plan: Plan) -> Plan:
     """
     if plan.bundle.dataset:
         return plan
+
     ids = ids_of(plan.bundle)
     lists = [plan.bundle.data(section) for section in SECTIONS]
     is_medfl_new = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
     if not (is_medfl_new and all(isinstance(data, list) for data in lists)):
         return plan
+
     items = [item for data in lists for item in data if isinstance(item, Mapping)]
     notes = own.notes(ids["dataset_dir"], items, ids)
     record = replace(plan.run.data, notes=(*plan.run.data.notes, *notes))
@@ -136,7 +149,11 @@ def open_folder(
         The folder, and whether the run is resumed.
     """
     done = rounds_done(plan.run, path, sums=False)
-    folder = RunFolder.create(path, LOCAL_REFERENCE) if done is None else RunFolder.existing(path)
+    if done is None:
+        folder = RunFolder.create(path, LOCAL_REFERENCE)
+    else:
+        folder = RunFolder.existing(path)
+
     extra = {**extra, "leaves": federation.describe_exchange()}
     if done is not None:
         folder.state.mkdir(exist_ok=True)
@@ -144,10 +161,14 @@ def open_folder(
         now = {"round": done, "versions": versions(), "command": command}
         extra["resumed"] = [*(before.get("resumed") or []), now]
         command = before.get("command") or command
+
     text_record.save(plan.bundle, plan.run, plan.method, path)
     folder.write_run(plan.run, {**plan.extra(command), **extra})
     if len(plan.run.partition.sites) <= LISTED:
-        partition_plot.plot(plan.partition, plan.sections, plan.counted or None, path / "partition.png")
+        partition_plot.plot(
+            plan.partition, plan.sections, plan.counted or None, path / "partition.png"
+        )
+
     return folder, done is not None
 
 
@@ -172,16 +193,26 @@ def _tell_withdrawn(document: Mapping[str, Any], say: Print) -> None:
 def _tell_versions(run: Run, how: str, say: Print) -> None:
     """Say with which other versions a recorded run was made, for weights may differ with them in the last bits."""
     here = versions()
-    other = [f"{name} {was} (here {here[name]})" for name, was in run.versions.items() if here.get(name, was) != was]
+    other = [
+        f"{name} {was} (here {here[name]})"
+        for name, was in run.versions.items()
+        if here.get(name, was) != was
+    ]
     if other:
-        say(f"note: the run {how} with {', '.join(other)}: its weights may differ in the last bits from here on")
+        say(
+            f"note: the run {how} with {', '.join(other)}: its weights may differ in the last bits from here on"
+        )
 
 
 def _refuse_fewer(rounds: int, done: int, path: Path) -> None:
     """Raise an InputError if fewer rounds are asked for than there are."""
     if rounds < max(1, done):
         where = " of the Local reference" if path.name == "local" else ""
-        allowed = f"{done} rounds{where} are done already" if done else "a whole number of at least 1"
+        if done:
+            allowed = f"{done} rounds{where} are done already"
+        else:
+            allowed = "a whole number of at least 1"
+
         raise InputError(f"--rounds {rounds}", allowed, f"ask for at least {max(1, done)}")
 
 

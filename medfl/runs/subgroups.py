@@ -83,9 +83,15 @@ class Subgroups:
             row: dict[str, Any] = {self.by: group.name, "cases": group.count}
             for name in names:
                 estimate = group.metrics.get(name)
-                ends = (estimate.value, estimate.low, estimate.high) if estimate else (None, None, None)
+                if estimate:
+                    ends: tuple[float | None, ...] = (estimate.value, estimate.low, estimate.high)
+                else:
+                    ends = (None, None, None)
+
                 row |= dict(zip((name, f"{name}_low", f"{name}_high"), ends, strict=True))
+
             rows.append({**row, "silent": ", ".join(group.small_classes)})
+
         return rows
 
     def notes(self) -> list[str]:
@@ -94,11 +100,16 @@ class Subgroups:
         why = f"fewer than {self.min_count} cases, or its count would reveal such a group"
         said = [f"not told, {why}: {', '.join(few)}"] if few else []
         thin = {group.name: group.small_classes for group in self.groups if group.small_classes}
+
         if thin:
             listing = "; ".join(f"{name}: {', '.join(classes)}" for name, classes in thin.items())
             few_of = f"a class, or all others, have fewer than {self.min_count} cases"
             said.append(f"no balanced accuracy and AUROC where {few_of}: {listing}")
-        return [*said, "intervals of 95 %; images of one patient count as independent, so the true ones are wider"]
+
+        return [
+            *said,
+            "intervals of 95 %; images of one patient count as independent, so the true ones are wider",
+        ]
 
 
 def of(
@@ -122,37 +133,57 @@ def of(
         InputError: no such column, no cases, or a count below 1.
     """
     if min_count < 1:
-        raise InputError(f"min_count {min_count}", "a whole number of at least 1", "give for example 10")
+        raise InputError(
+            f"min_count {min_count}", "a whole number of at least 1", "give for example 10"
+        )
+
     values = _values(rows, by)
-    members = {name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)}
+    members = {
+        name: np.flatnonzero(values == name) for name in sorted(set(values.tolist()), key=_order)
+    }
     counts, _ = suppress_counts({name: len(index) for name, index in members.items()}, min_count)
     told_indices = [index for name, index in members.items() if counts[name] is not None]
 
-    together = np.sort(np.concatenate(told_indices)) if told_indices else np.empty(0, np.int64)
+    if told_indices:
+        together = np.sort(np.concatenate(told_indices))
+    else:
+        together = np.empty(0, np.int64)
 
     def group(name: str, index: NDArray[np.int64]) -> Subgroup:
         member_rows = [rows[i] for i in index]
         if not member_rows or (index is not together and counts[name] is None):
             return Subgroup(name, None, {}, {})
-        return (
-            _classified(name, member_rows, classes, min_count, seed) if classes else _measured(name, member_rows, seed)
-        )
+        if classes:
+            return _classified(name, member_rows, classes, min_count, seed)
 
-    return Subgroups(by, tuple(group(*entry) for entry in members.items()), group("all of these", together), min_count)
+        return _measured(name, member_rows, seed)
+
+    return Subgroups(
+        by,
+        tuple(group(*entry) for entry in members.items()),
+        group("all of these", together),
+        min_count,
+    )
 
 
 def _values(rows: Sequence[Mapping[str, Any]], by: str) -> NDArray[Any]:
     """Return each case's value of a column as text."""
     if not rows:
         raise InputError("no cases", "subgroups are of at least one", "let the run finish")
-    numbers = {name for row in rows for name, value in row.items() if isinstance(value, int | float)} - {"age"}
+
+    numbers = {
+        name for row in rows for name, value in row.items() if isinstance(value, int | float)
+    } - {"age"}
     columns = [name for name in rows[0] if name not in _NO_GROUPS and name not in numbers]
     if by not in columns:
         raise InputError(
-            f"subgroups by {by!r}", f"of these cases is known: {', '.join(columns) or 'nothing'}", "choose one of them"
+            f"subgroups by {by!r}",
+            f"of these cases is known: {', '.join(columns) or 'nothing'}",
+            "choose one of them",
         )
     if by == "age":
         return np.array([case_metadata.band(row.get("age")) for row in rows])
+
     return np.array([str(row.get(by) or case_metadata.UNKNOWN) for row in rows])
 
 
@@ -169,33 +200,53 @@ def _classified(
     probabilities = np.array([[float(row[f"p_{title}"]) for title in classes] for row in rows])
     cases = np.bincount(label, minlength=len(classes))
     enough = np.minimum(cases, len(rows) - cases) >= min_count
-    silent = tuple(title for title, n, reported in zip(classes, cases, enough, strict=True) if n and not reported)
+    silent = tuple(
+        title
+        for title, n, reported in zip(classes, cases, enough, strict=True)
+        if n and not reported
+    )
     times = bootstrap.draw(label, seed)
     share = binomtest(int(hit.sum()), len(rows)).proportion_ci(method="wilson")
     estimates = {"accuracy": Estimate(float(hit.mean()), float(share.low), float(share.high))}
     reported = [int(k) for k in np.flatnonzero(enough)]
     areas = {k: delong.area(label == k, probabilities[:, k]) for k in reported}
+
     if len(reported) > 1 and not silent:
         is_class = [label == k for k in reported]
         recall = np.stack([times @ (hit & k) / k.sum() for k in is_class])
-        estimates["balanced_accuracy"] = _estimate(float(np.mean([hit[k].mean() for k in is_class])), recall.mean(0))
+        estimates["balanced_accuracy"] = _estimate(
+            float(np.mean([hit[k].mean() for k in is_class])), recall.mean(0)
+        )
+
     if len(classes) == 2 and 1 in areas:
         estimates["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
     elif areas and not silent:
         drawn = bootstrap.areas(label, probabilities, times)[:, reported].mean(1)
         estimates["auroc"] = _estimate(float(np.mean([one.value for one in areas.values()])), drawn)
-    return Subgroup(name, len(rows), estimates, {classes[k]: one for k, one in areas.items()}, silent)
+
+    return Subgroup(
+        name, len(rows), estimates, {classes[k]: one for k, one in areas.items()}, silent
+    )
 
 
 def _measured(name: str, rows: Sequence[Mapping[str, Any]], seed: int) -> Subgroup:
     """Return the means of all numbers of the rows."""
-    names = [key for key in rows[0] if key not in _NO_METRICS and any(isinstance(row[key], float) for row in rows)]
+    names = [
+        key
+        for key in rows[0]
+        if key not in _NO_METRICS and any(isinstance(row[key], float) for row in rows)
+    ]
     values = {
-        key: np.array([np.nan if row[key] is None else float(row[key]) for row in rows], dtype=np.float64)
+        key: np.array(
+            [np.nan if row[key] is None else float(row[key]) for row in rows], dtype=np.float64
+        )
         for key in names
     }
     ends = bootstrap.means(values, bootstrap.draw(np.zeros(len(rows), np.int64), seed))
-    estimates = {key: Estimate(float(np.nanmean(values[key])), *ends[key]) for key in names if key in ends}
+    estimates = {
+        key: Estimate(float(np.nanmean(values[key])), *ends[key]) for key in names if key in ends
+    }
+
     return Subgroup(name, len(rows), estimates, {})
 
 

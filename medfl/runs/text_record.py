@@ -69,6 +69,7 @@ def write_for_job(bundle: Problem, run: Run, method: Method, folder: Path) -> li
     files = initial_weights.write_for_job(bundle, run, folder)
     if run.text is None:
         return files
+
     values = bundle.embeddings(language_model(method)).cpu().float().numpy().astype("<f4")
     text = {"shape": list(values.shape), "float32": base64.b64encode(values.tobytes()).decode()}
     (folder / JOB_FILE).write_text(json.dumps(text))
@@ -87,34 +88,52 @@ def restored(bundle: Problem, run: Run, method: Method, folder: Path | None) -> 
     bundle = initial_weights.restored(bundle, run, folder)
     if run.text is None:
         return bundle
-    path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None) if folder else None
+
+    if folder:
+        path = next((folder / name for name in (FILE, JOB_FILE) if (folder / name).is_file()), None)
+    else:
+        path = None
+
     if path is not None:
-        embeddings, where = _read(path), str(path)
+        embeddings = _read(path)
+        where = str(path)
         bundle = bundle.with_embeddings(language_model(method), embeddings, run.text.plm)
     else:
-        embeddings, where = bundle.embeddings(language_model(method)), f"plm={run.options.get('plm', '')}"
+        embeddings = bundle.embeddings(language_model(method))
+        where = f"plm={run.options.get('plm', '')}"
+
     if fingerprint(embeddings) != run.text.sha256:
         raise InputError(
             f"the text embeddings of {where} (checksum {fingerprint(embeddings)[:12]})",
             f"the run used those of {run.text.plm!r} with checksum {run.text.sha256[:12]}",
             "restore them, or start a new run",
         )
+
     return bundle
 
 
 def _read(path: Path) -> Tensor:
     try:
-        embeddings = _from_job(path) if path.name == JOB_FILE else safetensors.torch.load_file(path)["embeddings"]
+        if path.name == JOB_FILE:
+            embeddings = _from_job(path)
+        else:
+            embeddings = safetensors.torch.load_file(path)["embeddings"]
+
         if embeddings.ndim != 3 or embeddings.dtype != torch.float32:
             raise ValueError(f"its tensor is {tuple(embeddings.shape)} {embeddings.dtype}")
         if not embeddings.isfinite().all():
             raise ValueError("its values are not finite")
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
-        raise InputError(f"{path} is damaged ({error})", "the text embeddings of the run", "restore it") from error
+        raise InputError(
+            f"{path} is damaged ({error})", "the text embeddings of the run", "restore it"
+        ) from error
+
     return embeddings
 
 
 def _from_job(path: Path) -> Tensor:
     document = json_values(path, _MAX_BYTES)
     values = np.frombuffer(base64.b64decode(document["float32"], validate=True), "<f4")
-    return torch.from_numpy(values.astype(np.float32)).reshape([int(side) for side in document["shape"]])
+    return torch.from_numpy(values.astype(np.float32)).reshape(
+        [int(side) for side in document["shape"]]
+    )

@@ -44,9 +44,17 @@ class Tolerance:
 
     def __post_init__(self) -> None:
         if self.min_replies is not None and self.min_replies < 1:
-            raise InputError(f"--min-replies {self.min_replies}", "a whole number of at least 1", "give 1 or more")
+            raise InputError(
+                f"--min-replies {self.min_replies}",
+                "a whole number of at least 1",
+                "give 1 or more",
+            )
         if self.deadline is not None and not 0 < self.deadline < math.inf:
-            raise InputError(f"--deadline {self.deadline:g}", "seconds, above 0", "give for example --deadline 600")
+            raise InputError(
+                f"--deadline {self.deadline:g}",
+                "seconds, above 0",
+                "give for example --deadline 600",
+            )
 
     def check(self, federation: Federation) -> None:
         """Compare with a run's cohorts and aggregation.
@@ -65,7 +73,11 @@ class Tolerance:
 
         if self.min_replies < aggregation.least:
             needed = f"{aggregation} needs at least {aggregation.least} replies"
-            raise InputError(f"{flag} with --aggregation {aggregation}", needed, f"give {aggregation.least} or more")
+            raise InputError(
+                f"{flag} with --aggregation {aggregation}",
+                needed,
+                f"give {aggregation.least} or more",
+            )
 
     def record(self) -> dict[str, Any]:
         """Return what run.json tells of it."""
@@ -97,7 +109,12 @@ class Attendance:
         """Go on without the sites that have a reason, and say it; RunError if too few are left."""
         sender = "site {!r}".format
         if self.least is None and reasons:
-            raise RunError("; ".join(r if r.startswith(sender(n)) else f"{sender(n)}: {r}" for n, r in reasons.items()))
+            raise RunError(
+                "; ".join(
+                    r if r.startswith(sender(n)) else f"{sender(n)}: {r}"
+                    for n, r in reasons.items()
+                )
+            )
 
         for name, reason in reasons.items():
             self.left_out[name] = reason.replace(_KEPT, "").removeprefix(sender(name)).lstrip(":, ")

@@ -50,7 +50,11 @@ class RoundEnd:
     def weights(self) -> dict[str, Tensor]:
         """The server's weights as a state dict, copies on the CPU; empty where a method has none."""
         entries = self._weights().items()
-        return {name: tensor.detach().cpu().clone() for name, tensor in entries if isinstance(tensor, Tensor)}
+        return {
+            name: tensor.detach().cpu().clone()
+            for name, tensor in entries
+            if isinstance(tensor, Tensor)
+        }
 
     def best(self, metric: str = "", min_delta: float = 0.0) -> tuple[int, float]:
         """Return number and value of the best round so far, the first of equals.
@@ -65,13 +69,18 @@ class RoundEnd:
         name = metric or self.key_metric
         scored = [(number, values[name]) for number, values in self.history if name in values]
         if not scored:
-            others = ", ".join(sorted({key for _, values in self.history for key in values})) or "none: eval_every is 0"
+            others = (
+                ", ".join(sorted({key for _, values in self.history for key in values}))
+                or "none: eval_every is 0"
+            )
             raise InputError(f"metric {name!r}", f"the rounds have {others}", "name one of these")
+
         sign = 1.0 if higher_is_better(name) else -1.0
         best_entry = scored[0]
         for number, value in scored[1:]:
             if sign * (value - best_entry[1]) > min_delta:
                 best_entry = number, value
+
         return best_entry
 
 
@@ -102,9 +111,11 @@ class EarlyStopping:
         """Return why the run ends, None while it goes on."""
         if not ended.metrics:
             return None
+
         number, value = ended.best(self.metric, self.min_delta)
         if ended.round - number < self.patience:
             return None
+
         name = self.metric or ended.key_metric
         return f"{name} has not become better than {value:.4g} of round {number} for {ended.round - number} rounds"
 
@@ -123,27 +134,38 @@ class BestCheckpoint:
 
     def __post_init__(self) -> None:
         if Path(self.path).suffix not in (".safetensors", ".pt"):
-            raise InputError(f"BestCheckpoint({str(self.path)!r})", "a file .safetensors or .pt", "name it so")
+            raise InputError(
+                f"BestCheckpoint({str(self.path)!r})", "a file .safetensors or .pt", "name it so"
+            )
 
     def __call__(self, ended: RoundEnd) -> None:
         """Write the weights if this round is the best."""
         if not ended.metrics or ended.best(self.metric)[0] != ended.round:
             return
+
         if not ended.weights:
             given = "BestCheckpoint with a method whose server has no weights"
-            raise InputError(given, "best.safetensors in the run folder has those of the sites", "leave it out")
+            raise InputError(
+                given, "best.safetensors in the run folder has those of the sites", "leave it out"
+            )
+
         path = Path(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".safetensors":
             save_weights(path, ended.weights)
         else:
-            with atomic_replace(path, sum(tensor.nbytes for tensor in ended.weights.values())) as temporary:
+            with atomic_replace(
+                path, sum(tensor.nbytes for tensor in ended.weights.values())
+            ) as temporary:
                 torch.save(ended.weights, temporary)
 
 
 def callback_names(callbacks: Sequence[Callback]) -> list[str]:
     """Return what a run's record says of its callbacks."""
-    return [str(getattr(one, "__qualname__", "") or re.sub(r" at 0x[0-9a-f]+", "", repr(one))) for one in callbacks]
+    return [
+        str(getattr(one, "__qualname__", "") or re.sub(r" at 0x[0-9a-f]+", "", repr(one)))
+        for one in callbacks
+    ]
 
 
 def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
@@ -161,7 +183,11 @@ def asked_to_stop(callbacks: Sequence[Callback], ended: RoundEnd) -> str:
             raise
         except Exception as error:  # whatever a function of the user's raises
             failure = f"{type(error).__name__}: {error}"
-            raise RunError(f"callback {name} fails after round {ended.round}: {failure}; the round is kept") from error
+            raise RunError(
+                f"callback {name} fails after round {ended.round}: {failure}; the round is kept"
+            ) from error
+
         if answer is True or (isinstance(answer, str) and answer):
             reasons.append(answer if isinstance(answer, str) else f"{name} asked for it")
+
     return "; ".join(reasons)

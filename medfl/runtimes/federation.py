@@ -97,16 +97,24 @@ class Federation:
                 f"it supports {', '.join(method.tasks)}",
                 "see medfl methods",
             )
-        self.bundle, self.method, self.run = bundle, method, run
+
+        self.bundle = bundle
+        self.method = method
+        self.run = run
         self.task = Task(
-            bundle.task, bundle.classes, bundle.embeddings, lambda: constants(bundle.section("train").source.transforms)
+            bundle.task,
+            bundle.classes,
+            bundle.embeddings,
+            lambda: constants(bundle.section("train").source.transforms),
         )
         self.names = list(run.partition.sites)
         self.participants = [POOLED] if method.pools_data else self.names
         self.aggregation = self._aggregation()
+
         if run.max_share is not None and self.equal_weight_flag:
             given = f"--max-share {run.max_share:g} with {self.equal_weight_flag}"
             raise InputError(given, "sites count the same there", "leave one of them out")
+
         structures = bundle.structures if bundle.task == "segmentation" else None
         self.surface_metrics = surface_metrics_of(run.metrics, structures)
         self.networks = self._pool(bundle)
@@ -117,23 +125,32 @@ class Federation:
         self.sections = site_channels.filled(prepared, bundle, run)
         self._shards = {section: self._divide(section) for section in SECTIONS}
         self.known = site_labels.known_labels(bundle, method, run, self._shards["train"])
-        self._shards = {name: site_labels.annotate(shards, self.known) for name, shards in self._shards.items()}
+        self._shards = {
+            name: site_labels.annotate(shards, self.known) for name, shards in self._shards.items()
+        }
         check_sites(method, (self.site(name, 0) for name in self.participants), bundle)
 
     def _pool(self, bundle: Problem) -> Networks:
         def network() -> nn.Module:
             model = self.method.adapt(bundle.network(), self.task)
-            return with_channels_last(model) if self.run.channels_last else model
+            if self.run.channels_last:
+                return with_channels_last(model)
+
+            return model
 
         pool = Networks(network, self.run.seed, torch.device(self.run.device))
         if self.run.init and bundle is self.bundle:
             pool.set_initial_weights(initial_state_dict(bundle, self.method, self.task, self.run))
+
         return pool
 
     def _assign_architectures(self) -> dict[str, _Architecture]:
         """Return each participant's architecture; sites with the same network share one."""
         configs = methods.site_networks(self.method, self.participants)
-        built = {key: self._build_architecture(c) for key, c in {repr(c): c for c in configs.values()}.items()}
+        built = {
+            key: self._build_architecture(c)
+            for key, c in {repr(c): c for c in configs.values()}.items()
+        }
         return {name: built[repr(config)] for name, config in configs.items()}
 
     def _build_architecture(self, config: Mapping[str, Any]) -> _Architecture:
@@ -141,32 +158,45 @@ class Federation:
 
         What leaves must fit the server's network, and be personal neither there nor at the site.
         """
-        bundle, networks = self.bundle, self.networks
+        bundle = self.bundle
+        networks = self.networks
         if config:
             refuse_init_of_mixed_networks(self.run)
             bundle = bundle.variant(config)
             networks = self._pool(bundle)
+
         personal: set[str] = set()
         for pool in {self.networks, networks}:
             with pool.scope():
                 personal |= self.method.personal_names(pool.lease(pool.initial))
+
         common = self.networks.initial
-        leaves = {name: (tensor.shape, tensor.dtype) for name, tensor in common.items() if name not in personal}
+        leaves = {
+            name: (tensor.shape, tensor.dtype)
+            for name, tensor in common.items()
+            if name not in personal
+        }
         whole = methods.keeps_network(self.method, config)
         staying = [name for name in networks.initial if whole or name not in leaves]
         personal |= networks.initial.keys() - common.keys()
+
         return _Architecture(bundle, networks, leaves, frozenset(personal), len(staying))
 
     def _make_compression(self) -> Compression:
         """Return how messages are made smaller; of every network all but matrices and kernels stay exact."""
-        messages, exact = Compression.parse(self.run.messages), set[str]()
+        messages = Compression.parse(self.run.messages)
+        exact = set[str]()
         if messages.lossless:
             return messages
+
         for pool in self._pools:
             with pool.scope():
                 network = pool.lease(pool.initial)
-                large = {n for n, p in network.named_parameters(remove_duplicate=False) if p.ndim > 1}
+                large = {
+                    n for n, p in network.named_parameters(remove_duplicate=False) if p.ndim > 1
+                }
                 exact |= network.state_dict().keys() - large
+
         noisy = {"weights", *(group.name for group in self.method.groups() if group.smaller)}
         return replace(messages, exact=frozenset(exact), groups=frozenset(noisy))
 
@@ -177,7 +207,8 @@ class Federation:
 
     def _aggregation(self) -> Aggregation:
         """Return how replies are made into one; all but the mean stand in for it where FedAvg's server half is kept."""
-        aggregation, size = Aggregation.parse(self.run.aggregation), len(self.cohort(1))
+        aggregation = Aggregation.parse(self.run.aggregation)
+        size = len(self.cohort(1))
         if not aggregation.is_mean and not methods.has_fedavg_server(self.method):
             raise InputError(
                 f"--aggregation {aggregation} with method {self.run.method!r}",
@@ -190,6 +221,7 @@ class Federation:
                 f"{aggregation} needs at least {aggregation.least}",
                 "have more sites in the cohort, or a rule for fewer faulty ones",
             )
+
         return aggregation
 
     @property
@@ -197,8 +229,16 @@ class Federation:
         """The setting by which each site counts the same; "" where they count by their numbers of items."""
         if not self.aggregation.counts_samples:
             return f"--aggregation {self.aggregation}"
-        of_method = "--set weights=uniform" if getattr(self.method, "weights", "") == "uniform" else ""
-        return "--site-weights uniform" if self.run.site_weights == "uniform" else of_method
+
+        if getattr(self.method, "weights", "") == "uniform":
+            of_method = "--set weights=uniform"
+        else:
+            of_method = ""
+
+        if self.run.site_weights == "uniform":
+            return "--site-weights uniform"
+
+        return of_method
 
     @cached_property
     def message_limits(self) -> MessageLimits:
@@ -221,7 +261,9 @@ class Federation:
                     "every item of the partition is in the data",
                     "use the same data folder, or draw a new partition",
                 )
+
             shards[name] = Shard.of(prepared, [position[ident] for ident in ids.get(section, [])])
+
         return shards
 
     def hold(self, free: Free = free_gpu_memory) -> str:
@@ -229,10 +271,16 @@ class Federation:
         public = {} if self.public is None else {"public": self.public.shard.prepared}
         held, report = hold({**self.sections, **public}, self.networks.device, free)
         if self.public is not None:
-            self.public = replace(self.public, shard=replace(self.public.shard, prepared=held.pop("public")))
+            self.public = replace(
+                self.public, shard=replace(self.public.shard, prepared=held.pop("public"))
+            )
+
         self.sections = held
         for section, shards in self._shards.items():
-            self._shards[section] = {name: replace(shard, prepared=held[section]) for name, shard in shards.items()}
+            self._shards[section] = {
+                name: replace(shard, prepared=held[section]) for name, shard in shards.items()
+            }
+
         return report
 
     def shard(self, name: str, section: str) -> Shard:
@@ -249,20 +297,32 @@ class Federation:
     def pooled(self, section: str) -> Shard:
         """Return all held-out items of a section, whether or not a site has them."""
         whole = Shard.of(self.sections[section], range(len(self.sections[section])))
-        return replace(whole, shown={i: k for shard in self._shards[section].values() for i, k in shard.shown.items()})
+        return replace(
+            whole,
+            shown={
+                i: k for shard in self._shards[section].values() for i, k in shard.shown.items()
+            },
+        )
 
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
-        run, arch, by_epoch = self.run, self._architectures[name], self.run.decay_per == "epoch"
-        bundle, first = arch.bundle, max(0, round_ - 1) * run.local_epochs
+        run = self.run
+        arch = self._architectures[name]
+        by_epoch = self.run.decay_per == "epoch"
+        bundle = arch.bundle
+        first = max(0, round_ - 1) * run.local_epochs
         settings = LocalSettings(
             run.local_epochs, run.batch_size, partial(bundle.optimizer, lr=run.lr, epoch=first),
             lr_factor=run.lr_decay ** (first if by_epoch else round_ - 1), amp=run.amp, lr_decay=run.lr_decay,
             rates=(lambda epoch: bundle.rates(first + epoch, run.lr)) if bundle.is_scheduled else None,
             epoch_factor=run.lr_decay if by_epoch else 1.0,
         )  # fmt: skip
-        train, validate, test = hide_labels(run, name, [self.participant_shard(name, section) for section in SECTIONS])
-        known, kept = self.known.get(name), dict[str, State]() if run.keep_optimizer else None
+        train, validate, test = hide_labels(
+            run, name, [self.participant_shard(name, section) for section in SECTIONS]
+        )
+        known = self.known.get(name)
+        kept = dict[str, State]() if run.keep_optimizer else None
+
         return Site(
             name, derive(run.seed, "round", round_, name), train, validate, test,
             site_labels.loss_at(self.bundle, run, known), settings, arch.networks, round_, self.task, known=known,
@@ -276,38 +336,57 @@ class Federation:
             stack.enter_context(run_precision(self.run))
             if self.run.compile:
                 stack.enter_context(compile_steps())
+
             for pool in self._pools:
                 stack.enter_context(pool.scope())
+
             yield
 
     def host(self, round_: int) -> Host:
         """Return the server's side in a round."""
-        return Host(derive(self.run.seed, "round", round_, "server"), self.networks, round_, self.task, self.public)
+        return Host(
+            derive(self.run.seed, "round", round_, "server"),
+            self.networks,
+            round_,
+            self.task,
+            self.public,
+        )
 
     def describe_exchange(self) -> str:
         """Say what leaves a site and what of the network stays, and how much of it in smaller messages."""
         used = self._architectures.values()
-        leave, stay = _span([len(arch.leaves) for arch in used]), _span([arch.stays for arch in used])
+        leave = _span([len(arch.leaves) for arch in used])
+        stay = _span([arch.stays for arch in used])
         besides = sorted(group.name for group in self.method.groups() if group.up)
         text = f"{leave} tensors{' of the network' if besides else ''} leave each site, {stay} stay"
         text += f"; besides them leave: {', '.join(besides)}" if besides else ""
-        text += f"; aggregation: {self.aggregation.described}" if not self.aggregation.is_mean else ""
+        text += (
+            f"; aggregation: {self.aggregation.described}" if not self.aggregation.is_mean else ""
+        )
         text += site_labels.described(self.known, self.bundle)
+
         if self.compression.lossless:
             return text
+
         takes = self.compression.takes
         smaller = [
-            sum(takes("weights", name, dtype, shape.numel()) for name, (shape, dtype) in arch.leaves.items())
+            sum(
+                takes("weights", name, dtype, shape.numel())
+                for name, (shape, dtype) in arch.leaves.items()
+            )
             for arch in used
         ]
         exact = [len(arch.leaves) - number for arch, number in zip(used, smaller, strict=True)]
         text += "; replies" if self.compression.kind == "topk" else "; replies and broadcasts"
+
         return f"{text}: {self.compression}, {_span(smaller)} tensors of the network; {_span(exact)} lossless"
 
     def message_rules(self, name: str) -> MessageRules:
         """Return what a message between the server and a participant may have in it."""
         arch = self._architectures[name]
-        network = {key: (tensor.shape, tensor.dtype) for key, tensor in arch.networks.initial.items()}
+        network = {
+            key: (tensor.shape, tensor.dtype) for key, tensor in arch.networks.initial.items()
+        }
         groups = self.method.groups()
         return MessageRules(
             name, arch.leaves, network, arch.personal,
@@ -319,7 +398,9 @@ class Federation:
 
     def compress_broadcast(self, round_: int, name: str, broadcast: Message) -> Message:
         """Return a broadcast as it crosses to a site, made smaller."""
-        return self.compression.broadcast(broadcast, derive(self.host(round_).seed, "messages", name))
+        return self.compression.broadcast(
+            broadcast, derive(self.host(round_).seed, "messages", name)
+        )
 
     def decode_reply(self, name: str, named: Mapping[Any, Any]) -> Message:
         """Return what a site sent, as `MessageRules.decode_reply`, on this device."""
@@ -335,10 +416,19 @@ class Federation:
         with self.scope():
             replies = with_effective_counts(replies, self.run)
             if not self.aggregation.is_mean and server.get("weights") != {}:
-                return {**server, "weights": self.aggregation.combined(replies, "weights", server["weights"])}
-            after = self.method.aggregate(self.host(round_), server, replies, len(self.participants))
+                return {
+                    **server,
+                    "weights": self.aggregation.combined(replies, "weights", server["weights"]),
+                }
+
+            after = self.method.aggregate(
+                self.host(round_), server, replies, len(self.participants)
+            )
             whole = after.get("weights") or {}
-            return {**after, "weights": self.networks.under_one_name(whole)} if whole else after
+            if whole:
+                return {**after, "weights": self.networks.under_one_name(whole)}
+
+            return after
 
     def leave_out(self, names: Collection[str]) -> None:
         """Go on without some participants: they are in no cohort, and are asked for nothing."""
@@ -346,14 +436,20 @@ class Federation:
 
     def cohort(self, round_: int) -> list[str]:
         """Draw the participants of a round: a fixed fraction, at least one, without replacement."""
-        count = max(1, math.floor(self.run.cohort * len(self.participants) + 1e-9))  # 0.29 * 100 is 28.999…
+        count = max(
+            1, math.floor(self.run.cohort * len(self.participants) + 1e-9)
+        )  # 0.29 * 100 is 28.999…
         whole = methods.extra(self.method, methods.WholeCohort)
         if count == len(self.participants) or (whole is not None and whole.everyone):
             return list(self.participants)
+
         generator = torch.Generator().manual_seed(derive(self.run.seed, "cohort", round_))
         drawn = torch.randperm(len(self.participants), generator=generator)[:count].sort().values
         return [self.participants[i] for i in drawn.tolist()]
 
 
 def _span(numbers: Sequence[int]) -> str:
-    return str(numbers[0]) if len(set(numbers)) == 1 else f"{min(numbers)} to {max(numbers)}"
+    if len(set(numbers)) == 1:
+        return str(numbers[0])
+
+    return f"{min(numbers)} to {max(numbers)}"

@@ -23,9 +23,17 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
     sites = run.partition.sites
     channels = site_channels.names(bundle) if run.site_channels else ()
     site_positions = site_channels.read(run.site_channels, channels, sites)
-    site_lacks = {site: [c for c in range(len(channels)) if c not in has] for site, has in site_positions.items()}
-    unlabelled_ids = {ident for site in site_names(run.unlabelled) for ident in sites.get(site, {}).get("train", ())}
+    site_lacks = {
+        site: [c for c in range(len(channels)) if c not in has]
+        for site, has in site_positions.items()
+    }
+    unlabelled_ids = {
+        ident
+        for site in site_names(run.unlabelled)
+        for ident in sites.get(site, {}).get("train", ())
+    }
     replaced: dict[str, Section] = {}
+
     for section in SECTIONS[: 2 + bundle.has_test]:
         site_of = {ident: site for site in sites for ident in sites[site].get(section, ())}
         absent = {ident: site_lacks.get(site, []) for ident, site in site_of.items()}
@@ -40,9 +48,11 @@ def without_absent(bundle: Problem, run: Run) -> Problem:
                     "a file of each channel, or of those that --site-channels says of its site",
                     f"restore it, or say which channels the site has: --site-channels {site or 'SITE'}=...",
                 )
+
         if bundle.section(section).source.is_list and (hidden or any(absent.values())):
             replaced[section] = bundle.section(section).hiding(hidden, absent, len(channels))
 
     if not replaced:
         return bundle
+
     return bundle.replaced(sections=ReplacedSections(bundle.sections, replaced))

@@ -33,24 +33,37 @@ def initial_state_dict(bundle: Problem, method: Method, task: Task, run: Run) ->
             "init.safetensors in its folder",
             "restore the file, or start a new run with --init",
         )
+
     with stream(run.seed, "network"):
         plain = bundle.network()
         is_plain = not _differences(plain, bundle.start)
         if is_plain:
             plain.load_state_dict(bundle.start)
+
         adapted = method.adapt(plain, task)
+
     if not is_plain:
         if _differences(adapted, bundle.start):
-            network = plain if len(adapted.state_dict()) != len(bundle.start) else adapted
+            if len(adapted.state_dict()) != len(bundle.start):
+                network = plain
+            else:
+                network = adapted
+
             mismatches = _differences(network, bundle.start)
-            more = f" ({len(mismatches) - _NAMED} more)" if len(mismatches) > _NAMED else ""
+            if len(mismatches) > _NAMED:
+                more = f" ({len(mismatches) - _NAMED} more)"
+            else:
+                more = ""
+
             other = f"--init of another network than that of bundle {bundle.name!r}"
             raise InputError(
                 f"{other}: {'; '.join(mismatches[:_NAMED])}{more}",
                 f"all {len(network.state_dict())} tensors of the network, by name and shape",
                 "give weights of this network, or choose it with --config network=NAME",
             )
+
         adapted.load_state_dict(bundle.start)
+
     return snapshot(adapted)
 
 
@@ -63,11 +76,19 @@ def _differences(network: nn.Module, weights: Mapping[str, Tensor]) -> list[str]
         if name in weights and _form(weights[name]) != _form(tensor)
     ]
     missing = [f"{name!r} is missing" for name in state if name not in weights]
-    return [*forms, *missing, *(f"the network has no {name!r}" for name in weights if name not in state)]
+
+    return [
+        *forms,
+        *missing,
+        *(f"the network has no {name!r}" for name in weights if name not in state),
+    ]
 
 
 def _form(tensor: Tensor) -> str:
-    kind = "" if tensor.dtype == torch.float32 else f" {str(tensor.dtype).removeprefix('torch.')}"
+    if tensor.dtype == torch.float32:
+        kind = ""
+    else:
+        kind = f" {str(tensor.dtype).removeprefix('torch.')}"
     return f"({', '.join(map(str, tensor.shape))}){kind}"
 
 

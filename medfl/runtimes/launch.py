@@ -65,11 +65,18 @@ class Launch:
         for name in settings:
             if name not in names:
                 allowed = f"arguments are {', '.join(names)}"
-                raise InputError(f"argument {name!r}", allowed, did_you_mean(name, names, "choose one"))
+                raise InputError(
+                    f"argument {name!r}", allowed, did_you_mean(name, names, "choose one")
+                )
+
         if isinstance(settings.get("out"), str):
             settings["out"] = Path(settings["out"]) if settings["out"] else None
+
         for name, value, allowed in type_mismatches(Launch, settings):
-            raise InputError(f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument")
+            raise InputError(
+                f"{name}={value!r:.60}", f"{name} takes {allowed}", "change this argument"
+            )
+
         return dataclasses.replace(self, **settings)
 
     @property

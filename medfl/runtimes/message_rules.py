@@ -78,11 +78,15 @@ class MessageRules:
             if name in self.personal or (group == "weights" and name not in self.leaves):
                 raise RunError(f"{self.sender}: tensor {key!r} must not leave it")
             if group in undeclared:
-                raise RunError(f"{self.sender}: {key!r} is in a group that the method's groups() does not declare")
+                raise RunError(
+                    f"{self.sender}: {key!r} is in a group that the method's groups() does not declare"
+                )
 
             self._check_form(self.sender, group, name, tensor)
             if not is_finite(tensor):
-                raise RunError(f"{self.sender}: {key!r} has NaN or infinite values; the last good round is kept")
+                raise RunError(
+                    f"{self.sender}: {key!r} has NaN or infinite values; the last good round is kept"
+                )
 
     def check_complete(self, reply: Message) -> None:
         """Check that a reply lacks none of the weights, nor for FedAvg's server half the number of items.
@@ -94,14 +98,18 @@ class MessageRules:
             missing = self.leaves.keys() - reply.tensors.get("weights", {}).keys()
             if missing:
                 first = f"'weights/{min(missing)}'"
-                raise RunError(f"{self.sender}: {first} is missing in its reply ({len(missing)} such)")
+                raise RunError(
+                    f"{self.sender}: {first} is missing in its reply ({len(missing)} such)"
+                )
 
         if self.fedavg and "samples" not in reply.scalars:
             raise RunError(f"{self.sender}: its reply lacks the number of training samples")
 
     # What the site receives
 
-    def decode_broadcast(self, tensors_arrived: Mapping[Any, Any], compression: Compression) -> Message:
+    def decode_broadcast(
+        self, tensors_arrived: Mapping[Any, Any], compression: Compression
+    ) -> Message:
         """Return a broadcast that arrived under the names of `Message.flat`, made smaller by `compression`.
 
         Its weights are all that leave a site, or none at all; groups that only the method knows are limited in size.
@@ -122,7 +130,9 @@ class MessageRules:
 
         count = len(message.scalars)
         self.require(count <= _MOST_NUMBERS, f"it has {count} numbers; at most {_MOST_NUMBERS}")
-        self.require(len(message.tensors) <= _MOST_GROUPS, f"it has {len(message.tensors)} groups of tensors")
+        self.require(
+            len(message.tensors) <= _MOST_GROUPS, f"it has {len(message.tensors)} groups of tensors"
+        )
         for name, number in message.scalars.items():
             self.require(math.isfinite(number), f"'scalars/{name}' is {number}")
 
@@ -144,7 +154,9 @@ class MessageRules:
             if tensor.is_floating_point() and dtype != tensor.dtype:
                 average = tensor if dtype.is_floating_point else tensor.round()
                 weights[name] = average.to(dtype)
-                self._check_finite(f"weights/{name}", weights[name])  # too large for a smaller type is infinite in it
+                self._check_finite(
+                    f"weights/{name}", weights[name]
+                )  # too large for a smaller type is infinite in it
 
         self._check_same_names(weights)
         for name, tensor in weights.items():
@@ -165,7 +177,9 @@ class MessageRules:
         unexpected = weights.keys() - self.leaves.keys()
         missing = self.leaves.keys() - weights.keys()
         for label, names in (("unexpected", unexpected), ("missing", missing)):
-            self.require(not names, f"{label} 'weights/{min(names, default='')}' ({len(names)} such)")
+            self.require(
+                not names, f"{label} 'weights/{min(names, default='')}' ({len(names)} such)"
+            )
 
     def _check_finite(self, key: str, tensor: Tensor) -> None:
         self.require(is_finite(tensor), f"{key!r} has NaN or infinite values")

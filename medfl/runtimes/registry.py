@@ -67,25 +67,38 @@ class Runtime:
         deadline = launch.deadline
         name = launch.runtime
         if jobs is not None and jobs < 1:
-            raise InputError(f"--jobs {jobs}", "a whole number of at least 1, or None for the cores", "give 1 or more")
+            raise InputError(
+                f"--jobs {jobs}",
+                "a whole number of at least 1, or None for the cores",
+                "give 1 or more",
+            )
         if self.no_jobs and jobs not in (None, 1):
-            raise InputError(f"--jobs {jobs} with --runtime {name}", self.no_jobs, "leave --jobs out")
+            raise InputError(
+                f"--jobs {jobs} with --runtime {name}", self.no_jobs, "leave --jobs out"
+            )
         if deadline is not None and not self.remote:
             raise InputError(
                 f"--deadline {deadline:g} with --runtime {name}",
                 "it waits for one site after the other; sites that run by themselves can be held to a deadline",
                 "leave it out, or use --runtime flare",
             )
+
         self.require()
         if launch.profile and self.remote:
-            raise InputError(f"--profile with --runtime {name}", "it times the work of one process", "leave one out")
+            raise InputError(
+                f"--profile with --runtime {name}",
+                "it times the work of one process",
+                "leave one out",
+            )
 
 
 def check_name(name: str) -> None:
     """Raise an InputError if this is neither a shipped runtime nor a dotted path."""
     if name not in {**SHIPPED, **_OF_COMMANDS} and "." not in name and ":" not in name:
         allowed = f"runtimes here are: {', '.join(SHIPPED)}, or a dotted path"
-        raise InputError(f"--runtime {name}", allowed, did_you_mean(name, tuple(SHIPPED), "choose one"))
+        raise InputError(
+            f"--runtime {name}", allowed, did_you_mean(name, tuple(SHIPPED), "choose one")
+        )
 
 
 def load(name: str) -> Runtime:
@@ -99,9 +112,15 @@ def load(name: str) -> Runtime:
     try:
         runtime = getattr(importlib.import_module(module), attribute or "RUNTIME", None)
     except ModuleNotFoundError as error:
-        raise InputError(f"--runtime {name} ({error})", "a module that Python finds", "check PYTHONPATH") from error
+        raise InputError(
+            f"--runtime {name} ({error})", "a module that Python finds", "check PYTHONPATH"
+        ) from error
+
     if not isinstance(runtime, Runtime):
         raise InputError(
-            f"--runtime {name}", f"module {module} has a Runtime called {attribute or 'RUNTIME'}", "add it there"
+            f"--runtime {name}",
+            f"module {module} has a Runtime called {attribute or 'RUNTIME'}",
+            "add it there",
         )
+
     return runtime

@@ -115,10 +115,19 @@ def _flaw(node: Any, path: str) -> str:
         odd = next((key for key in node if not isinstance(key, str)), None)
         if odd is not None:
             return f"the key {odd!r}{f' in {path!r}' if path else ''} is a {type(odd).__name__}"
-        return next((flaw for key, part in node.items() if (flaw := _flaw(part, f"{path}/{key}".lstrip("/")))), "")
+        return next(
+            (
+                flaw
+                for key, part in node.items()
+                if (flaw := _flaw(part, f"{path}/{key}".lstrip("/")))
+            ),
+            "",
+        )
 
     if isinstance(node, list | tuple):
-        return next((flaw for i, part in enumerate(node) if (flaw := _flaw(part, f"{path}/{i}"))), "")
+        return next(
+            (flaw for i, part in enumerate(node) if (flaw := _flaw(part, f"{path}/{i}"))), ""
+        )
     if isinstance(node, _VALUES):
         return ""
 

@@ -46,7 +46,9 @@ class Simulator:
         InputError: the tolerance does not fit the run.
     """
 
-    def __init__(self, execution: Execution, workers: Callable[[Federation, int], Workers] = Workers) -> None:
+    def __init__(
+        self, execution: Execution, workers: Callable[[Federation, int], Workers] = Workers
+    ) -> None:
         launch = execution.launch
         federation = execution.federation
         self.launch = launch
@@ -57,13 +59,17 @@ class Simulator:
         self.tolerance.check(federation)
         self._make_workers = workers
         # masks that an earlier part of the run wrote are kept up to date
-        self.save_predictions = launch.save_predictions or (self.folder.path / "predictions").is_dir()
-        self.method, self.run = federation.method, federation.run
+        self.save_predictions = (
+            launch.save_predictions or (self.folder.path / "predictions").is_dir()
+        )
+        self.method = federation.method
+        self.run = federation.run
         self.jobs = 1 if self.run.device != "cpu" else launch.jobs or 1
         self.key = federation.bundle.key_metric
         self.recorder = profiling.Recorder(self.run.device) if launch.profile else None
         self.server: State = {}
-        self.done, self.stopped = 0, ""
+        self.done = 0
+        self.stopped = ""
         stopping = [EarlyStopping(self.run.patience)] if self.run.patience else []
         self.callbacks: tuple[Callback, ...] = (*launch.callbacks, *stopping)
         self.record: dict[str, Any] = {
@@ -86,57 +92,85 @@ class Simulator:
         """
         manifest = verified_manifest(self.folder) if self.launch.resume else None
         if manifest:
-            self.done, self.record = manifest["round"], {**self.record, **manifest["record"]}
+            self.done = manifest["round"]
+            self.record = {**self.record, **manifest["record"]}
             self.federation.leave_out(self.record["absent"])
             if not self.federation.participants:
                 raise InputError(
-                    f"{self.folder.state / MANIFEST}, by which no site takes part", "at least one", "restore it"
+                    f"{self.folder.state / MANIFEST}, by which no site takes part",
+                    "at least one",
+                    "restore it",
                 )
+
             self.server = resumed_state(self.federation, self.folder, manifest)
+
         if self.done > self.run.rounds:
             raise InputError(
-                f"--rounds {self.run.rounds}", f"{self.done} rounds are done already", "ask for at least as many"
+                f"--rounds {self.run.rounds}",
+                f"{self.done} rounds are done already",
+                "ask for at least as many",
             )
+
         self.folder.truncate_rounds(self.done)
-        with profiling.recording(self.recorder), self._make_workers(self.federation, self.jobs) as self.workers:
+        with (
+            profiling.recording(self.recorder),
+            self._make_workers(self.federation, self.jobs) as self.workers,
+        ):
             self.workers.set_deadline(self.tolerance.deadline)
             self.workers.keep_statements(self.record)
-            self.dispatcher = Dispatcher(self.federation, self.folder, self.workers, self.tolerance, self.say)
+            self.dispatcher = Dispatcher(
+                self.federation, self.folder, self.workers, self.tolerance, self.say
+            )
             self.scoring = Scoring(self.federation, self.folder, self.record, self.dispatcher)
             self.scoring.untested = self.launch.untested
             summary = self._execute(bool(manifest))
+
         (self.folder.write_trial if self.launch.untested else self.folder.write_summary)(summary)
         if self.recorder is not None:
             self.say(self.recorder.table())
-            write_atomic(self.folder.path / "profile.json", json.dumps(self.recorder.trace()).encode())
+            write_atomic(
+                self.folder.path / "profile.json", json.dumps(self.recorder.trace()).encode()
+            )
+
         for line in self._missing():
             self.say(line)
+
         return summary
 
     def _execute(self, resumed: bool) -> dict[str, Any]:
         self.say(self.federation.describe_exchange())
         if not resumed:
             self._start()
+
         with Events(
-            self.folder.path / "events", self.done, *tracked(self.folder, self.launch.track, self.say)
+            self.folder.path / "events",
+            self.done,
+            *tracked(self.folder, self.launch.track, self.say),
         ) as events:
             pictures = Pictures(self.federation, self.folder, events, self.done)
             if not resumed:
                 pictures.begin()
+
             with self._bar() as bar:
                 self._rounds(events, pictures, bar)
+
             if self.launch.untested:
                 return self._trial_summary()
+
             summary, cases = self._finish()
             masks, written = self.scoring.masks(self.server, cases, self.save_predictions)
             if written is not None:
                 reason = "" if written else ": channels that overlap are no mask"
                 self.say(f"{written} predicted masks in {self.folder.path / 'predictions'}{reason}")
+
             self.workers.close()
-            summary["peak_memory_bytes"] = _peak_memory()  # with that of the workers, which have ended
+            summary["peak_memory_bytes"] = (
+                _peak_memory()
+            )  # with that of the workers, which have ended
             summary |= _peak_device_memory(self.run.device)
             pictures.finish(self.done, self.server)
             pictures.draw_cases(self.done, cases, masks)
+
         return summary
 
     # Rounds
@@ -147,12 +181,17 @@ class Simulator:
         for name, message in self.dispatcher.introductions(self.record["absent"]):
             introductions.add(name, message)
             self.record["bytes_up"] += message.num_bytes
+
         federation.leave_out(self.record["absent"])
-        self.server = first_state(federation, introductions, self.tolerance, self.record["absent"], self.say)
+        self.server = first_state(
+            federation, introductions, self.tolerance, self.record["absent"], self.say
+        )
         federation.leave_out(self.record["absent"])
 
     def _is_eval_round(self, round_: int) -> bool:
-        return round_ == self.run.rounds or (self.run.eval_every > 0 and round_ % self.run.eval_every == 0)
+        return round_ == self.run.rounds or (
+            self.run.eval_every > 0 and round_ % self.run.eval_every == 0
+        )
 
     def _bar(self) -> Any:
         size = len(self.federation.cohort(1))
@@ -165,6 +204,7 @@ class Simulator:
             bar_format="{desc}{bar:8} {elapsed}<{remaining}{postfix}",
         )
         bar.set_description(f"round {self.done}/{self.run.rounds}")
+
         return bar
 
     def _rounds(self, events: Any, pictures: Pictures, bar: Any) -> None:
@@ -173,23 +213,34 @@ class Simulator:
         Where the workers can do both, the training of the next round goes on beside the evaluation of this one, which
         fills its gaps. Nothing of it is looked at before this round is committed, so the order of all else is the same.
         """
-        first, training = self.done + 1, None
-        if self.done and self._run_callbacks(self.folder.rounds()[-1]):  # a resumed run that was over
+        first = self.done + 1
+        training = None
+        if self.done and self._run_callbacks(
+            self.folder.rounds()[-1]
+        ):  # a resumed run that was over
             return
+
         for round_ in range(first, self.run.rounds + 1):
             with profiling.in_round(round_):
                 entry, results = self._train(training or self._start_training(round_, bar))
                 # the first commit of a process removes what a kill has left: all States that it does not know
-                overlaps = self.workers.overlaps and first < round_ < self.run.rounds and not self.callbacks
+                overlaps = (
+                    self.workers.overlaps
+                    and first < round_ < self.run.rounds
+                    and not self.callbacks
+                )
                 training = self._start_training(round_ + 1, bar) if overlaps else None
                 self._evaluate(entry, results, training)
                 self._show(bar, entry)
+
                 if self._is_eval_round(round_):
                     with profiling.during(profiling.EVALUATION):
                         pictures.after(round_, self.server)
+
                 with profiling.during(profiling.CHECKPOINT):
                     events.log(entry)
                     self.folder.commit(round_, self.server, self.record)
+
                 self.done = round_
                 if self._run_callbacks(entry):
                     return
@@ -198,44 +249,64 @@ class Simulator:
         """Call the callbacks after a round, and tell whether the run ends with it."""
         if not self.callbacks:
             return False
+
         history = [(past["round"], past["val"]) for past in self.folder.rounds() if past["val"]]
         ended = RoundEnd(
             entry["round"], self.run.rounds, entry["val"], entry["train_loss"], history, self.key, self.folder.path,
             lambda: self.server.get("weights") or {},
         )  # fmt: skip
         self.stopped = asked_to_stop(self.callbacks, ended)
+
         if self.stopped and self.done < self.run.rounds:
             self.say(f"stopped after round {self.done} of {self.run.rounds}: {self.stopped}")
+
         return bool(self.stopped)
 
     def _start_training(self, round_: int, bar: Any) -> RoundTraining:
-        cohort, evaluate = self.federation.cohort(round_), self._is_eval_round(round_)
-        scored = ("validate",) if evaluate and self.method.judged == "global" and not self.method.pools_data else ()
+        cohort = self.federation.cohort(round_)
+        evaluate = self._is_eval_round(round_)
+        if evaluate and self.method.judged == "global" and not self.method.pools_data:
+            scored: tuple[str, ...] = ("validate",)
+        else:
+            scored = ()
+
         bar.set_description(f"round {round_}/{self.run.rounds}")
         training = RoundTraining(round_, cohort, bar.update)
         training.results = self.dispatcher.train(
             round_, self.server, cohort, scored, training.left_out, training.count_result
         )
+
         return training
 
     def _train(self, training: RoundTraining) -> tuple[dict[str, Any], dict[str, StepResult]]:
         """Wait for the replies of a round and aggregate them; return its entry, and the results without replies."""
-        federation, since = self.federation, time.perf_counter() if training.overlap else training.started
-        round_, cohort, left_out = training.round, training.cohort, training.left_out
+        federation = self.federation
+        since = time.perf_counter() if training.overlap else training.started
+        round_ = training.round
+        cohort = training.cohort
+        left_out = training.left_out
         samples = {name: self.workers.item_count(name) for name in cohort}
         results: dict[str, StepResult] = {}
         replies = Replies(cohort, self.folder.path)
         renewed: list[str] = []
+
         for name, (result, saved) in training.results:
             with profiling.during(profiling.MESSAGES):
                 replies.add(name, result.reply)
             results[name] = replace(result, reply=Message())
             renewed += [name] * saved
+
         trained = time.perf_counter()
         with profiling.during(profiling.AGGREGATION):
-            outcome = next_state(federation, round_, self.server, replies, self.tolerance, left_out, self.say)
-        self.server, observed = outcome.server, outcome.observed
-        results = {name: results[name] for name in cohort if name in results and name not in left_out}
+            outcome = next_state(
+                federation, round_, self.server, replies, self.tolerance, left_out, self.say
+            )
+
+        self.server = outcome.server
+        observed = outcome.observed
+        results = {
+            name: results[name] for name in cohort if name in results and name not in left_out
+        }
         self.folder.accept_states(round_, [name for name in renewed if name in results])
         self.folder.drop_states(round_, left_out)
         self.record["left_out"] = dict(Counter(self.record["left_out"]) + Counter(left_out.keys()))
@@ -245,7 +316,9 @@ class Simulator:
         self.record["bytes_down"] += bytes_down
         left_out = dict(sorted(left_out.items()))  # not in the order in which they failed
         trained_on = sum(samples[name] for name in results)
-        loss = sum(result.loss * samples[name] for name, result in results.items()) / max(1, trained_on)
+        loss = sum(result.loss * samples[name] for name, result in results.items()) / max(
+            1, trained_on
+        )
         entry: dict[str, Any] = {
             "round": round_, "cohort": cohort, **({"left_out": left_out} if left_out else {}), "seconds": 0.0,
             "seconds_train": training.overlap + trained - since, "seconds_server": time.perf_counter() - trained,
@@ -253,48 +326,70 @@ class Simulator:
             "judged": self.method.judged, "val": {}, "val_global": None, "val_personal": None, "sites": {},
             **({"observed": observed} if observed else {}),
         }  # fmt: skip
+
         return entry, results
 
     def _evaluate(
-        self, entry: dict[str, Any], results: Mapping[str, StepResult], training: RoundTraining | None
+        self,
+        entry: dict[str, Any],
+        results: Mapping[str, StepResult],
+        training: RoundTraining | None,
     ) -> None:
         """Complete a round's entry: score its models if it is their turn, while the next round trains."""
-        round_, started = entry["round"], time.perf_counter()
+        round_ = entry["round"]
+        started = time.perf_counter()
         if self._is_eval_round(round_):
             with profiling.during(profiling.EVALUATION):
                 entry |= self.scoring.evaluate(round_, self.server, results)
+
         for name, result in results.items():
             entry["sites"].setdefault(name, {}).update(train_loss=result.loss, steps=result.steps)
+
         ended = time.perf_counter()
         entry["seconds_eval"] = training.evaluation_seconds(ended) if training else ended - started
         entry["seconds"] = sum(entry[f"seconds_{part}"] for part in ("train", "server", "eval"))
         self.record["seconds"] += entry["seconds"]
         self.record["seconds_rounds"] += entry["seconds"]
+
         with profiling.during(profiling.CHECKPOINT):
             self.folder.append_round(entry)
 
     def _show(self, bar: Any, entry: Mapping[str, Any]) -> None:
         """Show loss and best metric on the bar, short enough for 80 columns, and the round in a line that stays."""
-        loss, best, value = f"loss {entry['train_loss']:.3f}", self.record["best"], entry["val"].get(self.key)
-        bar.set_postfix_str(loss + (f", best {self.key} {best['value']:.3f} ({best['round']})" if best else ""))
+        loss = f"loss {entry['train_loss']:.3f}"
+        best = self.record["best"]
+        value = entry["val"].get(self.key)
+        bar.set_postfix_str(
+            loss + (f", best {self.key} {best['value']:.3f} ({best['round']})" if best else "")
+        )
         parts = [loss, *([f"{self.key} {value:.3f}"] if value is not None else [])]
         parts += [f"best {best['value']:.3f} (round {best['round']})"] if best else []
-        self.say(f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s")
+        self.say(
+            f"round {entry['round']}/{self.run.rounds}: {', '.join(parts)}, {entry['seconds']:.1f} s"
+        )
 
     # End
 
     def _finish(self) -> Final:
         """Score on the test items, write tables and weights, and say what the run cost."""
-        started, run, record = time.perf_counter(), self.run, self.record
+        started = time.perf_counter()
+        run = self.run
+        record = self.record
         self.say("scoring on the test items")
         self.scoring.last = self.done
         self.dispatcher.progress = self.launch.progress  # the rounds' bar is closed
         scores, cases = self.scoring.finish(self.server)
         record["seconds"] += time.perf_counter() - started
         public: dict[str, Any] = {}
+
         if run.public:
-            about = {"bundle": run.public.bundle, "data_source": run.public.data.source, "items": run.public.items}
+            about = {
+                "bundle": run.public.bundle,
+                "data_source": run.public.data.source,
+                "items": run.public.items,
+            }
             public["public"] = {**about, "teachers": [name for name, _ in run.public.teachers]}
+
         summary = {
             "method": run.method,
             "bundle": run.bundle,
@@ -312,6 +407,7 @@ class Simulator:
             "seconds_per_round": record["seconds_rounds"] / max(1, self.done),
             "run_hash": run.run_hash,
         }
+
         return Final(summary, cases)
 
     def _trial_summary(self) -> dict[str, Any]:
@@ -328,14 +424,19 @@ class Simulator:
         if self.record["absent"]:
             yield f"without these sites, which did not introduce themselves: {', '.join(self.record['absent'])}"
         if self.record["left_out"]:
-            counts = [f"{name} in {count}" for name, count in sorted(self.record["left_out"].items())]
+            counts = [
+                f"{name} in {count}" for name, count in sorted(self.record["left_out"].items())
+            ]
             yield f"left out of rounds: {', '.join(counts)} of {self.run.rounds}"
 
 
 def _peak_memory() -> int:
     """Largest resident size of this process and of its finished workers, in bytes."""
     unit = 1 if sys.platform == "darwin" else 1024
-    return unit * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return unit * max(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
 
 
 def _peak_device_memory(device: str) -> dict[str, int]:

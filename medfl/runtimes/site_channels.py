@@ -22,21 +22,33 @@ def names(bundle: Problem) -> tuple[str, ...]:
     """Return the names of the channels of a bundle's images, their numbers from 0 where it names none."""
     image = tensor_described(bundle.metadata, "inputs", "image")
     definition = image.get("channel_def") or {}
-    return tuple(str(definition.get(str(i), i)) for i in range(int(image.get("num_channels") or 0) or bundle.channels))
+    return tuple(
+        str(definition.get(str(i), i))
+        for i in range(int(image.get("num_channels") or 0) or bundle.channels)
+    )
 
 
-def read(text: str, channels: Collection[str], sites: Collection[str]) -> dict[str, tuple[int, ...]]:
+def read(
+    text: str, channels: Collection[str], sites: Collection[str]
+) -> dict[str, tuple[int, ...]]:
     """Return site -> ascending positions of the channels that it has, of the sites that a run says it of.
 
     Raises:
         InputError: a name is no channel, or no site of the run.
     """
-    numbers = {**{str(i): i for i in range(len(channels))}, **{name.lower(): i for i, name in enumerate(channels)}}
+    numbers = {
+        **{str(i): i for i in range(len(channels))},
+        **{name.lower(): i for i, name in enumerate(channels)},
+    }
     allowed = f"the channels of the bundle's images are {', '.join(channels) or 'not known'}"
-    advice, site_channels = "choose among them, by name or number from 0", by_site(_FLAG)(text)
+    advice = "choose among them, by name or number from 0"
+    site_channels = by_site(_FLAG)(text)
     require_sites(_FLAG, site_channels, sites, "=...")
+
     return {
-        site: positions("channel", site, {one: one.lower() for one in named}, numbers, allowed, advice)
+        site: positions(
+            "channel", site, {one: one.lower() for one in named}, numbers, allowed, advice
+        )
         for site, named in site_channels.items()
     }
 
@@ -45,14 +57,20 @@ def check(text: str, drop: float, bundle: Problem, sites: Collection[str]) -> No
     """Raise an InputError where what a run says of channels does not fit its bundle or sites."""
     if not text and not drop:
         return
+
     flag = _FLAG if text else "--channel-drop"
     if bundle.custom_trainer:
         raise InputError(
-            f"{flag} with a bundle whose trainer takes its steps by itself", "images in batches", "leave it out"
+            f"{flag} with a bundle whose trainer takes its steps by itself",
+            "images in batches",
+            "leave it out",
         )
+
     read(text, channels := names(bundle), sites)
     if len(channels) < 2:
-        raise InputError(f"{flag} with images of {len(channels) or 'no'} channel", "two or more", "leave it out")
+        raise InputError(
+            f"{flag} with images of {len(channels) or 'no'} channel", "two or more", "leave it out"
+        )
 
 
 def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[str, Prepared]:
@@ -61,21 +79,31 @@ def filled(sections: Mapping[str, Prepared], bundle: Problem, run: Run) -> dict[
     Raises:
         InputError: as for `check`.
     """
-    bare = {name: one.prepared if isinstance(one, Channels) else one for name, one in sections.items()}
+    bare = {
+        name: one.prepared if isinstance(one, Channels) else one for name, one in sections.items()
+    }
     if not run.site_channels and not run.channel_drop:
         return bare
+
     sites = run.partition.sites
     check(run.site_channels, run.channel_drop, bundle, sites)
     count = len(channels := names(bundle))
     has = read(run.site_channels, channels, sites)
     filled_sections: dict[str, Prepared] = {}
+
     for section, prepared in bare.items():
         present = torch.ones(len(prepared), count, dtype=torch.bool)
         held = {ident: site for site in has for ident in sites[site].get(section, ())}
         for index, ident in enumerate(prepared.ids(range(len(prepared))) if held else ()):
             if ident in held:
-                present[index] = torch.tensor([channel in has[held[ident]] for channel in range(count)])
-        filled_sections[section] = Channels(prepared, present, run.channel_drop if section == "train" else 0.0)
+                present[index] = torch.tensor(
+                    [channel in has[held[ident]] for channel in range(count)]
+                )
+
+        filled_sections[section] = Channels(
+            prepared, present, run.channel_drop if section == "train" else 0.0
+        )
+
     return filled_sections
 
 
@@ -83,8 +111,15 @@ def notes(bundle: Problem, run: Run) -> tuple[str, ...]:
     """Return a note on each site that lacks channels, for the user and the report."""
     if not run.site_channels:
         return ()
-    channels, lines = names(bundle), []
+
+    channels = names(bundle)
+    lines = []
     for site, has in read(run.site_channels, channels, run.partition.sites).items():
         lacking = [name for i, name in enumerate(channels) if i not in has]
-        lines += [f"site {site!r} lacks channel {', '.join(lacking)}: zero in its images"] if lacking else []
+        lines += (
+            [f"site {site!r} lacks channel {', '.join(lacking)}: zero in its images"]
+            if lacking
+            else []
+        )
+
     return tuple(lines)

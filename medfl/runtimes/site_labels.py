@@ -23,16 +23,22 @@ from medfl.runtimes.site_settings import positions, require_sites
 _FLAG = "--site-labels"
 
 
-def read(text: str, structures: Sequence[str], sites: Collection[str]) -> dict[str, tuple[int, ...] | None]:
+def read(
+    text: str, structures: Sequence[str], sites: Collection[str]
+) -> dict[str, tuple[int, ...] | None]:
     """Return site -> ascending positions of its structures among those of the bundle, None to look into its masks.
 
     Raises:
         InputError: a name is no structure, or no site of the run.
     """
-    named = {slug(name): index for index, name in enumerate(structures) if slug(name) != "background"}
+    named = {
+        slug(name): index for index, name in enumerate(structures) if slug(name) != "background"
+    }
     allowed = f"the structures of the bundle are {', '.join(named) or 'not named'}"
-    advice, site_labels = "choose among them, or auto: those that its masks show", by_site(_FLAG)(text)
+    advice = "choose among them, or auto: those that its masks show"
+    site_labels = by_site(_FLAG)(text)
     require_sites(_FLAG, site_labels, sites, "=...")
+
     return {
         site: None
         if names == (FROM_MASKS,)
@@ -50,18 +56,31 @@ def check(text: str, bundle: Problem, method: Method, sites: Collection[str]) ->
     """Raise an InputError where what a run says of the sites' labels does not fit its bundle, method or sites."""
     if not text:
         return
+
     if bundle.task != "segmentation" or bundle.custom_trainer:
-        kind = "a bundle whose trainer takes its steps by itself" if bundle.custom_trainer else f"a {bundle.task} task"
-        raise InputError(f"{_FLAG} with {kind}", "it is for segmentation by a loss of MONAI's kind", "leave it out")
+        if bundle.custom_trainer:
+            kind = "a bundle whose trainer takes its steps by itself"
+        else:
+            kind = f"a {bundle.task} task"
+
+        raise InputError(
+            f"{_FLAG} with {kind}",
+            "it is for segmentation by a loss of MONAI's kind",
+            "leave it out",
+        )
+
     if method.pools_data:
         raise InputError(
             f"{_FLAG} with a method that pools the images", "each site's masks need the loss of this site",
             "take another method, or leave it out: all masks are then taken for complete",
         )  # fmt: skip
+
     read(text, bundle.structures, sites)
 
 
-def known_labels(bundle: Problem, method: Method, run: Run, shards: Mapping[str, Shard]) -> dict[str, AnnotatedClasses]:
+def known_labels(
+    bundle: Problem, method: Method, run: Run, shards: Mapping[str, Shard]
+) -> dict[str, AnnotatedClasses]:
     """Return what the masks of each site show; sites that annotate everything, or whose masks are elsewhere, lack.
 
     Raises:
@@ -70,7 +89,9 @@ def known_labels(bundle: Problem, method: Method, run: Run, shards: Mapping[str,
     check(run.site_labels, bundle, method, shards)
     if not run.site_labels:
         return {}
-    structures, label_sets = bundle.structures, dict[str, AnnotatedClasses]()
+
+    structures = bundle.structures
+    label_sets = dict[str, AnnotatedClasses]()
     everything = foreground_classes(structures)
     for site, classes in read(run.site_labels, structures, shards).items():
         if classes is None:
@@ -83,31 +104,52 @@ def known_labels(bundle: Problem, method: Method, run: Run, shards: Mapping[str,
                     f"masks with some of {', '.join(structures[i] for i in sorted(everything))}",
                     "give the site masks that it annotated, or leave it out",
                 )
+
         if {*classes} != everything:
             label_sets[site] = _known(classes, bundle)
-            _check_loss_supports(bundle, site, label_sets[site], shards[site], run.partial_loss == "naive")
+            _check_loss_supports(
+                bundle, site, label_sets[site], shards[site], run.partial_loss == "naive"
+            )
+
     return label_sets
 
 
-def annotate(shards: Mapping[str, Shard], known: Mapping[str, AnnotatedClasses]) -> dict[str, Shard]:
+def annotate(
+    shards: Mapping[str, Shard], known: Mapping[str, AnnotatedClasses]
+) -> dict[str, Shard]:
     """Return the sites' items of a section, which say what their masks show."""
     return {
-        site: replace(shard, shown=dict.fromkeys(shard.indices.tolist(), known[site])) if site in known else shard
+        site: replace(shard, shown=dict.fromkeys(shard.indices.tolist(), known[site]))
+        if site in known
+        else shard
         for site, shard in shards.items()
     }
 
 
-def for_summary(known: Mapping[str, AnnotatedClasses], bundle: Problem) -> dict[str, dict[str, list[str]]]:
+def for_summary(
+    known: Mapping[str, AnnotatedClasses], bundle: Problem
+) -> dict[str, dict[str, list[str]]]:
     """Return {"labels": site -> names of what its masks show}, {} where all sites annotate everything."""
     names = bundle.structures if known else ()
-    return {"labels": {site: [names[c] for c in one.classes] for site, one in known.items()}} if known else {}
+    if known:
+        return {"labels": {site: [names[c] for c in one.classes] for site, one in known.items()}}
+
+    return {}
 
 
-def with_recorded_classes(shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Problem) -> Shard:
+def with_recorded_classes(
+    shard: Shard, owner: Mapping[str, str], summary: Mapping[str, Any], bundle: Problem
+) -> Shard:
     """Return a finished run's items, which say what their masks show."""
     labels = summary.get("labels") or {}
-    known = {site: _known([bundle.structures.index(name) for name in names], bundle) for site, names in labels.items()}
-    sites = [(index, owner.get(ident)) for index, ident in zip(shard.indices.tolist(), shard.ids, strict=True)]
+    known = {
+        site: _known([bundle.structures.index(name) for name in names], bundle)
+        for site, names in labels.items()
+    }
+    sites = [
+        (index, owner.get(ident))
+        for index, ident in zip(shard.indices.tolist(), shard.ids, strict=True)
+    ]
     return replace(shard, shown={index: known[site] for index, site in sites if site in known})
 
 
@@ -117,12 +159,17 @@ def _known(classes: Sequence[int], bundle: Problem) -> AnnotatedClasses:
 
 def exclusive(bundle: Problem) -> bool:
     """Return whether a segmentation's pixel has one class; else the network says yes or no in each channel."""
-    return slug(bundle.structures[0]) == "background" and not _is_sigmoid(inspect.unwrap(bundle.loss))
+    return slug(bundle.structures[0]) == "background" and not _is_sigmoid(
+        inspect.unwrap(bundle.loss)
+    )
 
 
 def described(known: Mapping[str, AnnotatedClasses], bundle: Problem) -> str:
     """Say it in a line's words, "" where all sites annotate everything."""
-    each = [f"{site} {' and '.join(names)}" for site, names in for_summary(known, bundle).get("labels", {}).items()]
+    each = [
+        f"{site} {' and '.join(names)}"
+        for site, names in for_summary(known, bundle).get("labels", {}).items()
+    ]
     return f"; masks show: {', '.join(each)}" if each else ""
 
 
@@ -131,7 +178,11 @@ def _classes_in_masks(shard: Shard, count: int) -> set[int]:
     values: set[int] = set()
     for _, y in shard.deterministic(uncropped=True).batches(1):
         in_channels = y.ndim > 3 and y.shape[1] == count
-        values |= {c for c in range(count) if y[:, c].any()} if in_channels else {int(v) for v in torch.unique(y)}
+        values |= (
+            {c for c in range(count) if y[:, c].any()}
+            if in_channels
+            else {int(v) for v in torch.unique(y)}
+        )
     return values
 
 
@@ -139,10 +190,14 @@ def _is_sigmoid(loss: object) -> bool:
     """Return whether a loss takes each channel for a yes or no."""
     parts = [*loss.modules()] if isinstance(loss, nn.Module) else [loss]
     said = [flag for part in parts if isinstance(flag := getattr(part, "sigmoid", None), bool)]
-    return any(said or (isinstance(part, nn.BCEWithLogitsLoss) for part in parts))  # MONAI's DiceCELoss has both
+    return any(
+        said or (isinstance(part, nn.BCEWithLogitsLoss) for part in parts)
+    )  # MONAI's DiceCELoss has both
 
 
-def _check_loss_supports(bundle: Problem, site: str, known: AnnotatedClasses, shard: Shard, naive: bool) -> None:
+def _check_loss_supports(
+    bundle: Problem, site: str, known: AnnotatedClasses, shard: Shard, naive: bool
+) -> None:
     """Raise an InputError if the bundle's loss cannot be had over a site's structures alone."""
     for _, y in shard.batches(1) if len(shard) else ():
         logits = torch.zeros(len(y), known.count, *y.shape[2:], device=bundle.device)
@@ -156,9 +211,13 @@ def _check_loss_supports(bundle: Problem, site: str, known: AnnotatedClasses, sh
                 f"a loss that takes any number of channels: of the {known.count}, this site needs {needed}",
                 "take a loss without weights of its channels, or --partial-loss naive",
             ) from error
+
         return
 
 
 def loss_at(bundle: Problem, run: Run, known: AnnotatedClasses | None) -> Callable[..., Tensor]:
     """Return the loss of a site: the bundle's, or that over what its masks show."""
-    return bundle.loss if known is None else PartialLoss(bundle.loss, known, run.partial_loss == "naive")
+    if known is None:
+        return bundle.loss
+
+    return PartialLoss(bundle.loss, known, run.partial_loss == "naive")

@@ -21,7 +21,9 @@ def of_request(bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return these settings of a request, else of the bundle's protocol."""
     values = resolved(bundle, protocol_of(bundle), requested.get("presets", ()))
     asked = {setting: requested.get(setting) for setting in EMPTY}
-    return {name: str(values.get(name, "") if text is None else text) for name, text in asked.items()}
+    return {
+        name: str(values.get(name, "") if text is None else text) for name, text in asked.items()
+    }
 
 
 def of_request_for(site: str, bundle: str, requested: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,7 +31,9 @@ def of_request_for(site: str, bundle: str, requested: Mapping[str, Any]) -> dict
     settings = of_request(bundle, requested)
     without = site in site_names(settings.pop("unlabelled"))
     each = {name: _read(name, text) for name, text in settings.items()}
-    of_site = {name: {site: by_name[site]} if site in by_name else {} for name, by_name in each.items()}
+    of_site = {
+        name: {site: by_name[site]} if site in by_name else {} for name, by_name in each.items()
+    }
     return {**as_texts(of_site), "unlabelled": site if without else ""}
 
 
@@ -39,8 +43,15 @@ def with_declared(run: Run, site: str, declared: Mapping[str, Sequence[str]], sa
     for name, site_values in each.items():
         if site in site_values and {*site_values[site]} != {*declared[name]}:
             job, mine = (",".join(names) for names in (site_values[site], declared[name]))
-            say(f"note: the job says {_flag(name)} {site}={job}; the site itself says {mine}, which counts")
-    return replace(run, **as_texts({name: {**site_values, site: declared[name]} for name, site_values in each.items()}))
+            say(
+                f"note: the job says {_flag(name)} {site}={job}; the site itself says {mine}, which counts"
+            )
+    return replace(
+        run,
+        **as_texts(
+            {name: {**site_values, site: declared[name]} for name, site_values in each.items()}
+        ),
+    )
 
 
 def _flag(setting: str) -> str:
@@ -53,7 +64,10 @@ def _read(setting: str, text: str) -> Mapping[str, Sequence[str]]:
 
 def as_texts(settings: Mapping[str, Mapping[str, Sequence[str]]]) -> dict[str, Any]:
     """Return setting -> its text, of setting -> site -> names."""
-    return {name: ";".join(f"{site}={','.join(n)}" for site, n in each.items()) for name, each in settings.items()}
+    return {
+        name: ";".join(f"{site}={','.join(n)}" for site, n in each.items())
+        for name, each in settings.items()
+    }
 
 
 def require_sites(flag: str, named: Iterable[str], sites: Collection[str], value: str = "") -> None:
@@ -70,7 +84,12 @@ def allowed_sites(sites: Collection[str]) -> str:
 
 
 def positions(
-    what: str, site: str, names: Mapping[str, str], known: Mapping[str, int], allowed: str, advice: str
+    what: str,
+    site: str,
+    names: Mapping[str, str],
+    known: Mapping[str, int],
+    allowed: str,
+    advice: str,
 ) -> tuple[int, ...]:
     """Return the ascending positions of the labels or channels that a site has.
 

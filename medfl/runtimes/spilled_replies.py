@@ -32,7 +32,8 @@ class TensorStore:
     """
 
     def __init__(self, folder: Path, budget: int | None = None) -> None:
-        self.held, self._folder = 0, folder
+        self.held = 0
+        self._folder = folder
         most = BUDGET if budget is None else budget
         self._budget = min(_MAX_BUDGET, free_ram() // 8) if most is None else most
         self._file: Any = None
@@ -67,9 +68,11 @@ class TensorStore:
         with writing(self._folder):
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 (open for as long as the store)
+
             offset = self._file.seek(0, 2)
             self._file.write(data)
             self._file.flush()
+
         return _Extent(offset, tensor.shape, tensor.dtype, tensor.device)
 
     def __del__(self) -> None:
@@ -107,7 +110,8 @@ class _TensorsOnDisk(_ByName):
     """Named tensors of a store's file; each access reads one anew."""
 
     def __init__(self, store: TensorStore, extents: Mapping[str, _Extent]) -> None:
-        self._store, self._stored = store, extents
+        self._store = store
+        self._stored = extents
 
     def __getitem__(self, name: str) -> Tensor:
         return self._store.read(self._stored[name])
@@ -121,7 +125,8 @@ class Replies(Mapping[str, Message]):
     """Messages of sites as `Method.aggregate` takes them: those that have arrived, in the sites' order."""
 
     def __init__(self, names: Sequence[str], folder: Path, budget: int | None = None) -> None:
-        self._names, self._store = names, TensorStore(folder, budget)
+        self._names = names
+        self._store = TensorStore(folder, budget)
         self._messages: dict[str, Message] = {}
 
     def add(self, name: str, message: Message) -> None:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     SiteContext: TypeAlias = "Federation | SiteView"
     """What a step needs of a federation: all of it in a simulation, one site's view of it elsewhere."""
 
-UNSENT, OPTIMIZERS = "unsent", "optimizers"
+UNSENT = "unsent"
+OPTIMIZERS = "optimizers"
 """Keys of a site's State under which its error feedback and the optimisers that it keeps are; no method sees them."""
 
 
@@ -57,36 +58,55 @@ class StepResult:
 
 
 def site_step(
-    federation: SiteContext, round_: int, name: str, state: State | None, down: Message, score_on: Sequence[str] = ()
+    federation: SiteContext,
+    round_: int,
+    name: str,
+    state: State | None,
+    down: Message,
+    score_on: Sequence[str] = (),
 ) -> StepResult:
     """Train at one site; for globally judged methods also score the trained model on its own sections `score_on`.
 
     Both ends of the wire are here: the broadcast and the reply are made smaller, counted and restored.
     """
-    method, site, compression = federation.method, federation.site(name, round_), federation.compression
+    method = federation.method
+    site = federation.site(name, round_)
+    compression = federation.compression
     if site.optimizer_states is not None:
         site = replace(site, optimizer_states=dict((state or {}).get(OPTIMIZERS, {})))
+
     received, bytes_down = _delivered(federation, round_, name, down)
     unsent = (state or {}).get(UNSENT, {})
     with federation.scope():
         result = method.local_update(site, _own(federation, site, state), received)
         state, reply = check_update(federation.run.method, site, result)
-        assert not {UNSENT, OPTIMIZERS} & state.keys(), f"a method's State has no keys {UNSENT!r} and {OPTIMIZERS!r}"
+        assert not {UNSENT, OPTIMIZERS} & state.keys(), (
+            f"a method's State has no keys {UNSENT!r} and {OPTIMIZERS!r}"
+        )
         federation.message_rules(name).check_reply(reply)
         cases = {}
+
         if score_on and "weights" in reply:
-            cases = _scores(federation, _trained(federation, site, state, received, reply), name, score_on)
+            cases = _scores(
+                federation, _trained(federation, site, state, received, reply), name, score_on
+            )
+
         wire, unsent = compression.reply(reply, received, derive(site.seed, "messages"), unsent)
         arrived = compression.decompress_reply(wire, down, f"site {name!r}")
         if not compression.lossless:
             federation.message_rules(name).check_reply(arrived)
+
     report = summed(site.journal)
     beside = {UNSENT: unsent, OPTIMIZERS: site.optimizer_states or {}}
     next_state = {**state, **{key: value for key, value in beside.items() if value}}
-    return StepResult(next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down)
+    return StepResult(
+        next_state, arrived, report.loss, report.steps, cases, wire.num_bytes, bytes_down
+    )
 
 
-def _trained(federation: SiteContext, site: Site, state: State, received: Message, reply: Message) -> nn.Module:
+def _trained(
+    federation: SiteContext, site: Site, state: State, received: Message, reply: Message
+) -> nn.Module:
     """Return the network as trained: that of a whole reply, or what the site would make of its own reply."""
     if reply["weights"].keys() == site.initial_weights.keys():
         return site.model(reply["weights"])
@@ -95,20 +115,29 @@ def _trained(federation: SiteContext, site: Site, state: State, received: Messag
 
 
 def score_site(
-    federation: SiteContext, round_: int, name: str, state: State | None, down: Message, sections: Sequence[str]
+    federation: SiteContext,
+    round_: int,
+    name: str,
+    state: State | None,
+    down: Message,
+    sections: Sequence[str],
 ) -> dict[str, Cases]:
     """Score the network that the site is judged by on its own items; nothing is trained."""
     with judged(federation, round_, name, state, down) as network:
         return _scores(federation, network, name, sections)
 
 
-def score_site_on_all(federation: SiteContext, round_: int, name: str, state: State | None, down: Message) -> Cases:
+def score_site_on_all(
+    federation: SiteContext, round_: int, name: str, state: State | None, down: Message
+) -> Cases:
     """Score the network that a site is judged by on everybody's test items."""
     with judged(federation, round_, name, state, down) as network:
         return score(federation, network, federation.pooled("test"), "test")
 
 
-def copy_site_weights(federation: SiteContext, round_: int, name: str, state: State | None, down: Message) -> State:
+def copy_site_weights(
+    federation: SiteContext, round_: int, name: str, state: State | None, down: Message
+) -> State:
     """Return a copy of the weights that the site is judged by (leaves the site in a simulation only)."""
     with judged(federation, round_, name, state, down) as network:
         return copied_weights(network)
@@ -142,7 +171,9 @@ def introduce(federation: SiteContext, name: str) -> Message:
     return message
 
 
-def _delivered(federation: SiteContext, round_: int, name: str, down: Message) -> tuple[Message, int]:
+def _delivered(
+    federation: SiteContext, round_: int, name: str, down: Message
+) -> tuple[Message, int]:
     """Return a broadcast as a site receives it, and its bytes as it crossed."""
     wire = federation.compress_broadcast(round_, name, down)
     return federation.compression.decompress_broadcast(wire), wire.num_bytes
@@ -150,8 +181,13 @@ def _delivered(federation: SiteContext, round_: int, name: str, down: Message) -
 
 def _own(federation: SiteContext, site: Site, state: State | None) -> State:
     """Return the State that the method knows: without what is kept beside it; the first one where nothing is left."""
-    entries = {key: value for key, value in (state or {}).items() if key not in (UNSENT, OPTIMIZERS)}
-    return entries if entries or state == {} else federation.method.init_site(site)
+    entries = {
+        key: value for key, value in (state or {}).items() if key not in (UNSENT, OPTIMIZERS)
+    }
+    if entries or state == {}:
+        return entries
+
+    return federation.method.init_site(site)
 
 
 def refuse_other_state(
@@ -176,14 +212,31 @@ def _unlike(state: Any, first: Any, path: str) -> str:
     if isinstance(first, dict) and isinstance(state, dict):
         below = {f"{path}/{key}".lstrip("/"): key for key in first}
         lost = [f"{where!r} is missing" for where, key in below.items() if key not in state]
-        return next((w for w in lost or (_unlike(state[key], first[key], at) for at, key in below.items()) if w), "")
+        return next(
+            (
+                w
+                for w in lost or (_unlike(state[key], first[key], at) for at, key in below.items())
+                if w
+            ),
+            "",
+        )
+
     if isinstance(first, Tensor) and isinstance(state, Tensor):
-        return "" if (first.shape, first.dtype) == (state.shape, state.dtype) else f"{path!r} has another form"
-    return "" if first is None or type(first) is type(state) else f"{path!r} is a {type(state).__name__}"
+        if (first.shape, first.dtype) == (state.shape, state.dtype):
+            return ""
+
+        return f"{path!r} has another form"
+
+    if first is None or type(first) is type(state):
+        return ""
+
+    return f"{path!r} is a {type(state).__name__}"
 
 
 @contextmanager
-def judged(federation: SiteContext, round_: int, name: str, state: State | None, down: Message) -> Iterator[nn.Module]:
+def judged(
+    federation: SiteContext, round_: int, name: str, state: State | None, down: Message
+) -> Iterator[nn.Module]:
     """Give the network that a site is judged by."""
     site = federation.site(name, round_)
     with federation.scope():
@@ -196,34 +249,50 @@ def copied_weights(network: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone() for name, tensor in network.state_dict().items()}
 
 
-def _scores(federation: SiteContext, network: nn.Module, site: str, sections: Sequence[str]) -> dict[str, Cases]:
+def _scores(
+    federation: SiteContext, network: nn.Module, site: str, sections: Sequence[str]
+) -> dict[str, Cases]:
     """Score a network on a site's own sections."""
-    return {section: score(federation, network, federation.shard(site, section), section) for section in sections}
+    return {
+        section: score(federation, network, federation.shard(site, section), section)
+        for section in sections
+    }
 
 
 def score(federation: SiteContext, network: nn.Module, items: Shard, section: str) -> Cases:
     """Score a network on items of a section; what takes long is computed on test items only."""
     surface_metrics = federation.surface_metrics if section == "test" else ()
-    return federation.bundle.evaluator(network, items, federation.networks.device, surface_metrics=surface_metrics)
+    return federation.bundle.evaluator(
+        network, items, federation.networks.device, surface_metrics=surface_metrics
+    )
 
 
 def segment(
-    federation: SiteContext, network: nn.Module, name: str, wanted: Sequence[str], folder: str | None
+    federation: SiteContext,
+    network: nn.Module,
+    name: str,
+    wanted: Sequence[str],
+    folder: str | None,
 ) -> dict[str, Masks]:
     """Segment a site's test items with a network, as `segment_site`."""
-    shard, evaluator = federation.shard(name, "test"), federation.bundle.evaluator
+    shard = federation.shard(name, "test")
+    evaluator = federation.bundle.evaluator
     if not isinstance(evaluator, MaskEvaluator | CaseEvaluator):
         return {}
+
     chosen = [i for i, ident in enumerate(shard.ids) if folder is not None or ident in wanted]
     part = Shard(shard.prepared, shard.indices[chosen])
     shown = {}
     masks_of_items = evaluator.masks(network, part, federation.networks.device)
+
     for index, ident, masks in zip(part.indices.tolist(), part.ids, masks_of_items, strict=True):
         if masks is None:
             continue
         if folder is not None:
             path = Path(folder) / readable_file_name(ident)
             save(masks.prediction, masks.classes, part.prepared.geometry[index], path)
+
         if ident in wanted:
             shown[ident] = masks
+
     return shown

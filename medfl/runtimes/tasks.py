@@ -116,12 +116,17 @@ class RoundTask(SiteTask):
         if self.state is not None:
             with profiling.during(profiling.CHECKPOINT):
                 state = to_device(load_state(self.state.path), federation.networks.device)
+
         with profiling.during(self.part):
             try:
-                return type(self).function(federation, self.round, self.site, state, self.broadcast, *self.arguments)
+                return type(self).function(
+                    federation, self.round, self.site, state, self.broadcast, *self.arguments
+                )
             except Exception as error:  # a State of any form may make it fail in any way
                 if state and self.state and not isinstance(error, MedflError):
-                    refuse_other_state(federation, self.round, self.site, state, self.state.path, error)
+                    refuse_other_state(
+                        federation, self.round, self.site, state, self.state.path, error
+                    )
                 raise
 
 
@@ -222,6 +227,7 @@ class ScoreGlobal(WorkerTask):
             network = federation.method.global_predictor(federation.host(self.round), self.server)
             if network is None:
                 return None
+
             pooled = federation.pooled(self.section)
             part = replace(pooled, indices=pooled.indices[self.start : self.stop])
             return score(federation, network, part, self.section)
@@ -241,4 +247,7 @@ class SegmentGlobal(WorkerTask):
         """Return id -> masks."""
         with profiling.during(profiling.EVALUATION), federation.scope():
             network = federation.method.global_predictor(federation.host(self.round), self.server)
-            return {} if network is None else segment(federation, network, self.site, self.ids, self.folder)
+            if network is None:
+                return {}
+
+            return segment(federation, network, self.site, self.ids, self.folder)

@@ -41,12 +41,23 @@ def check_unlabelled(
     without = site_names(text)
     require_sites("--unlabelled", without, sites)
     if len(without) == len(sites):
-        raise InputError(f"--unlabelled {text}: no site has labels", allowed_sites(sites), "leave out one that has")
+        raise InputError(
+            f"--unlabelled {text}: no site has labels",
+            allowed_sites(sites),
+            "leave out one that has",
+        )
+
     if without:
         _check_method(method, method_name, without[0])
+
     unlabelled_ids = {str(item["id"]) for item in items if NO_LABEL in item}
     if unlabelled_ids and len(unlabelled_ids) == len(items):
-        raise InputError(f"none of the {len(items)} training images has a label", "some have", "check the data folder")
+        raise InputError(
+            f"none of the {len(items)} training images has a label",
+            "some have",
+            "check the data folder",
+        )
+
     for site in sites.keys() - {*without} if unlabelled_ids else ():
         if here := sorted(unlabelled_ids & {*sites[site].get("train", ())}):
             raise InputError(
@@ -59,7 +70,10 @@ def check_unlabelled(
 def unlabelled_notes(run: Run) -> tuple[str, ...]:
     """Return a note on the sites without labels, for the user and the report."""
     without = ", ".join(site_names(run.unlabelled))
-    return (f"without labels in training: {without}",) if without else ()
+    if without:
+        return (f"without labels in training: {without}",)
+
+    return ()
 
 
 def check_sites(method: Method, sites: Iterable[Site], bundle: Problem) -> None:
@@ -67,19 +81,27 @@ def check_sites(method: Method, sites: Iterable[Site], bundle: Problem) -> None:
     for site in sites:
         if not site.train.labelled:
             _check_method(method, site.method, site.name)
-            several = bundle.structures and (len(bundle.structures), bundle.structures[0]) != (2, "background")
+            several = bundle.structures and (len(bundle.structures), bundle.structures[0]) != (
+                2,
+                "background",
+            )
             if several and not site_labels.exclusive(bundle):
                 raise InputError(
                     f"site {site.name!r} without labels, whose network says yes or no in each of several channels",
                     "pseudo-labels are for a softmax over background and structures",
                     "leave the site out of the run",
                 )
+
         method.check(site)
 
 
 def _check_method(method: Method, name: str, site: str) -> None:
     if methods.extra(method, methods.WithoutLabels) is None:
-        alternatives = [one for one in methods.names() if issubclass(methods.method_class(one), methods.WithoutLabels)]
+        alternatives = [
+            one
+            for one in methods.names()
+            if issubclass(methods.method_class(one), methods.WithoutLabels)
+        ]
         raise InputError(
             f"method {name!r} with site {site!r}, which is without labels",
             f"methods that learn without: {', '.join(alternatives)}",

@@ -19,12 +19,20 @@ from medfl.core.errors import InputError
 from medfl.core.names import PRIVATE_CACHE
 from medfl.safety import syscall_filter
 
-_CREATE, _ADD, _RESTRICT = 444, 445, 446
-_BENEATH, _PORT = 1, 2
+_CREATE = 444
+_ADD = 445
+_RESTRICT = 446
+_BENEATH = 1
+_PORT = 2
 _NO_NEW_PRIVILEGES = 38
-_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER, _IOCTL = 1, 1 << 1, 1 << 2, 1 << 3, 1 << 15
+_EXECUTE = 1
+_WRITE_FILE = 1 << 1
+_READ_FILE = 1 << 2
+_READ_FOLDER = 1 << 3
+_IOCTL = 1 << 15
 _OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | _IOCTL
-_BIND, _CONNECT = 1, 2
+_BIND = 1
+_CONNECT = 2
 _SINCE = (  # (ABI, rights on files, rights on ports, scopes, what is not refused before)
     (1, (1 << 13) - 1, 0, 0, "everything"),
     (2, 1 << 13, 0, 0, ""),
@@ -63,7 +71,11 @@ class Allowed:
 
 def abi() -> int:
     """Return the version of the kernel's Landlock, 0 where it has none or it is switched off."""
-    return max(0, _libc().syscall(_CREATE, None, 0, 1)) if sys.platform == "linux" else 0
+    if sys.platform == "linux":
+        version: int = _libc().syscall(_CREATE, None, 0, 1)
+        return max(0, version)
+
+    return 0
 
 
 def python_and_system() -> tuple[Path, ...]:
@@ -85,7 +97,10 @@ def devices() -> tuple[Path, ...]:
 def program_files(names: Iterable[str]) -> tuple[Path, ...]:
     """Return the files of programs of these names or paths, of those that exist, and the loader of all programs."""
     files = [Path(path).resolve() for name in names if (path := shutil.which(name))]
-    return (*files, *(path for folder in ("/lib", "/lib64") for path in Path(folder).glob("ld-*.so*")))
+    return (
+        *files,
+        *(path for folder in ("/lib", "/lib64") for path in Path(folder).glob("ld-*.so*")),
+    )
 
 
 def private_folders(folder: Path) -> dict[str, str]:
@@ -95,8 +110,15 @@ def private_folders(folder: Path) -> dict[str, str]:
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "tmp").mkdir(exist_ok=True)
-    caches = {"MPLCONFIGDIR": "matplotlib", "TORCHINDUCTOR_CACHE_DIR": "inductor", "CUDA_CACHE_PATH": "cuda"}
-    variables = {name: str(folder / below) for name, below in {**caches, "TMPDIR": "tmp", PRIVATE_CACHE: ""}.items()}
+    caches = {
+        "MPLCONFIGDIR": "matplotlib",
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "CUDA_CACHE_PATH": "cuda",
+    }
+    variables = {
+        name: str(folder / below)
+        for name, below in {**caches, "TMPDIR": "tmp", PRIVATE_CACHE: ""}.items()
+    }
     return {**variables, "LOKY_MAX_CPU_COUNT": "1"}  # else joblib asks a program for the cores
 
 
@@ -116,22 +138,30 @@ class Sandbox:
 
     def __init__(self, allowed: Allowed) -> None:
         """Hand the rules to the kernel; nothing is restricted yet."""
-        self.allowed, self.abi = allowed, abi()
+        self.allowed = allowed
+        self.abi = abi()
         if not self.abi:
             raise InputError(
-                "a sandbox", "a Linux kernel of at least 5.13 with Landlock switched on", "run it there, or without"
+                "a sandbox",
+                "a Linux kernel of at least 5.13 with Landlock switched on",
+                "run it there, or without",
             )
+
         supported = [row for row in _SINCE if row[0] <= self.abi]
-        self._files, ports, scopes = (sum(rights) for rights in zip(*(row[1:4] for row in supported), strict=True))
+        self._files, ports, scopes = (
+            sum(rights) for rights in zip(*(row[1:4] for row in supported), strict=True)
+        )
         self.not_refused = [row[4] for row in _SINCE if row[0] > self.abi and row[4]]
         if not syscall_filter.supported():
             self.not_refused.append("sockets but TCP, and changes of permissions")
+
         attributes = struct.pack("QQQ", self._files, ports, scopes)
         self._rules = _called(_CREATE, attributes, len(attributes), 0)
         reading = _READ_FILE | _READ_FOLDER
         self._allow(allowed.read, reading)
         self._allow(allowed.write, self._files & ~_EXECUTE)
         self._allow(allowed.programs, reading | _EXECUTE)
+
         for port in {*allowed.connect, *allowed.bind} if ports else ():
             rights = _CONNECT * (port in allowed.connect) | _BIND * (port in allowed.bind)
             _called(_ADD, self._rules, _PORT, struct.pack("QQ", rights, port), 0)
@@ -139,14 +169,21 @@ class Sandbox:
     def _allow(self, paths: Iterable[Path], rights: int) -> None:
         for path, handle in _opened(paths):
             fitting = rights if path.is_dir() else rights & _OF_A_FILE
-            _called(_ADD, self._rules, _BENEATH, struct.pack("=Qi", fitting & self._files, handle), 0)
+            _called(
+                _ADD, self._rules, _BENEATH, struct.pack("=Qi", fitting & self._files, handle), 0
+            )
 
     def enter(self) -> None:
         """Restrict this process, and all that it will start, for good; InputError if it has other threads."""
         if len(os.listdir("/proc/self/task")) > 1:
-            raise InputError("a sandbox in a process with threads", "before any is started", "enter it at the start")
+            raise InputError(
+                "a sandbox in a process with threads",
+                "before any is started",
+                "enter it at the start",
+            )
         if _libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
             raise OSError(ctypes.get_errno(), "no_new_privs")
+
         _called(_RESTRICT, self._rules, 0)
         os.close(self._rules)
         if syscall_filter.supported():
@@ -156,10 +193,18 @@ class Sandbox:
     def line(self, folder: Path) -> str:
         """Return what a user is told: the kernel's version and what is still allowed; `folder` is the one written."""
         ports = sorted({*self.allowed.connect, *self.allowed.bind})
-        network = f"TCP ports {', '.join(map(str, ports))} only" if ports else "no network"
+        if ports:
+            network = f"TCP ports {', '.join(map(str, ports))} only"
+        else:
+            network = "no network"
+
         some = sorted({str(path) for path in self.allowed.programs if path.exists()})
         programs = f"programs {', '.join(some)} only" if some else "no programs"
-        lacks = f"; this kernel does not refuse {', '.join(self.not_refused)}" if self.not_refused else ""
+        if self.not_refused:
+            lacks = f"; this kernel does not refuse {', '.join(self.not_refused)}"
+        else:
+            lacks = ""
+
         return f"Landlock ABI {self.abi}: writes below {folder} only, {network}, {programs}{lacks}"
 
 
@@ -170,6 +215,7 @@ def _opened(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
             handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue
+
         try:
             yield path, handle
         finally:

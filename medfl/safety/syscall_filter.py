@@ -11,11 +11,16 @@ import platform
 import struct
 from collections.abc import Iterator
 
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
-_NUMBER, _ARCHITECTURE = 0, 4
+_LOAD = 0x20
+_EQUAL = 0x15
+_AT_LEAST = 0x35
+_RETURN = 0x06
+_NUMBER = 0
+_ARCHITECTURE = 4
 _ARGUMENT = 16
 """Where a call's first argument begins; each has 8 bytes, of which the lower 4 are compared."""
-_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | 13
+_ALLOW = 0x7FFF0000
+_REFUSE = 0x00050000 | 13
 _FOREIGN = 0x40000000
 """The first number of x32, another way into the same calls."""
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -31,12 +36,20 @@ _NUMBERS = {
         "fremovexattr": 16,
     },
 }  # fmt: skip
-_EVERYWHERE = {"io_uring_setup": 425, "fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "file_setattr": 469}
-_INTERNET, _TRANSPORT = (2, 10), (0, 6, 17)
+_EVERYWHERE = {
+    "io_uring_setup": 425,
+    "fchmodat2": 452,
+    "setxattrat": 463,
+    "removexattrat": 466,
+    "file_setattr": 469,
+}
+_INTERNET = (2, 10)
+_TRANSPORT = (0, 6, 17)
 """IPv4 and IPv6; the protocols 0 (the usual one), TCP and UDP: names are looked up over UDP."""
 _TYPING = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX, which type into the user's terminal."""
-_SET_SECCOMP, _FILTER = 22, 2
+_SET_SECCOMP = 22
+_FILTER = 2
 
 
 def supported() -> bool:
@@ -68,12 +81,15 @@ def _instructions(sockets: bool, programs: bool) -> Iterator[bytes]:
     """Yield the filter: each check refuses at once; only those of sockets are jumped over as a whole."""
     machine = platform.machine()
     numbers = {**_NUMBERS[machine], **_EVERYWHERE}
-    socket, ioctl = numbers.pop("socket"), numbers.pop("ioctl")
+    socket = numbers.pop("socket")
+    ioctl = numbers.pop("ioctl")
     yield from [_load(_ARCHITECTURE), _jump(_EQUAL, _ARCHITECTURES[machine], 1, 0), _refuse()]
     yield from [_load(_NUMBER), _jump(_AT_LEAST, _FOREIGN, 0, 1), _refuse()]
+
     for name, number in numbers.items():
         if not (programs and name in ("execve", "execveat")):
             yield from [_jump(_EQUAL, number, 0, 1), _refuse()]
+
     if sockets:
         family = [_load(_ARGUMENT), *_unless(_INTERNET)]
         protocol = [_load(_ARGUMENT + 16), *_unless(_TRANSPORT)]
@@ -81,15 +97,20 @@ def _instructions(sockets: bool, programs: bool) -> Iterator[bytes]:
         yield from [_jump(_EQUAL, socket, 0, len(checks)), *checks]
     else:
         yield from [_jump(_EQUAL, socket, 0, 1), _refuse()]
+
     yield from [_jump(_EQUAL, ioctl, 1, 0), _jump(_RETURN, _ALLOW), _load(_ARGUMENT + 8)]
     for request in _TYPING:
         yield from [_jump(_EQUAL, request, 0, 1), _refuse()]
+
     yield _jump(_RETURN, _ALLOW)
 
 
 def _unless(values: tuple[int, ...]) -> list[bytes]:
     """Refuse if the loaded value is none of these."""
-    return [*(_jump(_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)), _refuse()]
+    return [
+        *(_jump(_EQUAL, value, len(values) - index, 0) for index, value in enumerate(values)),
+        _refuse(),
+    ]
 
 
 def _load(offset: int) -> bytes:

@@ -29,7 +29,9 @@ class UserLayout:
     said: str = ""
 
 
-def find(images: str | Path, masks: str | Path | None = None, labels: str | Path | None = None) -> UserLayout:
+def find(
+    images: str | Path, masks: str | Path | None = None, labels: str | Path | None = None
+) -> UserLayout:
     """Return the layout of folders.
 
     Args:
@@ -46,7 +48,9 @@ def find(images: str | Path, masks: str | Path | None = None, labels: str | Path
 
     if labels is not None:
         if masks is not None:
-            raise InputError("--labels with --masks", "labelled pictures, or images with masks", "leave one out")
+            raise InputError(
+                "--labels with --masks", "labelled pictures, or images with masks", "leave one out"
+            )
         return _beside(root, Path(labels), "--labels", "table of the classes")
 
     if masks is not None:
@@ -55,11 +59,15 @@ def find(images: str | Path, masks: str | Path | None = None, labels: str | Path
     names = conventions.NNUNET_FOLDERS
     if all((root / name).is_dir() for name in names):
         left_out = "; imagesTs is left out" * (root / "imagesTs").is_dir()
-        return _with_names(UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{left_out}"))
+        return _with_names(
+            UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{left_out}")
+        )
 
     if (root / conventions.BIDS_FILE).is_file():
         where = conventions.bids_masks(root)
-        return UserLayout(root, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects")
+        return UserLayout(
+            root, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects"
+        )
 
     if said := _together(root):
         return UserLayout(root, ".", ".", said=said)
@@ -97,7 +105,9 @@ def _with_names(layout: UserLayout) -> UserLayout:
     if layout.masks != conventions.NNUNET_FOLDERS[1] or not path.is_file():
         return layout
     names = conventions.class_names(path)
-    said = layout.said + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(layout.said and names)
+    said = layout.said + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(
+        layout.said and names
+    )
     return replace(layout, classes=names, said=said)
 
 

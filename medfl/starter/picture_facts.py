@@ -56,7 +56,9 @@ def own_depth(facts: Sequence[PictureFacts]) -> int:
         InputError: some have neither 8 nor 16 bits, and pictures have different depths.
     """
     if {picture.dtype.name for picture in facts} <= {"uint8", "uint16"}:
-        return max((picture.brightest for picture in facts if picture.dtype == np.uint16), default=255)
+        return max(
+            (picture.brightest for picture in facts if picture.dtype == np.uint16), default=255
+        )
     if len({picture.brightest for picture in facts}) > 1:
         raise InputError(
             f"pictures of several depths: {_depths(facts)}",
@@ -75,9 +77,13 @@ def depth_notes(facts: Sequence[PictureFacts]) -> tuple[str, ...]:
     if depth and several:
         notes.append(f"pictures of several depths, each divided by its own: {_depths(facts)}")
 
-    if depth in DEPTHS[1:-1] or (depth == DEPTHS[0] and any(picture.dtype == np.uint16 for picture in facts)):
+    if depth in DEPTHS[1:-1] or (
+        depth == DEPTHS[0] and any(picture.dtype == np.uint16 for picture in facts)
+    ):
         most = max(picture.largest for picture in facts if picture.dtype == np.uint16)
-        notes.append(f"pictures of 16 bits with values up to {most:g}: read as 0 to {depth}; brighter ones are refused")
+        notes.append(
+            f"pictures of 16 bits with values up to {most:g}: read as 0 to {depth}; brighter ones are refused"
+        )
 
     return tuple(notes)
 
@@ -110,4 +116,6 @@ def duplicate_notes(facts: Sequence[PictureFacts], records: Sequence[Record]) ->
     contradictions = sum(original.label != copy.label for original, copy in copies)
     classes = f", {contradictions} of another class" if contradictions else ""
     example = f"{copies[0][0].id} and {copies[0][1].id}"
-    return (f"{len(copies)} images are the same as another{classes}, first {example}: keep one, or name one patient",)
+    return (
+        f"{len(copies)} images are the same as another{classes}, first {example}: keep one, or name one patient",
+    )

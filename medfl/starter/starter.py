@@ -31,7 +31,14 @@ from medfl.datasets.readers.splitting import Record
 from medfl.evaluation.mask_metrics import check_structures
 from medfl.starter import folder_layouts
 from medfl.starter.folder_layouts import UserLayout
-from medfl.starter.picture_facts import PictureFacts, common_facts, depth_notes, duplicate_notes, own_depth, sides
+from medfl.starter.picture_facts import (
+    PictureFacts,
+    common_facts,
+    depth_notes,
+    duplicate_notes,
+    own_depth,
+    sides,
+)
 from medfl.starter.survey import Survey, metadata_of
 from medfl.storage.files import write_atomic
 from medfl.storage.places import require_new_bundle
@@ -42,7 +49,11 @@ _MOST_CLASSES = 100
 _FEW, _FOLDS = 10, 5  # test images, below which so many folds are offered
 _PATCH, _STEP = 64, 8  # voxels a side of a patch at most, and what it is a multiple of
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
-_KINDS = {"labelled": "labelled pictures", "pictures": "pictures with masks", "volumes": "volumes with masks"}
+_KINDS = {
+    "labelled": "labelled pictures",
+    "pictures": "pictures with masks",
+    "volumes": "volumes with masks",
+}
 
 
 def survey(
@@ -81,7 +92,9 @@ def survey(
     return _labelled(layout, group_by, progress)
 
 
-def write(target: str | Path, content: Survey, *, network: str | None = None, size: int | None = None) -> Path:
+def write(
+    target: str | Path, content: Survey, *, network: str | None = None, size: int | None = None
+) -> Path:
     """Write a bundle for what was seen and return its folder, whole or not at all.
 
     Args:
@@ -96,18 +109,32 @@ def write(target: str | Path, content: Survey, *, network: str | None = None, si
     root = Path(target).expanduser()
     require_new_bundle(root, size)
     chosen = network or _NETWORKS[content.kind]
-    allowed = [name for name in networks.names() if (name in networks.SEGMENTERS) == (content.kind != "labelled")]
+    allowed = [
+        name
+        for name in networks.names()
+        if (name in networks.SEGMENTERS) == (content.kind != "labelled")
+    ]
 
     if chosen not in allowed:
         raise InputError(
-            f"--network {chosen}", f"for {_KINDS[content.kind]}: {', '.join(allowed)}", "choose one of them"
+            f"--network {chosen}",
+            f"for {_KINDS[content.kind]}: {', '.join(allowed)}",
+            "choose one of them",
         )
 
     side = size or (64 if content.kind == "labelled" else 128)
     if content.kind == "volumes" and size is not None:
-        raise InputError(f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out")
+        raise InputError(
+            f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out"
+        )
 
-    for text in (*content.classes, content.images, content.masks, content.labels, content.group_by or ""):
+    for text in (
+        *content.classes,
+        content.images,
+        content.masks,
+        content.labels,
+        content.group_by or "",
+    ):
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
             raise InputError(f"{text!r}", names, "rename it")
@@ -118,8 +145,13 @@ def write(target: str | Path, content: Survey, *, network: str | None = None, si
         loader=jinja2.PackageLoader("medfl.starter"), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters["yaml"] = json.dumps  # a JSON value is a YAML value, whatever a class is called
-    files = {f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words) for name in _FILES}
+    environment.filters["yaml"] = (
+        json.dumps
+    )  # a JSON value is a YAML value, whatever a class is called
+    files = {
+        f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words)
+        for name in _FILES
+    }
     files["docs/README.md"] = environment.get_template("new_readme.md.j2").render(words)
     metadata = metadata_of(root.name, content, side, _KINDS[content.kind])
     files["configs/metadata.json"] = json.dumps(metadata, indent=2) + "\n"
@@ -130,7 +162,9 @@ def write(target: str | Path, content: Survey, *, network: str | None = None, si
             write_atomic(root / name, text.encode())
     except (OSError, RunError) as error:
         shutil.rmtree(root, ignore_errors=True)
-        raise InputError(f"{root} cannot be written: {error}", "a new folder", "check its rights and disk") from error
+        raise InputError(
+            f"{root} cannot be written: {error}", "a new folder", "check its rights and disk"
+        ) from error
 
     return root
 
@@ -143,25 +177,48 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
         index = _class_folders(root)
 
     if len(index.classes) < _LEAST:
-        problem = f"{root / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}"
+        problem = (
+            f"{root / layout.labels} names {len(index.classes)} classes: {', '.join(index.classes)}"
+        )
         raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
 
-    reserved = next((name for name in index.classes if re.search(r"[#@$%]|::", name) or not is_plain_text(name)), None)
+    reserved = next(
+        (
+            name
+            for name in index.classes
+            if re.search(r"[#@$%]|::", name) or not is_plain_text(name)
+        ),
+        None,
+    )
     if reserved is not None:
         allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
-        raise InputError(f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it")
+        raise InputError(
+            f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it"
+        )
 
-    facts = _read_all(index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress)
-    counts = tuple(sum(record.label == label for record in index.records) for label in range(len(index.classes)))
+    facts = _read_all(
+        index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress
+    )
+    counts = tuple(
+        sum(record.label == label for record in index.records)
+        for label in range(len(index.classes))
+    )
     divided = own.sections_of(root, index, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
-    notes = [*index.notes, *own_folder.odd(root), *depth_notes(facts), *duplicate_notes(facts, index.records)]
+    notes = [
+        *index.notes,
+        *own_folder.odd(root),
+        *depth_notes(facts),
+        *duplicate_notes(facts, index.records),
+    ]
 
     if not layout.labels:
         notes[:0] = own.beside_classes(root, index.records)
 
-    notes += [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
+    notes += (
+        [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
+    )
     return Survey(
         "labelled", str(root), index.classes, counts, *common_facts(facts), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
@@ -176,9 +233,13 @@ def _class_folders(root: Path) -> own.OwnImages:
         own_folder.refuse_other_folders(root, classes)
 
     if not classes and any(volumes.is_nifti(path.name) for path in root.rglob("*")):
-        allowed = "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz"
+        allowed = (
+            "masks in a folder of their own (--masks DIR), or NAME.nii.gz beside NAME_seg.nii.gz"
+        )
         advice = "name them so, and the channels of one image NAME_0000, NAME_0001, ..."
-        raise InputError(f"{root} has volumes whose masks are not found by their names", allowed, advice)
+        raise InputError(
+            f"{root} has volumes whose masks are not found by their names", allowed, advice
+        )
 
     if len(classes) < _LEAST:
         raise InputError(
@@ -192,14 +253,25 @@ def _class_folders(root: Path) -> own.OwnImages:
     return own.in_folders(root, classes)
 
 
-def _patients(dataset: own.OwnImages, divided: Sequence[tuple[Record, str]], group_by: str | None) -> dict[str, Any]:
+def _patients(
+    dataset: own.OwnImages, divided: Sequence[tuple[Record, str]], group_by: str | None
+) -> dict[str, Any]:
     """Return the fields of a survey about patients and folds."""
-    fields: dict[str, Any] = {"group_by": group_by, "tested": sum(section == "test" for _, section in divided)}
+    fields: dict[str, Any] = {
+        "group_by": group_by,
+        "tested": sum(section == "test" for _, section in divided),
+    }
     groups = {record.group for record, _ in divided}
-    fields["sites"] = min(3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1))  # trained on, in folds too
+    fields["sites"] = min(
+        3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1)
+    )  # trained on, in folds too
     fewest = min(Counter(label for _, label in {(r.group, r.label) for r, _ in divided}).values())
 
-    if fields["tested"] < _FEW and fewest > 1 and not any("section" in row for row in dataset.rows.values()):
+    if (
+        fields["tested"] < _FEW
+        and fewest > 1
+        and not any("section" in row for row in dataset.rows.values())
+    ):
         fields["folds"] = min(_FOLDS, len(groups))
 
     if any(record.group != record.id for record, _ in divided):
@@ -212,7 +284,9 @@ def _patients(dataset: own.OwnImages, divided: Sequence[tuple[Record, str]], gro
     return {**fields, "offer": grouping.offered(names)}
 
 
-def _segmented(layout: UserLayout, structures: Sequence[str], group_by: str | None, progress: bool) -> Survey:
+def _segmented(
+    layout: UserLayout, structures: Sequence[str], group_by: str | None, progress: bool
+) -> Survey:
     images, masks = (own.path_below(layout.folder, name) for name in (layout.images, layout.masks))
     structures = structures or layout.classes[1:]
     check_structures(structures)
@@ -221,7 +295,9 @@ def _segmented(layout: UserLayout, structures: Sequence[str], group_by: str | No
     solid = own.is_volumes(images)
 
     try:
-        pairs_read = _read_all(records, _volume if solid else partial(_picture, several=len(structures) > 1), progress)
+        pairs_read = _read_all(
+            records, _volume if solid else partial(_picture, several=len(structures) > 1), progress
+        )
         present = [values for values, _ in pairs_read]
         values = set[int]().union(*present)
         _check_values(masks, values, solid)
@@ -263,7 +339,14 @@ def _segmented(layout: UserLayout, structures: Sequence[str], group_by: str | No
 
     notes += depth_notes(facts)
     return Survey(
-        "pictures", where, names, counts, *common_facts(facts), notes=notes, own_depth=own_depth(facts), **fields
+        "pictures",
+        where,
+        names,
+        counts,
+        *common_facts(facts),
+        notes=notes,
+        own_depth=own_depth(facts),
+        **fields,
     )
 
 
@@ -320,7 +403,9 @@ def _check_values(masks: Path, values: set[int], solid: bool) -> None:
     else:
         return
 
-    allowed = f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure"
+    allowed = (
+        f"0 for the background and a whole number up to {_MOST_CLASSES - 1} for each structure"
+    )
     raise InputError(problem, allowed + " (or 0 and 255)" * (not solid), advice)
 
 

@@ -25,12 +25,19 @@ def dense(numbers: Any, offset: Any, size: Any, stride: Any, *more: Any) -> Tens
     Raises:
         RuntimeError: it reaches beyond its storage.
     """
-    described = isinstance(numbers, Tensor) and isinstance(size, tuple) and isinstance(stride, tuple)
+    described = (
+        isinstance(numbers, Tensor) and isinstance(size, tuple) and isinstance(stride, tuple)
+    )
     if not described or any(type(one) is not int or one < 0 for one in (offset, *size, *stride)):
         raise pickle.UnpicklingError("it holds a tensor that is not described as PyTorch does it")
     if any(more[2:]):  # after the gradient and the hooks: bits of a view of complex numbers
-        raise pickle.UnpicklingError("it holds a tensor that is conjugated or negated when it is read")
-    tensor: Tensor = numbers.new_empty(0).set_(numbers.as_strided(size, stride, offset))  # no view of another tensor
+        raise pickle.UnpicklingError(
+            "it holds a tensor that is conjugated or negated when it is read"
+        )
+
+    tensor: Tensor = numbers.new_empty(0).set_(
+        numbers.as_strided(size, stride, offset)
+    )  # no view of another tensor
     return tensor
 
 
@@ -41,7 +48,9 @@ def first(value: Any, *_: Any) -> Any:
 
 def put(target: Any, names: Sequence[Any], values: Sequence[Any]) -> None:
     """Put values into a dict; an UnpicklingError for a name that is no text and no number, as Python hashes any."""
-    if type(target) not in (dict, OrderedDict) or not all(isinstance(name, _NAMES) for name in names):
+    if type(target) not in (dict, OrderedDict) or not all(
+        isinstance(name, _NAMES) for name in names
+    ):
         raise pickle.UnpicklingError("it holds values by other things than texts and numbers")
     target.update(zip(names, values, strict=True))
 
@@ -50,7 +59,9 @@ def ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
     """Return an OrderedDict; Python 2 gives its pairs at once."""
     mapping: OrderedDict[Any, Any] = OrderedDict()
     if pairs and type(pairs) is not list:
-        raise pickle.UnpicklingError("it holds an OrderedDict that is not described as Python does it")
+        raise pickle.UnpicklingError(
+            "it holds an OrderedDict that is not described as Python does it"
+        )
     put(mapping, [name for name, _ in pairs], [value for _, value in pairs])
     return mapping
 
@@ -79,15 +90,22 @@ _ALLOWED = "a checkpoint is tensors and plain values"
 
 def require_plain_values(value: Any) -> None:
     """Raise an UnpicklingError if there is anything but tensors, arrays and plain values, at any depth."""
-    todo, visited = [value], dict[int, Any]()
+    todo = [value]
+    visited = dict[int, Any]()
     while todo:
         part = todo.pop()
         if isinstance(part, _SINGLE) or id(part) in visited:
             continue
+
         visited[id(part)] = part
         if not isinstance(part, dict | list | tuple):
             raise pickle.UnpicklingError(f"it holds a {type(part).__name__} as a value; {_ALLOWED}")
-        todo += [*part.values(), *getattr(part, "__dict__", {}).values()] if isinstance(part, dict) else part
+
+        todo += (
+            [*part.values(), *getattr(part, "__dict__", {}).values()]
+            if isinstance(part, dict)
+            else part
+        )
 
 
 class PlainUnpickler(pickle._Unpickler):
@@ -127,27 +145,39 @@ class PlainUnpickler(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> Tensor:
         """Return a storage, as its numbers in a row."""
         match pid:
-            case ("storage", torch.dtype() as kind, str() as key, _, int() as count, *view) if not any(view):
+            case ("storage", torch.dtype() as kind, str() as key, _, int() as count, *view) if (
+                not any(view)
+            ):
                 length = count * kind.itemsize
             case _:
-                raise pickle.UnpicklingError("it holds a storage that is not described as PyTorch does it")
+                raise pickle.UnpicklingError(
+                    "it holds a storage that is not described as PyTorch does it"
+                )
+
         if key not in self.storages:
             self._take(length)
             self.storages[key] = self._read(key, length)
+
         if len(self.storages[key]) != length:
             raise pickle.UnpicklingError("it holds a storage of another size than it says")
+
         return self.storages[key].view(kind)
 
     def _take(self, length: int) -> None:
         self._left -= length
         if length < 0 or self._left < 0:
-            raise pickle.UnpicklingError("what it says would take more memory than the file has bytes")
+            raise pickle.UnpicklingError(
+                "what it says would take more memory than the file has bytes"
+            )
 
     def _take_parts(self, given: Any) -> None:
         """Count what a call is given, which it may copy: one short step of a pickle gives the same again."""
         if not isinstance(given, tuple):
             raise pickle.UnpicklingError("it holds a call that is not described as Python does it")
-        self._take(len(given) + sum(len(part) for part in given if isinstance(part, str | bytes | list | tuple)))
+        self._take(
+            len(given)
+            + sum(len(part) for part in given if isinstance(part, str | bytes | list | tuple))
+        )
 
     def _call(self) -> None:
         arguments = self.stack.pop()
@@ -155,21 +185,29 @@ class PlainUnpickler(pickle._Unpickler):
         self.stack[-1] = self.stack[-1](*arguments)
 
     def _build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
+        state = self.stack.pop()
+        target = self.stack[-1]
         if isinstance(target, PickledType | PickledArray):
             self._take_parts(state)
             target.__setstate__(state)
-        elif isinstance(target, OrderedDict) and isinstance(state, dict) and state.keys() == {"_metadata"}:
+        elif (
+            isinstance(target, OrderedDict)
+            and isinstance(state, dict)
+            and state.keys() == {"_metadata"}
+        ):
             self._take(len(state["_metadata"]))
             vars(target)["_metadata"] = {
                 name: {kind: facts[kind] for kind in _VERSIONS if kind in facts}
                 for name, facts in state["_metadata"].items()
             }
         else:
-            raise pickle.UnpicklingError(f"it sets attributes of {type(target).__name__}; {_ALLOWED}")
+            raise pickle.UnpicklingError(
+                f"it sets attributes of {type(target).__name__}; {_ALLOWED}"
+            )
 
     def _set_item(self) -> None:
-        value, name = self.stack.pop(), self.stack.pop()
+        value = self.stack.pop()
+        name = self.stack.pop()
         put(self.stack[-1], [name], [value])
 
     def _set_items(self) -> None:

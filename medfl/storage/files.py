@@ -46,7 +46,9 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
-def _write_tensors(path: Path, named: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+def _write_tensors(
+    path: Path, named: dict[str, Tensor], metadata: dict[str, str] | None = None
+) -> None:
     """Write a safetensors file atomically; `save_file` needs no second copy of the tensors, unlike its bytes."""
     with atomic_replace(path, sum(tensor.nbytes for tensor in named.values())) as temporary:
         temporary.touch()
@@ -71,22 +73,35 @@ def atomic_replace(path: Path, size: int) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(target: Path | str, advice: str = "free some space, then go on (a run with --resume)") -> Iterator[None]:
+def writing(
+    target: Path | str, advice: str = "free some space, then go on (a run with --resume)"
+) -> Iterator[None]:
     """Raise a RunError where what the block writes to `target` cannot be written."""
     try:
         yield
     except (OSError, safetensors.SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # torch.save's, of a full disk
+        if isinstance(error, RuntimeError) and "inline_container" not in str(
+            error
+        ):  # torch.save's, of a full disk
             raise
-        raise RunError(f"cannot write {target}: {_reason(error)}; what was saved before is intact; {advice}") from error
+        raise RunError(
+            f"cannot write {target}: {_reason(error)}; what was saved before is intact; {advice}"
+        ) from error
 
 
 def _reason(error: Exception) -> str:
     """Return why a file cannot be written; the Rust writer has the system's error number only in its text."""
     in_text = re.search(r"os error (\d+)", str(error))
-    number = error.errno if isinstance(error, OSError) else int(in_text[1]) if in_text else None
+    if isinstance(error, OSError):
+        number = error.errno
+    elif in_text:
+        number = int(in_text[1])
+    else:
+        number = None
+
     if isinstance(error, RuntimeError) or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "no space left on the disk"
+
     return os.strerror(number) if number else str(error)
 
 
@@ -98,20 +113,26 @@ def save_state(path: Path, state: Mapping[str, Any], round_: int | None = None) 
         if isinstance(node, Tensor):
             tensors.append(node.detach().cpu().contiguous())
             return {"tensor": len(tensors) - 1}
+
         if isinstance(node, Mapping):
             if not all(isinstance(key, str) for key in node):
                 raise TypeError(f"a State has string keys only; got {list(node)[:3]}")
             return {"dict": {key: strip(value) for key, value in node.items()}}
+
         if isinstance(node, list | tuple):
             return {"list": [strip(value) for value in node]}
         if node is None or isinstance(node, bool | int | float | str):
             return {"value": node}
-        raise TypeError(f"a State holds tensors, numbers, strings, lists and dicts; got {type(node).__name__}")
+
+        raise TypeError(
+            f"a State holds tensors, numbers, strings, lists and dicts; got {type(node).__name__}"
+        )
 
     tree = json.dumps(strip(state))
     named = {str(index): tensor for index, tensor in enumerate(_unshared(tensors))}
     if round_ is not None:
         named[_ROUND] = torch.tensor(round_)
+
     _write_tensors(path, named, {"tree": tree})
 
 
@@ -123,17 +144,21 @@ def load_state(path: Path) -> State:
             tree = (file.metadata() or {})["tree"]
             shape = read_plain(tree, is_json=True, nodes=JSON_VALUES, depth=_LEVELS, constants=True)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
         state: State = _filled(shape, tensors)
         if not isinstance(state, dict):
             raise ValueError("it holds no names and values")
     except Exception as error:  # the Rust reader raises its own type for each kind of damage
         raise RunError(f"cannot read the saved state {path}: {printable(error, 200)}") from error
+
     return state
 
 
 def _filled(node: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return a part of a State from its description by `save_state`; ValueError or KeyError if it is none."""
-    kind, value = next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
+    kind, value = (
+        next(iter(node.items())) if isinstance(node, dict) and len(node) == 1 else ("", None)
+    )
     if kind == "tensor" and type(value) is int:
         return tensors[str(value)]
     if kind == "dict" and isinstance(value, dict):
@@ -142,6 +167,7 @@ def _filled(node: Any, tensors: Mapping[str, Tensor]) -> Any:
         return [_filled(child, tensors) for child in value]
     if kind == "value" and (value is None or isinstance(value, bool | int | float | str)):
         return value
+
     raise ValueError(f"{node!r:.60} describes no part of a state")
 
 
@@ -199,7 +225,10 @@ def load_pickled(path: Path) -> Any:
         start = file.read(4)
         file.seek(0)
         try:
-            return _from_archive(file, size) if start == b"PK\3\4" else _from_stream(file, size)
+            if start == b"PK\3\4":
+                return _from_archive(file, size)
+
+            return _from_stream(file, size)
         except (EOFError, IndexError, struct.error) as error:  # which say nothing
             raise ValueError("it is cut off or damaged") from error
 
@@ -207,11 +236,18 @@ def load_pickled(path: Path) -> Any:
 def _from_archive(file: BinaryIO, size: int) -> Any:
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
-        if any(member.compress_type for member in members) or sum(member.file_size for member in members) > size:
-            raise ValueError(f"its {size} bytes would unpack to more, which torch.save never writes")
+        if (
+            any(member.compress_type for member in members)
+            or sum(member.file_size for member in members) > size
+        ):
+            raise ValueError(
+                f"its {size} bytes would unpack to more, which torch.save never writes"
+            )
+
         for member in members:
             if not member.CRC:
                 del member.CRC  # torch.save may be told to write none
+
         folder = members[0].filename.partition("/")[0]
         order = f"{folder}/byteorder"
         if order in archive.namelist() and archive.read(order) != sys.byteorder.encode():
@@ -222,6 +258,7 @@ def _from_archive(file: BinaryIO, size: int) -> Any:
             held = torch.empty(member.file_size, dtype=torch.uint8)
             with archive.open(member) as content:
                 _fill(held, content)
+
             return held
 
         return PlainUnpickler(io.BytesIO(archive.read(f"{folder}/data.pkl")), size, read).load()
@@ -232,12 +269,15 @@ def _from_stream(file: BinaryIO, size: int) -> Any:
     unpickler = PlainUnpickler(file, size, lambda _, length: torch.empty(length, dtype=torch.uint8))
     if unpickler.load() != _MAGIC:
         raise ValueError("torch.save did not write it")
+
     _, _, loaded, keys = (unpickler.load() for _ in range(4))
     if not isinstance(keys, list) or sorted(keys) != sorted(unpickler.storages):
         raise ValueError("it does not have the numbers of all its tensors")
+
     for key in keys:
         file.seek(8, os.SEEK_CUR)  # their count
         _fill(unpickler.storages[key], file)
+
     return loaded
 
 
@@ -252,7 +292,16 @@ def weights_sha256(weights: Mapping[str, Tensor]) -> str:
     for name in sorted(weights):
         digest.update(name.encode())
         # reshape(-1) first: a 0-dimensional tensor has no byte view
-        digest.update(weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            weights[name]
+            .detach()
+            .cpu()
+            .contiguous()
+            .reshape(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
+        )
     return digest.hexdigest()
 
 
@@ -274,4 +323,5 @@ def _unshared(tensors: list[Tensor]) -> list[Tensor]:
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         out.append(tensor.clone() if pointer and (pointer in seen or not whole) else tensor)
         seen.add(pointer)
+
     return out

@@ -50,12 +50,17 @@ class PickledArray(np.ndarray[Any, Any]):
             raise pickle.UnpicklingError("it holds an array that is not described as NumPy does it")
         if math.prod(shape) * kind.dtype.itemsize != len(data):
             raise pickle.UnpicklingError("it holds an array of another size than it says")
+
         super().__setstate__((1, shape, kind.dtype, bool(by_columns), data))  # type: ignore[arg-type]  # asks for np.bool
 
 
 def number(kind: Any, data: Any) -> Any:
     """Return a NumPy number from its type and bytes; an UnpicklingError if they are none."""
-    if not isinstance(kind, PickledType) or not isinstance(data, bytes) or len(data) != kind.dtype.itemsize:
+    if (
+        not isinstance(kind, PickledType)
+        or not isinstance(data, bytes)
+        or len(data) != kind.dtype.itemsize
+    ):
         raise pickle.UnpicklingError("it holds a number that is not described as NumPy does it")
     return np.frombuffer(data, kind.dtype)[0]
 

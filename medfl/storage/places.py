@@ -39,11 +39,20 @@ def cache_folder(kind: str) -> Path:
     """
     if kind == "prepared" and os.environ.get(PRIVATE_CACHE):
         return Path(os.environ[PRIVATE_CACHE]) / kind
+
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if home.startswith("~"):
-        raise InputError("a user without a home", "HOME or XDG_CACHE_HOME is set, for the cache", "set one of them")
+        raise InputError(
+            "a user without a home",
+            "HOME or XDG_CACHE_HOME is set, for the cache",
+            "set one of them",
+        )
+
     root = Path(home) / "medfl"
-    return root / "portable" / kind if portable.active() else root / kind
+    if portable.active():
+        return root / "portable" / kind
+
+    return root / kind
 
 
 def default_run_folder(bundle: str, method: str, seed: int) -> Path:
@@ -64,22 +73,36 @@ def is_run(folder: Path) -> bool:
     )
 
 
-def require_unused(path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume") -> None:
+def require_unused(
+    path: Path, beside: Sequence[str] = (), advice: str = "give a new folder, or add --resume"
+) -> None:
     """Raise an InputError if a folder cannot be made, or holds anything but what `beside` names."""
     if "\ufffd" in (shown := os.fsencode(path).decode(errors="replace")):
-        raise InputError(f"--out {shown}", "a path in UTF-8", "give another name, or run with PYTHONUTF8=1")
+        raise InputError(
+            f"--out {shown}", "a path in UTF-8", "give another name, or run with PYTHONUTF8=1"
+        )
+
     parent = next(folder for folder in [path, *path.absolute().parents] if folder.exists())
     if parent != path and not (parent.is_dir() and os.access(parent, os.W_OK)):
         reason = "may not be written to" if parent.is_dir() else "is not a folder"
-        raise InputError(f"--out {path} cannot be made: {parent} {reason}", "a new folder", "give a writable place")
-    if path.exists() and (not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())):
+        raise InputError(
+            f"--out {path} cannot be made: {parent} {reason}",
+            "a new folder",
+            "give a writable place",
+        )
+
+    if path.exists() and (
+        not path.is_dir() or any(not _leftover(p) and p.name not in beside for p in path.iterdir())
+    ):
         raise InputError(f"--out {path} exists and is not empty", "a new or empty folder", advice)
 
 
 def require_new_bundle(root: Path, size: int | None = None) -> None:
     """Raise an InputError if no bundle can be written into this folder, or not with pictures of this size."""
     if root.exists():
-        raise InputError(f"{root} exists", "a new folder for the bundle", "give a path that does not exist")
+        raise InputError(
+            f"{root} exists", "a new folder for the bundle", "give a path that does not exist"
+        )
     check_name(root.name, "bundle name")
     if size is not None and size < _LEAST_SIDE:
         allowed = f"a whole number of at least {_LEAST_SIDE} pixels"
@@ -89,16 +112,24 @@ def require_new_bundle(root: Path, size: int | None = None) -> None:
 def require_for_export(out: Path) -> None:
     """Raise an InputError if no exported bundle can be written into this folder."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise InputError(f"--out {out} exists and is not empty", "a new or empty folder", "give a new folder")
+        raise InputError(
+            f"--out {out} exists and is not empty", "a new or empty folder", "give a new folder"
+        )
     above = next(folder for folder in out.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"--out {out} cannot be made in {above}", "a writable folder", "put it into such a folder")
+        raise InputError(
+            f"--out {out} cannot be made in {above}",
+            "a writable folder",
+            "put it into such a folder",
+        )
 
 
 def require_there(path: Path) -> None:
     """Raise an InputError if there are no images because nothing is there."""
     if not path.is_dir() and not path.is_file():
-        raise InputError(f"{path} is no file and no folder", "images that are there", "check the path")
+        raise InputError(
+            f"{path} is no file and no folder", "images that are there", "check the path"
+        )
 
 
 def check_which(which: str) -> None:
@@ -111,13 +142,18 @@ def require_run(path: Path) -> None:
     """Raise an InputError if a folder holds no run."""
     if not (path / "run.json").is_file():
         raise InputError(
-            f"--out {path} holds no run (no run.json)", "the folder of an earlier run", "start without --resume"
+            f"--out {path} holds no run (no run.json)",
+            "the folder of an earlier run",
+            "start without --resume",
         )
 
 
 def folder_to_resume(path: Path) -> Path:
     """Return the folder for --resume: the run's own, for a fold that of its cross-validation."""
-    return path.parent if (path.parent / FOLDS).is_file() else path
+    if (path.parent / FOLDS).is_file():
+        return path.parent
+
+    return path
 
 
 def record_of(source: Path) -> Path:
@@ -133,14 +169,21 @@ def weights_file(text: str) -> Path:
         if not path.is_file():
             allowed = "FILE (.safetensors, .pt, .pth), run:DIR or bundle:DIR"
             raise InputError(f"--init {text}", allowed, "name one that is there")
+
         return path
+
     what, names = _WEIGHTS[kind]
     weight_files = (path for name in names if (path := Path(folder).expanduser() / name).is_file())
     if (first := next(weight_files, None)) is None:
-        raise InputError(f"--init {text}", f"{what}: {' or '.join(names)} in this folder", "name another folder")
+        raise InputError(
+            f"--init {text}", f"{what}: {' or '.join(names)} in this folder", "name another folder"
+        )
+
     return first
 
 
 def _leftover(path: Path) -> bool:
     """Return whether a kill left this before run.json was written; nothing in it is needed."""
-    return path.name == ".run.json.tmp" or (path.name == "state" and path.is_dir() and not any(path.iterdir()))
+    return path.name == ".run.json.tmp" or (
+        path.name == "state" and path.is_dir() and not any(path.iterdir())
+    )

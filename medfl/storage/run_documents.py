@@ -18,7 +18,14 @@ from medfl.core.errors import InputError
 from medfl.core.names import from_cell, refuse_untrusted_module
 from medfl.core.run import Run
 from medfl.core.type_checks import Count, type_errors
-from medfl.core.untrusted import Refused, printable, read_bytes, read_json, read_json_bytes, read_table
+from medfl.core.untrusted import (
+    Refused,
+    printable,
+    read_bytes,
+    read_json,
+    read_json_bytes,
+    read_table,
+)
 
 MANIFEST = "manifest.json"
 Round = Annotated[int, range(1_000_001)]
@@ -50,7 +57,9 @@ RUN: Mapping[str, Any] = {
 }  # fmt: skip
 RESUMED: Mapping[str, Any] = {"round": Round, "versions": dict[str, str], "command": str | None}
 PUBLIC: Mapping[str, Any] = {"bundle": str, "section": str, "items": Count, "data": {"source": str}}
-_COSTS = dict.fromkeys(("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float)
+_COSTS = dict.fromkeys(
+    ("seconds", "seconds_train", "seconds_server", "seconds_eval", "bytes_up", "bytes_down"), float
+)
 ROUND: Mapping[str, Any] = {
     "round": Round, **_COSTS, "cohort": list[str] | None, "train_loss": float | None, "judged": str | None,
     "val": _METRICS, "val_global": _METRICS, "val_personal": _METRICS, "sites": dict[str, _Site] | None,
@@ -75,7 +84,9 @@ MANIFEST_FORM: Mapping[str, Any] = {
     },
 }  # fmt: skip
 BEST: Mapping[str, Any] = {"round": Round, "value": float}
-_STATE = re.compile(r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII)
+_STATE = re.compile(
+    r"([0-9]{6,7}-(server|best|site-[A-Za-z0-9_~%-]*)|best-server)\.safetensors", re.ASCII
+)
 _AS_WRITTEN = "a file of a run folder as medfl wrote it", "restore the file, or repeat the run"
 _LINE, _ROUNDS_FILE = 2**26, 2**30  # bytes of a line of rounds.jsonl, and of all of it
 
@@ -85,7 +96,9 @@ def damaged(path: Path, what: str) -> InputError:
     return InputError(f"{path} {what}", *_AS_WRITTEN)
 
 
-def checked(path: Path, document: Any, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
+def checked(
+    path: Path, document: Any, form: Mapping[str, Any], required: Iterable[str] = ()
+) -> dict[str, Any]:
     """Return a JSON document of a run folder after checking its entries.
 
     Raises:
@@ -105,7 +118,9 @@ def require_entries(path: Path, document: Mapping[str, Any], required: Iterable[
         raise damaged(path, f"lacks {', '.join(missing)}")
 
 
-def read_document(path: Path, form: Mapping[str, Any], required: Iterable[str] = ()) -> dict[str, Any]:
+def read_document(
+    path: Path, form: Mapping[str, Any], required: Iterable[str] = ()
+) -> dict[str, Any]:
     """Read and check a JSON file of a run folder; InputError as of `untrusted.read_json` and `checked`."""
     return checked(path, read_json(path, *_AS_WRITTEN), form, required)
 
@@ -116,9 +131,13 @@ def read_run_document(path: Path, required: Iterable[str] = ()) -> dict[str, Any
     for entry in document.get("resumed") or ():
         for error in type_errors({**dict.fromkeys(RESUMED), **entry}, RESUMED, "resumed."):
             raise damaged(path, error)
+
     if document.get("public"):
-        checked(path, document["public"], {**PUBLIC, "teachers": list[tuple[str, str]] | None}, PUBLIC)
+        checked(
+            path, document["public"], {**PUBLIC, "teachers": list[tuple[str, str]] | None}, PUBLIC
+        )
         checked(path, document["public"]["data"], PUBLIC["data"], PUBLIC["data"])
+
     return document
 
 
@@ -151,11 +170,13 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 def _apart(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[Any]]:
     """Return a summary without the scores of structures, and those: each stands beside numbers, under "classes"."""
-    flat, classes = dict[str, Any](), [value["classes"]] if "classes" in value else []
+    flat = dict[str, Any]()
+    classes = [value["classes"]] if "classes" in value else []
     for name, part in value.items():
         if name != "classes":
             flat[name], more = _apart(part) if isinstance(part, Mapping) else (part, [])
             classes += more
+
     return flat, classes
 
 
@@ -167,6 +188,7 @@ def read_round(path: Path, line: bytes, number: int) -> dict[str, Any]:
         document = read_json_bytes(line)
     except Refused as error:
         raise damaged(path, f"line {number}: {error}") from None
+
     if not isinstance(document, dict) or "round" not in document:
         raise damaged(path, f"line {number} is without a round number")
     return checked(path, document, ROUND)
@@ -196,12 +218,18 @@ def read_rows(path: Path, columns: Sequence[str] = ()) -> list[tuple[int, dict[s
         names, rows = read_table(path)
     except Refused as error:
         raise damaged(path, str(error)) from None
+
     if rows and (lost := [column for column in columns if column not in names]):
         raise damaged(path, f"has no column {lost[0]}")
+
     for number, row in rows:
         if None in row or (path.name == "sites.csv" and not row.get("site")):
             raise damaged(path, f"line {number} does not fit its header")
-    return [(number, {name: from_cell(cell or "") for name, cell in row.items()}) for number, row in rows]
+
+    return [
+        (number, {name: from_cell(cell or "") for name, cell in row.items()})
+        for number, row in rows
+    ]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -214,11 +242,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = read_document(path, MANIFEST_FORM, ("round", "server", "sites", "record"))
     if manifest["record"].get("best") is not None:
         checked(path, manifest["record"]["best"], BEST, BEST)
+
     lost = manifest["sites"].keys() - (manifest.get("rounds") or manifest["sites"])
     if lost:
         raise damaged(path, f"does not say of which round the State of {printable(min(lost))!r} is")
-    for name in (manifest["server"], *manifest["sites"].values(), manifest.get("best") or manifest["server"]):
+
+    for name in (
+        manifest["server"],
+        *manifest["sites"].values(),
+        manifest.get("best") or manifest["server"],
+    ):
         state_file(folder, name)
+
     return manifest
 
 
@@ -255,8 +290,12 @@ def require_plain(folder: Path) -> None:
     paths = list(folder.iterdir())
     for path in paths:
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
-            raise damaged(path.with_name(printable(path.name)), "is neither a plain file nor a folder")
-        if path.name in _WRITTEN_FOLDERS and path.is_dir():  # others, as of W&B, may have links of their own
+            raise damaged(
+                path.with_name(printable(path.name)), "is neither a plain file nor a folder"
+            )
+        if (
+            path.name in _WRITTEN_FOLDERS and path.is_dir()
+        ):  # others, as of W&B, may have links of their own
             paths += [Path(base, name) for base, *names in os.walk(path) for name in chain(*names)]
 
 
@@ -273,7 +312,15 @@ def upgraded(run: Run) -> Run:
     A kept optimiser is in States where this version does not look for it: such an option stays, and is refused.
     """
     options = {**_ADDED.get(run.method, {}), **run.options}
-    moved = [name for name in _BEFORE.get(run.method, ()) if name in options and options[name] is not True]
+    moved = [
+        name
+        for name in _BEFORE.get(run.method, ())
+        if name in options and options[name] is not True
+    ]
     settings = {_MOVED[name]: options.pop(name) for name in moved}
     settings.pop("keep_optimizer", None)  # False: the default of every run
-    return replace(run, options=options, **settings) if options != run.options else run
+
+    if options != run.options:
+        return replace(run, options=options, **settings)
+
+    return run

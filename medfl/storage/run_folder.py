@@ -66,7 +66,9 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = path / "state"
-        self._stale: list[str] | None = None  # files that the next commit removes; None: list the folder
+        self._stale: list[str] | None = (
+            None  # files that the next commit removes; None: list the folder
+        )
 
     @classmethod
     def create(cls, path: Path, beside: Sequence[str] = ()) -> RunFolder:
@@ -77,8 +79,11 @@ class RunFolder:
             folder.state.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(
-                f"--out {path} cannot be made: {error.strerror}", "a folder that can be written", "give a writable one"
+                f"--out {path} cannot be made: {error.strerror}",
+                "a folder that can be written",
+                "give a writable one",
             ) from error
+
         return folder
 
     @classmethod
@@ -123,13 +128,21 @@ class RunFolder:
         newest = self.newest_state(name)
         if newest is None or newest.path.is_file():
             return None if newest is None else newest.path
-        at_site = self.path / SITES / run_hash[:16] / safe_file_name(name) / f"{newest.round:06d}.safetensors"
+        at_site = (
+            self.path
+            / SITES
+            / run_hash[:16]
+            / safe_file_name(name)
+            / f"{newest.round:06d}.safetensors"
+        )
         return at_site if at_site.is_file() else newest.path
 
     def accept_states(self, round_: int, names: Collection[str]) -> None:
         """Make the States that these sites saved in a round, which is not committed yet, their newest."""
         replaced = [self._files[name].path.name for name in names if name in self._files]
-        self._files.update({name: StateFile(round_, self.state_path(round_, name)) for name in names})
+        self._files.update(
+            {name: StateFile(round_, self.state_path(round_, name)) for name in names}
+        )
         if self._stale is not None:
             self._stale += replaced
 
@@ -144,19 +157,28 @@ class RunFolder:
         Raises:
             RunError: the disk is full; the last committed round is intact.
         """
-        server_file, best = f"{round_:06d}-server.safetensors", self._best
+        server_file = f"{round_:06d}-server.safetensors"
+        best = self._best
         sites = {name: state.path.name for name, state in self._files.items()}
         rounds = {name: state.round for name, state in self._files.items()}
         save_state(self.state / server_file, server, round_)
         named = (server_file, best, *sites.values())  # a FLARE site keeps its own elsewhere
         here = [name for name in named if name in self._sums or (self.state / name).is_file()]
         self._sums = {name: self._sums.get(name) or file_sha256(self.state / name) for name in here}
-        document = {"round": round_, "server": server_file, "sites": sites, "rounds": rounds, "best": best}
+        document = {
+            "round": round_,
+            "server": server_file,
+            "sites": sites,
+            "rounds": rounds,
+            "best": best,
+        }
         document["sha256"] = self._sums
         write_atomic(self.state / MANIFEST, json.dumps({**document, "record": record}).encode())
         needed = {server_file, *sites.values(), MANIFEST, best}
+
         for name in set(os.listdir(self.state) if self._stale is None else self._stale) - needed:
             (self.state / name).unlink(missing_ok=True)
+
         self._stale = [server_file]
 
     def manifest(self) -> dict[str, Any] | None:
@@ -168,7 +190,10 @@ class RunFolder:
         Raises:
             InputError: it is damaged, or names something else than a State's file.
         """
-        return read_manifest(self.path) if (self.state / MANIFEST).is_file() else None
+        if (self.state / MANIFEST).is_file():
+            return read_manifest(self.path)
+
+        return None
 
     def server_state(self, manifest: Mapping[str, Any]) -> State:
         """Load the server's State of a manifest."""
@@ -179,7 +204,9 @@ class RunFolder:
         """Site -> its newest State."""
         manifest = self.manifest() or {"sites": {}}
         paths = {name: self.state / file for name, file in manifest["sites"].items()}
-        rounds = manifest.get("rounds") or {name: state_round(path) for name, path in paths.items()}  # 0.6.0
+        rounds = manifest.get("rounds") or {
+            name: state_round(path) for name, path in paths.items()
+        }  # 0.6.0
         return {name: StateFile(rounds[name], path) for name, path in paths.items()}
 
     @cached_property
@@ -218,16 +245,21 @@ class RunFolder:
     def rounds(self) -> list[dict[str, Any]]:
         """Read rounds.jsonl up to the first incomplete line, as a kill leaves one (`run_integrity` checks damage)."""
         path = self.path / "rounds.jsonl"
-        lines, entries = round_lines(path), list[dict[str, Any]]()
+        lines = round_lines(path)
+        entries = list[dict[str, Any]]()
         with suppress(InputError):  # the kill came inside this line
             for number, line in enumerate(lines, 1):
                 entries.append(read_round(path, line, number))
+
         return entries
 
     def truncate_rounds(self, last: int) -> list[dict[str, Any]]:
         """Drop the rounds after `last`, which were not committed, from rounds.jsonl; return the others."""
         entries = [entry for entry in self.rounds() if entry["round"] <= last]
-        write_atomic(self.path / "rounds.jsonl", "".join(json.dumps(entry) + "\n" for entry in entries).encode())
+        write_atomic(
+            self.path / "rounds.jsonl",
+            "".join(json.dumps(entry) + "\n" for entry in entries).encode(),
+        )
         return entries
 
     # Results
@@ -276,24 +308,39 @@ class RunFolder:
         return path
 
     def _json(self, name: str, document: Mapping[str, Any]) -> None:
-        write_atomic(self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode())
+        write_atomic(
+            self.path / name, (json.dumps(document, indent=1, default=list) + "\n").encode()
+        )
 
 
 def _save_streamed(path: Path, weights: Weights) -> None:
     """Write a safetensors file holding one tensor at a time; each is read twice, for its shape and its values."""
-    forms = {name: (tensor.dtype, tuple(tensor.shape), tensor.nbytes) for name, tensor in weights.items()}
-    names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))  # so that every value is aligned
-    header, offset = {}, 0
+    forms = {
+        name: (tensor.dtype, tuple(tensor.shape), tensor.nbytes) for name, tensor in weights.items()
+    }
+    names = sorted(
+        forms, key=lambda name: (-forms[name][0].itemsize, name)
+    )  # so that every value is aligned
+    header = {}
+    offset = 0
+
     for name in names:
         dtype, shape, size = forms[name]
-        header[name] = {"dtype": _dtype_name(dtype), "shape": shape, "data_offsets": (offset, offset + size)}
+        header[name] = {
+            "dtype": _dtype_name(dtype),
+            "shape": shape,
+            "data_offsets": (offset, offset + size),
+        }
         offset += size
+
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
     with atomic_replace(path, offset) as temporary, temporary.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name in names:
-            file.write(weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(
+                weights[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
 
 
 @lru_cache
@@ -307,4 +354,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 def safe_file_name(name: str) -> str:
     """Return a file name for the name of a site or case; different names stay different."""
     plain = urllib.parse.quote(name, safe="").replace(".", "%2E")
-    return plain if len(plain) <= 100 else f"{plain[:80]}%{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    if len(plain) <= 100:
+        return plain
+
+    return f"{plain[:80]}%{hashlib.sha256(name.encode()).hexdigest()[:12]}"

@@ -27,16 +27,23 @@ _ANEW = "restore it, or start the run anew in another folder"
 def read_verified_run(path: Path) -> tuple[Run, dict[str, Any]]:
     """Read a run.json as `read_run` does; InputError also if its settings do not give the hash in it."""
     run, document = read_run(path)
-    written = hash_as_recorded(document)  # of an earlier version perhaps, under whose names the hash was made
+    written = hash_as_recorded(
+        document
+    )  # of an earlier version perhaps, under whose names the hash was made
     recorded = document.get("run_hash", written)
     if recorded != written:
         writer = str(document.get("medfl", VERSION))
-        other = "" if writer == VERSION else f", or read it with the medfl that wrote it, {printable(writer, 20)}"
+        if writer == VERSION:
+            other = ""
+        else:
+            other = f", or read it with the medfl that wrote it, {printable(writer, 20)}"
+
         raise InputError(
             f"{path}, whose settings give the run hash {written[:12]} and not its own, {str(recorded)[:12]}",
             "a recorded run as medfl wrote it: its settings are not edited",
             f"restore the file{other}, or start a run with these settings",
         )
+
     return run, document
 
 
@@ -55,19 +62,30 @@ def verified_manifest(folder: RunFolder, sums: bool = True) -> dict[str, Any] | 
     if manifest is None:
         _refuse_missing_manifest(folder)
         return None
-    done, entries = manifest["round"], folder.rounds()
+
+    done = manifest["round"]
+    entries = folder.rounds()
     if [entry["round"] for entry in entries[:done]] != [*range(1, done + 1)]:
-        bad = next((i for i, entry in enumerate(entries[:done], 1) if entry["round"] != i), len(entries) + 1)
+        bad = next(
+            (i for i, entry in enumerate(entries[:done], 1) if entry["round"] != i),
+            len(entries) + 1,
+        )
         raise InputError(
             f"{folder.path / 'rounds.jsonl'}, whose line {bad} is not that of round {bad}",
             f"{done} rounds are done, and the file has a line of each",
             _ANEW,
         )
+
     for path, digest in _needed(folder, manifest):
         if not path.is_file():
-            raise InputError(f"{path} is missing", f"the run goes on from it after round {done}", _ANEW)
+            raise InputError(
+                f"{path} is missing", f"the run goes on from it after round {done}", _ANEW
+            )
         if sums and digest is not None and _sum(path) != digest:
-            raise InputError(f"{path} is not as the run wrote it", f"its SHA-256 was {digest[:12]}…", _ANEW)
+            raise InputError(
+                f"{path} is not as the run wrote it", f"its SHA-256 was {digest[:12]}…", _ANEW
+            )
+
     return manifest
 
 
@@ -76,7 +94,9 @@ def _sum(path: Path) -> str:
     stat = path.stat()
     if time.time_ns() - stat.st_mtime_ns < _SETTLED:  # another write could have the same time
         return file_sha256(path)
-    return _known_sum(path.absolute(), stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size)
+    return _known_sum(
+        path.absolute(), stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size
+    )
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -86,9 +106,11 @@ def _known_sum(path: Path, *version: int) -> str:
 
 def _refuse_missing_manifest(folder: RunFolder) -> None:
     """Raise an InputError if the folder shows committed rounds: before the first there are only its line and files."""
-    rounds, state = folder.path / "rounds.jsonl", folder.state
+    rounds = folder.path / "rounds.jsonl"
+    state = folder.state
     lines = len(round_lines(rounds)) - 1
     later = any(state_round(path) > 1 for path in state.glob("*.safetensors"))
+
     if later or lines > (1 if state.is_dir() else 0) or (folder.path / "summary.json").is_file():
         raise InputError(
             f"{folder.state / MANIFEST} is missing, though rounds are done",
@@ -104,7 +126,11 @@ def _needed(folder: RunFolder, manifest: dict[str, Any]) -> Iterator[tuple[Path,
     """
     digests = manifest.get("sha256") or {}
     yield folder.state / manifest["server"], digests.get(manifest["server"])
-    yield from ((folder.state / name, digests[name]) for name in manifest["sites"].values() if name in digests)
+    yield from (
+        (folder.state / name, digests[name])
+        for name in manifest["sites"].values()
+        if name in digests
+    )
     if manifest["record"].get("best") is not None:
         best = folder.best_path()
         yield best, digests.get(best.name)

@@ -65,7 +65,10 @@ class Predictions:
     @property
     def strata(self) -> NDArray[np.int64]:
         """(N,) groups that a bootstrap resamples separately: the reference classes, else a single group."""
-        return self.label if len(self.label) else np.zeros(len(self.ids), np.int64)
+        if len(self.label):
+            return self.label
+
+        return np.zeros(len(self.ids), np.int64)
 
 
 class RunReader:
@@ -84,6 +87,7 @@ class RunReader:
                 "a report is made from a folder that `medfl run` or `medfl compare` wrote",
                 "check the path",
             )
+
         self.path = path
 
     @classmethod
@@ -99,7 +103,12 @@ class RunReader:
         """Return a reader of what is in memory already, under the names of the attributes below."""
         reader = cls.__new__(cls)
         reader.__dict__.update(
-            path=path, record=record, rounds=rounds, sites=sites, summary=summary, predictions=predictions
+            path=path,
+            record=record,
+            rounds=rounds,
+            sites=sites,
+            summary=summary,
+            predictions=predictions,
         )
         return reader
 
@@ -162,7 +171,9 @@ class RunReader:
         rows = self._rows("predictions.csv", ("id", "site"))
         return None if rows is None else [row for _, row in rows]
 
-    def _rows(self, name: str, columns: Sequence[str] = ()) -> list[tuple[int, dict[str, str]]] | None:
+    def _rows(
+        self, name: str, columns: Sequence[str] = ()
+    ) -> list[tuple[int, dict[str, str]]] | None:
         path = self.path / name
         return read_rows(path, columns) if path.is_file() else None
 
@@ -224,7 +235,10 @@ class RunReader:
         """The summary of the last committed round, None where the run was interrupted, or is being continued."""
         if self.summary is None or self.manifest is None:
             return self.summary
-        return self.summary if self.manifest["round"] == self.summary["rounds"] else None
+        if self.manifest["round"] == self.summary["rounds"]:
+            return self.summary
+
+        return None
 
     @property
     def best_round(self) -> Mapping[str, Any] | None:
@@ -245,6 +259,7 @@ class RunReader:
         last = max(scores[-part:])
         if last - before < _RISE or scores[-1] < last - (last - before) / 2:
             return None
+
         return before, last
 
     def progress(self) -> list[tuple[int, float, float, float]]:
@@ -258,6 +273,7 @@ class RunReader:
             value = (entry.get("val") or {}).get(self.key)
             if value is not None:
                 points.append((int(entry["round"]), sent, seconds, float(value)))
+
         return points
 
     # Models and sites
@@ -266,7 +282,10 @@ class RunReader:
     def judged(self) -> str:
         """The kind of model by which the run is judged: "received" (the global model) or "personal"."""
         source = self.summary or (self.rounds[-1] if self.rounds else {})
-        return "personal" if source.get("judged") == "personal" else "received"
+        if source.get("judged") == "personal":
+            return "personal"
+
+        return "received"
 
     @property
     def personal_model(self) -> str:
@@ -292,7 +311,9 @@ class RunReader:
         try:
             values = {row["site"]: float(row[column]) for row in self.sites if column in row}
         except ValueError as error:
-            raise damaged(self.path / "sites.csv", f"has no number in column {column} ({error})") from None
+            raise damaged(
+                self.path / "sites.csv", f"has no number in column {column} ({error})"
+            ) from None
         return {site: value for site, value in values.items() if math.isfinite(value)}
 
     def pooled(self) -> list[tuple[str, str, Mapping[str, Any]]]:
@@ -302,6 +323,7 @@ class RunReader:
         """
         if self.summary is None:
             return []
+
         by_kind = {kind: self.summary.get(key) for kind, (key, _, _) in SUMMARY_KINDS.items()}
         if not any(by_kind.values()):
             by_kind[self.judged] = self.summary
@@ -311,6 +333,7 @@ class RunReader:
             for name in SUMMARY_KINDS[kind][2]:
                 if entries and entries.get(name) and (name != "sd" or len(self.site_names) > 1):
                     pooled.append((kind, name, entries[name]))
+
         return pooled
 
     @property
@@ -325,7 +348,9 @@ def _predictions(path: Path, rows: Rows, classes: int) -> Predictions:
     sites = [row.get("site", "") for _, row in rows]
     if not classes or (columns and "predicted" not in columns):  # scores instead of classes
         no_classes = np.zeros(0, np.int64)
-        scores = {name: _numbers(path, rows, name) for name in columns if name not in ("id", "site")}
+        scores = {
+            name: _numbers(path, rows, name) for name in columns if name not in ("id", "site")
+        }
         return Predictions(ids, sites, no_classes, no_classes, None, scores)
 
     label, predicted = _class_numbers(path, rows, classes)
@@ -336,6 +361,7 @@ def _predictions(path: Path, rows: Rows, classes: int) -> Predictions:
     probabilities = np.stack([_numbers(path, rows, name) for name in names], 1)
     if not ((probabilities >= 0) & (probabilities <= 1)).all():
         raise damaged(path, "has a probability that is not between 0 and 1")
+
     return Predictions(ids, sites, label, predicted, probabilities, {})
 
 
@@ -346,10 +372,14 @@ def _class_numbers(path: Path, rows: Rows, classes: int) -> NDArray[np.int64]:
         try:
             pair = (int(row["label"]), int(row["predicted"]))
         except (KeyError, ValueError):
-            raise damaged(path, f"line {number} has no class numbers under label and predicted") from None
+            raise damaged(
+                path, f"line {number} has no class numbers under label and predicted"
+            ) from None
+
         if not all(0 <= value < classes for value in pair):
             raise damaged(path, f"line {number} has a class outside 0 to {classes - 1}")
         pairs.append(pair)
+
     return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
 
 

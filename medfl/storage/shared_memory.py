@@ -87,7 +87,8 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, shared: SharedBuffer | None, copy: bool) -> None:
         super().__init__(file)
-        self._shared, self._copy = shared, copy
+        self._shared = shared
+        self._copy = copy
 
     def persistent_load(self, location: Any) -> Tensor:
         assert self._shared is not None, "packed into shared memory, which the reader does not have"

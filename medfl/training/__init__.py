@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from medfl.training.accelerate.precision import autocast
 from medfl.training.layers import NORMS, evaluating, one_sample_safe, split_names, train_only
-from medfl.training.loop import Feed, FitReport, GradientHook, Objective, clip, fit, in_turn, pull, push, summed
+from medfl.training.loop import (
+    Feed,
+    FitReport,
+    GradientHook,
+    Objective,
+    clip,
+    fit,
+    in_turn,
+    pull,
+    push,
+    summed,
+)
 from medfl.training.network_pool import Networks
 from medfl.training.site import Host, LocalSettings, Site, merged, snapshot, zeros_of
 

@@ -26,7 +26,9 @@ def evaluating(network: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def train_only(model: nn.Module, names: Collection[str], *, restore_buffers: bool = False) -> Iterator[None]:
+def train_only(
+    model: nn.Module, names: Collection[str], *, restore_buffers: bool = False
+) -> Iterator[None]:
     """Train nothing but the named parameters inside the block.
 
     Args:
@@ -38,8 +40,13 @@ def train_only(model: nn.Module, names: Collection[str], *, restore_buffers: boo
     """
     flags = [(p, p.requires_grad, name in names) for name, p in model.named_parameters()]
     layers = {name.rpartition(".")[0] for name in names}
-    others = [b for name, b in model.named_buffers() if restore_buffers and name.rpartition(".")[0] not in layers]
+    others = [
+        b
+        for name, b in model.named_buffers()
+        if restore_buffers and name.rpartition(".")[0] not in layers
+    ]
     values = [(buffer, buffer.clone()) for buffer in others]
+
     try:
         for parameter, flag, trained in flags:
             parameter.requires_grad_(flag and trained)
@@ -55,7 +62,10 @@ def train_only(model: nn.Module, names: Collection[str], *, restore_buffers: boo
 def one_sample_safe(model: nn.Module, x: Any) -> Iterator[None]:
     """Let a batch of one sample pass: BatchNorm without a second value per channel uses its running statistics."""
     single = isinstance(x, Tensor) and len(x) == 1
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training] if single else []
+    if single:
+        norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.training]
+    else:
+        norms = []
 
     def choose_mode(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         layer.train(inputs[0].numel() > inputs[0].shape[1])  # one value has no variance
@@ -72,7 +82,9 @@ def one_sample_safe(model: nn.Module, x: Any) -> Iterator[None]:
 def split_names(network: nn.Module, types: tuple[type[nn.Module], ...]) -> frozenset[str]:
     """Return the state-dict names that belong to layers of these types (by type: names such as `bn` prove nothing)."""
     names: set[str] = set()
-    for prefix, module in network.named_modules(remove_duplicate=False):  # a state dict has all names of a shared layer
+    for prefix, module in network.named_modules(
+        remove_duplicate=False
+    ):  # a state dict has all names of a shared layer
         if isinstance(module, types):
             names.update(f"{prefix}.{name}" if prefix else name for name in module.state_dict())
     return frozenset(names)

@@ -78,8 +78,18 @@ def fit(
     """
     trainer: Any = vars(model).get("custom_trainer")
     if trainer is not None:  # the bundle's trainer takes the steps
-        continues = optimizer_state is not None or site.optimizer_states is not None or site.settings.epoch_factor != 1
-        changed = "the loss" if objective or feed or site.penalty else "the optimiser" if continues else ""
+        continues = (
+            optimizer_state is not None
+            or site.optimizer_states is not None
+            or site.settings.epoch_factor != 1
+        )
+        if objective or feed or site.penalty:
+            changed = "the loss"
+        elif continues:
+            changed = "the optimiser"
+        else:
+            changed = ""
+
         report: FitReport = trainer.fit(site, purpose, gradient_hook, changed)
         return report
 
@@ -87,8 +97,10 @@ def fit(
     optimizer = site.optimizer(model)
     visit_name = f"{purpose} {len(site.journal)}"
     states_of_visits = site.optimizer_states if optimizer_state is None else None
+
     if states_of_visits is not None:
         optimizer_state = states_of_visits.get(visit_name, {})
+
     if optimizer_state:
         restore_state(optimizer, optimizer_state)
 
@@ -96,6 +108,7 @@ def fit(
     calls = NetworkCalls(model, site.settings.batch_size, site.device)
     step = training_step(model, site, optimizer, objective, gradient_hook, calls)
     losses: list[Tensor] = []
+
     with stream(site.seed, purpose) as generator, calls.visit():
         for epoch in range(site.settings.epochs):
             set_rates(optimizer, site.settings, epoch)
@@ -113,6 +126,7 @@ def fit(
     state = None if optimizer_state is None else saved_state(optimizer)
     if states_of_visits is not None:
         states_of_visits[visit_name] = state
+
     report = FitReport(len(losses), mean_loss, state)
     site.journal.append(report)
     return report
@@ -131,13 +145,16 @@ def training_step(
     scaler = gradient_scaler(site)
 
     def step(x: Any, y: Any, *more: Any) -> Tensor:
-        for parameter in parameters:  # also those that the optimiser leaves out, which a hook may read
+        for (
+            parameter
+        ) in parameters:  # also those that the optimiser leaves out, which a hook may read
             parameter.grad = None
 
         with calls.step(x):
             with one_sample_safe(model, x), autocast(site):
                 loss = check_one_number(objective(model, x, y, *more), site)
             backward(loss, scaler, optimizer, parameters, site)
+
         if gradient_hook is not None:
             gradient_hook(parameters)
 
@@ -171,7 +188,10 @@ def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> Gra
     """
     if strength == 0:
         return lambda parameters: None  # adding 0 would turn a gradient of -0.0 into 0.0
-    anchors = [anchor[name].detach().clone() for name, p in model.named_parameters() if p.requires_grad]
+
+    anchors = [
+        anchor[name].detach().clone() for name, p in model.named_parameters() if p.requires_grad
+    ]
 
     def hook(parameters: Sequence[nn.Parameter]) -> None:
         pairs = [(p, a) for p, a in zip(parameters, anchors, strict=True) if p.grad is not None]

@@ -18,9 +18,15 @@ def check_one_number(loss: Any, site: Site) -> Tensor:
     """Return the loss of a step; raise InputError if a method's objective gave anything but one number."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
-    form = f"has the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        form = f"has the shape {tuple(loss.shape)}"
+    else:
+        form = f"is a {type(loss).__name__}"
+
     raise InputError(
-        f"the loss of method {site.method!r} {form}", "a loss is one number, the mean over the batch", "take its mean()"
+        f"the loss of method {site.method!r} {form}",
+        "a loss is one number, the mean over the batch",
+        "take its mean()",
     )
 
 

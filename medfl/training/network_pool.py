@@ -22,7 +22,9 @@ class Networks:
 
     def __init__(self, factory: Callable[[], nn.Module], seed: int, device: torch.device) -> None:
         """Take the bundle's network factory; every network starts from the same weights, drawn on the run's stream."""
-        self._factory, self.seed, self.device = factory, seed, device
+        self._factory = factory
+        self.seed = seed
+        self.device = device
         self._free: list[_PooledNetwork] = []
         self._leased = _Leased()
         self._initial: dict[str, Tensor] | None = None
@@ -62,7 +64,10 @@ class Networks:
         A method that corrects the parameters at the server knows a shared one by its first name only.
         """
         _ = self.initial
-        return {name: weights.get(self._shared.get(name, name), tensor) for name, tensor in weights.items()}
+        return {
+            name: weights.get(self._shared.get(name, name), tensor)
+            for name, tensor in weights.items()
+        }
 
     def lease(self, weights: Weights) -> nn.Module:
         """Return a pooled network in training mode holding a copy of `weights`, a complete state dict.
@@ -79,7 +84,8 @@ class Networks:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Take every network leased inside back when the block ends."""
-        outer, self._leased.networks = self._leased.networks, []
+        outer = self._leased.networks
+        self._leased.networks = []
         try:
             yield
         finally:
@@ -101,10 +107,15 @@ class _PooledNetwork:
         self.network = network
         self.tensors = {name: t.detach() for name, t in network.state_dict().items()}
         first: dict[int, str] = {}
-        names = {name: first.setdefault(id(t), name) for name, t in network.state_dict(keep_vars=True).items()}
+        names = {
+            name: first.setdefault(id(t), name)
+            for name, t in network.state_dict(keep_vars=True).items()
+        }
         self.shared = {name: one for name, one in names.items() if one != name}
         self.trainable = [(p, p.requires_grad) for p in network.parameters()]
-        self.buffers = [(module, dict(module._buffers)) for module in network.modules() if module._buffers]
+        self.buffers = [
+            (module, dict(module._buffers)) for module in network.modules() if module._buffers
+        ]
         self.unsaved = [
             (buffer, buffer.detach().clone())
             for module, buffers in self.buffers
@@ -118,9 +129,14 @@ class _PooledNetwork:
             raise ValueError(
                 f"these weights do not fit the network: {odd[0]!r} is in one of them only ({len(odd)} such)"
             )
-        for module, buffers in self.buffers:  # a forward pass may put another tensor in a buffer's place
+
+        for (
+            module,
+            buffers,
+        ) in self.buffers:  # a forward pass may put another tensor in a buffer's place
             module._buffers.clear()
             module._buffers.update(buffers)
+
         with torch.no_grad():
             for buffer, value in self.unsaved:
                 buffer.copy_(value)
@@ -129,7 +145,10 @@ class _PooledNetwork:
                     raise ValueError(
                         f"{name!r} has shape {tuple(weights[name].shape)}; the network's is {tuple(target.shape)}"
                     )
+
                 target.copy_(weights[self.shared.get(name, name)])
+
         for parameter, flag in self.trainable:
             parameter.requires_grad_(flag)
+
         self.network.train()

@@ -129,11 +129,16 @@ class Site(_WithNetworks):
     def learning_rate(self, model: nn.Module) -> float:
         """Return the learning rate of this round (of the first parameter group, the mean over the epochs)."""
         settings = self.settings
-        first, rates = float(self.optimizer(model).param_groups[0]["lr"]), settings.rates
+        first = float(self.optimizer(model).param_groups[0]["lr"])
+        rates = settings.rates
         if rates is None and settings.epoch_factor == 1:
             return first
+
         decay = settings.epoch_factor
-        each = [(rates(e)[0] * settings.lr_factor if rates else first) * decay**e for e in range(settings.epochs)]
+        each = [
+            (rates(e)[0] * settings.lr_factor if rates else first) * decay**e
+            for e in range(settings.epochs)
+        ]
         return sum(each) / settings.epochs
 
     def for_epochs(self, epochs: int) -> Site:
@@ -167,7 +172,11 @@ def snapshot(network: nn.Module) -> dict[str, Tensor]:
 
 def zeros_of(network: nn.Module) -> dict[str, Tensor]:
     """Return a zero tensor for each trainable parameter, under its name."""
-    return {name: torch.zeros_like(p.detach()) for name, p in network.named_parameters() if p.requires_grad}
+    return {
+        name: torch.zeros_like(p.detach())
+        for name, p in network.named_parameters()
+        if p.requires_grad
+    }
 
 
 def merged(shared: Weights, personal: Mapping[str, Tensor]) -> dict[str, Tensor]:

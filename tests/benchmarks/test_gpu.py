@@ -32,7 +32,18 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def tiny(benchmark: Any, *more: str) -> Any:
-    arguments = ["--device", "cpu", "--network", "small_cnn", "--batch", "2", "--steps", "6", "--repeats", "1"]
+    arguments = [
+        "--device",
+        "cpu",
+        "--network",
+        "small_cnn",
+        "--batch",
+        "2",
+        "--steps",
+        "6",
+        "--repeats",
+        "1",
+    ]
     return benchmark.parser().parse_args([*arguments, *more])
 
 
@@ -47,7 +58,11 @@ def tiny(benchmark: Any, *more: str) -> Any:
     ],
 )
 def test_the_benchmark_refuses_in_a_line(
-    arguments: list[str], text: str, benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    text: str,
+    benchmark: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
     assert benchmark.main() == 2
@@ -66,13 +81,16 @@ def test_the_benchmark_makes_rows_of_measurements(benchmark: Any) -> None:
     assert made["part_of_the_floor"] == pytest.approx(0.8)
     line = "200.0 steps/s, 8.00 x the bare loop (min 4.00, max 8.00), 80% of the floor"
     assert benchmark.told({**made, "refused": ""}).endswith(line)
-    assert benchmark.told({"name": "gpu/a", "refused": "it counts"}).endswith("cannot be had: it counts")
+    assert benchmark.told({"name": "gpu/a", "refused": "it counts"}).endswith(
+        "cannot be had: it counts"
+    )
     json.dumps([made])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "way"), [("fedavg", "eager"), ("fedavg", "compiled"), ("fedhelp", "eager"), ("pfedbayes", "eager")]
+    ("method", "way"),
+    [("fedavg", "eager"), ("fedavg", "compiled"), ("fedhelp", "eager"), ("pfedbayes", "eager")],
 )
 def test_the_benchmark_times_each_way(method: str, way: str, benchmark: Any) -> None:
     made = benchmark.of_method(method, 28, way, tiny(benchmark))

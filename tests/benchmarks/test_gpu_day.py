@@ -55,7 +55,10 @@ def test_the_stages_are_listed_with_what_they_answer() -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["busy"], ["--out", "here"]])
 def test_what_is_missing_is_said_in_a_line(
-    arguments: list[str], script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    script: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gpu_day.py", *arguments])
     assert script.main() == 2
@@ -86,7 +89,10 @@ def test_a_command_is_cut_when_the_time_is_over_and_goes_on(
     assert script.run(stage(script, tmp_path)) == 0
     assert script.run(stage(script, tmp_path)) == 0
     found = documents(tmp_path / "out")["busy"]
-    assert (found["status"], [row["name"] for row in found["rows"]]) == ("done", ["call 1", "call 2"])
+    assert (found["status"], [row["name"] for row in found["rows"]]) == (
+        "done",
+        ["call 1", "call 2"],
+    )
     assert "done before" in (tmp_path / "out" / "busy.log").read_text()
 
 
@@ -100,7 +106,9 @@ def test_a_stage_that_fails_says_why_and_is_no_success(script: Any, tmp_path: Pa
     assert documents(tmp_path / "out")["busy"]["error"] == "RuntimeError: no such thing"
 
 
-def test_a_protocol_that_does_not_fit_has_fewer_rounds(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_protocol_that_does_not_fit_has_fewer_rounds(
+    script: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     """Two runs of 2 s a round are 200 rounds in 800 s; of the stage's 300 s, 280 s are left: 70 rounds."""
     made = stage(script, tmp_path, "table3")
     made.document["seconds"], made.total = 20.0, 5.0
@@ -121,12 +129,22 @@ def test_a_protocol_that_does_not_fit_has_fewer_rounds(script: Any, tmp_path: Pa
     assert [row["published"] for row in found["rows"]] == [[67.4, 3.6], None]
 
 
-def test_a_run_travels_in_pieces_and_goes_on(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_travels_in_pieces_and_goes_on(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys.modules["gpu_stages"], "PIECE", 50_000)
     work, other = tmp_path / "work", tmp_path / "other"
     draw_small(monkeypatch)
     run = work / "runs" / "table3-fedavg-0"
-    config = ["--config", "network=two_conv", "--config", "image_size=28", "--eval-every", "0", "--quiet"]
+    config = [
+        "--config",
+        "network=two_conv",
+        "--config",
+        "image_size=28",
+        "--eval-every",
+        "0",
+        "--quiet",
+    ]
     flags = ["mednist", "--data", "phantom", "--sites", "2", "--rounds", "1", *config]
     assert main(["run", *flags, "--out", str(run)]) == 0
     (work / "table3.json").write_text(
@@ -180,14 +198,19 @@ def test_all_stages_run_dry(script: Any, tmp_path: Path, monkeypatch: pytest.Mon
     assert all(one["dry"] and one["cpu_seconds"] > 0 for one in found.values())
     rows = {row["name"]: row for row in found["table3"]["rows"]}
     assert set(rows) == {"fedavg-0", "fedetf-0", "fedcb-0", "fedbm-0"}
-    assert rows["fedbm-0"]["published"] == {"accuracy": [0.7275, 0.0088], "f1_macro": [0.4543, 0.0313]}
+    assert rows["fedbm-0"]["published"] == {
+        "accuracy": [0.7275, 0.0088],
+        "f1_macro": [0.4543, 0.0313],
+    }
     assert all(row["data_source"] == "phantom" for row in rows.values())
 
 
 # The kit
 
 
-def test_the_kits_images_are_those_of_the_protocol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kits_images_are_those_of_the_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drawn images in the place of the real ones; the wheels need a network and are left out."""
     kit = loaded("gpu_kit", monkeypatch)
     drawn = datasets.write_phantom("ham10000", tmp_path / "drawn", per_class=10, size=40)
@@ -200,7 +223,10 @@ def test_the_kits_images_are_those_of_the_protocol(tmp_path: Path, monkeypatch: 
             for path in sorted((drawn / f"images_{centre}").glob("*.jpg")):
                 made.write(path, path.name)
     kit.skin(source, tmp_path / "kit")
-    with zipfile.ZipFile(tmp_path / "kit" / "images_rosendahl.zip") as made, made.open(made.namelist()[0]) as file:
+    with (
+        zipfile.ZipFile(tmp_path / "kit" / "images_rosendahl.zip") as made,
+        made.open(made.namelist()[0]) as file,
+    ):
         assert Image.open(file).size == (128, 128)
     assert main(["data", "check", "ham10000", "--data", str(tmp_path / "kit")]) == 0
 
@@ -209,13 +235,19 @@ def test_a_kit_without_its_images_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kit = loaded("gpu_kit", monkeypatch)
-    monkeypatch.setattr(sys, "argv", ["gpu_kit.py", "--data", str(tmp_path), "--out", str(tmp_path / "kit")])
+    monkeypatch.setattr(
+        sys, "argv", ["gpu_kit.py", "--data", str(tmp_path), "--out", str(tmp_path / "kit")]
+    )
     assert kit.main() == 2
-    assert capsys.readouterr().err.startswith(f"error: --data {tmp_path}; a folder with ham10000/labels.csv")
+    assert capsys.readouterr().err.startswith(
+        f"error: --data {tmp_path}; a folder with ham10000/labels.csv"
+    )
     assert not (tmp_path / "kit").exists()
 
 
-def test_without_simpleitk_everything_but_dicom_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_simpleitk_everything_but_dicom_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "SimpleITK", None)
     volumes = datasets.write_phantom("hippocampus", tmp_path / "volumes", per_class=10, size=24)
     assert main(["data", "check", "hippocampus", "--data", str(volumes)]) == 0

@@ -18,10 +18,23 @@ def test_each_rule_gives_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(module, "ATTACKS", ("count",))
     draw_small(monkeypatch)
     monkeypatch.setattr(module, "RULES", ("mean", "clip:auto", "krum:1"))
-    given = ["--bundles", "ham10000", "--data", "phantom", "--liars", "1", "--rounds", "1", "--seeds", "3"]
+    given = [
+        "--bundles",
+        "ham10000",
+        "--data",
+        "phantom",
+        "--liars",
+        "1",
+        "--rounds",
+        "1",
+        "--seeds",
+        "3",
+    ]
     options = module.parser().parse_args(given)
     found = list(module.rows(tmp_path, options))
-    assert [(row["rule"], row["liars"]) for row in found] == [(rule, n) for rule in module.RULES for n in (0, 1)]
+    assert [(row["rule"], row["liars"]) for row in found] == [
+        (rule, n) for rule in module.RULES for n in (0, 1)
+    ]
     assert all(row["balanced_accuracy"] > 0 for row in found)
     assert found[0]["ratio"] == 1
     assert not list(tmp_path.glob("*.failed"))

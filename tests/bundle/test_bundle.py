@@ -28,9 +28,15 @@ def content(labels: list[Any] | None = None) -> dict[str, Any]:
     """A classification of four tiny tensors, as small as a bundle gets."""
     labels = [0, 1, 2, 0] if labels is None else labels
     items = [
-        {"image": f"$torch.full((1, 4, 4), {i}.0)", "label": label, "id": f"i{i}"} for i, label in enumerate(labels)
+        {"image": f"$torch.full((1, 4, 4), {i}.0)", "label": label, "id": f"i{i}"}
+        for i, label in enumerate(labels)
     ]
-    loader = {"_target_": "DataLoader", "dataset": "@train#dataset", "batch_size": "@batch_size", "shuffle": True}
+    loader = {
+        "_target_": "DataLoader",
+        "dataset": "@train#dataset",
+        "batch_size": "@batch_size",
+        "shuffle": True,
+    }
     return {
         "bundle_root": ".",
         "device": "$torch.device('cuda')",
@@ -39,9 +45,19 @@ def content(labels: list[Any] | None = None) -> dict[str, Any]:
         "items": items,
         "network": "$torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(@width, 3)).to(@device)",
         "loss": {"_target_": "torch.nn.CrossEntropyLoss"},
-        "optimizer": {"_target_": "torch.optim.SGD", "params": "$@network.parameters()", "lr": 0.1, "momentum": 0.9},
+        "optimizer": {
+            "_target_": "torch.optim.SGD",
+            "params": "$@network.parameters()",
+            "lr": 0.1,
+            "momentum": 0.9,
+        },
         "train": {
-            "dataset": {"_target_": "CacheDataset", "data": "@items", "transform": None, "cache_rate": 1.0},
+            "dataset": {
+                "_target_": "CacheDataset",
+                "data": "@items",
+                "transform": None,
+                "cache_rate": 1.0,
+            },
             "dataloader": loader,
             "trainer": {
                 "_target_": "SupervisedTrainer",
@@ -53,8 +69,15 @@ def content(labels: list[Any] | None = None) -> dict[str, Any]:
         },
         "validate": {
             "dataset": {"_target_": "Dataset", "data": "@items"},
-            "dataloader": {"_target_": "DataLoader", "dataset": "@validate#dataset", "batch_size": 3},
-            "evaluator": {"_target_": "SupervisedEvaluator", "val_data_loader": "@validate#dataloader"},
+            "dataloader": {
+                "_target_": "DataLoader",
+                "dataset": "@validate#dataset",
+                "batch_size": 3,
+            },
+            "evaluator": {
+                "_target_": "SupervisedEvaluator",
+                "val_data_loader": "@validate#dataloader",
+            },
         },
     }
 
@@ -69,7 +92,9 @@ def written(folder: Path, config: dict[str, Any], **files: Any) -> Path:
 TRUSTED = Policy(trusted=True)
 
 
-def opened(folder: Path, edit: Edit = lambda config: None, policy: Policy | None = None, **files: Any) -> Bundle:
+def opened(
+    folder: Path, edit: Edit = lambda config: None, policy: Policy | None = None, **files: Any
+) -> Bundle:
     config = content()
     edit(config)
     return Bundle(str(written(folder, config, **files)), policy=policy)
@@ -88,7 +113,10 @@ def test_overrides(tmp_path: Path) -> None:
     written(tmp_path, content())
     assert Bundle(str(tmp_path), {"batch_size": 4}).batch_size == 4
     assert Bundle(str(tmp_path), {"train::dataloader::batch_size": 3}).batch_size == 3
-    with pytest.raises(InputError, match="id 'batchsize' of bundle .*; train.json has bundle_root, device, batch_size"):
+    with pytest.raises(
+        InputError,
+        match="id 'batchsize' of bundle .*; train.json has bundle_root, device, batch_size",
+    ):
         Bundle(str(tmp_path), {"batchsize": 4})
 
 
@@ -122,20 +150,41 @@ def put(value: Any, *path: str) -> Edit:
     [
         (remove("train"), "train.json has no id 'train#trainer'"),
         (remove("train", "trainer", "optimizer"), "train.json has no id 'train#trainer#optimizer'"),
-        (remove("loss"), "train.json has no id 'loss', which 'train#trainer#loss_function' refers to"),
+        (
+            remove("loss"),
+            "train.json has no id 'loss', which 'train#trainer#loss_function' refers to",
+        ),
         (remove("validate"), "train.json has no id 'validate#evaluator'"),
-        (put("SupervisedEvaluator", "train", "trainer", "_target_"), "'train#trainer' is a SupervisedEvaluator"),
-        (put("$1 / 0", "width"), "train.json: id 'width' fails with ZeroDivisionError: division by zero"),
-        (put("$nowhere.x", "width"), "train.json: id 'width' fails with NameError: name 'nowhere' is not defined"),
+        (
+            put("SupervisedEvaluator", "train", "trainer", "_target_"),
+            "'train#trainer' is a SupervisedEvaluator",
+        ),
+        (
+            put("$1 / 0", "width"),
+            "train.json: id 'width' fails with ZeroDivisionError: division by zero",
+        ),
+        (
+            put("$nowhere.x", "width"),
+            "train.json: id 'width' fails with NameError: name 'nowhere' is not defined",
+        ),
         (put("$3", "network"), "id 'train#trainer#network' is a int"),
         (put("$3", "optimizer"), "id 'train#trainer#optimizer' is a int"),
         (put(15, "width"), "network and loss fail on item 'i0': RuntimeError: .*shapes"),
-        (put([], "validate", "dataset", "data"), "data list 'validate#dataset#data' of section 'validate' is empty"),
+        (
+            put([], "validate", "dataset", "data"),
+            "data list 'validate#dataset#data' of section 'validate' is empty",
+        ),
         (put([], "items"), "train.json: the data list 'items' of section 'validate' is empty"),
-        (put("$@train#trainer", "loss"), "id 'train#trainer#loss_function' needs 'train#trainer', a SupervisedTrainer"),
+        (
+            put("$@train#trainer", "loss"),
+            "id 'train#trainer#loss_function' needs 'train#trainer', a SupervisedTrainer",
+        ),
         (put("%nowhere", "validate", "dataset"), "its references \\(%\\) cannot be followed"),
         (put("$iter([])", "train", "dataset"), "a data set to be divided can be indexed"),
-        (put("$len", "train", "dataloader", "collate_fn"), "collate_fn makes a int of samples; a batch is a dict"),
+        (
+            put("$len", "train", "dataloader", "collate_fn"),
+            "collate_fn makes a int of samples; a batch is a dict",
+        ),
     ],
 )
 def test_errors_name_id_file_and_cause(edit: Edit, said: str, tmp_path: Path) -> None:
@@ -158,7 +207,10 @@ def test_files_that_are_no_configuration(text: str, tmp_path: Path) -> None:
 def test_what_writes_is_never_made(tmp_path: Path) -> None:
     """Engines are refused; saving transforms are left out wherever they stand, with their arguments."""
     mark = f"$__import__('pathlib').Path({str(tmp_path / 'mark')!r}).touch()"
-    post = {"_target_": "Compose", "transforms": [{"_target_": "SaveImaged", "keys": "pred", "output_dir": mark}]}
+    post = {
+        "_target_": "Compose",
+        "transforms": [{"_target_": "SaveImaged", "keys": "pred", "output_dir": mark}],
+    }
 
     def edit(config: dict[str, Any]) -> None:
         config["validate"]["evaluator"] |= {"postprocessing": post, "val_handlers": [mark]}
@@ -206,13 +258,26 @@ GROUPS = "$[{'params': [@network[1].bias], 'lr': 0.5}, {'params': @network[1].we
 @pytest.mark.parametrize(
     ("node", "groups"),
     [
-        ({"_target_": "torch.optim.SGD", "params": "$@network.parameters()", "lr": 0.1, "momentum": 0.9}, [(2, 0.1)]),
+        (
+            {
+                "_target_": "torch.optim.SGD",
+                "params": "$@network.parameters()",
+                "lr": 0.1,
+                "momentum": 0.9,
+            },
+            [(2, 0.1)],
+        ),
         ({"_target_": "torch.optim.AdamW", "params": GROUPS, "lr": 0.1}, [(1, 0.5), (1, 0.1)]),
         ({"_target_": "Novograd", "params": "$@network.parameters()", "lr": 0.1}, [(2, 0.1)]),
-        ("$torch.optim.RMSprop(filter(lambda p: p.ndim == 2, @network.parameters()), lr=0.1)", [(1, 0.1)]),
+        (
+            "$torch.optim.RMSprop(filter(lambda p: p.ndim == 2, @network.parameters()), lr=0.1)",
+            [(1, 0.1)],
+        ),
     ],
 )
-def test_optimizer_takes_this_network(node: Any, groups: list[tuple[int, float]], tmp_path: Path) -> None:
+def test_optimizer_takes_this_network(
+    node: Any, groups: list[tuple[int, float]], tmp_path: Path
+) -> None:
     """Any expression that groups or filters parameters works, and a step moves the given network only."""
     bundle = opened(tmp_path, put(node, "optimizer"))
     network, other = bundle.network(), bundle.network()
@@ -220,18 +285,24 @@ def test_optimizer_takes_this_network(node: Any, groups: list[tuple[int, float]]
     assert [(len(group["params"]), group["lr"]) for group in optimizer.param_groups] == groups
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held <= {id(p) for p in network.parameters()}
-    before, untouched = ({n: p.detach().clone() for n, p in net.named_parameters()} for net in (network, other))
+    before, untouched = (
+        {n: p.detach().clone() for n, p in net.named_parameters()} for net in (network, other)
+    )
     bundle.loss(network(torch.ones(2, 1, 4, 4)), torch.tensor([0, 1])).backward()
     optimizer.step()
     for name, parameter in network.named_parameters():
         assert torch.equal(parameter, before[name]) == (id(parameter) not in held)
-    assert all(torch.equal(parameter, untouched[name]) for name, parameter in other.named_parameters())
+    assert all(
+        torch.equal(parameter, untouched[name]) for name, parameter in other.named_parameters()
+    )
     assert {group["lr"] for group in bundle.optimizer(network, lr=0.7).param_groups} == {0.7}
     assert not bundle.optimizer(network).state, "a fresh optimiser has no memory"
 
 
 def test_loss_is_reduced_as_the_trainer_does(tmp_path: Path) -> None:
-    bundle = opened(tmp_path, put({"_target_": "torch.nn.CrossEntropyLoss", "reduction": "none"}, "loss"))
+    bundle = opened(
+        tmp_path, put({"_target_": "torch.nn.CrossEntropyLoss", "reduction": "none"}, "loss")
+    )
     x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
     assert torch.equal(bundle.loss(x, y), nn.CrossEntropyLoss(reduction="none")(x, y).mean())
 
@@ -251,7 +322,8 @@ def test_items_task_and_classes(tmp_path: Path) -> None:
 def test_label_outside_the_classes(label: int, tmp_path: Path) -> None:
     bundle = Bundle(str(written(tmp_path, content([0, 1, label, 0]))))
     with pytest.raises(
-        InputError, match=f"item 'i2' of section 'train' has label {label}; .* has 3 classes, labels 0 to 2"
+        InputError,
+        match=f"item 'i2' of section 'train' has label {label}; .* has 3 classes, labels 0 to 2",
     ):
         _ = bundle.classes
 
@@ -279,10 +351,15 @@ def test_whole_numbers_may_be_a_regression(tmp_path: Path) -> None:
         ("val_mse", "$lambda current, best: current < best", "val_mse"),
     ],
 )
-def test_key_metric_and_its_direction(name: str, compare: str | None, expected: str, tmp_path: Path) -> None:
+def test_key_metric_and_its_direction(
+    name: str, compare: str | None, expected: str, tmp_path: Path
+) -> None:
     def edit(config: dict[str, Any]) -> None:
         regression(config)
-        metric = {"_target_": "MeanSquaredError", "output_transform": "$monai.handlers.from_engine(['pred', 'label'])"}
+        metric = {
+            "_target_": "MeanSquaredError",
+            "output_transform": "$monai.handlers.from_engine(['pred', 'label'])",
+        }
         config["validate"]["evaluator"]["key_val_metric"] = {name: metric}
         if compare:
             config["validate"]["evaluator"]["metric_cmp_fn"] = compare
@@ -310,7 +387,10 @@ def test_test_data_come_from_evaluate(tmp_path: Path) -> None:
     """evaluate.json gives test data where it changes the data themselves, directly or through an id that they use."""
     assert not opened(tmp_path).has_test
     assert not opened(tmp_path, evaluate={"validate#dataset#cache_rate": 0, "run": []}).has_test
-    direct = opened(tmp_path, evaluate={"validate#dataset#data": [{"image": "$torch.ones(1, 4, 4)", "label": 0}]})
+    direct = opened(
+        tmp_path,
+        evaluate={"validate#dataset#data": [{"image": "$torch.ones(1, 4, 4)", "label": 0}]},
+    )
     assert direct.has_test
     assert [len(direct.items(section)) for section in ("train", "validate", "test")] == [4, 4, 1]
 
@@ -329,29 +409,53 @@ def test_notes(tmp_path: Path) -> None:
 
     def edit(config: dict[str, Any]) -> None:
         config["schedule"] = {"_target_": "LrScheduleHandler"}
-        config["train"]["trainer"] |= {"amp": True, "inferer": {"_target_": "SlidingWindowInferer", "roi_size": [4, 4]}}
-        config["train"]["dataloader"] |= {"shuffle": False, "sampler": "$torch.utils.data.SubsetRandomSampler([0])"}
+        config["train"]["trainer"] |= {
+            "amp": True,
+            "inferer": {"_target_": "SlidingWindowInferer", "roi_size": [4, 4]},
+        }
+        config["train"]["dataloader"] |= {
+            "shuffle": False,
+            "sampler": "$torch.utils.data.SubsetRandomSampler([0])",
+        }
 
     said = " ".join(opened(tmp_path, edit).notes)
-    assert all(word in said for word in ("learning rate schedule", "mixed precision", "inferer", "SubsetRandomSampler"))
+    assert all(
+        word in said
+        for word in ("learning rate schedule", "mixed precision", "inferer", "SubsetRandomSampler")
+    )
     assert opened(tmp_path).notes == ()
 
 
 # Shipped
 
 
-TWO_CONV = {"_target_": "medfl.networks.build", "name": "two_conv", "in_channels": 1, "num_classes": 6}
+TWO_CONV = {
+    "_target_": "medfl.networks.build",
+    "name": "two_conv",
+    "in_channels": 1,
+    "num_classes": 6,
+}
 
 
 @pytest.mark.parametrize(
-    "config", [{"network": "two_conv"}, {"network_name": "two_conv"}, {"network": TWO_CONV}, {"network_def": TWO_CONV}]
+    "config",
+    [
+        {"network": "two_conv"},
+        {"network_name": "two_conv"},
+        {"network": TWO_CONV},
+        {"network_def": TWO_CONV},
+    ],
 )
-def test_another_network_is_given_by_its_name_under_either_id_or_as_a_module(config: dict[str, Any]) -> None:
+def test_another_network_is_given_by_its_name_under_either_id_or_as_a_module(
+    config: dict[str, Any],
+) -> None:
     """In a shipped bundle `network` is the module, as in the zoo; a plain name given to it is that of the network."""
     bundle = Bundle("mednist", {**config, "image_size": 28})
     assert type(bundle.network()).__name__ == "TwoConv"
     assert isinstance(bundle.get("network"), nn.Module)
-    assert bundle.get("network_name") == ("small_cnn" if TWO_CONV in config.values() else "two_conv")
+    assert bundle.get("network_name") == (
+        "small_cnn" if TWO_CONV in config.values() else "two_conv"
+    )
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -362,14 +466,24 @@ def test_shipped(name: str) -> None:
     bundle = Bundle(name, {"network": network, "image_size": 28})
     assert (bundle.task, bundle.key_metric) == (task, KEY_METRICS[task])
     assert bundle.notes == ()
-    convolution = next(m for m in bundle.network().modules() if isinstance(m, nn.Conv2d | nn.Conv3d))
+    convolution = next(
+        m for m in bundle.network().modules() if isinstance(m, nn.Conv2d | nn.Conv3d)
+    )
     sides = (28,) * (3 if isinstance(convolution, nn.Conv3d) else 2)
     images = torch.rand(2, int(bundle.get("in_channels")), *sides)
-    assert bundle.network()(images).shape == (2, bundle.get("num_classes"), *(sides if task == "segmentation" else ()))
+    assert bundle.network()(images).shape == (
+        2,
+        bundle.get("num_classes"),
+        *(sides if task == "segmentation" else ()),
+    )
 
 
 def test_a_bundle_s_hash_is_of_every_file_that_its_configuration_names(tmp_path: Path) -> None:
-    config = {**content(), "side": "$@bundle_root + '/models/search_code.pt'", "ckpt": "models/model.pt"}
+    config = {
+        **content(),
+        "side": "$@bundle_root + '/models/search_code.pt'",
+        "ckpt": "models/model.pt",
+    }
     folder = written(tmp_path, config)
     (folder / "models").mkdir()
     seen = [Bundle(str(folder)).sha256]
@@ -390,11 +504,21 @@ def test_a_bundle_s_hash_is_of_every_file_that_its_configuration_names(tmp_path:
     assert Bundle(str(folder)).sha256 != before
 
 
-BOMB = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))])
+BOMB = "\n".join(
+    ["a0: &a0 [x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12))]
+)
 
 
 @pytest.mark.parametrize(
-    "text", [BOMB, "[" * 5000, "x: !!python/object/apply:os.system [true]", "- 1", "x: " + "1" * 10_000, "#" * 2**21]
+    "text",
+    [
+        BOMB,
+        "[" * 5000,
+        "x: !!python/object/apply:os.system [true]",
+        "- 1",
+        "x: " + "1" * 10_000,
+        "#" * 2**21,
+    ],
 )
 def test_what_is_read_before_the_gate_is_plain_and_bounded(text: str, tmp_path: Path) -> None:
     folder = written(tmp_path, content())

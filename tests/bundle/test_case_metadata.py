@@ -14,19 +14,29 @@ from medfl.bundle.open import open_problem, with_data
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"Age": "70.0", "sex": "Male", "localization": "back"}, {"age": 70.0, "sex": "male", "localisation": "back"}),
-        ({"age_approx": "", "anatom_site_general": "nan"}, {"age": None, "localisation": "not stated"}),
+        (
+            {"Age": "70.0", "sex": "Male", "localization": "back"},
+            {"age": 70.0, "sex": "male", "localisation": "back"},
+        ),
+        (
+            {"age_approx": "", "anatom_site_general": "nan"},
+            {"age": None, "localisation": "not stated"},
+        ),
         ({"patient_age": "034Y", "gender": "F"}, {"age": 34.0, "sex": "f"}),
         ({"age": "-3", "dx": "mel"}, {"age": None}),
     ],
 )
-def test_columns_are_known_by_the_names_that_tables_give_them(row: dict[str, str], expected: dict[str, object]) -> None:
+def test_columns_are_known_by_the_names_that_tables_give_them(
+    row: dict[str, str], expected: dict[str, object]
+) -> None:
     assert _columns(row) == expected
 
 
 @pytest.mark.parametrize("named", ["mel/a.png", "a.png", "a"])
 def test_a_row_is_found_by_path_file_name_or_stem(named: str) -> None:
-    found = _by_name([{"file": named, "age": "3"}, {"file": "other", "age": "4"}], ["mel/a.png", "nv/b.png"])
+    found = _by_name(
+        [{"file": named, "age": "3"}, {"file": "other", "age": "4"}], ["mel/a.png", "nv/b.png"]
+    )
     assert {ident: row["age"] for ident, row in found.items()} == {"mel/a.png": "3"}
 
 

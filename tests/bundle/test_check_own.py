@@ -50,7 +50,8 @@ def test_counts_patients_and_what_is_left_out_are_said(
     assert "folder 'empty'" in notes
     assert "1 files that do not end in" in notes
     (data / "cases.csv").write_text(
-        "file,patient,centre\n" + "".join(f"{c}/p{n // 2}_{n}.png,{n // 2},{c}\n" for c in "ab" for n in range(10))
+        "file,patient,centre\n"
+        + "".join(f"{c}/p{n // 2}_{n}.png,{n // 2},{c}\n" for c in "ab" for n in range(10))
     )
     _, found, _ = check(capsys, bundle, "--data", str(data))
     assert found["counts"]["train"].keys() == {"a", "b"}
@@ -75,7 +76,9 @@ def test_what_cannot_be_used_is_said_with_its_name(
     assert check(capsys, bundle, "--data", str(tmp_path / "none"))[0] == 2
 
 
-def test_masks_of_other_values_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_masks_of_other_values_are_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in range(6):
         picture(tmp_path / "data" / f"x{number}.png")
         picture(tmp_path / "data" / f"x{number}_mask.png", np.eye(8, dtype=np.uint8))
@@ -92,7 +95,10 @@ def test_other_bundles_are_sent_to_the_preflight(
 ) -> None:
     bundle, data = labelled
     text = (
-        (bundle / "configs" / "train.yaml").read_text().replace("classes: [", "classed: [").replace("@classes", "['a']")
+        (bundle / "configs" / "train.yaml")
+        .read_text()
+        .replace("classes: [", "classed: [")
+        .replace("@classes", "['a']")
     )
     (bundle / "configs" / "train.yaml").write_text(text)
     code, _, error = check(capsys, bundle, "--data", str(data))

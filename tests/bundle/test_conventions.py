@@ -46,19 +46,28 @@ def test_a_folder_keeps_its_slash(before: str, folder: str, after: str) -> None:
 def listed(tmp_path: Path, expression: str) -> tuple[dict[str, Any], Path]:
     """Return a configuration whose data list is a file beside the bundle, and a folder for data."""
     config = content()
-    config |= {"imports": ["$import json", "$import os"], "dataset_dir": "/workspace/data", "list_file": expression}
+    config |= {
+        "imports": ["$import json", "$import os"],
+        "dataset_dir": "/workspace/data",
+        "list_file": expression,
+    }
     config["items"] = "$json.load(open(@list_file))"
     (tmp_path / "data").mkdir()
     return config, tmp_path / "data"
 
 
-@pytest.mark.parametrize("expression", ["$@bundle_root + '/configs/d.json'", "$os.path.join(@bundle_root, 'd.json')"])
+@pytest.mark.parametrize(
+    "expression", ["$@bundle_root + '/configs/d.json'", "$os.path.join(@bundle_root, 'd.json')"]
+)
 @pytest.mark.parametrize("place", ["d.json", "configs/d.json"])
 def test_a_data_list_follows_the_data(expression: str, place: str, tmp_path: Path) -> None:
     config, data = listed(tmp_path, expression)
     items = [{"image": "$0", "label": n, "id": f"i{n}"} for n in range(3)]
     bundle = Bundle(str(written(tmp_path, config)), policy=TRUSTED)
-    with pytest.raises(InputError, match=r"needs the file .*d.json, which is not there; .*; --config list_file=FILE"):
+    with pytest.raises(
+        InputError,
+        match=r"needs the file .*d.json, which is not there; .*; --config list_file=FILE",
+    ):
         bundle.items("train")
     (data / "configs").mkdir()
     (data / place).write_text(json.dumps(items))
@@ -96,14 +105,18 @@ def test_the_bundles_own_list_comes_first_and_that_of_config_before_it(tmp_path:
         ("reader", "$monai.data.Dataset", "$monai.data.Dataset"),
     ],
 )
-def test_cuda_by_name_is_the_runs_device_and_a_readers_class_its_name(key: str, text: str, moved: str) -> None:
+def test_cuda_by_name_is_the_runs_device_and_a_readers_class_its_name(
+    key: str, text: str, moved: str
+) -> None:
     assert conventions.rewritten(key, text, torch.device("cpu")) == moved
 
 
 def test_test_data_that_lie_elsewhere_are_not_needed(tmp_path: Path) -> None:
     """The note says why the validation items serve."""
     path = written(
-        tmp_path, content(), evaluate={"validate#dataset#data": "$__import__('json').load(open('/no/such'))"}
+        tmp_path,
+        content(),
+        evaluate={"validate#dataset#data": "$__import__('json').load(open('/no/such'))"},
     )
     with admission.trusting(True):
         opened = with_data(open_problem(str(path), {}), None, {})
@@ -118,16 +131,26 @@ def test_test_data_that_lie_elsewhere_are_not_needed(tmp_path: Path) -> None:
 def described(config: dict[str, Any], key: str, stacked: bool) -> None:
     """Let postprocessing read a key of the batch that is neither image nor label."""
     for item in config["items"]:
-        item |= {"image": f"$torch.rand(1, 4, {4 if stacked else 4 + item['label']})", "weight": 3.0}
+        item |= {
+            "image": f"$torch.rand(1, 4, {4 if stacked else 4 + item['label']})",
+            "weight": 3.0,
+        }
     config["network"] = "$torch.nn.Conv2d(1, 3, 1).to(@device)"
     config["loss"] = "$lambda p, t: p.mean() + 0 * t.float().mean()"
     scale = {"_target_": "Lambdad", "keys": "pred", "func": "$lambda x: 0 * x"}
     copied = {"_target_": "CopyItemsd", "keys": key, "names": "copied"}
     config["validate"]["evaluator"] |= {
         "postprocessing": {"_target_": "Compose", "transforms": [scale, copied]},
-        "key_val_metric": {"weight_error": {"_target_": "ignite.metrics.MeanSquaredError", "output_transform": "@out"}},
+        "key_val_metric": {
+            "weight_error": {
+                "_target_": "ignite.metrics.MeanSquaredError",
+                "output_transform": "@out",
+            }
+        },
     }
-    config["out"] = "$lambda x: (torch.stack([torch.as_tensor(i['copied']) for i in x]).float(), torch.zeros(len(x)))"
+    config["out"] = (
+        "$lambda x: (torch.stack([torch.as_tensor(i['copied']) for i in x]).float(), torch.zeros(len(x)))"
+    )
 
 
 @pytest.mark.parametrize("stacked", [True, False])
@@ -153,11 +176,16 @@ def test_labels_that_transforms_compute_are_not_counted(tmp_path: Path) -> None:
             item["label"] = f"mask{item['label']}.png"
         number = {"_target_": "Lambdad", "keys": "label", "func": "$lambda x: int(x[4])"}
         for section in ("train", "validate"):
-            config[section]["dataset"]["transform"] = {"_target_": "Compose", "transforms": [number]}
+            config[section]["dataset"]["transform"] = {
+                "_target_": "Compose",
+                "transforms": [number],
+            }
 
     bundle = opened(tmp_path, edit, TRUSTED)
     with admission.trusting(True):
-        summary = federate(str(bundle.root), requested={**DIVIDED, "rounds": 1}, out=tmp_path / "out")
+        summary = federate(
+            str(bundle.root), requested={**DIVIDED, "rounds": 1}, out=tmp_path / "out"
+        )
     assert 0 <= summary["last"]["balanced_accuracy"] <= 1
     assert (tmp_path / "out" / "partition.png").is_file()
 
@@ -166,10 +194,12 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
     """As HoVerNet's: prepare_batch, loss and metric with a dictionary."""
 
     def edit(config: dict[str, Any]) -> None:
-        config["prepare_batch"] = "$lambda b, d, n: (b['image'], {'one': b['label'], 'two': 2 * b['label']})"
-        config["train"]["trainer"]["prepare_batch"] = config["validate"]["evaluator"]["prepare_batch"] = (
-            "@prepare_batch"
+        config["prepare_batch"] = (
+            "$lambda b, d, n: (b['image'], {'one': b['label'], 'two': 2 * b['label']})"
         )
+        config["train"]["trainer"]["prepare_batch"] = config["validate"]["evaluator"][
+            "prepare_batch"
+        ] = "@prepare_batch"
         config["loss"] = "$lambda p, t: (p.sum(1) - t['one'] - t['two']).square().mean()"
         out = "$lambda x: tuple(torch.tensor([float(i['label'][k]) for i in x]) for k in ('two', 'one'))"
         metric = {"_target_": "ignite.metrics.MeanAbsoluteError", "output_transform": out}
@@ -177,20 +207,30 @@ def test_targets_may_be_several(tmp_path: Path) -> None:
 
     bundle = opened(tmp_path, edit, TRUSTED)
     with admission.trusting(True):
-        summary = federate(str(bundle.root), requested={**DIVIDED, "rounds": 1}, out=tmp_path / "out")
+        summary = federate(
+            str(bundle.root), requested={**DIVIDED, "rounds": 1}, out=tmp_path / "out"
+        )
     assert summary["last"]["doubled_error"] == pytest.approx(0.75), "of labels 0, 1, 2, 0"
 
 
 def test_what_holds_tensors_is_moved_whole() -> None:
     there = moved({"a": torch.ones(1), "b": [torch.ones(1), "x"]}, torch.device("meta"))
-    assert (there["a"].device.type, there["b"][0].device.type, there["b"][1]) == ("meta", "meta", "x")
+    assert (there["a"].device.type, there["b"][0].device.type, there["b"][1]) == (
+        "meta",
+        "meta",
+        "x",
+    )
 
 
 # Schedule and precision
 
 
 def scheduled(config: dict[str, Any]) -> None:
-    config["schedule"] = {"_target_": "torch.optim.lr_scheduler.StepLR", "optimizer": "@optimizer", "step_size": 2}
+    config["schedule"] = {
+        "_target_": "torch.optim.lr_scheduler.StepLR",
+        "optimizer": "@optimizer",
+        "step_size": 2,
+    }
     config["handlers"] = [{"_target_": "LrScheduleHandler", "lr_scheduler": "@schedule"}]
 
 
@@ -198,7 +238,9 @@ def test_the_schedule_of_the_trainer_is_run_by_epochs(tmp_path: Path) -> None:
     """Two epochs a round: the third is in the second round, and training differs from a constant rate there."""
     bundle = opened(tmp_path, scheduled)
     assert bundle.is_scheduled
-    assert [bundle.rates(epoch)[0] for epoch in range(5)] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
+    assert [bundle.rates(epoch)[0] for epoch in range(5)] == pytest.approx(
+        [0.1, 0.1, 0.01, 0.01, 0.001]
+    )
     assert bundle.rates(2, 1.0) == pytest.approx([0.1])
     network = bundle.network()
     optimizer = bundle.optimizer(network, epoch=2)
@@ -217,9 +259,13 @@ def test_a_run_takes_the_rates_of_its_rounds(tmp_path: Path) -> None:
         for rounds, epochs in ((1, 2), (2, 1), (1, 3)):
             requested = {**DIVIDED, "rounds": rounds, "local_epochs": epochs}
             out = tmp_path / f"{name}-{rounds}-{epochs}"
-            hashes[name, rounds, epochs] = federate(str(bundle.root), requested=requested, out=out)["weights_sha256"]
+            hashes[name, rounds, epochs] = federate(str(bundle.root), requested=requested, out=out)[
+                "weights_sha256"
+            ]
     for rounds, epochs in ((1, 2), (2, 1)):
-        assert hashes["constant", rounds, epochs] == hashes["stepped", rounds, epochs], "two epochs at the first rate"
+        assert hashes["constant", rounds, epochs] == hashes["stepped", rounds, epochs], (
+            "two epochs at the first rate"
+        )
     assert hashes["constant", 1, 3] != hashes["stepped", 1, 3]
 
 
@@ -262,7 +308,9 @@ def test_a_schedule_that_an_expression_leaves_on_is_run(disabled: object, tmp_pa
 def test_mixed_precision_of_the_trainer_is_for_gpus(tmp_path: Path) -> None:
     bundle = opened(tmp_path, put(True, "train", "trainer", "amp"))
     assert bundle.amp
-    assert not make_plan(Request(str(bundle.root), **DIVIDED)).run.amp, "MONAI's trainer has it on a GPU alone"
+    assert not make_plan(Request(str(bundle.root), **DIVIDED)).run.amp, (
+        "MONAI's trainer has it on a GPU alone"
+    )
 
 
 def test_a_reader_that_an_expression_names_reads(tmp_path: Path) -> None:
@@ -280,7 +328,9 @@ def test_a_reader_that_an_expression_names_reads(tmp_path: Path) -> None:
 def test_numpy_gets_its_old_names_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(np, "product", raising=False)
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "__init__.py").write_text("import numpy as np\nsize = np.product((4, 4))\n")
+    (tmp_path / "scripts" / "__init__.py").write_text(
+        "import numpy as np\nsize = np.product((4, 4))\n"
+    )
 
     def edit(config: dict[str, Any]) -> None:
         config |= {"imports": ["$import scripts"], "width": "$scripts.size"}
@@ -295,9 +345,9 @@ def test_an_argument_without_effect_is_left_out(tmp_path: Path) -> None:
     assert compatibility.idle_arguments("UNETR", ["img_size", "in_channels"]) == set()
     given = ["_target_", "keys", "min_zoom", "max", "constant_values"]
     assert compatibility.idle_arguments("RandZoomd", given) == {"max"}
-    assert compatibility.idle_arguments("RandZoomBoxd", ["_target_", "box_keys", "label_keys", "prob"]) == {
-        "label_keys"
-    }
+    assert compatibility.idle_arguments(
+        "RandZoomBoxd", ["_target_", "box_keys", "label_keys", "prob"]
+    ) == {"label_keys"}
 
 
 @pytest.mark.parametrize(
@@ -317,7 +367,10 @@ def test_a_transform_that_monai_has_removed_is_made_as_what_does_the_same(
     assert torch.equal(bundle.get("first")({"image": volume})["image"], expected)
     name = old["_target_"].rpartition(".")[2]
     assert bundle.adapted == (f"{name}:EnsureChannelFirstd",)
-    assert any(f"{name} of it is made as EnsureChannelFirstd, which does the same" in note for note in bundle.notes)
+    assert any(
+        f"{name} of it is made as EnsureChannelFirstd, which does the same" in note
+        for note in bundle.notes
+    )
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.uint8])
@@ -326,7 +379,10 @@ def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(
 ) -> None:
     def edit(config: dict[str, Any]) -> None:
         for item in config["items"]:
-            item |= {"image": "$torch.rand(1, 4, 4)", "label": f"$(torch.rand(3, 4, 4) > 0.5).to({kind})"}
+            item |= {
+                "image": "$torch.rand(1, 4, 4)",
+                "label": f"$(torch.rand(3, 4, 4) > 0.5).to({kind})",
+            }
         config["network"] = "$torch.nn.Conv2d(1, 3, 1).to(@device)"
         config["loss"] = {"_target_": "DiceLoss", "sigmoid": True, "squared_pred": True}
 
@@ -334,7 +390,9 @@ def test_labels_that_are_true_or_false_become_numbers_where_the_loss_needs_it(
     assert bundle.adapted == (compatibility.FLOAT_LABELS,)
     pred, label = torch.rand(2, 3, 4, 4), (torch.rand(2, 3, 4, 4) > 0.5).to(kind)
     assert torch.equal(bundle.loss(pred, label), bundle.loss(pred, label.float()))
-    assert type(bundle.loss_function).__name__ == "DiceLoss", "its class tells the task and how outputs are read"
+    assert type(bundle.loss_function).__name__ == "DiceLoss", (
+        "its class tells the task and how outputs are read"
+    )
 
 
 def test_what_was_adapted_is_said_and_part_of_the_run(tmp_path: Path) -> None:
@@ -354,9 +412,15 @@ def test_what_was_adapted_is_said_and_part_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("node", "said"),
     [
-        ({"_target_": "UNet", "dimensions": 2}, r"'network' .*unexpected keyword.*monai 1.6.1.*names 0.9.0.*--config"),
+        (
+            {"_target_": "UNet", "dimensions": 2},
+            r"'network' .*unexpected keyword.*monai 1.6.1.*names 0.9.0.*--config",
+        ),
         ({"_target_": "NoSuchNet"}, r"'network' .*Cannot locate class.*install monai==0.9.0"),
-        ("$numpy.nosuch(1)", r"'network' .*no attribute 'nosuch'.*metadata.json names 1.20.0.*install numpy==1.20.0"),
+        (
+            "$numpy.nosuch(1)",
+            r"'network' .*no attribute 'nosuch'.*metadata.json names 1.20.0.*install numpy==1.20.0",
+        ),
     ],
 )
 def test_another_version_is_named(node: Any, said: str, tmp_path: Path) -> None:
@@ -370,17 +434,27 @@ def test_another_version_is_named(node: Any, said: str, tmp_path: Path) -> None:
 def test_a_package_that_is_missing_is_named(tmp_path: Path) -> None:
     def edit(config: dict[str, Any]) -> None:
         config["imports"] = ["$import importlib"]
-        read = {"_target_": "Lambdad", "keys": "image", "func": "$lambda x: importlib.import_module('no_reader')"}
+        read = {
+            "_target_": "Lambdad",
+            "keys": "image",
+            "func": "$lambda x: importlib.import_module('no_reader')",
+        }
         config["train"]["dataset"]["transform"] = {"_target_": "Compose", "transforms": [read]}
 
-    with pytest.raises(InputError, match="item 'i0' needs the Python package 'no_reader', which is not installed"):
+    with pytest.raises(
+        InputError, match="item 'i0' needs the Python package 'no_reader', which is not installed"
+    ):
         _ = opened(tmp_path, edit, TRUSTED).task
 
 
 def test_arrays_beside_tensors_are_read_and_code_is_not(tmp_path: Path) -> None:
     torch.save({"code": np.eye(2), "score": np.float64(1.5)}, tmp_path / "arrays.pt")
     torch.save({"code": Path("/")}, tmp_path / "object.pt")
-    config = {**content(), "width": "$int(torch.load(@file)['code'].sum())", "file": str(tmp_path / "arrays.pt")}
+    config = {
+        **content(),
+        "width": "$int(torch.load(@file)['code'].sum())",
+        "file": str(tmp_path / "arrays.pt"),
+    }
     path = str(written(tmp_path, config))
     assert Bundle(path, policy=TRUSTED).get("width") == 2
     with pytest.raises(InputError, match="Weights only load failed"):
@@ -388,7 +462,11 @@ def test_arrays_beside_tensors_are_read_and_code_is_not(tmp_path: Path) -> None:
 
 
 def test_networks_of_an_inference_fetch_no_weights_since_those_of_the_bundle_follow() -> None:
-    given = {"net": {"_target_": "ResNet", "pretrained": True}, "net#pretrained": True, "more": [{"pretrained": "@x"}]}
+    given = {
+        "net": {"_target_": "ResNet", "pretrained": True},
+        "net#pretrained": True,
+        "more": [{"pretrained": "@x"}],
+    }
     assert conventions.without_fetching(given) == {
         "net": {"_target_": "ResNet", "pretrained": False},
         "net#pretrained": False,
@@ -396,7 +474,9 @@ def test_networks_of_an_inference_fetch_no_weights_since_those_of_the_bundle_fol
     }
 
 
-def test_images_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_may_be_named_by_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     datasets.write_phantom("mednist", tmp_path / "images", per_class=10, size=16)
     monkeypatch.chdir(tmp_path)
     found = with_data(open_problem("mednist", {}), "images", {})
@@ -405,7 +485,11 @@ def test_images_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pyt
 
 
 def test_bytes_that_name_classes_stay_what_they_are() -> None:
-    loss, pred, label = torch.nn.CrossEntropyLoss(), torch.rand(2, 3, 4, 4), torch.ones(2, 4, 4, dtype=torch.uint8)
+    loss, pred, label = (
+        torch.nn.CrossEntropyLoss(),
+        torch.rand(2, 3, 4, 4),
+        torch.ones(2, 4, 4, dtype=torch.uint8),
+    )
     seen = compatibility.with_float_labels(
         lambda prediction, target: loss(prediction, target.long()) + target.is_floating_point()
     )

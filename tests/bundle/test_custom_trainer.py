@@ -40,11 +40,15 @@ ZOO = Path(__file__).resolve().parents[3] / "shared" / "zoo"
 CPU = torch.device("cpu")
 
 
-def run(path: Path, out: Path, method: str = "fedavg", jobs: int = 1, **settings: Any) -> dict[str, Any]:
+def run(
+    path: Path, out: Path, method: str = "fedavg", jobs: int = 1, **settings: Any
+) -> dict[str, Any]:
     config, options = settings.pop("config", {}), settings.pop("options", {})
     requested = {"method": method, "sites": 2, "rounds": 2, "partition": "iid", **settings}
     with admission.trusting(True):
-        return federate(str(path), config=config, options=options, requested=requested, out=out, jobs=jobs)
+        return federate(
+            str(path), config=config, options=options, requested=requested, out=out, jobs=jobs
+        )
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -56,7 +60,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "fednova"])
-def test_an_iteration_that_adds_nothing_gives_the_weights_of_plain_training(method: str, tmp_path: Path) -> None:
+def test_an_iteration_that_adds_nothing_gives_the_weights_of_plain_training(
+    method: str, tmp_path: Path
+) -> None:
     """A trainer's own step, with a method's gradient, is the step that medfl takes; so are its scores."""
     plain = run(regression(tmp_path / "plain"), tmp_path / "a", method, local_epochs=2)
     own = run(clicking(tmp_path / "own", 0.0), tmp_path / "b", method, local_epochs=2)
@@ -85,7 +91,9 @@ def test_two_networks_are_trained_as_gan_trainer_does(tmp_path: Path) -> None:
     bundle = Bundle(str(path), policy=Policy(trusted=True))
     networks, shard = Networks(bundle.network, 0, CPU), Shard.of(bundle.prepared("train"), range(7))
     settings = LocalSettings(2, 3, bundle.optimizer)
-    site = Site("a", 5, shard, shard, shard, bundle.loss, settings, networks, round=1, method="fedavg")
+    site = Site(
+        "a", 5, shard, shard, shard, bundle.loss, settings, networks, round=1, method="fedavg"
+    )
     for _ in range(2):  # the second visit starts with fresh optimisers
         with networks.scope():
             model = networks.lease(networks.initial)
@@ -93,10 +101,16 @@ def test_two_networks_are_trained_as_gan_trainer_does(tmp_path: Path) -> None:
             trained = snapshot(model)
     assert report.steps == 2 * 3 * (2 + 1)
     with own_python(path):
-        monais = ConfigParser(json.loads((path / "configs" / "train.json").read_text())).get_parsed_content("trainer")
+        monais = ConfigParser(
+            json.loads((path / "configs" / "train.json").read_text())
+        ).get_parsed_content("trainer")
     both = {"g_network": monais.g_network, "d_network": monais.d_network}
     for name, network in both.items():
-        part = {key.removeprefix(f"{name}."): value for key, value in networks.initial.items() if key.startswith(name)}
+        part = {
+            key.removeprefix(f"{name}."): value
+            for key, value in networks.initial.items()
+            if key.startswith(name)
+        }
         network.load_state_dict(part)
     losses = []
     with stream(5, "local") as generator:
@@ -104,7 +118,11 @@ def test_two_networks_are_trained_as_gan_trainer_does(tmp_path: Path) -> None:
             for batch, _ in shard.batches(3, generator):
                 output = monais._iteration(monais, batch)
                 losses.append(output["g_loss"] + output["d_loss"])
-    expected = {f"{name}.{key}": value for name, network in both.items() for key, value in network.state_dict().items()}
+    expected = {
+        f"{name}.{key}": value
+        for name, network in both.items()
+        for key, value in network.state_dict().items()
+    }
     assert same(trained, expected)
     assert report.loss == pytest.approx(sum(losses) / len(losses))
 
@@ -115,7 +133,10 @@ def test_networks_are_averaged_under_the_trainers_names(tmp_path: Path) -> None:
     assert names == {"g_network", "d_network"}
     assert summary["last"] is None
     assert summary["best"] is None
-    with pytest.raises(InputError, match="the export of a run with a GanTrainer"), admission.trusting(True):
+    with (
+        pytest.raises(InputError, match="the export of a run with a GanTrainer"),
+        admission.trusting(True),
+    ):
         export(tmp_path / "out", tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
 
@@ -138,10 +159,16 @@ def test_each_network_is_the_mean_of_what_the_sites_trained(tmp_path: Path) -> N
     assert len(set(counts)) > 1
     averaged = weights(tmp_path / "out")
     for name, tensor in averaged.items():
-        mean = sum(state[name].double() * count for state, count in zip(trained, counts, strict=True)) / sum(counts)
+        mean = sum(
+            state[name].double() * count for state, count in zip(trained, counts, strict=True)
+        ) / sum(counts)
         torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=1e-6)
     for network in ("g_network.", "d_network."):
-        keys = [name for name in averaged if name.startswith(network) and averaged[name].is_floating_point()]
+        keys = [
+            name
+            for name in averaged
+            if name.startswith(network) and averaged[name].is_floating_point()
+        ]
         for state in trained:
             assert any((averaged[key] - state[key]).abs().max() > 1e-4 for key in keys)
 
@@ -159,7 +186,10 @@ def test_each_network_is_the_mean_of_what_the_sites_trained(tmp_path: Path) -> N
 def test_a_method_that_needs_the_step_is_refused(
     make: Callable[[Path], Path], method: str, changed: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(InputError, match=f"method '{method}', which changes {changed}, with a (Gan|Supervised)Trainer"):
+    with pytest.raises(
+        InputError,
+        match=f"method '{method}', which changes {changed}, with a (Gan|Supervised)Trainer",
+    ):
         run(make(tmp_path / "bundle"), tmp_path / "out", method)
     assert not (tmp_path / "out").exists()
 
@@ -168,22 +198,31 @@ def test_a_trainer_that_keeps_no_optimiser_is_refused(tmp_path: Path) -> None:
     path = adversarial(tmp_path / "gan")
     scripts = path / "scripts" / "losses.py"
     scripts.write_text(
-        scripts.read_text() + "\n\nclass BareTrainer:\n    def __init__(self, **k):\n        self.state = self\n"
+        scripts.read_text()
+        + "\n\nclass BareTrainer:\n    def __init__(self, **k):\n        self.state = self\n"
     )
     with pytest.raises(InputError, match="'trainer' is a BareTrainer without what it trains"):
         run(path, tmp_path / "out", config={"trainer#_target_": "scripts.losses.BareTrainer"})
 
 
 @pytest.mark.filterwarnings("ignore:torch.meshgrid")  # MONAI's encoder of points calls it as it was
-@pytest.mark.parametrize(("make", "jobs"), [(reconstructing, 2), pytest.param(prompting, 1, marks=pytest.mark.slow)])
-def test_other_trainers_by_their_own_iteration(make: Callable[[Path], Path], jobs: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "jobs"), [(reconstructing, 2), pytest.param(prompting, 1, marks=pytest.mark.slow)]
+)
+def test_other_trainers_by_their_own_iteration(
+    make: Callable[[Path], Path], jobs: int, tmp_path: Path
+) -> None:
     """AdversarialTrainer, and one that draws prompts as VISTA3D's bundle does: they learn, and give the bits again."""
     path = make(tmp_path / "bundle")
     first = run(path, tmp_path / "a", batch_size=1, local_epochs=1)
     assert (
-        run(path, tmp_path / "b", batch_size=1, local_epochs=1, jobs=jobs)["weights_sha256"] == first["weights_sha256"]
+        run(path, tmp_path / "b", batch_size=1, local_epochs=1, jobs=jobs)["weights_sha256"]
+        == first["weights_sha256"]
     )
-    losses = [json.loads(line)["train_loss"] for line in (tmp_path / "a" / "rounds.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["train_loss"]
+        for line in (tmp_path / "a" / "rounds.jsonl").read_text().splitlines()
+    ]
     assert losses[-1] < losses[0]
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "a").values())
     if make is prompting:
@@ -195,13 +234,18 @@ def test_other_trainers_by_their_own_iteration(make: Callable[[Path], Path], job
 def test_a_loss_gets_labels_that_are_true_or_false_as_numbers(tmp_path: Path) -> None:
     """VISTA3D's, which compares labels with a class; recorded only where the loss fails on them."""
     path = prompting(tmp_path / "bundle")
-    for loss, adapted in ((None, (compatibility.FLOAT_LABELS,)), ({"_target_": "DiceCELoss", "sigmoid": True}, ())):
+    for loss, adapted in (
+        (None, (compatibility.FLOAT_LABELS,)),
+        ({"_target_": "DiceCELoss", "sigmoid": True}, ()),
+    ):
         bundle = Bundle(str(path), {"loss": loss} if loss else {}, policy=Policy(trusted=True))
         assert bundle.adapted == adapted
         assert any("true or false" in note for note in bundle.notes) == bool(adapted)
     summary = run(path, tmp_path / "out", batch_size=1, rounds=1)
     assert 0 <= summary["last"]["dice"] <= 1
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["adapted"] == [compatibility.FLOAT_LABELS]
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["adapted"] == [
+        compatibility.FLOAT_LABELS
+    ]
 
 
 # The public zoo's
@@ -216,12 +260,20 @@ def zoo(name: str) -> Path:
 @pytest.mark.slow
 def test_the_zoos_gan_trains_a_round(tmp_path: Path) -> None:
     data = hands(tmp_path / "hands", 12)
-    run(zoo("mednist_gan"), tmp_path / "out", rounds=1, batch_size=3, config={"dataset_dir": str(data)})
+    run(
+        zoo("mednist_gan"),
+        tmp_path / "out",
+        rounds=1,
+        batch_size=3,
+        config={"dataset_dir": str(data)},
+    )
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "out").values())
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:there are more than 1 component")  # MONAI of its two classes Interaction
+@pytest.mark.filterwarnings(
+    "ignore:there are more than 1 component"
+)  # MONAI of its two classes Interaction
 def test_the_zoos_deepedit_trains_a_round(tmp_path: Path) -> None:
     """Clicks are simulated at the sites; scored by the bundle's own evaluator, which simulates them too.
 

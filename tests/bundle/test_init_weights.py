@@ -25,7 +25,11 @@ def weights(**config: str) -> dict[str, torch.Tensor]:
 
 def test_pytorchs_layers_draw_uniformly_within_the_fan_in_and_monai_by_the_fan_out() -> None:
     """The first convolution of ResNet-18 has 1 x 7 x 7 inputs and 64 x 7 x 7 outputs."""
-    plain, monai, pytorch = weights(), weights(init_weights="monai"), weights(init_weights="pytorch")
+    plain, monai, pytorch = (
+        weights(),
+        weights(init_weights="monai"),
+        weights(init_weights="pytorch"),
+    )
     assert bits(plain) == bits(monai), "recorded runs keep their weights"
     assert bits(pytorch) == bits(weights(init_weights="pytorch"))
     assert plain.keys() == pytorch.keys()
@@ -42,7 +46,9 @@ def test_pytorchs_layers_draw_uniformly_within_the_fan_in_and_monai_by_the_fan_o
 
 
 def test_each_kind_of_layer_is_drawn_anew() -> None:
-    bundle = Bundle("mednist", {"network": "small_cnn", "image_size": 32, "init_weights": "pytorch"})
+    bundle = Bundle(
+        "mednist", {"network": "small_cnn", "image_size": 32, "init_weights": "pytorch"}
+    )
     with stream(0, "one"):
         one = bundle.network()
     with stream(0, "one"):
@@ -55,10 +61,14 @@ def test_each_kind_of_layer_is_drawn_anew() -> None:
 def test_a_run_names_it_and_another_word_is_refused() -> None:
     small = {"data": "phantom", "sites": 2, "config": {"network": "two_conv", "image_size": 28}}
     plain, drawn = (
-        make_plan(Request("mednist", "fedavg", **{**small, "config": {**small["config"], **more}})).run
+        make_plan(
+            Request("mednist", "fedavg", **{**small, "config": {**small["config"], **more}})
+        ).run
         for more in ({}, {"init_weights": "pytorch"})
     )
     assert drawn.config["init_weights"] == "pytorch"
     assert (drawn.bundle_sha256, drawn.run_hash == plain.run_hash) == (plain.bundle_sha256, False)
-    with pytest.raises(InputError, match="--config init_weights=keras; monai or pytorch; choose one of them"):
+    with pytest.raises(
+        InputError, match="--config init_weights=keras; monai or pytorch; choose one of them"
+    ):
         Bundle("mednist", {"init_weights": "keras"}).network()

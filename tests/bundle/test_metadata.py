@@ -21,7 +21,9 @@ from medfl.problem.described import channel_names
         ({"channel_def": {"../a": "x"}}, "the channel '../a'"),
     ],
 )
-def test_channels_beyond_reason_are_refused(image: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_channels_beyond_reason_are_refused(
+    image: dict[str, Any], said: str, tmp_path: Path
+) -> None:
     (tmp_path / "configs").mkdir()
     document = {"network_data_format": {"inputs": {"image": image}}}
     (tmp_path / "configs" / "metadata.json").write_text(json.dumps(document))

@@ -32,11 +32,25 @@ def bundle(name: str, arguments: Any = None, of: str = "mednist") -> Bundle:
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32
+    )
 
 
 def run(scans: Path, out: Path, *words: str) -> int:
-    small = ("--rounds", "1", "--sites", "2", "--partition", "iid", "--jobs", "1", "--quiet", "--out", str(out))
+    small = (
+        "--rounds",
+        "1",
+        "--sites",
+        "2",
+        "--partition",
+        "iid",
+        "--jobs",
+        "1",
+        "--quiet",
+        "--out",
+        str(out),
+    )
     config = [part for word in (*words, "image_size=32") for part in ("--config", word)]
     return main(["run", "mednist", "--data", str(scans), *small, *config])
 
@@ -93,7 +107,9 @@ def test_arguments_without_a_network_of_monai_are_refused() -> None:
 
 
 def test_every_name_that_is_offered_is_a_listed_class_of_monai() -> None:
-    assert {"DenseNet121", "BasicUNet", "UNet", "SwinUNETR", "resnet18"} <= set(monai_networks.names())
+    assert {"DenseNet121", "BasicUNet", "UNet", "SwinUNETR", "resnet18"} <= set(
+        monai_networks.names()
+    )
     for name in monai_networks.names():
         assert getattr(monai.networks.nets, name).__module__.startswith("monai.networks.nets.")
 
@@ -103,10 +119,22 @@ def test_a_network_that_does_not_fit_is_told_before_anything_is_written(
 ) -> None:
     """Masks for images of classes, and another number of outputs than there are classes."""
     for words, told in (
-        (("network=monai:BasicUNet", "network_args={features: [4, 4, 4, 4, 4, 4]}"), "a step of training fails"),
-        (("network=monai:DenseNet", "network_args={block_config: [1], out_channels: 4}"), "fails with|4 outputs"),
-        (("network=monai:DenseNet", "network_args={block_config: [1], out_channels: 9}"), "has 9 outputs"),
-        (("network=monai:DenseNet", "network_args={block_config: [1], spatial_dims: 3}"), "fails with"),
+        (
+            ("network=monai:BasicUNet", "network_args={features: [4, 4, 4, 4, 4, 4]}"),
+            "a step of training fails",
+        ),
+        (
+            ("network=monai:DenseNet", "network_args={block_config: [1], out_channels: 4}"),
+            "fails with|4 outputs",
+        ),
+        (
+            ("network=monai:DenseNet", "network_args={block_config: [1], out_channels: 9}"),
+            "has 9 outputs",
+        ),
+        (
+            ("network=monai:DenseNet", "network_args={block_config: [1], spatial_dims: 3}"),
+            "fails with",
+        ),
     ):
         assert run(scans, tmp_path / "out", *words) == 2
         (line,) = capsys.readouterr().err.splitlines()
@@ -117,8 +145,22 @@ def test_a_network_that_does_not_fit_is_told_before_anything_is_written(
 def test_a_run_with_a_network_of_monai_is_resumed_and_exported(scans: Path, tmp_path: Path) -> None:
     words = ("network=monai:DenseNet", f"network_args={SMALL}")
     assert run(scans, tmp_path / "run", *words) == 0
-    assert main(["run", "--resume", "--out", str(tmp_path / "run"), "--rounds", "2", "--quiet"]) == 0
-    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "exported"), "--formats", "none"]) == 0
+    assert (
+        main(["run", "--resume", "--out", str(tmp_path / "run"), "--rounds", "2", "--quiet"]) == 0
+    )
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "run"),
+                "--out",
+                str(tmp_path / "exported"),
+                "--formats",
+                "none",
+            ]
+        )
+        == 0
+    )
     exported = (tmp_path / "exported/configs/inference.yaml").read_text()
     assert "monai.networks.nets.DenseNet" in exported
     weights = torch.load(tmp_path / "exported/models/model.pt", weights_only=True)

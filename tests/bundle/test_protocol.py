@@ -16,7 +16,11 @@ PROTOCOL = {
     "config": {"network": "resnet20", "image_size": 32},
     "presets": {
         "quick": {"about": "small", "rounds": 2, "config": {"network": "small_cnn"}},
-        "warm": {"rounds": 3, "lr_decay": 0.5, "methods": {"fedbm": {"tau": 7.5}, "fedcb": {"tau": 1.0}}},
+        "warm": {
+            "rounds": 3,
+            "lr_decay": 0.5,
+            "methods": {"fedbm": {"tau": 7.5}, "fedcb": {"tau": 1.0}},
+        },
         "odd": {"runds": 3},
     },
 }
@@ -24,7 +28,12 @@ PROTOCOL = {
 
 def test_a_protocol_is_completed() -> None:
     found = resolved("x", {})
-    assert (found["sites"], found["partition"], found["rounds"], found["lr"]) == (4, "iid", 10, None)
+    assert (found["sites"], found["partition"], found["rounds"], found["lr"]) == (
+        4,
+        "iid",
+        10,
+        None,
+    )
     assert options_for(found, "fedavg") == {}
     found = resolved("x", PROTOCOL)
     assert (found["sites"], found["rounds"], found["lr"]) == (4, 200, 0.1)
@@ -38,14 +47,22 @@ def test_presets_are_laid_over_it_in_their_order() -> None:
     assert found["config"] == {"network": "small_cnn", "image_size": 32}
     assert options_for(found, "fedbm") == {"tau": 7.5, "g_lr": 1.0}
     assert options_for(found, "fedcb") == {"tau": 1.0}
-    assert PROTOCOL["methods"]["fedbm"] == {"tau": 12.5, "g_lr": 1.0}, "the protocol itself is not changed"
+    assert PROTOCOL["methods"]["fedbm"] == {"tau": 12.5, "g_lr": 1.0}, (
+        "the protocol itself is not changed"
+    )
 
 
 @pytest.mark.parametrize(
     ("preset", "text"),
     [
-        ("nosuch", r"preset 'nosuch' of bundle 'x'; its presets are: quick, warm, odd; see medfl bundles x"),
-        ("odd", r"'runds' in preset 'odd' of bundle 'x'; a preset sets batch_size, cohort, .*; take 'runds' out"),
+        (
+            "nosuch",
+            r"preset 'nosuch' of bundle 'x'; its presets are: quick, warm, odd; see medfl bundles x",
+        ),
+        (
+            "odd",
+            r"'runds' in preset 'odd' of bundle 'x'; a preset sets batch_size, cohort, .*; take 'runds' out",
+        ),
     ],
 )
 def test_a_preset_that_is_not_there_or_sets_nonsense_is_refused(preset: str, text: str) -> None:
@@ -65,8 +82,12 @@ def test_a_preset_that_is_not_there_or_sets_nonsense_is_refused(preset: str, tex
         ({"presets": {"a": {"methods": {"fedavg": 1}}}}, "presets: a: methods: fedavg '1'"),
     ],
 )
-def test_what_has_to_be_a_table_is_refused_as_anything_else(values: dict[str, object], text: str) -> None:
-    with pytest.raises(InputError, match=rf"^{text}.* in the federated.yaml of bundle 'x'; a table"):
+def test_what_has_to_be_a_table_is_refused_as_anything_else(
+    values: dict[str, object], text: str
+) -> None:
+    with pytest.raises(
+        InputError, match=rf"^{text}.* in the federated.yaml of bundle 'x'; a table"
+    ):
         resolved("x", values, ["a"])
 
 
@@ -88,7 +109,11 @@ def test_the_authors_commands_for_kvasir_at_beta_01() -> None:
         seed=1,
     )  # fmt: skip
     made = make_plan(request)
-    assert (made.run.options["tau"], made.run.options["lambda_dis"], made.run.options["synthetic_batch"]) == (
+    assert (
+        made.run.options["tau"],
+        made.run.options["lambda_dis"],
+        made.run.options["synthetic_batch"],
+    ) == (
         7.5,
         0.1,
         32,
@@ -97,4 +122,9 @@ def test_the_authors_commands_for_kvasir_at_beta_01() -> None:
     assert made.run.config["network"] == "small_cnn"
     optimizer = made.bundle.optimizer(made.bundle.network(), lr=made.run.lr)
     group = optimizer.param_groups[0]
-    assert (type(optimizer).__name__, group["lr"], group["momentum"], group["weight_decay"]) == ("SGD", 0.01, 0.9, 5e-4)
+    assert (type(optimizer).__name__, group["lr"], group["momentum"], group["weight_decay"]) == (
+        "SGD",
+        0.01,
+        0.9,
+        5e-4,
+    )

@@ -47,10 +47,17 @@ def test_the_file_gives_everything_back(tmp_path: Path) -> None:
     made = embeddings()
     made.save(tmp_path / "sub" / "toy.safetensors")
     found = load(tmp_path / "sub" / "toy.safetensors", TEXT)
-    assert (found.plm, found.weights_sha256, found.text, found.pooling) == ("toy", "0" * 64, TEXT, "masked mean")
+    assert (found.plm, found.weights_sha256, found.text, found.pooling) == (
+        "toy",
+        "0" * 64,
+        TEXT,
+        "masked mean",
+    )
     assert found.values.dtype == torch.float32
     torch.testing.assert_close(found.values, made.values, rtol=0, atol=1e-3)
-    torch.testing.assert_close(found.values.double().norm(dim=2), torch.ones(2, 5).double(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        found.values.double().norm(dim=2), torch.ones(2, 5).double(), rtol=0, atol=1e-7
+    )
     with safetensors.safe_open(tmp_path / "sub" / "toy.safetensors", "pt") as file:
         header = file.metadata()
         assert file.get_tensor("embeddings").dtype == torch.float16
@@ -68,7 +75,9 @@ def test_a_file_for_other_classes_or_prompts_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match=text):
         load(path, other)
-    with pytest.raises(InputError, match=f"make it anew: medfl concepts BUNDLE --plm toy --out {path}$"):
+    with pytest.raises(
+        InputError, match=f"make it anew: medfl concepts BUNDLE --plm toy --out {path}$"
+    ):
         obtain("toy", other, path.parent)
     turned = r"other classes: 'apple', 'blue pear' \(2 of 2\); the bundle has 'blue pear', 'apple' \(2 of 2\)"
     with pytest.raises(InputError, match=turned):
@@ -76,7 +85,10 @@ def test_a_file_for_other_classes_or_prompts_is_refused(tmp_path: Path) -> None:
     text = r"other prompts: 'the image shows {concept}.', 'the colour photo shows {concept}.' \(2 of 5\); .*\(3 of 3\)"
     with pytest.raises(InputError, match=text):
         load(path, Text(TEXT.concepts, TEXT.prompts[:3]))
-    with pytest.raises(InputError, match=r"other classes: 'blue pear' \(1 of 2\); the bundle has 'apple' \(1 of 1\)"):
+    with pytest.raises(
+        InputError,
+        match=r"other classes: 'blue pear' \(1 of 2\); the bundle has 'apple' \(1 of 1\)",
+    ):
         obtain(str(path), Text(("apple",), TEXT.prompts))
     many = tuple(f"class {i}" for i in range(62))
     with pytest.raises(InputError, match=r"the bundle has 'class 0', .*'class 7', … \(62 of 62\)"):
@@ -98,8 +110,14 @@ def test_a_damaged_file_is_told(tmp_path: Path, content: bytes) -> None:
     [
         (torch.ones(2, 5), r"its tensor has shape \(2, 5\)"),
         (torch.ones(3, 5, 6), r"its tensor has shape \(3, 5, 6\)"),
-        (torch.ones(2, 5, 6).index_fill(1, torch.tensor([3]), torch.nan), "an embedding in it is no direction"),
-        (torch.ones(2, 5, 6).index_fill(1, torch.tensor([3]), 0), "an embedding in it is no direction"),
+        (
+            torch.ones(2, 5, 6).index_fill(1, torch.tensor([3]), torch.nan),
+            "an embedding in it is no direction",
+        ),
+        (
+            torch.ones(2, 5, 6).index_fill(1, torch.tensor([3]), 0),
+            "an embedding in it is no direction",
+        ),
     ],
 )
 def test_a_file_whose_numbers_are_wrong_is_told(tmp_path: Path, values: Tensor, text: str) -> None:
@@ -115,7 +133,8 @@ def test_where_embeddings_are_looked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert kept.parent == tmp_path / "medfl" / "embeddings"
     assert cached("toy", Text(("x", "y"), TEXT.prompts)) != kept
     with pytest.raises(
-        InputError, match="language model 'toy'; known ones are minilm, bert, roberta, biomedclip, clip"
+        InputError,
+        match="language model 'toy'; known ones are minilm, bert, roberta, biomedclip, clip",
     ):
         obtain("toy", TEXT, own)
     embeddings().save(kept)
@@ -155,7 +174,9 @@ def test_the_prompts_of_the_authors() -> None:
     assert "an OCT scan of {concept}." in oct_c8
     assert "an OCT photo of {concept}." not in oct_c8
     assert "this is an OCT photo of {concept}." in oct_c8
-    concepts = dict(zip(datasets.get("oct_c8").classes, Bundle("oct_c8").text.concepts, strict=True))
+    concepts = dict(
+        zip(datasets.get("oct_c8").classes, Bundle("oct_c8").text.concepts, strict=True)
+    )
     assert (concepts["DR"], concepts["MH"]) == ("Diabetic retinopathy", "Macular hole")
     for prompt in (*kvasir, *oct_c8):
         assert prompt.endswith(".")
@@ -190,9 +211,15 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "an", "image", "of", "apple", "blue", "pear", ".", "colour",
              "photo", "the", "shows", "in"]  # fmt: skip
     (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
+    transformers.BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(
+        folder
+    )
     config = transformers.BertConfig(
-        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
     )
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(0)
@@ -207,14 +234,21 @@ def test_masked_mean_of_any_folder_in_evaluation_mode(bert: Path) -> None:
     made = build(str(bert), TEXT)
     assert made.values.shape == (2, 5, 16)
     torch.testing.assert_close(made.values.norm(dim=2), torch.ones(2, 5))
-    tokenizer, model = transformers.AutoTokenizer.from_pretrained(bert), transformers.AutoModel.from_pretrained(bert)
+    tokenizer, model = (
+        transformers.AutoTokenizer.from_pretrained(bert),
+        transformers.AutoModel.from_pretrained(bert),
+    )
     model.eval()
     with torch.no_grad():
         for line, value in zip(sum(TEXT.filled(), []), made.values.flatten(0, 1), strict=True):
             hidden = model(**tokenizer([line], return_tensors="pt")).last_hidden_state[0]
-            torch.testing.assert_close(value, nn.functional.normalize(hidden.mean(0), dim=0), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                value, nn.functional.normalize(hidden.mean(0), dim=0), rtol=1e-4, atol=1e-5
+            )
     assert torch.equal(build(str(bert), TEXT).values, made.values)
-    assert made.weights_sha256 == hashlib.sha256((bert / "model.safetensors").read_bytes()).hexdigest()
+    assert (
+        made.weights_sha256 == hashlib.sha256((bert / "model.safetensors").read_bytes()).hexdigest()
+    )
     assert torch.equal(obtain(str(bert), TEXT).values, unit(made.values.half()))
 
 
@@ -222,7 +256,9 @@ def test_an_adapter_in_a_folder_sends_nobody_elsewhere(bert: Path, tmp_path: Pat
     """Where the package peft is installed, transformers would read the folder that it names."""
     folder = tmp_path / "model"
     shutil.copytree(bert, folder)
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(tmp_path / "other")}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(tmp_path / "other")})
+    )
     assert torch.equal(build(str(folder), TEXT).values, build(str(bert), TEXT).values)
 
 
@@ -253,10 +289,24 @@ def test_a_folder_of_open_clip(tmp_path: Path) -> None:
 
     settings = {
         "embed_dim": 8,
-        "vision_cfg": {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16},
-        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+        "vision_cfg": {
+            "image_size": 32,
+            "layers": 1,
+            "width": 16,
+            "head_width": 8,
+            "patch_size": 16,
+        },
+        "text_cfg": {
+            "context_length": 77,
+            "vocab_size": 49408,
+            "width": 16,
+            "heads": 2,
+            "layers": 1,
+        },
     }
-    (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": settings, "preprocess_cfg": {}}))
+    (tmp_path / "open_clip_config.json").write_text(
+        json.dumps({"model_cfg": settings, "preprocess_cfg": {}})
+    )
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(0)
         model = open_clip.model.CLIP(**settings)
@@ -277,24 +327,42 @@ def test_a_tower_of_transformers_inside_open_clip(bert: Path, tmp_path: Path) ->
     elsewhere, tmp_path = bert, tmp_path / "model"
     bert = tmp_path / "tower"
     shutil.copytree(elsewhere, bert)
-    text = {"hf_model_name": str(bert), "hf_tokenizer_name": str(bert), "hf_proj_type": "mlp", "context_length": 16}
+    text = {
+        "hf_model_name": str(bert),
+        "hf_tokenizer_name": str(bert),
+        "hf_proj_type": "mlp",
+        "context_length": 16,
+    }
     text["hf_pooler_type"] = "cls_last_hidden_state_pooler"
     vision = {"image_size": 32, "layers": 1, "width": 16, "head_width": 8, "patch_size": 16}
     settings = {"embed_dim": 8, "vision_cfg": vision, "text_cfg": text}
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(0)
-        save_file(open_clip.model.CustomTextCLIP(**settings).state_dict(), tmp_path / "open_clip_model.safetensors")
-    shutil.copytree(bert, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+        save_file(
+            open_clip.model.CustomTextCLIP(**settings).state_dict(),
+            tmp_path / "open_clip_model.safetensors",
+        )
+    shutil.copytree(
+        bert,
+        tmp_path,
+        dirs_exist_ok=True,
+        ignore=shutil.ignore_patterns("*.safetensors", "config.json"),
+    )
     config = tmp_path / "open_clip_config.json"
     config.write_text(json.dumps({"model_cfg": settings, "preprocess_cfg": {}}))
-    made = [build("biomedclip", TEXT, str(tmp_path), dropout=seed).values for seed in (None, None, 1, 1, 2)]
+    made = [
+        build("biomedclip", TEXT, str(tmp_path), dropout=seed).values
+        for seed in (None, None, 1, 1, 2)
+    ]
     assert torch.equal(made[0], made[1])
     assert torch.equal(made[2], made[3])
     assert not torch.equal(made[0], made[2])
     assert not torch.equal(made[2], made[4])
     text["hf_model_name"] = str(tmp_path / "gone")
     config.write_text(json.dumps({"model_cfg": settings, "preprocess_cfg": {}}))
-    with pytest.raises(InputError, match=f"'biomedclip' is not at hand .*; see that {tmp_path} has weights, config"):
+    with pytest.raises(
+        InputError, match=f"'biomedclip' is not at hand .*; see that {tmp_path} has weights, config"
+    ):
         build("biomedclip", TEXT, str(tmp_path))
     text["hf_model_name"] = str(elsewhere)
     config.write_text(json.dumps({"model_cfg": settings, "preprocess_cfg": {}}))
@@ -310,7 +378,10 @@ def test_the_names_that_open_clip_knows() -> None:
     assert open_clip.get_model_config(name)["quick_gelu"] is True
     assert open_clip.get_model_config(name)["embed_dim"] == 512
     name, pretrained = text_embeddings._OPEN_CLIP["biomedclip"]
-    assert (name, pretrained) == ("hf-hub:microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224", None)
+    assert (name, pretrained) == (
+        "hf-hub:microsoft/BiomedCLIP-PubMedBERT_256-vit_base_patch16_224",
+        None,
+    )
 
 
 @pytest.mark.parametrize("plm", ["bert", "biomedclip", "clip"])
@@ -331,7 +402,9 @@ def test_a_missing_model_gives_the_two_ways_out(
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "open_clip", None)
     pytest.importorskip("huggingface_hub")
-    with pytest.raises(InputError, match=r"'clip' needs open_clip; .*; pip install 'medfl-monai\[teachers\]'"):
+    with pytest.raises(
+        InputError, match=r"'clip' needs open_clip; .*; pip install 'medfl-monai\[teachers\]'"
+    ):
         build("clip", TEXT)
 
 
@@ -358,14 +431,22 @@ def test_concepts_writes_a_file_that_a_run_takes(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["concepts", "mednist", "--plm", "gpt9"], "error: language model 'gpt9'; known ones are minilm, "),
-        (["concepts", "mednist", "--plm", "bert", "--model", "/no/such"], "error: --model /no/such; "),
+        (
+            ["concepts", "mednist", "--plm", "gpt9"],
+            "error: language model 'gpt9'; known ones are minilm, ",
+        ),
+        (
+            ["concepts", "mednist", "--plm", "bert", "--model", "/no/such"],
+            "error: --model /no/such; ",
+        ),
         (["concepts", "mednist", "--plm", "bert", "--dropout", "1"], "add --out FILE.safetensors"),
         (["concepts", "mednist", "--plm", "bert", "--out", "x.pt"], "written as FILE.safetensors"),
         (["concepts", "nosuch", "--plm", "bert"], "error: bundle 'nosuch'"),
     ],
 )
-def test_bad_arguments_are_one_line(arguments: list[str], text: str, capsys: pytest.CaptureFixture) -> None:
+def test_bad_arguments_are_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture
+) -> None:
     assert cli.main(arguments) == 2
     error = capsys.readouterr().err
     assert text in error
@@ -373,12 +454,18 @@ def test_bad_arguments_are_one_line(arguments: list[str], text: str, capsys: pyt
     assert text_embeddings.names() == ("minilm", "bert", "roberta", "biomedclip", "clip")
 
 
-def test_a_language_model_s_folder_brings_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_language_model_s_folder_brings_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     own = {"AutoConfig": "own.C", "AutoModel": "own.M", "AutoTokenizer": ["own.T", None]}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": own}))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T", "auto_map": own}))
-    (tmp_path / "own.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "T", "auto_map": own})
+    )
+    (tmp_path / "own.py").write_text(
+        f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
+    )
     asked = list[str]()
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
     with pytest.raises(InputError, match="is not at hand"):
@@ -397,7 +484,9 @@ def test_a_tokenizer_of_more_words_than_the_network_is_told(bert: Path, tmp_path
     folder = Path(shutil.copytree(bert, tmp_path / "model"))
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     words = "embeddings.word_embeddings.weight"
-    safetensors.torch.save_file({**weights, words: weights[words][:2].clone()}, folder / "model.safetensors")
+    safetensors.torch.save_file(
+        {**weights, words: weights[words][:2].clone()}, folder / "model.safetensors"
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 2}))
     with pytest.raises(InputError, match="IndexError.*see that tokenizer and network fit"):

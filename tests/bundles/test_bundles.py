@@ -68,7 +68,11 @@ def spatial_dims(name: str) -> int:
 
 
 def small(name: str) -> dict[str, Any]:
-    sizes = {"image_size": 24} if spatial_dims(name) == 2 else {"image_size": 32, "patch_size": [16, 32, 16]}
+    sizes = (
+        {"image_size": 24}
+        if spatial_dims(name) == 2
+        else {"image_size": 32, "patch_size": [16, 32, 16]}
+    )
     return {"network_name": small_network(name), **sizes}
 
 
@@ -85,15 +89,21 @@ def readme(name: str) -> str:
 
 
 def facts(name: str) -> dict[str, str]:
-    return dict(re.findall(r"^\| (Source|Licence|Centres|Images) \| (.*) \|$", readme(name), re.MULTILINE))
+    return dict(
+        re.findall(r"^\| (Source|Licence|Centres|Images) \| (.*) \|$", readme(name), re.MULTILINE)
+    )
 
 
 def count_tables(name: str) -> list[dict[str, dict[str, int]]]:
     """Return the README's count tables: row -> column -> number."""
     tables = []
     for block in re.findall(r"(?:^\|.*\n)+", readme(name).partition("## Counts")[2], re.MULTILINE):
-        header, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in block.splitlines())
-        tables.append({row[0]: dict(zip(header[1:], map(int, row[1:]), strict=True)) for row in rows})
+        header, _, *rows = (
+            [cell.strip() for cell in line.strip("| ").split("|")] for line in block.splitlines()
+        )
+        tables.append(
+            {row[0]: dict(zip(header[1:], map(int, row[1:]), strict=True)) for row in rows}
+        )
     return tables
 
 
@@ -113,12 +123,16 @@ def test_every_data_set_has_its_bundle() -> None:
     assert tuple(NAMES) == datasets.names()
 
 
-def test_families_are_found_by_the_names_of_their_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_families_are_found_by_the_names_of_their_bundles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`natural` is no bundle, cifar10 in it is one; so it is where they are installed."""
     assert shipped() == tuple(NAMES)
     assert Bundle("cifar10").root == BUNDLES / "natural" / "cifar10"
     assert Bundle(str(BUNDLES / "natural" / "cifar10")).dataset == "cifar10"
-    with pytest.raises(InputError, match="bundle 'natural'; shipped bundles are brain_tissue, cifar10, cifar100"):
+    with pytest.raises(
+        InputError, match="bundle 'natural'; shipped bundles are brain_tissue, cifar10, cifar100"
+    ):
         Bundle("natural")
     installed = tmp_path / "medfl" / "shipped"
     shutil.copytree(BUNDLES / "natural" / "mnist", installed / "natural" / "mnist")
@@ -136,14 +150,20 @@ def test_every_file_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     written = {"models", "output"}
     wanted = set()
     for root in [*FOLDERS.values(), BUNDLES / "medsam_teacher"]:
-        files = [path for path in root.rglob("*") if path.is_file() and path.relative_to(root).parts[0] not in written]
+        files = [
+            path
+            for path in root.rglob("*")
+            if path.is_file() and path.relative_to(root).parts[0] not in written
+        ]
         wanted |= {Path("medfl/shipped", path.relative_to(BUNDLES)) for path in files}
     assert shipped_files == wanted
 
 
 @every_bundle
 def test_it_is_configuration_only(name: str) -> None:
-    files = {str(path.relative_to(FOLDERS[name])) for path in FOLDERS[name].rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(FOLDERS[name])) for path in FOLDERS[name].rglob("*") if path.is_file()
+    }
     written = {"models/model.pt", "models/model.ts", "output/predictions.csv", "output/metrics.csv"}
     stems = ("metadata.json", "train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
     documents = {"docs/README.md", "docs/data_license.txt", "LICENSE"}
@@ -157,9 +177,19 @@ def test_it_is_configuration_only(name: str) -> None:
 MANDATORY = [
     *("version", "monai_version", "pytorch_version", "numpy_version", "required_packages_version"),
     *("task", "description", "authors", "copyright", "network_data_format"),
-    *("network_data_format/inputs", "network_data_format/inputs/image", "network_data_format/outputs/pred"),
-    *(f"network_data_format/inputs/image/{key}" for key in ("type", "format", "modality", "num_channels", "dtype")),
-    *(f"network_data_format/outputs/pred/{key}" for key in ("spatial_shape", "value_range", "channel_def")),
+    *(
+        "network_data_format/inputs",
+        "network_data_format/inputs/image",
+        "network_data_format/outputs/pred",
+    ),
+    *(
+        f"network_data_format/inputs/image/{key}"
+        for key in ("type", "format", "modality", "num_channels", "dtype")
+    ),
+    *(
+        f"network_data_format/outputs/pred/{key}"
+        for key in ("spatial_shape", "value_range", "channel_def")
+    ),
     "network_data_format/inputs/image/is_patch_data",
 ]
 WRONG = [
@@ -193,13 +223,18 @@ def test_schema_refuses(path: str, value: object, tmp_path: Path) -> None:
         place[key] = value
     (tmp_path / "metadata.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="Failed validating"):
-        monai.bundle.verify_metadata(meta_file=str(tmp_path / "metadata.json"), filepath=str(SCHEMA))
+        monai.bundle.verify_metadata(
+            meta_file=str(tmp_path / "metadata.json"), filepath=str(SCHEMA)
+        )
 
 
 @every_bundle
 def test_metadata_says_what_the_data_set_and_the_configurations_say(name: str) -> None:
     meta, data = metadata(name), datasets.get(name)
-    image, pred = meta["network_data_format"]["inputs"]["image"], meta["network_data_format"]["outputs"]["pred"]
+    image, pred = (
+        meta["network_data_format"]["inputs"]["image"],
+        meta["network_data_format"]["outputs"]["pred"],
+    )
     assert list(pred["channel_def"].values()) == list(data.classes)
     assert list(pred["channel_def"]) == [str(i) for i in range(pred["num_channels"])]
     assert meta["data_source"] == data.source
@@ -207,17 +242,33 @@ def test_metadata_says_what_the_data_set_and_the_configurations_say(name: str) -
     assert meta["intended_use"].startswith("Research only")
     train, inference = config(name, "train.yaml"), config(name, "inference.yaml")
     for content in (train, inference):
-        assert (content["in_channels"], content["num_classes"]) == (image["num_channels"], pred["num_channels"])
+        assert (content["in_channels"], content["num_classes"]) == (
+            image["num_channels"],
+            pred["num_channels"],
+        )
         shape = content.get("patch_size") or content["image_size"]
         assert image["spatial_shape"] == (shape if isinstance(shape, list) else [shape] * 2)
         assert len(image["channel_def"]) == image["num_channels"]
-    own = {"preprocessing", "dataset", "dataloader", "inferer", "postprocessing", "handlers", "evaluator", "run"}
+    own = {
+        "preprocessing",
+        "dataset",
+        "dataloader",
+        "inferer",
+        "postprocessing",
+        "handlers",
+        "evaluator",
+        "run",
+    }
     own |= {"imports"}
     assert set(train["imports"]) <= set(inference["imports"])
-    assert {key: value for key, value in inference.items() if key not in own}.items() <= train.items()
+    assert {
+        key: value for key, value in inference.items() if key not in own
+    }.items() <= train.items()
     assert inference["preprocessing"]["transforms"] == train["train"]["deterministic_transforms"]
     reader = train["train"]["deterministic_transforms"][0]
-    assert reader.get("convert", False) == (data.mixed_channels or data.channels != train["in_channels"])
+    assert reader.get("convert", False) == (
+        data.mixed_channels or data.channels != train["in_channels"]
+    )
     assert train["split"] is None or train["split"] in data.splits
 
 
@@ -260,7 +311,11 @@ def test_protocol_fits_the_bundle(name: str) -> None:
     task = ("segmentation", "dice") if segments(name) else ("classification", "balanced_accuracy")
     assert (content["task"], content["key_metric"]) == task
     assert train["network_name"] in networks.names()
-    for mine, central in (("split", "split"), ("lr", "learning_rate"), ("batch_size", "batch_size")):
+    for mine, central in (
+        ("split", "split"),
+        ("lr", "learning_rate"),
+        ("batch_size", "batch_size"),
+    ):
         assert content[mine] == train[central]
     for method, options in content["methods"].items():
         load(method, options)
@@ -270,13 +325,24 @@ def test_protocol_fits_the_bundle(name: str) -> None:
 def test_protocol(name: str) -> None:
     content, train = config(name, "federated.yaml"), config(name, "train.yaml")
     source, *numbers, network, size = PROTOCOLS[name]
-    keys = ("sites", "cohort", "local_epochs", "rounds", "batch_size", "lr", "lr_decay", "partition")
+    keys = (
+        "sites",
+        "cohort",
+        "local_epochs",
+        "rounds",
+        "batch_size",
+        "lr",
+        "lr_decay",
+        "partition",
+    )
     assert [content[key] for key in keys] == numbers
     assert content["protocol"].startswith(source)
     assert (train["network_name"], train["image_size"]) == (network, size)
     assert content["methods"].get("fedprox") == ({"mu": 0.001} if source == "FedBM" else None)
     if source == "FedBM":
-        tau, distance, synthetic = {"oct_c8": (17.5, 0.1, 16), "kvasir_v2": (12.5, 1.0, 32)}.get(name, (12.5, 0.1, 16))
+        tau, distance, synthetic = {"oct_c8": (17.5, 0.1, 16), "kvasir_v2": (12.5, 1.0, 32)}.get(
+            name, (12.5, 0.1, 16)
+        )
         assert content["methods"]["fedcb"] == {"tau": tau}
         ours = {"tau": tau, "lambda_dis": distance, "synthetic_batch": synthetic}
         assert content["methods"]["fedbm"] == ours
@@ -291,8 +357,20 @@ def test_protocol(name: str) -> None:
 ROWS = {
     "fmnist": {"p5c2": (5, 2), "p10c2": (10, 2), "p10c5": (10, 5)},
     "svhn": {"p5c2": (5, 2), "p10c2": (10, 2), "p10c5": (10, 5)},
-    "cifar10": {"p5c2": (5, 2), "p10c2": (10, 2), "p10c5": (10, 5), "p50c3": (50, 3), "p100c3": (100, 3)},
-    "cifar100": {"p10c20": (10, 20), "p10c30": (10, 30), "p10c50": (10, 50), "p50c10": (50, 10), "p100c10": (100, 10)},
+    "cifar10": {
+        "p5c2": (5, 2),
+        "p10c2": (10, 2),
+        "p10c5": (10, 5),
+        "p50c3": (50, 3),
+        "p100c3": (100, 3),
+    },
+    "cifar100": {
+        "p10c20": (10, 20),
+        "p10c30": (10, 30),
+        "p10c50": (10, 50),
+        "p50c10": (50, 10),
+        "p100c10": (100, 10),
+    },
 }
 
 
@@ -312,17 +390,22 @@ def test_presets_of_pfedpm() -> None:
     for ways in (3, 4, 5):
         assert resolved("mnist", content, [f"n{ways}"])["partition"] == f"shots:{ways},100,2"
     bodies = resolved("mnist", content, ["n3", "mh"])["methods"]["pfedpm"]["bodies"].split(",")
-    assert [sum(p.numel() for p in networks.build(body, 1, 10).parameters()) for body in bodies] == [
+    assert [
+        sum(p.numel() for p in networks.build(body, 1, 10).parameters()) for body in bodies
+    ] == [
         19738,
         21840,
         23942,
     ]
     found = resolved("cifar10", config("cifar10", "federated.yaml"), ["pfedpm"])
-    assert [found[key] for key in ("sites", "partition", "rounds", "local_epochs", "batch_size", "cohort")] == [
-        *(20, "shots:3,100,1", 250, 1, 10, 1.0)
-    ]
+    assert [
+        found[key]
+        for key in ("sites", "partition", "rounds", "local_epochs", "batch_size", "cohort")
+    ] == [*(20, "shots:3,100,1", 250, 1, 10, 1.0)]
     assert load("pfedpm", found["methods"]["pfedpm"]).lam == 0.1
-    optimizer = Bundle("cifar10", found["config"]).optimizer(Bundle("cifar10", found["config"]).network())
+    optimizer = Bundle("cifar10", found["config"]).optimizer(
+        Bundle("cifar10", found["config"]).network()
+    )
     assert (optimizer.defaults["momentum"], optimizer.defaults["weight_decay"]) == (0.5, 0)
 
 
@@ -363,8 +446,14 @@ def test_readme_counts_add_up(name: str) -> None:
         for column, value in table["all"].items():
             assert sum(row[column] for key, row in table.items() if key != "all") == value
         for row in table.values():
-            assert len(row) == 1 or sum(value for key, value in row.items() if key != "all") == row["all"]
-        keys = [*([] if "test" in table else table), *next(iter(table.values()))]  # a section may have a class's name
+            assert (
+                len(row) == 1
+                or sum(value for key, value in row.items() if key != "all") == row["all"]
+            )
+        keys = [
+            *([] if "test" in table else table),
+            *next(iter(table.values())),
+        ]  # a section may have a class's name
         labels = [key for key in keys if key in datasets.get(name).classes]
         assert labels in ([], list(datasets.get(name).classes))
 
@@ -376,10 +465,14 @@ def test_readme_counts_are_those_of_the_images(name: str, real_data: Path) -> No
     by_centre = "rosendahl" in table
     counts: Counter[tuple[str, str]] = Counter()
     for section, items in found.items():
-        counts.update((item["centre"] if by_centre else section, classes[item["label"]]) for item in items)
+        counts.update(
+            (item["centre"] if by_centre else section, classes[item["label"]]) for item in items
+        )
     for row, cells in table.items():
         if row != "all":
-            assert {kind: counts[row, kind] for kind in classes} == {kind: cells[kind] for kind in classes}
+            assert {kind: counts[row, kind] for kind in classes} == {
+                kind: cells[kind] for kind in classes
+            }
     assert counts.total() == table["all"]["all"]
 
 
@@ -387,9 +480,15 @@ def test_isic_counts_are_those_of_the_published_table(real_data: Path) -> None:
     data = datasets.get("isic19")
     with (real_data / "flamby_meta" / "isic2019_train_test_split.csv").open() as file:
         rows = list(csv.DictReader(file))
-    counts = Counter((data.centres[int(row["center"])], data.classes[int(row["target"])]) for row in rows)
+    counts = Counter(
+        (data.centres[int(row["center"])], data.classes[int(row["target"])]) for row in rows
+    )
     table = count_tables("isic19")[0]
-    assert all(counts[centre, kind] == table[centre][kind] for centre in data.centres for kind in data.classes)
+    assert all(
+        counts[centre, kind] == table[centre][kind]
+        for centre in data.centres
+        for kind in data.classes
+    )
     folds = Counter(row["fold"] for row in rows)
     assert all(str(folds[fold]) in readme("isic19") for fold in ("train", "test"))
 
@@ -399,9 +498,13 @@ def test_counts_agree_with_the_data_folders_own_readme(name: str, real_data: Pat
     text = (real_data / "README.md").read_text()
     for centre, row in count_tables(name)[0].items():
         if name == "ham10000":
-            assert "| ".join(("\n", f"{centre} ", *(f"{value} " for value in row.values()))) in text, centre
+            assert (
+                "| ".join(("\n", f"{centre} ", *(f"{value} " for value in row.values()))) in text
+            ), centre
         elif centre != "all":
-            train_and_test = re.search(rf"^\| \d \| (?:HAM )?{centre} \| (\d+) \| (\d+) \|", text, re.MULTILINE)
+            train_and_test = re.search(
+                rf"^\| \d \| (?:HAM )?{centre} \| (\d+) \| (\d+) \|", text, re.MULTILINE
+            )
             assert train_and_test is not None
             assert sum(map(int, train_and_test.groups())) == row["all"]
 
@@ -457,7 +560,10 @@ def test_central_training_test_and_inference(name: str, workplace: Path) -> None
     with Path("output/predictions.csv").open() as file:
         rows = {key: [float(value) for value in values] for key, *values in csv.reader(file)}
     assert rows.keys() == {item["id"] for item in items}
-    assert all(len(row) == content["num_classes"] and sum(row) == pytest.approx(1, abs=1e-5) for row in rows.values())
+    assert all(
+        len(row) == content["num_classes"] and sum(row) == pytest.approx(1, abs=1e-5)
+        for row in rows.values()
+    )
     right = [rows[item["id"]].index(max(rows[item["id"]])) == item["label"] for item in items]
     assert float(scores["accuracy"]) == pytest.approx(sum(right) / len(right), abs=1e-4)
 
@@ -470,7 +576,9 @@ def test_inference_takes_images_without_ids(name: str, workplace: Path) -> None:
     items = [{"image": f"{folder}/1.png"} for folder in "ab"]
     for number, item in enumerate(items):
         Path(item["image"]).parent.mkdir()
-        Image.new({1: "L", 3: "RGB"}[channels], (24, 24), (90 * number,) * channels).save(item["image"])
+        Image.new({1: "L", 3: "RGB"}[channels], (24, 24), (90 * number,) * channels).save(
+            item["image"]
+        )
     Path("models").mkdir()
     network = networks.build("small_cnn", content["in_channels"], content["num_classes"])
     torch.save(network.state_dict(), "models/model.pt")
@@ -489,7 +597,11 @@ def check_masks(items: list[datasets.Item], dice: float) -> None:
         predicted = datasets.read_pixels(f"output/{item['id']}.png")[..., 0]
         assert predicted.shape == shape
         assert set(predicted.ravel().tolist()) <= {0, 255}
-        scores.append(2 * ((predicted > 0) & (reference > 0)).sum() / ((predicted > 0).sum() + reference.sum()))
+        scores.append(
+            2
+            * ((predicted > 0) & (reference > 0)).sum()
+            / ((predicted > 0).sum() + reference.sum())
+        )
     assert sum(scores) / len(scores) == pytest.approx(dice, abs=0.05)
 
 
@@ -563,6 +675,13 @@ def test_the_real_commands(tmp_path: Path) -> None:
     meta = ("--meta_file", "configs/metadata.json")
     training_command(name, tmp_path)
     files = ("--filepath", str(tmp_path / "model.ts"), "--ckpt_file", str(tmp_path / "model.pt"))
-    of = ("--net_id", "network_def", "--config_file", "configs/inference.yaml", "--network_name", small_network(name))
+    of = (
+        "--net_id",
+        "network_def",
+        "--config_file",
+        "configs/inference.yaml",
+        "--network_name",
+        small_network(name),
+    )
     command(name, "ckpt_export", *files, *meta, *of)
     assert torch.jit.load(tmp_path / "model.ts") is not None

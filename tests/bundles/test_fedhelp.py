@@ -52,7 +52,14 @@ def published(name: str) -> dict[str, list[dict[str, Any]]]:
     """Items of FLamby's table of a data set, without images: the sections that its rule makes of the folds."""
     classes = len(datasets.get(name).classes) if name == "isic19" else 1
     records = [
-        Record("", i % classes, f"{centre}-{fold}-{i:05d}", centre, f"{centre}-{fold}-{i:05d}", {"flamby": fold})
+        Record(
+            "",
+            i % classes,
+            f"{centre}-{fold}-{i:05d}",
+            centre,
+            f"{centre}-{fold}-{i:05d}",
+            {"flamby": fold},
+        )
         for centre, folds in FOLDS[name].items()
         for fold, number in zip(("train", "test"), folds, strict=True)
         for i in range(number)
@@ -65,8 +72,13 @@ def published(name: str) -> dict[str, list[dict[str, Any]]]:
 
 def counted(name: str) -> dict[str, list[dict[str, Any]]]:
     """Items of one class that are enough for the card's counts."""
-    train, test = map(sum, zip(*next(counts for (known, _), counts in CARD.items() if known == name), strict=True))
-    return {part: [{"id": f"{part}{i}"} for i in range(n)] for part, n in (("train", train), ("test", test))}
+    train, test = map(
+        sum, zip(*next(counts for (known, _), counts in CARD.items() if known == name), strict=True)
+    )
+    return {
+        part: [{"id": f"{part}{i}"} for i in range(n)]
+        for part, n in (("train", train), ("test", test))
+    }
 
 
 def sites(name: str, preset: str) -> Partition:
@@ -76,11 +88,16 @@ def sites(name: str, preset: str) -> Partition:
 
 
 def sizes(partition: Partition) -> dict[str, tuple[int, int]]:
-    return {site: (len(h["train"]) + len(h["validate"]), len(h["test"])) for site, h in partition.sites.items()}
+    return {
+        site: (len(h["train"]) + len(h["validate"]), len(h["test"]))
+        for site, h in partition.sites.items()
+    }
 
 
 @rows
-def test_the_large_sites_are_sites_and_their_networks_stand_at_their_places(name: str, preset: str) -> None:
+def test_the_large_sites_are_sites_and_their_networks_stand_at_their_places(
+    name: str, preset: str
+) -> None:
     columns, large = COLUMNS[name, preset]
     found, order = protocol(name, preset), list(sites(name, preset).sites)
     small_network, large_network = NETWORKS[name]
@@ -92,7 +109,10 @@ def test_the_large_sites_are_sites_and_their_networks_stand_at_their_places(name
     assert fedhelp["large_network"] == large_network
     for method in ("fedmd", "fedkemf", "fccl", "fedgh"):
         bodies = options_for(found, method)["bodies"].split(",")
-        expected = {site: large_network if site in columns.split()[:large] else small_network for site in order}
+        expected = {
+            site: large_network if site in columns.split()[:large] else small_network
+            for site in order
+        }
         assert dict(zip(order, bodies, strict=True)) == expected
 
 
@@ -100,7 +120,9 @@ def test_the_large_sites_are_sites_and_their_networks_stand_at_their_places(name
 def test_public_data_and_teachers_are_those_of_the_task(name: str, preset: str) -> None:
     found = protocol(name, preset)
     segments = found["task"] == "segmentation"
-    assert options_for(found, "fedhelp")["teachers"] == ("medsam" if segments else "clip-vit-l14,clip-rn50x16")
+    assert options_for(found, "fedhelp")["teachers"] == (
+        "medsam" if segments else "clip-vit-l14,clip-rn50x16"
+    )
     for method in ("fedhelp", "fedmd", "fedkemf", "fccl"):
         public = options_for(found, method)["public"]
         assert public == ("skin_lesion" if segments else "cifar100")
@@ -129,10 +151,17 @@ def test_the_settings_are_those_of_the_card() -> None:
     """Card, section 4: 100 rounds of 5 epochs, Adam 1e-3 with decay 1e-4; 200, 256 and 48 x 60 x 48 pixels."""
     for name, preset in COLUMNS:
         found = protocol(name, preset)
-        assert (found["rounds"], found["local_epochs"], found["lr"], found["cohort"]) == (100, 5, 0.001, 1.0)
+        assert (found["rounds"], found["local_epochs"], found["lr"], found["cohort"]) == (
+            100,
+            5,
+            0.001,
+            1.0,
+        )
         bundle = Bundle(name, found["config"])
         assert bundle.optimizer(bundle.network()).defaults["weight_decay"] == 1e-4
-        assert bundle.get("in_channels") == {"lung_cxr": 3, "ixi_brain": 1, "pneumonia": 1}.get(name, 3)
+        assert bundle.get("in_channels") == {"lung_cxr": 3, "ixi_brain": 1, "pneumonia": 1}.get(
+            name, 3
+        )
         size = {"lung_cxr": 256, "ixi_brain": [48, 60, 48]}.get(name, 200)
         assert bundle.get("image_size") == size
 
@@ -154,14 +183,23 @@ def test_the_public_section_of_nct_crc_has_ten_thousand_with_balanced_classes() 
     numbers = (10407, 10566, 11512, 11557, 8896, 13536, 8763, 10446, 14317)
     data = datasets.get("nct_crc")
     records = [
-        Record("", label, f"{kind}/{kind}-{i:05d}.tif", "unknown", f"{kind}/{kind}-{i:05d}.tif", {"official": "train"})
+        Record(
+            "",
+            label,
+            f"{kind}/{kind}-{i:05d}.tif",
+            "unknown",
+            f"{kind}/{kind}-{i:05d}.tif",
+            {"official": "train"},
+        )
         for label, (kind, number) in enumerate(zip(data.classes, numbers, strict=True))
         for i in range(number)
     ]
     assert len(records) == 100_000
     found = protocol("nct_crc", "")
     sections = data.rules[found["split"]](records)
-    held = Counter(record.label for record, section in zip(records, sections, strict=True) if section == "test")
+    held = Counter(
+        record.label for record, section in zip(records, sections, strict=True) if section == "test"
+    )
     assert min(held.values()) >= 1112
     assert held.total() == pytest.approx(20_000, abs=9)
 

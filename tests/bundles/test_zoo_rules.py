@@ -23,13 +23,24 @@ from medfl.core.seeding import stream
 from medfl.export.checks import LARGE, SCHEMA
 
 BUNDLES = Path(__file__).parents[2] / "bundles"
-FOLDERS = {path.parents[1].name: path.parents[1] for path in BUNDLES.glob("**/configs/metadata.json")}
+FOLDERS = {
+    path.parents[1].name: path.parents[1] for path in BUNDLES.glob("**/configs/metadata.json")
+}
 FROZEN = "medsam_teacher"
 """For inference only; its network needs the weights of others."""
 TRAINED = sorted(FOLDERS.keys() - {FROZEN})
 OTHERWISE_CALLED = {"kvasir_v2": "kvasir"}
 """The zoo's index takes what follows `_v` in a name for a version; the data set is called so."""
-SECTIONS = ("Authors", "Tags", "Model Description", "Data", "Preprocessing", "Performance", "References", "License")
+SECTIONS = (
+    "Authors",
+    "Tags",
+    "Model Description",
+    "Data",
+    "Preprocessing",
+    "Performance",
+    "References",
+    "License",
+)
 PERSONAL = re.compile(r"(?:~/|/(?:home|root|Users|tmp|mnt|media|scratch)/)\w")
 
 pytestmark = [
@@ -88,23 +99,42 @@ def _(name: str, root: Path) -> None:
 @rule("requirements that pip can read")
 def _(name: str, root: Path) -> None:
     meta = metadata(root)
-    named = {"monai": meta["monai_version"], "torch": meta["pytorch_version"], "numpy": meta["numpy_version"]}
+    named = {
+        "monai": meta["monai_version"],
+        "torch": meta["pytorch_version"],
+        "numpy": meta["numpy_version"],
+    }
     assert "optional_packages_version" not in meta, "the old name"
     for package, version in {**named, **meta["required_packages_version"]}.items():
         line = f"{package}{version}" if version[0] in "<>=" else f"{package}=={version}"
-        assert Requirement(line).specifier.contains(Version(version.lstrip("<>=")), prereleases=True)
+        assert Requirement(line).specifier.contains(
+            Version(version.lstrip("<>=")), prereleases=True
+        )
 
 
 @rule("metadata by the schema")
 def _(name: str, root: Path) -> None:
-    assert re.fullmatch(r"https://github.com/Project-MONAI/\S+/meta_schema_\d{8}.json", metadata(root)["schema"])
-    monai.bundle.verify_metadata(meta_file=str(root / "configs" / "metadata.json"), filepath=str(SCHEMA))
+    assert re.fullmatch(
+        r"https://github.com/Project-MONAI/\S+/meta_schema_\d{8}.json", metadata(root)["schema"]
+    )
+    monai.bundle.verify_metadata(
+        meta_file=str(root / "configs" / "metadata.json"), filepath=str(SCHEMA)
+    )
 
 
 @rule("keys of the inference configuration")
 def _(name: str, root: Path) -> None:
     content = config(root, "inference")
-    needed = {"bundle_root", "device", "dataset_dir", "output_dir", "network_def", "network", "inferer", "evaluator"}
+    needed = {
+        "bundle_root",
+        "device",
+        "dataset_dir",
+        "output_dir",
+        "network_def",
+        "network",
+        "inferer",
+        "evaluator",
+    }
     assert needed <= content.keys()
     assert content["network"] == "$@network_def.to(@device)"
     assert content["evaluator"]["network"] == "@network"
@@ -112,25 +142,43 @@ def _(name: str, root: Path) -> None:
 
 @rule("no path of a person's machine")
 def _(name: str, root: Path) -> None:
-    for path in (path for path in root.rglob("*") if path.suffix in (".yaml", ".json", ".md", ".txt")):
+    for path in (
+        path for path in root.rglob("*") if path.suffix in (".yaml", ".json", ".md", ".txt")
+    ):
         assert not PERSONAL.search(path.read_text()), path
 
 
 @rule("keys of the training configuration", OF_TRAINED)
 def _(name: str, root: Path) -> None:
     content = config(root, "train")
-    assert {"bundle_root", "device", "dataset_dir", "output_dir", "network_def", "network", "val_interval"} <= set(
-        content
-    )
+    assert {
+        "bundle_root",
+        "device",
+        "dataset_dir",
+        "output_dir",
+        "network_def",
+        "network",
+        "val_interval",
+    } <= set(content)
     assert {"trainer", "dataset", "handlers", "preprocessing", "inferer"} <= content["train"].keys()
     assert {"max_epochs", "network"} <= content["train"]["trainer"].keys()
     assert "data" in content["train"]["dataset"]
-    parts = {"evaluator", "dataset", "handlers", "preprocessing", "postprocessing", "inferer", "key_metric"}
+    parts = {
+        "evaluator",
+        "dataset",
+        "handlers",
+        "preprocessing",
+        "postprocessing",
+        "inferer",
+        "key_metric",
+    }
     assert parts <= content["validate"].keys()
     assert "data" in content["validate"]["dataset"]
     engines = content["train"]["trainer"], content["validate"]["evaluator"]
     assert [engine["network"] for engine in engines] == ["@network"] * 2
-    (validation,) = [h for h in content["train"]["handlers"] if h["_target_"] == "ValidationHandler"]
+    (validation,) = [
+        h for h in content["train"]["handlers"] if h["_target_"] == "ValidationHandler"
+    ]
     assert validation["interval"] == "@val_interval"
 
 
@@ -168,7 +216,9 @@ def test_every_bundle_keeps_the_zoo_s_rules(name: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", OF_TRAINED)
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_bundle_that_trains_does(name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_bundle_that_trains_does(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MEDFL_DATA", raising=False)
     OF_TRAINED[text](name, FOLDERS[name])
@@ -179,7 +229,9 @@ def test_a_bundle_that_breaks_them_is_found(tmp_path: Path) -> None:
     (tmp_path / "configs").mkdir()
     broken = {"version": "one", "changelog": {}, "schema": "x", "name": ""}
     (tmp_path / "configs" / "metadata.json").write_text(json.dumps(broken))
-    (tmp_path / "configs" / "inference.yaml").write_text("dataset_dir: /home/somebody/data\nnetwork: resnet18\n")
+    (tmp_path / "configs" / "inference.yaml").write_text(
+        "dataset_dir: /home/somebody/data\nnetwork: resnet18\n"
+    )
     (tmp_path / "configs" / "train.yaml").write_text("network: resnet18\ntrain: {}\n")
     torch.save({}, tmp_path / "model.pt")
     for holds in (*RULES.values(), *OF_TRAINED.values()):

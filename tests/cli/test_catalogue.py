@@ -25,7 +25,11 @@ def test_every_method_is_listed_with_its_facts() -> None:
     assert tuple(listed) == methods.names()
     for name, entry in listed.items():
         cls = methods.method_class(name)
-        assert (entry["paper"], entry["judged"], tuple(entry["tasks"])) == (cls.paper, cls.judged, cls.tasks)
+        assert (entry["paper"], entry["judged"], tuple(entry["tasks"])) == (
+            cls.paper,
+            cls.judged,
+            cls.tasks,
+        )
         assert entry["paper"]
         assert entry["summary"].endswith(".")
     json.dumps(method_pages.methods(), allow_nan=False)
@@ -51,7 +55,12 @@ def test_what_travels_is_found_out_by_a_round(
     name: str, up: list[str], down: list[str], withheld: list[str], kept: list[str]
 ) -> None:
     facts = _methods()[name]["travels"]
-    assert (facts["up"], facts["down"], facts["withheld"], facts["kept"]) == (up, down, withheld, kept)
+    assert (facts["up"], facts["down"], facts["withheld"], facts["kept"]) == (
+        up,
+        down,
+        withheld,
+        kept,
+    )
     assert (facts["start"], facts["pooled"]) == ([], False)
 
 
@@ -64,7 +73,11 @@ def test_a_plain_host_suffices_where_broadcast_and_aggregate_are_fedavgs() -> No
 def test_options_carry_type_default_limits_and_help() -> None:
     page = method_pages.methods("scaffold")
     options = {entry["name"]: entry for entry in page["options"]}
-    assert (options["server_lr"]["type"], options["server_lr"]["default"], options["server_lr"]["minimum"]) == (
+    assert (
+        options["server_lr"]["type"],
+        options["server_lr"]["default"],
+        options["server_lr"]["minimum"],
+    ) == (
         "float",
         1.0,
         0.0,
@@ -121,19 +134,31 @@ def test_the_status_of_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folder = datasets.write_phantom("pneumonia", tmp_path / "pneumonia", per_class=10, size=16)
     monkeypatch.setenv("MEDFL_DATA", str(tmp_path))
     assert bundle_pages.bundles("pneumonia")["data"] == {"status": "phantom", "folder": str(folder)}
-    assert f"a PHANTOM cohort in {folder}" in bundle_pages.bundles_text(bundle_pages.bundles("pneumonia"), 400)
+    assert f"a PHANTOM cohort in {folder}" in bundle_pages.bundles_text(
+        bundle_pages.bundles("pneumonia"), 400
+    )
     (folder / "PHANTOM.json").unlink()
     assert bundle_pages.bundles("pneumonia")["data"] == {"status": "real", "folder": str(folder)}
-    assert f"real images in {folder}" in bundle_pages.bundles_text(bundle_pages.bundles("pneumonia"), 400)
+    assert f"real images in {folder}" in bundle_pages.bundles_text(
+        bundle_pages.bundles("pneumonia"), 400
+    )
 
 
 def test_a_bundles_page_names_classes_layouts_and_licence() -> None:
     page = bundle_pages.bundles("ham10000")
     text = " ".join(bundle_pages.bundles_text(page).split())
-    for part in (*page["class_names"], *page["centre_names"], *page["notes"], *page["layouts"], page["licence"]):
+    for part in (
+        *page["class_names"],
+        *page["centre_names"],
+        *page["notes"],
+        *page["layouts"],
+        page["licence"],
+    ):
         assert part in text
     assert "by hand" in text
-    assert "medfl data fetch pneumonia --out DIR" in bundle_pages.bundles_text(bundle_pages.bundles("pneumonia"))
+    assert "medfl data fetch pneumonia --out DIR" in bundle_pages.bundles_text(
+        bundle_pages.bundles("pneumonia")
+    )
 
 
 def test_text_keeps_to_its_width() -> None:
@@ -144,7 +169,9 @@ def test_text_keeps_to_its_width() -> None:
         pages += [bundle_pages.bundles_text(found, width) for found in of_bundles]
         for page in pages:
             words = [line.split() for line in page.splitlines() if len(line) > width]
-            assert all(len(line[-1]) > width - 24 for line in words), page  # an address or a path is not broken
+            assert all(len(line[-1]) > width - 24 for line in words), (
+                page
+            )  # an address or a path is not broken
             assert not [line for line in page.splitlines() if line != line.rstrip()]
 
 
@@ -152,7 +179,9 @@ def test_text_keeps_to_its_width() -> None:
 
 
 def test_a_table_wraps_its_widest_column() -> None:
-    lines = tables.text_table(["name", "n", "words"], [["a", "7", "one two three four"], ["bb", "12", "-"]], 20)
+    lines = tables.text_table(
+        ["name", "n", "words"], [["a", "7", "one two three four"], ["bb", "12", "-"]], 20
+    )
     assert lines == [
         "name   n  words", "----  --  ----------", "a      7  one two", "          three four", "bb    12  -",
     ]  # fmt: skip
@@ -177,7 +206,9 @@ def test_markdown_keeps_bars_inside_cells() -> None:
     assert tables.markdown_table(["a"], [["x | y"]]) == "| a |\n|---|\n| x \\| y |"
 
 
-def test_the_tables_of_the_docs_do_not_depend_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_tables_of_the_docs_do_not_depend_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "docs/site"))
     generate: Any = importlib.import_module("generate")
     before = generate.bundle_table()

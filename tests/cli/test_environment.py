@@ -18,9 +18,20 @@ NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME", "XDG_CACHE_HOME")
 
 def shell(place: Path, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a shell's command, in which $MEDFL is the command line, without the variables that name a user."""
-    kept = {name: value for name, value in os.environ.items() if name not in (*NAMES, "PYTHONUNBUFFERED")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "MEDFL": f"{sys.executable} -m medfl", **variables}
-    return subprocess.run(["bash", "-c", command], cwd=place, env=environment, capture_output=True, text=True)
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*NAMES, "PYTHONUNBUFFERED")
+    }
+    environment = {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "MEDFL": f"{sys.executable} -m medfl",
+        **variables,
+    }
+    return subprocess.run(
+        ["bash", "-c", command], cwd=place, env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,8 +51,12 @@ def test_a_stream_may_be_closed_or_full(tmp_path: Path, command: str, code: int)
     assert len(done.stderr.splitlines()) == int("> /dev/full" in command)
 
 
-@pytest.mark.parametrize(("ends", "code"), [("return 3", 3), ("return 0", 0), ("raise KeyError", 1)])
-def test_a_command_ends_without_freeing_what_it_has_imported(tmp_path: Path, ends: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("ends", "code"), [("return 3", 3), ("return 0", 0), ("raise KeyError", 1)]
+)
+def test_a_command_ends_without_freeing_what_it_has_imported(
+    tmp_path: Path, ends: str, code: int
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import atexit, threading, time\n"
@@ -67,18 +82,28 @@ def test_what_is_written_into_a_file_is_not_mixed_with_a_closed_stream(tmp_path:
 
 
 def test_lines_that_nobody_reads_any_more_do_not_end_a_run(tmp_path: Path) -> None:
-    lines = "from medfl.cli.parser import warn; [warn('line ' * 9) for _ in range(9999)]; print('done')"
-    done = shell(tmp_path, f'{{ {sys.executable} -c "{lines}" 2>&1 >&3 | head -1 >&2; exit ${{PIPESTATUS[0]}}; }} 3>&1')
+    lines = (
+        "from medfl.cli.parser import warn; [warn('line ' * 9) for _ in range(9999)]; print('done')"
+    )
+    done = shell(
+        tmp_path,
+        f'{{ {sys.executable} -c "{lines}" 2>&1 >&3 | head -1 >&2; exit ${{PIPESTATUS[0]}}; }} 3>&1',
+    )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 def test_any_text_can_be_printed_in_an_old_locale(tmp_path: Path) -> None:
     program = "from medfl.core import terminal; terminal.mend_streams(); print('─ü\\udce4.png')"
-    assert shell(tmp_path, f'{sys.executable} -c "{program}"', PYTHONIOENCODING="ascii").stdout == "???.png\n"
+    assert (
+        shell(tmp_path, f'{sys.executable} -c "{program}"', PYTHONIOENCODING="ascii").stdout
+        == "???.png\n"
+    )
 
 
 def test_a_user_without_a_name_is_given_one(tmp_path: Path) -> None:
-    nobody = "import pwd; pwd.getpwuid = {}.__getitem__; import medfl, getpass; print(getpass.getuser())"
+    nobody = (
+        "import pwd; pwd.getpwuid = {}.__getitem__; import medfl, getpass; print(getpass.getuser())"
+    )
     done = shell(tmp_path, f'{sys.executable} -c "{nobody}"')
     assert done.stdout == "nameless\n", done.stderr
 
@@ -90,7 +115,9 @@ def test_a_user_without_a_home_is_told(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].endswith(said)
 
 
-def test_what_the_system_refuses_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_system_refuses_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(_: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files", "a.png")
 

@@ -40,10 +40,32 @@ def test_simulate_and_poc_are_a_run_on_another_runtime(action: str, runtime: str
     assert (options.verb, options.bundle, options.runtime) == (run.run, "pneumonia", runtime)
 
 
-def test_export_writes_a_job_and_says_how_to_submit_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_writes_a_job_and_says_how_to_submit_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "jobs"
-    command = ["flare", "export", "mednist", "--sites", "north, south", "--method", "fedprox", "--set", "mu=0.1"]
-    command += ["--rounds", "3", "--rehearsal", "--min-replies", "1", "--deadline", "30", "--out", str(out)]
+    command = [
+        "flare",
+        "export",
+        "mednist",
+        "--sites",
+        "north, south",
+        "--method",
+        "fedprox",
+        "--set",
+        "mu=0.1",
+    ]
+    command += [
+        "--rounds",
+        "3",
+        "--rehearsal",
+        "--min-replies",
+        "1",
+        "--deadline",
+        "30",
+        "--out",
+        str(out),
+    ]
     assert call(*command, "--json") == 0
     document = json.loads(capsys.readouterr().out)
     job = Path(document["job"])
@@ -64,9 +86,18 @@ def test_the_command_that_submits_a_job_finds_its_kit(tmp_path: Path) -> None:
     with contextlib.redirect_stdout(said):
         assert call(*command, "--out", str(tmp_path / "jobs")) == 0
     kit = LocalFederation(tmp_path / "federation", ["north"], []).kit(ADMIN)
-    line = next(line.strip() for line in said.getvalue().splitlines() if "nvflare job submit" in line)
-    command = [sys.executable, "-m", "nvflare.cli", *line.replace("ADMIN-KIT", str(kit)).split()[1:]]
-    told = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HOME": str(tmp_path)})
+    line = next(
+        line.strip() for line in said.getvalue().splitlines() if "nvflare job submit" in line
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "nvflare.cli",
+        *line.replace("ADMIN-KIT", str(kit)).split()[1:],
+    ]
+    told = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "HOME": str(tmp_path)}
+    )
     assert "Could not connect to the FLARE server" in told.stdout + told.stderr
     assert "kit" not in told.stderr.lower()
 
@@ -80,7 +111,10 @@ def test_the_command_that_submits_a_job_finds_its_kit(tmp_path: Path) -> None:
         (["--sites", "a", "--min-replies", "2"], "--min-replies 2; there are 1 sites"),
         (["--sites", "a", "--min-replies", "0"], "--min-replies 0"),
         (["--sites", "a", "--deadline", "-1"], "--deadline -1"),
-        (["--sites", "a", "--method", "fedmd", "--set", "public=mnist"], "method 'fedmd', which needs public data"),
+        (
+            ["--sites", "a", "--method", "fedmd", "--set", "public=mnist"],
+            "method 'fedmd', which needs public data",
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path, more: list[str], text: str) -> None:
@@ -112,11 +146,30 @@ def kit(tmp_path: Path) -> Path:
 
 def given(kit: Path) -> list[str]:
     place = kit.parent
-    command = ["site", "serve", "mednist", "--kit", str(kit), "--data", str(place / "data"), "--permit", "network"]
-    return [*command, "--folder", str(place / "states"), "--audit", str(place / "log" / "audit.jsonl"), "--check"]
+    command = [
+        "site",
+        "serve",
+        "mednist",
+        "--kit",
+        str(kit),
+        "--data",
+        str(place / "data"),
+        "--permit",
+        "network",
+    ]
+    return [
+        *command,
+        "--folder",
+        str(place / "states"),
+        "--audit",
+        str(place / "log" / "audit.jsonl"),
+        "--check",
+    ]
 
 
-def test_serve_writes_what_the_site_says_and_what_may_be_made(kit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_writes_what_the_site_says_and_what_may_be_made(
+    kit: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert call(*given(kit), "--json") == 0
     document = json.loads(capsys.readouterr().out)
     assert (document["as"], document["bundle"]) == ("site", "mednist")
@@ -136,7 +189,9 @@ def test_serve_writes_what_the_site_says_and_what_may_be_made(kit: Path, capsys:
 def test_serve_never_changes_what_the_site_said(kit: Path) -> None:
     call(*given(kit))
     before = (kit / "local" / "medfl.yaml").read_text()
-    with pytest.raises(InputError, match="says something else; what a site said is not overwritten"):
+    with pytest.raises(
+        InputError, match="says something else; what a site said is not overwritten"
+    ):
         call(*given(kit), "--permit", "image_size")
     assert (kit / "local" / "medfl.yaml").read_text() == before
 
@@ -149,12 +204,23 @@ def test_serve_refuses_what_it_cannot_start(kit: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the folder of a startup kit"):
         call("site", "serve", "--kit", str(tmp_path))
     with pytest.raises(InputError, match="the folder of the site's images"):
-        call("site", "serve", "mednist", "--kit", str(kit), "--folder", str(tmp_path / "s"), "--check")
+        call(
+            "site",
+            "serve",
+            "mednist",
+            "--kit",
+            str(kit),
+            "--folder",
+            str(tmp_path / "s"),
+            "--check",
+        )
 
 
 def test_serve_refuses_a_bundle_that_is_not_the_pinned_one(kit: Path, tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
-    policy.write_text(yaml.safe_dump({"bundle": "mednist", "files": {"configs/train.yaml": "0" * 64}}))
+    policy.write_text(
+        yaml.safe_dump({"bundle": "mednist", "files": {"configs/train.yaml": "0" * 64}})
+    )
     with pytest.raises(InputError, match="is refused"):
         call(*given(kit), "--policy", str(policy))
 
@@ -162,5 +228,17 @@ def test_serve_refuses_a_bundle_that_is_not_the_pinned_one(kit: Path, tmp_path: 
 def test_a_server_s_kit_needs_no_images(kit: Path) -> None:
     (kit / "startup" / "fed_client.json").rename(kit / "startup" / "fed_server.json")
     place = kit.parent
-    assert call("site", "serve", "mednist", "--kit", str(kit), "--folder", str(place / "runs"), "--check") == 0
+    assert (
+        call(
+            "site",
+            "serve",
+            "mednist",
+            "--kit",
+            str(kit),
+            "--folder",
+            str(place / "runs"),
+            "--check",
+        )
+        == 0
+    )
     assert json.loads((kit / "local" / "resources.json").read_text())["class_allow_list"] == ALLOWED

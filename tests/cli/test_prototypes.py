@@ -21,13 +21,36 @@ every_method = pytest.mark.parametrize("method", METHODS)
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty grey images of six classes."""
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16
+    )
 
 
 def run(scans: Path, out: Path, method: str, *arguments: object) -> int:
     name = "pfedpm" if method == "relation" else method
-    command = ["run", "mednist", "--data", scans, "--method", name, *METHODS.get(method, ()), "--out", out, "--jobs", 1]
-    size = ["--config", "network=small_cnn", "--config", "image_size=16", "--rounds", 2, "--local-epochs", 1]
+    command = [
+        "run",
+        "mednist",
+        "--data",
+        scans,
+        "--method",
+        name,
+        *METHODS.get(method, ()),
+        "--out",
+        out,
+        "--jobs",
+        1,
+    ]
+    size = [
+        "--config",
+        "network=small_cnn",
+        "--config",
+        "image_size=16",
+        "--rounds",
+        2,
+        "--local-epochs",
+        1,
+    ]
     return cli.main([*map(str, [*command, *size, *arguments])])
 
 
@@ -45,14 +68,39 @@ def finished(out: Path) -> dict:
 @every_method
 def test_sites_with_one_class_each(scans: Path, tmp_path: Path, method: str) -> None:
     """Every class is at one site only, so that no two sites share a prototype."""
-    assert run(scans, tmp_path / "run", method, "--partition", "classes:1", "--sites", 6, "--batch-size", 4) == 0
+    assert (
+        run(
+            scans,
+            tmp_path / "run",
+            method,
+            "--partition",
+            "classes:1",
+            "--sites",
+            6,
+            "--batch-size",
+            4,
+        )
+        == 0
+    )
     assert finished(tmp_path / "run")["bytes_up"] > 0
 
 
 @every_method
 def test_batches_of_one_image(scans: Path, tmp_path: Path, method: str) -> None:
     assert (
-        run(scans, tmp_path / "run", method, "--partition", "classes:2", "--sites", 3, "--batch-size", 1, "--rounds", 1)
+        run(
+            scans,
+            tmp_path / "run",
+            method,
+            "--partition",
+            "classes:2",
+            "--sites",
+            3,
+            "--batch-size",
+            1,
+            "--rounds",
+            1,
+        )
         == 0
     )
     finished(tmp_path / "run")
@@ -62,7 +110,16 @@ def test_batches_of_one_image(scans: Path, tmp_path: Path, method: str) -> None:
 def test_bodies_with_other_features_are_refused_by_site(
     scans: Path, tmp_path: Path, method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bodies = ("--partition", "iid", "--sites", 3, "--set", "bodies=small_cnn,two_conv", "--batch-size", 4)
+    bodies = (
+        "--partition",
+        "iid",
+        "--sites",
+        3,
+        "--set",
+        "bodies=small_cnn,two_conv",
+        "--batch-size",
+        4,
+    )
     free = ("--set", "feature_size=0") if method == "pfedpm" else ()
     assert run(scans, tmp_path / "run", method, *bodies, *free) == 2
     stdout, stderr = capsys.readouterr()

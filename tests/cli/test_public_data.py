@@ -24,33 +24,72 @@ from medfl.storage.files import load_weights
 from medfl.storage.places import cache_folder
 from tests.zoo.build import ZOO
 
-SMALL = ("--config", "network=small_cnn", "--config", "image_size=16", "--batch-size", 8, "--jobs", 1)
+SMALL = (
+    "--config",
+    "network=small_cnn",
+    "--config",
+    "image_size=16",
+    "--batch-size",
+    8,
+    "--jobs",
+    1,
+)
 
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty grey images of six classes, the sites' own."""
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16
+    )
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Grey digits, the public ones."""
-    return datasets.write_phantom("mnist", tmp_path_factory.mktemp("digits") / "data", per_class=10, size=28)
+    return datasets.write_phantom(
+        "mnist", tmp_path_factory.mktemp("digits") / "data", per_class=10, size=28
+    )
 
 
 @pytest.fixture(scope="module")
 def teacher(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that was trained on the training section of the public bundle."""
     out = tmp_path_factory.mktemp("teacher") / "run"
-    command = ["run", "mnist", "--data", digits, "--method", "central", "--rounds", 1, "--out", out, *SMALL]
+    command = [
+        "run",
+        "mnist",
+        "--data",
+        digits,
+        "--method",
+        "central",
+        "--rounds",
+        1,
+        "--out",
+        out,
+        *SMALL,
+    ]
     assert cli.main([*map(str, command)]) == 0
     return out
 
 
 def run(scans: Path, out: Path, *arguments: object, method: str = "fedhelp") -> int:
-    large = ("--set", "large=site-1", "--set", "large_network=two_conv") if method == "fedhelp" else ()
-    command = ["run", "mednist", "--data", scans, "--method", method, *large, "--partition", "iid", "--sites", 3]
+    large = (
+        ("--set", "large=site-1", "--set", "large_network=two_conv") if method == "fedhelp" else ()
+    )
+    command = [
+        "run",
+        "mednist",
+        "--data",
+        scans,
+        "--method",
+        method,
+        *large,
+        "--partition",
+        "iid",
+        "--sites",
+        3,
+    ]
     rest = ["--rounds", 2, "--local-epochs", 1, "--out", out, *SMALL, *arguments]
     return cli.main([*map(str, [*command, *rest])])
 
@@ -62,7 +101,10 @@ def document(out: Path, name: str = "summary.json") -> dict:
 def test_fedhelp_runs_with_a_trained_run_as_its_teacher(
     scans: Path, digits: Path, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, public = tmp_path / "run", ("--set", f"public=mnist:{digits}", "--set", f"teachers=run:{teacher}")
+    out, public = (
+        tmp_path / "run",
+        ("--set", f"public=mnist:{digits}", "--set", f"teachers=run:{teacher}"),
+    )
     assert run(scans, out, *public) == 0
     told = capsys.readouterr()
     large = len(build("two_conv", 1, 6).state_dict())
@@ -77,8 +119,12 @@ def test_fedhelp_runs_with_a_trained_run_as_its_teacher(
     assert record["public"]["items"] == summary["public"]["items"] > 10
     assert "Teachers, asked once" in (out / "report.html").read_text()
     small = Bundle("mednist", {"network": "small_cnn", "image_size": 16}).network()
-    parameters = sum(tensor.numel() * tensor.element_size() for tensor in small.state_dict().values())
-    assert parameters <= summary["bytes_up"] / 6 < parameters + 1500, "small networks travel, and their names"
+    parameters = sum(
+        tensor.numel() * tensor.element_size() for tensor in small.state_dict().values()
+    )
+    assert parameters <= summary["bytes_up"] / 6 < parameters + 1500, (
+        "small networks travel, and their names"
+    )
     assert set(load_weights(out / "weights.safetensors")) == set(small.state_dict())
 
     # the same again: from the record, resumed, with other places of the same data, and asked nothing twice
@@ -92,7 +138,14 @@ def test_fedhelp_runs_with_a_trained_run_as_its_teacher(
             if path.is_file():
                 (target / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
                 (target / path.relative_to(source)).write_bytes(path.read_bytes())
-    other = ("--set", f"public=mnist:{digits_copy}", "--set", f"teachers=run:{teacher_copy}", "--rounds", 1)
+    other = (
+        "--set",
+        f"public=mnist:{digits_copy}",
+        "--set",
+        f"teachers=run:{teacher_copy}",
+        "--rounds",
+        1,
+    )
     assert run(scans, tmp_path / "moved", *other) == 0
     assert cli.main(["run", "--resume", "--out", str(tmp_path / "moved"), "--rounds", "2"]) == 0
     for name in ("again", "moved"):
@@ -105,14 +158,27 @@ def test_fedhelp_runs_with_a_trained_run_as_its_teacher(
 def test_other_public_data_are_another_run(scans: Path, digits: Path, tmp_path: Path) -> None:
     hashes = set()
     for index, more in enumerate(((), ("--set", "public_items=20"), ("--set", "public_size=20"))):
-        assert run(scans, tmp_path / str(index), "--set", f"public=mnist:{digits}", "--rounds", 1, *more) == 0
+        assert (
+            run(
+                scans,
+                tmp_path / str(index),
+                "--set",
+                f"public=mnist:{digits}",
+                "--rounds",
+                1,
+                *more,
+            )
+            == 0
+        )
         hashes.add(document(tmp_path / str(index))["run_hash"])
     assert len(hashes) == 3
     assert document(tmp_path / "1", "run.json")["public"]["items"] == 20
 
 
 @pytest.mark.parametrize("method", ["fedmd", "fccl", "fedkemf"])
-def test_the_methods_that_it_is_compared_with_run(scans: Path, digits: Path, tmp_path: Path, method: str) -> None:
+def test_the_methods_that_it_is_compared_with_run(
+    scans: Path, digits: Path, tmp_path: Path, method: str
+) -> None:
     bodies = ("--set", "bodies=two_conv,small_cnn", "--set", f"public=mnist:{digits}")
     assert run(scans, tmp_path / "run", *bodies, method=method) == 0
     assert document(tmp_path / "run")["status"] == "finished"
@@ -120,7 +186,19 @@ def test_the_methods_that_it_is_compared_with_run(scans: Path, digits: Path, tmp
 
 def test_jobs_and_a_cohort_change_no_bit(scans: Path, digits: Path, tmp_path: Path) -> None:
     for jobs in (1, 2):
-        assert run(scans, tmp_path / str(jobs), "--set", f"public=mnist:{digits}", "--cohort", 0.7, "--jobs", jobs) == 0
+        assert (
+            run(
+                scans,
+                tmp_path / str(jobs),
+                "--set",
+                f"public=mnist:{digits}",
+                "--cohort",
+                0.7,
+                "--jobs",
+                jobs,
+            )
+            == 0
+        )
     assert document(tmp_path / "1")["weights_sha256"] == document(tmp_path / "2")["weights_sha256"]
 
 
@@ -128,17 +206,33 @@ def test_jobs_and_a_cohort_change_no_bit(scans: Path, digits: Path, tmp_path: Pa
     ("arguments", "said"),
     [
         ((), "'fedhelp' on bundle 'mednist' without public data"),
-        (("--set", "public=lung_cxr:phantom"), "a segmentation task, for bundle 'mednist', a classification task"),
+        (
+            ("--set", "public=lung_cxr:phantom"),
+            "a segmentation task, for bundle 'mednist', a classification task",
+        ),
         (("--set", "public=nosuch"), "nosuch"),
-        (("--set", "public=mnist:phantom", "--set", "public_items=999999"), "999999 public items; this section has"),
-        (("--set", "public=mnist:phantom", "--set", "teachers=nobody"), "teacher 'nobody'; teachers are clip-vit-l14"),
-        (("--set", "public=mnist:phantom", "--set", "large=site-9"), "'site-9'; sites are site-1, site-2, site-3"),
+        (
+            ("--set", "public=mnist:phantom", "--set", "public_items=999999"),
+            "999999 public items; this section has",
+        ),
+        (
+            ("--set", "public=mnist:phantom", "--set", "teachers=nobody"),
+            "teacher 'nobody'; teachers are clip-vit-l14",
+        ),
+        (
+            ("--set", "public=mnist:phantom", "--set", "large=site-9"),
+            "'site-9'; sites are site-1, site-2, site-3",
+        ),
         (("--set", "public=mnist:phantom", "--set", "large_network=nosuch"), "network 'nosuch'"),
         (("--set", "public=mnist:phantom", "--set", "large=site-1,site-2,site-3"), "no small site"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
-    scans: Path, tmp_path: Path, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    scans: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(scans, tmp_path / "run", *arguments) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -189,7 +283,9 @@ def test_flat_public_images_for_volumes_are_lifted_or_refused() -> None:
     with pytest.raises(Exception, match="lift=refuse takes data of equal dimensions only"):
         plan_public(method, {**options, "lift": "refuse"}, bundle, "cpu", say=str)
     with pytest.raises(Exception, match="volumes are not cut into slices"):
-        plan_public(method, {**options, "public": "ixi_brain:phantom"}, Bundle("lung_cxr"), "cpu", say=str)
+        plan_public(
+            method, {**options, "public": "ixi_brain:phantom"}, Bundle("lung_cxr"), "cpu", say=str
+        )
     public = found.prepare()
     x, y = public.at(torch.tensor([0, 1]))
     assert x.shape == (2, 1, 48, 48)
@@ -205,7 +301,9 @@ def test_public_items_of_the_sites_own_bundle_are_told() -> None:
     found = plan_public(load("fedmd"), options, bundle, "cpu", say=str)
     items = found.opened.bundle.items("test")
     notes = found.notes(bundle, {"test": items})
-    assert any(f"{len(items)} OF THE PUBLIC ITEMS ARE ALSO ITEMS OF THE SITES" in note for note in notes)
+    assert any(
+        f"{len(items)} OF THE PUBLIC ITEMS ARE ALSO ITEMS OF THE SITES" in note for note in notes
+    )
     assert not any("ALSO ITEMS" in note for note in found.notes(bundle, {"train": [{"id": "x"}]}))
 
 
@@ -227,7 +325,11 @@ def foreign(tmp_path: Path) -> Path:
 def test_colours_become_grey_for_sites_of_a_bundle_that_is_not_ours(foreign: Path) -> None:
     options = {**OPTIONS, "public": "cifar10:phantom"}
     found = plan_public(
-        load("fedmd"), options, Bundle(str(foreign), {"dataset_dir": str(foreign.parent / "MiniNIST")}), "cpu", say=str
+        load("fedmd"),
+        options,
+        Bundle(str(foreign), {"dataset_dir": str(foreign.parent / "MiniNIST")}),
+        "cpu",
+        say=str,
     )
     assert found.channels == 1
     assert found.prepare().at(torch.tensor([0, 3]))[0].shape == (2, 1, 32, 32)
@@ -255,6 +357,7 @@ def test_patches_of_public_images_are_no_questions_to_a_teacher_of_masks(
     opened = WithData(bundle, "", "bundle", ())
     plan = PublicPlan(opened, "train", (0,), (cast(Teacher, None),), 0, 0, cast(PublicRecord, None))
     with pytest.raises(
-        InputError, match=r"section train: patches \(.*\) of images \(.*\); teachers segment whole images"
+        InputError,
+        match=r"section train: patches \(.*\) of images \(.*\); teachers segment whole images",
     ):
         plan.prepare()

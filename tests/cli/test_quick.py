@@ -64,7 +64,9 @@ def test_listings_and_plain_refusals_import_neither_torch_nor_monai(tmp_path: Pa
     empty.mkdir()
     there.mkdir()
     (there / "run.json").touch()
-    calls = [([word.replace("{there}", str(there)) for word in words], code) for words, code in QUICK]
+    calls = [
+        ([word.replace("{there}", str(there)) for word in words], code) for words, code in QUICK
+    ]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(calls), capture_output=True, text=True, timeout=600,
         cwd=empty,

@@ -45,9 +45,13 @@ def test_one_page_of_several_leaves_their_folders_alone(
 
 def test_runs_of_different_bundles_are_one_line(make: Make, tmp_path: Path) -> None:
     folders = [make("a", rounds=1), make("b", rounds=1, bundle="ham10000")]
-    with pytest.raises(InputError, match="runs of different bundles: ham10000 and pneumonia; .*; write a page of each"):
+    with pytest.raises(
+        InputError,
+        match="runs of different bundles: ham10000 and pneumonia; .*; write a page of each",
+    ):
         report(*folders, "--out", tmp_path / "both.html")
     with pytest.raises(
-        InputError, match="has no run.json; a report is made from a folder that `medfl run` or `medfl compare` wrote"
+        InputError,
+        match="has no run.json; a report is made from a folder that `medfl run` or `medfl compare` wrote",
     ):
         report(tmp_path)

@@ -23,17 +23,24 @@ from medfl.safety import sandbox
 from tests.support import forked
 from tests.support.programs import python_path
 
-landlock = pytest.mark.skipif(sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4")
+landlock = pytest.mark.skipif(
+    sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4"
+)
 SMALL = ["--config=network=small_cnn", "--config=image_size=16", "--sites=2", "--batch-size=8"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("data") / "mednist", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("data") / "mednist", per_class=10, size=16
+    )
 
 
 def started(place: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
-    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "2"}  # NumPy's own, which it starts where it is imported
+    threads = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "2",
+    }  # NumPy's own, which it starts where it is imported
     environment = {**os.environ, "PYTHONPATH": python_path(), **threads}
     return subprocess.Popen(
         [sys.executable, "-m", "medfl", *arguments], cwd=place, env=environment, text=True,
@@ -68,15 +75,23 @@ def test_the_weights_are_those_without_it_also_after_a_kill(data: Path, tmp_path
     rounds = json.loads(manifest.read_text())["round"] + 2
     code, said = medfl(tmp_path, *inside, "--out", name, "--resume", "--rounds", str(rounds))
     assert code == 0, said
-    assert said[0] == f"sandbox: Landlock ABI {sandbox.abi()}: writes below {name} only, no network, no programs"
+    assert (
+        said[0]
+        == f"sandbox: Landlock ABI {sandbox.abi()}: writes below {name} only, no network, no programs"
+    )
     assert "ermission" not in "".join(said)
     assert "Warning" not in "".join(said)
     private = Path(os.environ["XDG_CACHE_HOME"]) / "medfl" / "sandbox"
     assert [path for path in private.iterdir() if (path / "tmp").is_dir()]
-    assert cli.main([*run, "--jobs", "1", "--rounds", str(rounds), "--out", str(tmp_path / "without")]) == 0
+    assert (
+        cli.main([*run, "--jobs", "1", "--rounds", str(rounds), "--out", str(tmp_path / "without")])
+        == 0
+    )
     for file in ("weights.safetensors", "best.safetensors", "predictions.csv"):
         assert (tmp_path / name / file).read_bytes() == (tmp_path / "without" / file).read_bytes()
-    records = [json.loads((tmp_path / folder / "run.json").read_text()) for folder in (name, "without")]
+    records = [
+        json.loads((tmp_path / folder / "run.json").read_text()) for folder in (name, "without")
+    ]
     assert records[0]["run_hash"] == records[1]["run_hash"]
     assert (tmp_path / name / "report.html").is_file()
 
@@ -85,7 +100,17 @@ def test_the_weights_are_those_without_it_also_after_a_kill(data: Path, tmp_path
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="TorchInductor needs a C++ compiler")
 def test_a_compiled_run_may_execute_the_compiler_and_says_so(data: Path, tmp_path: Path) -> None:
-    run = ["run", "mednist", "--data", str(data), *SMALL, "--jobs=1", "--rounds=1", "--compile", "--sandbox"]
+    run = [
+        "run",
+        "mednist",
+        "--data",
+        str(data),
+        *SMALL,
+        "--jobs=1",
+        "--rounds=1",
+        "--compile",
+        "--sandbox",
+    ]
     process = started(tmp_path, [*run, "--out=compiled"])
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
@@ -140,7 +165,16 @@ def test_a_hostile_bundle_that_was_let_in_does_no_harm(
         assert "  name: '@network_name'" in file.read_text()
         called = "  name: $__import__('scripts.attacks').attacks.network_name()"
         file.write_text(file.read_text().replace("  name: '@network_name'", called))
-        run = ["run", str(bundle), "--data", str(data), "--config=image_size=16", "--sites=2", "--jobs=1", "--rounds=1"]
+        run = [
+            "run",
+            str(bundle),
+            "--data",
+            str(data),
+            "--config=image_size=16",
+            "--sites=2",
+            "--jobs=1",
+            "--rounds=1",
+        ]
         run.append("--trust")
         code, said = medfl(tmp_path, *run, "--sandbox", "--out", "inside")
         assert code == 2, said
@@ -173,12 +207,19 @@ def test_a_run_that_is_refused_leaves_an_empty_folder_and_one_line(tmp_path: Pat
     assert list((tmp_path / "a").iterdir()) == []
 
 
-@pytest.mark.parametrize("flags", [["--runtime=flare"], ["--track=mlflow:http://localhost:5000"], ["--from=run.json"]])
+@pytest.mark.parametrize(
+    "flags", [["--runtime=flare"], ["--track=mlflow:http://localhost:5000"], ["--from=run.json"]]
+)
 def test_what_needs_connections_or_names_no_folder_is_refused(
-    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("medfl.runs.request_checks.read_run", lambda file: (SimpleNamespace(portable=False), {}))
+    monkeypatch.setattr(
+        "medfl.runs.request_checks.read_run", lambda file: (SimpleNamespace(portable=False), {})
+    )
     bundle = [] if "--from=run.json" in flags else ["mednist"]
     assert cli.main(["run", *bundle, "--sandbox", *flags]) == 2
     assert capsys.readouterr().err.startswith(

@@ -18,7 +18,12 @@ def test_pinning_keeps_the_words_and_the_rules_for_what_leaves(
 ) -> None:
     root, words, pinned = write(tmp_path / "b"), tmp_path / "words.yaml", tmp_path / "pinned.yaml"
     words.write_text("outbound: {clip: 2, noise: 3, keys: [weights]}\n")
-    assert cli.main(["site", "inspect", str(root), "--policy", str(words), "--write-policy", str(pinned)]) == 0
+    assert (
+        cli.main(
+            ["site", "inspect", str(root), "--policy", str(words), "--write-policy", str(pinned)]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "policy: may leave: weights" in shown
     found = Policy.read(pinned)
@@ -40,6 +45,11 @@ def test_every_action_helps(action: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_bundle_that_is_not_accepted_is_never_opened(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = write(tmp_path / "b", {"x": {"_target_": "evil.Net"}}, {"evil.py": "raise SystemExit(7)"})
+    root = write(
+        tmp_path / "b", {"x": {"_target_": "evil.Net"}}, {"evil.py": "raise SystemExit(7)"}
+    )
     assert cli.main(["site", action, str(root), "--data", str(tmp_path)]) == 2
-    assert "x#_target_: evil.Net, for which the policy has to allow 'scripts'" in capsys.readouterr().err
+    assert (
+        "x#_target_: evil.Net, for which the policy has to allow 'scripts'"
+        in capsys.readouterr().err
+    )

@@ -8,14 +8,19 @@ from tests.runs.test_subgroups import CLASSES, rows
 
 
 def test_a_line_a_group_with_intervals_and_what_is_not_told() -> None:
-    found = of(rows({"east": (9, 9, 9), "north": (20, 15, 12), "south": (2, 2, 2)}), "centre", CLASSES)
+    found = of(
+        rows({"east": (9, 9, 9), "north": (20, 15, 12), "south": (2, 2, 2)}), "centre", CLASSES
+    )
     lines = text(found, 100)
     assert lines[0].split() == ["centre", "cases", "Accuracy", "Balanced", "accuracy", "AUROC"]
     assert lines[2].split() == ["east", "not", "told", "-", "-", "-"]
     assert lines[3].split()[:2] == ["north", "47"]
     assert lines[4].split() == ["south", "not", "told", "-", "-", "-"]
     assert any(
-        line.startswith("note: not told, fewer than 10 cases, or its count would reveal such a group") for line in lines
+        line.startswith(
+            "note: not told, fewer than 10 cases, or its count would reveal such a group"
+        )
+        for line in lines
     )
     assert max(map(len, lines)) <= 100
 

@@ -17,7 +17,9 @@ def test_no_text_steers_the_terminal(capsys: pytest.CaptureFixture[str]) -> None
     assert said.out == "?]0;x?\n"
 
 
-def test_out_of_memory_is_a_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_out_of_memory_is_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(_: object) -> None:
         raise MemoryError("8 GiB")
 

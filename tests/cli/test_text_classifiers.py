@@ -40,7 +40,9 @@ Text = dict[str, Any]
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixty grey images of six classes."""
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32
+    )
 
 
 @pytest.fixture
@@ -49,8 +51,21 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, scans: Path) -> 
 
     def run(name: str | Path, method: str, *arguments: object, data: Path | None = scans) -> str:
         before = sorted(tmp_path.rglob("*"))
-        where = ["--data", str(data), *SMALL] if data else ["--sites", "2", "--partition", "iid", "--jobs", "1"]
-        command = ["run", str(name), "--method", method, *where, *map(str, arguments), "--out", str(tmp_path / "out")]
+        where = (
+            ["--data", str(data), *SMALL]
+            if data
+            else ["--sites", "2", "--partition", "iid", "--jobs", "1"]
+        )
+        command = [
+            "run",
+            str(name),
+            "--method",
+            method,
+            *where,
+            *map(str, arguments),
+            "--out",
+            str(tmp_path / "out"),
+        ]
         assert cli.main(command) == 2
         stdout, stderr = capsys.readouterr()
         *_, last = stderr.splitlines()
@@ -82,14 +97,32 @@ def _edited(folder: Path, edit: Callable[[Text], object]) -> Path:
 @pytest.mark.parametrize(
     ("edit", "given", "advice"),
     [
-        (lambda c: {k: c[k] for k in reversed(c)}, "HeadCT, Hand, ChestCT, CXR, BreastMRI, AbdomenCT", "bring them"),
-        (lambda c: {k: c[k] for k in c if k != "CXR"}, "AbdomenCT, BreastMRI, ChestCT, Hand, HeadCT", "add CXR"),
+        (
+            lambda c: {k: c[k] for k in reversed(c)},
+            "HeadCT, Hand, ChestCT, CXR, BreastMRI, AbdomenCT",
+            "bring them",
+        ),
+        (
+            lambda c: {k: c[k] for k in c if k != "CXR"},
+            "AbdomenCT, BreastMRI, ChestCT, Hand, HeadCT",
+            "add CXR",
+        ),
         (lambda c: {**c, "Foot": "foot radiograph"}, f"{CLASSES}, Foot", "drop Foot"),
-        (lambda c: {k if k != "Hand" else "hand": c[k] for k in c}, CLASSES.replace("Hand", "hand"), "add Hand and"),
+        (
+            lambda c: {k if k != "Hand" else "hand": c[k] for k in c},
+            CLASSES.replace("Hand", "hand"),
+            "add Hand and",
+        ),
     ],
 )
 def test_concepts_of_other_classes_or_in_another_order(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, edit: Any, given: str, advice: str
+    refused: Refused,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    edit: Any,
+    given: str,
+    advice: str,
 ) -> None:
     """Both lists are named, before an image is prepared."""
     monkeypatch.setattr(problem, "prepare", _only_the_trial(problem.prepare))
@@ -129,7 +162,9 @@ def test_text_of_another_form(refused: Refused, tmp_path: Path, edit: Any, text:
 def test_a_bundle_without_text(refused: Refused, tmp_path: Path) -> None:
     mine = _edited(tmp_path, lambda text: None)
     path = mine / "configs" / "federated.yaml"
-    path.write_text(yaml.safe_dump({k: v for k, v in yaml.safe_load(path.read_text()).items() if k != "text"}))
+    path.write_text(
+        yaml.safe_dump({k: v for k, v in yaml.safe_load(path.read_text()).items() if k != "text"})
+    )
     for method in ("fedcb", "fedbm"):
         assert f"{path} has no key 'text'; " in refused(mine, method)
 
@@ -173,8 +208,12 @@ def test_embeddings_that_are_not_there_or_no_embeddings(refused: Refused, tmp_pa
         "mednist", "fedcb", "--set", f"plm={path}"
     )
     path.write_bytes(b"nonsense" * 9)
-    assert f"{path} is not a file of text embeddings" in refused("mednist", "fedcb", "--set", f"plm={path}")
-    assert "language model 'gpt9'; known ones are minilm, bert" in refused("mednist", "fedcb", "--set", "plm=gpt9")
+    assert f"{path} is not a file of text embeddings" in refused(
+        "mednist", "fedcb", "--set", f"plm={path}"
+    )
+    assert "language model 'gpt9'; known ones are minilm, bert" in refused(
+        "mednist", "fedcb", "--set", "plm=gpt9"
+    )
 
 
 # Options and images
@@ -195,8 +234,12 @@ def test_embeddings_that_are_not_there_or_no_embeddings(refused: Refused, tmp_pa
         ("fedetf", ("dimension=3",), "dimension=3 for method 'fedetf' with 6 classes; a simplex of K classes"),
     ],
 )  # fmt: skip
-def test_options_that_cannot_be(refused: Refused, method: str, options: tuple[str, ...], text: str) -> None:
-    assert refused("mednist", method, *(part for one in options for part in ("--set", one))).startswith(text)
+def test_options_that_cannot_be(
+    refused: Refused, method: str, options: tuple[str, ...], text: str
+) -> None:
+    assert refused(
+        "mednist", method, *(part for one in options for part in ("--set", one))
+    ).startswith(text)
 
 
 @pytest.mark.parametrize(("size", "advice"), [(28, 32), (40, 32), (8, 16)])
@@ -208,12 +251,18 @@ def test_images_that_the_generator_cannot_make(refused: Refused, size: int, advi
     )
 
 
-@pytest.mark.parametrize("method", ["fedcb", "fedbm", "fedrod", "fednh", "fedetf", "ccvr", "fedproto"])
+@pytest.mark.parametrize(
+    "method", ["fedcb", "fedbm", "fedrod", "fednh", "fedetf", "ccvr", "fedproto"]
+)
 def test_a_segmentation_bundle(refused: Refused, tmp_path: Path, method: str) -> None:
     zoo = ZOO["seg2d_csv_flat"](tmp_path)
-    overrides = [part for key, value in zoo.overrides.items() for part in ("--config", f"{key}={value}")]
+    overrides = [
+        part for key, value in zoo.overrides.items() for part in ("--config", f"{key}={value}")
+    ]
     line = refused(zoo.path, method, *overrides, data=None)
-    assert line.startswith(f"method '{method}' on bundle 'seg2d_csv_flat', a segmentation task; it supports ")
+    assert line.startswith(
+        f"method '{method}' on bundle 'seg2d_csv_flat', a segmentation task; it supports "
+    )
     assert "classification" in line
 
 
@@ -222,7 +271,17 @@ def test_a_segmentation_bundle(refused: Refused, tmp_path: Path, method: str) ->
 
 def _run(scans: Path, out: Path, *arguments: str, method: str = "fedbm", code: int = 0) -> None:
     quick = QUICK if method == "fedbm" else ()
-    command = ["run", "mednist", "--method", method, "--data", str(scans), *SMALL, *quick, *arguments]
+    command = [
+        "run",
+        "mednist",
+        "--method",
+        method,
+        "--data",
+        str(scans),
+        *SMALL,
+        *quick,
+        *arguments,
+    ]
     assert cli.main([*command, "--quiet", "--out", str(out)]) == code
 
 
@@ -261,7 +320,9 @@ def test_fedbm_goes_on_bit_for_bit_after_an_interruption(
     files = sorted(path.name for path in (whole / "state").glob("000004-s*.safetensors"))
     states = [{name: load_state(out / "state" / name) for name in files} for out in (whole, cut)]
     assert bits(states[0]) == bits(states[1])
-    server, *sites = (states[0][name] for name in sorted(files, key=lambda name: "server" not in name))
+    server, *sites = (
+        states[0][name] for name in sorted(files, key=lambda name: "server" not in name)
+    )
     assert (server["version"], len(sites)) == (3, 2)
     assert server["generator"].keys() == sites[0]["generator"].keys()
     assert all(site["version"] == 2 and site["optimizers"] for site in sites)
@@ -274,11 +335,18 @@ def test_bytes_of_each_round_are_the_cards(scans: Path, tmp_path: Path) -> None:
     generator is trained after round 1 and after round 3: it is sent in rounds 2 and 4.
     """
     out = tmp_path / "run"
-    _run(scans, out, "--rounds", "4", "--set", "g_start=1", "--set", "g_every=2", "--eval-every", "0")
+    _run(
+        scans, out, "--rounds", "4", "--set", "g_start=1", "--set", "g_every=2", "--eval-every", "0"
+    )
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     weights = load_weights(out / "weights.safetensors")
     w_fe = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    plain = sum(p.numel() for p in Bundle("mednist", {"network": "small_cnn", "image_size": 32}).network().parameters())
+    plain = sum(
+        p.numel()
+        for p in Bundle("mednist", {"network": "small_cnn", "image_size": 32})
+        .network()
+        .parameters()
+    )
     assert w_fe == 4 * (plain + 73 * (384 - 6))
     embeddings, generator = torch.zeros(6, 24, 384), Generator(384, 1, 32, 32).state_dict()
     assert embeddings.numel() * embeddings.element_size() == 4 * 6 * 24 * 384
@@ -287,10 +355,14 @@ def test_bytes_of_each_round_are_the_cards(scans: Path, tmp_path: Path) -> None:
     stale = Message({"weights": weights, "generator": generator}, shape)
     up = Message({"weights": weights}, {"samples": 21})
     down = [first, stale, Message({"weights": weights}), stale]
-    assert [entry["bytes_down"] for entry in rounds] == [2 * len(message.encode()) for message in down]
+    assert [entry["bytes_down"] for entry in rounds] == [
+        2 * len(message.encode()) for message in down
+    ]
     assert [entry["bytes_up"] for entry in rounds] == [2 * len(up.encode())] * 4
     told = Message(scalars={axis: 1 for axis in ("channels", "height", "width")})
-    assert _summary(out)["bytes_up"] == sum(entry["bytes_up"] for entry in rounds) + 2 * len(told.encode())
+    assert _summary(out)["bytes_up"] == sum(entry["bytes_up"] for entry in rounds) + 2 * len(
+        told.encode()
+    )
 
 
 @pytest.mark.parametrize("method", ["fedcb", "fedbm"])

@@ -57,19 +57,34 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def chest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("chest") / "data", per_class=20, size=28)
+    return datasets.write_phantom(
+        "pneumonia", tmp_path_factory.mktemp("chest") / "data", per_class=20, size=28
+    )
 
 
 @pytest.fixture(scope="module")
 def endoscopy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("kvasir_v2", tmp_path_factory.mktemp("endoscopy") / "data", per_class=10, size=28)
+    return datasets.write_phantom(
+        "kvasir_v2", tmp_path_factory.mktemp("endoscopy") / "data", per_class=10, size=28
+    )
 
 
 @pytest.fixture(scope="module")
 def finished(chest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two rounds, with the Local reference and scores after one more local training."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--rounds", "2", "--with-local", "--quiet"]
+    run = [
+        "run",
+        "pneumonia",
+        "--data",
+        str(chest),
+        *SMALL,
+        *CNN,
+        "--rounds",
+        "2",
+        "--with-local",
+        "--quiet",
+    ]
     assert cli.main([*run, "--score-trained", "--out", str(out)]) == 0
     return out
 
@@ -82,7 +97,9 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Refused:
         capsys.readouterr()
         before = sorted(tmp_path.rglob("*"))
         where = (
-            ["--out", str(out or tmp_path / "out")] if arguments[:1] == ("run",) and "--out" not in arguments else []
+            ["--out", str(out or tmp_path / "out")]
+            if arguments[:1] == ("run",) and "--out" not in arguments
+            else []
         )
         assert cli.main([*map(str, arguments), *where]) == 2
         stdout, stderr = capsys.readouterr()
@@ -179,7 +196,11 @@ def _sees(line: str, *texts: str) -> None:
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_before_the_images_are_read(
-    refused: Refused, chest: Path, monkeypatch: pytest.MonkeyPatch, extra: tuple[str, ...], texts: tuple[str, ...]
+    refused: Refused,
+    chest: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    extra: tuple[str, ...],
+    texts: tuple[str, ...],
 ) -> None:
     def read(*arguments: object, **named: object) -> None:
         raise AssertionError("images were read or hashed")
@@ -189,7 +210,9 @@ def test_bad_input_is_refused_before_the_images_are_read(
     _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, *extra), *texts)
 
 
-def test_cuda_without_a_cuda_device(refused: Refused, chest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_cuda_device(
+    refused: Refused, chest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     line = refused("run", "pneumonia", "--data", chest, *SMALL, "--device", "cuda")
     _sees(line, "--device cuda", "0 CUDA devices", "cpu or auto")
@@ -198,27 +221,44 @@ def test_cuda_without_a_cuda_device(refused: Refused, chest: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("arguments", "texts"),
     [
-        (("run", "pneumonie"), ("bundle 'pneumonie'", "ham10000, hippocampus, isic19", "medfl bundles")),
+        (
+            ("run", "pneumonie"),
+            ("bundle 'pneumonie'", "ham10000, hippocampus, isic19", "medfl bundles"),
+        ),
         (("run",), ("no bundle", "medfl bundles")),
         (("run", "--resume"), ("holds no run", "start without --resume")),
-        (("run", "--from", "gone.json"), ("gone.json: it cannot be read: No such file", "as medfl wrote it")),
+        (
+            ("run", "--from", "gone.json"),
+            ("gone.json: it cannot be read: No such file", "as medfl wrote it"),
+        ),
         (("bundles", "x"), ("bundle 'x'", "ham10000, hippocampus, isic19")),
         (("methods", "x"), ("method 'x'", "methods are ccvr")),
         (("report", "gone"), ("gone is not there", "check the path")),
         (("report", "."), ("has no run.json", "medfl run")),
         (("data", "make", "x", "--out", "new"), ("data set 'x'", "ham10000")),
         (("data", "make", "mednist", "--out", "new", "--size", "3"), ("image size 3", "from 16")),
-        (("data", "make", "mednist", "--out", "new", "--per-class", "one"), ("--per-class one", "whole number")),
+        (
+            ("data", "make", "mednist", "--out", "new", "--per-class", "one"),
+            ("--per-class one", "whole number"),
+        ),
         (("data", "make", "mednist"), ("required: --out", "--out DIR")),
-        (("data", "check", "mednist", "--data", "gone"), ("gone is not a folder", "known layouts", "mednist_64.npz")),
+        (
+            ("data", "check", "mednist", "--data", "gone"),
+            ("gone is not a folder", "known layouts", "mednist_64.npz"),
+        ),
         (("data", "check", "mednist"), ("MEDFL_DATA is not set", "known layouts")),
-        (("data", "fetch", "ham10000", "--out", "new"), ("ham10000 cannot be fetched", "Dataverse", "put it into new")),
+        (
+            ("data", "fetch", "ham10000", "--out", "new"),
+            ("ham10000 cannot be fetched", "Dataverse", "put it into new"),
+        ),
         (("data",), ("ACTION", "medfl data --help")),
         (("dance",), ("'dance'", "'run'")),
         ((), ("VERB", "medfl --help")),
     ],
 )
-def test_bad_verbs_names_and_folders(refused: Refused, arguments: tuple[str, ...], texts: tuple[str, ...]) -> None:
+def test_bad_verbs_names_and_folders(
+    refused: Refused, arguments: tuple[str, ...], texts: tuple[str, ...]
+) -> None:
     _sees(refused(*arguments), *texts)
 
 
@@ -233,20 +273,35 @@ def test_a_folder_that_is_no_bundle(refused: Refused, tmp_path: Path) -> None:
 
 
 def test_the_folder_of_another_data_set(refused: Refused, endoscopy: Path) -> None:
-    _sees(refused("run", "pneumonia", "--data", endoscopy), f"{endoscopy} holds no pneumonia data", LAYOUTS)
+    _sees(
+        refused("run", "pneumonia", "--data", endoscopy),
+        f"{endoscopy} holds no pneumonia data",
+        LAYOUTS,
+    )
 
 
 # The run folder
 
 
-def test_out_that_is_in_use(refused: Refused, chest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_that_is_in_use(
+    refused: Refused, chest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets, "checksum", lambda *_: pytest.fail("images were hashed"))
     out = tmp_path / "mine"
     out.mkdir()
     (out / "thesis.txt").write_text("dear")
-    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, out=out), f"--out {out}", "not empty", "--resume")
+    _sees(
+        refused("run", "pneumonia", "--data", chest, *SMALL, out=out),
+        f"--out {out}",
+        "not empty",
+        "--resume",
+    )
     file = out / "thesis.txt"
-    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, out=file), f"--out {file}", "empty folder")
+    _sees(
+        refused("run", "pneumonia", "--data", chest, *SMALL, out=file),
+        f"--out {file}",
+        "empty folder",
+    )
     assert file.read_text() == "dear"
 
 
@@ -256,22 +311,42 @@ def test_out_that_cannot_be_made(
     monkeypatch.setattr(datasets, "checksum", lambda *_: pytest.fail("images were hashed"))
     (tmp_path / "file").write_text("")
     out = tmp_path / "file" / "run"
-    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "give a writable place")
+    _sees(
+        refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out),
+        f"--out {out}",
+        "give a writable place",
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_out_that_is_read_only(refused: Refused, chest: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     out = tmp_path / "locked" / "run"
-    _sees(refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out), f"--out {out}", "give a writable place")
+    _sees(
+        refused("run", "pneumonia", "--data", chest, *SMALL, *CNN, out=out),
+        f"--out {out}",
+        "give a writable place",
+    )
 
 
 def test_resume_with_other_settings(refused: Refused, finished: Path) -> None:
     before = {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
     line = refused("run", "--resume", "--batch-size", "4", out=finished)
-    _sees(line, "--resume with other settings: batch_size: 4 was 8", "only --rounds may grow", "another folder")
-    _sees(refused("run", "--resume", "--method", "scaffold", out=finished), "method", "scaffold", "fedavg")
-    _sees(refused("run", "--resume", "--rounds", "1", out=finished), "--rounds 1", "2 rounds are done")
+    _sees(
+        line,
+        "--resume with other settings: batch_size: 4 was 8",
+        "only --rounds may grow",
+        "another folder",
+    )
+    _sees(
+        refused("run", "--resume", "--method", "scaffold", out=finished),
+        "method",
+        "scaffold",
+        "fedavg",
+    )
+    _sees(
+        refused("run", "--resume", "--rounds", "1", out=finished), "--rounds 1", "2 rounds are done"
+    )
     _sees(refused("run", "--resume", "--rounds", "0", out=finished), "--rounds 0")
     assert before == {path: path.read_bytes() for path in finished.rglob("*") if path.is_file()}
 
@@ -289,7 +364,9 @@ def test_from_a_damaged_record(refused: Refused, tmp_path: Path, text: str) -> N
 
 
 def test_from_takes_no_other_settings(refused: Refused, finished: Path) -> None:
-    _sees(refused("run", "--from", finished / "run.json", "--rounds", "9"), "--from", "leave them out")
+    _sees(
+        refused("run", "--from", finished / "run.json", "--rounds", "9"), "--from", "leave them out"
+    )
 
 
 def test_from_with_other_data(refused: Refused, finished: Path, tmp_path: Path) -> None:
@@ -309,13 +386,20 @@ def test_more_sites_than_samples(refused: Refused, chest: Path) -> None:
 def test_a_partition_that_the_data_cannot_carry(refused: Refused, chest: Path) -> None:
     run = ("run", "pneumonia", "--data", chest, *SMALL, *CNN)
     _sees(refused(*run, "--partition", "classes:3"), "'classes:3' of 2 classes", "C at most 2")
-    _sees(refused(*run, "--partition", "centre"), "2 sites with partition 'centre'", "it has 1: guangzhou")
+    _sees(
+        refused(*run, "--partition", "centre"),
+        "2 sites with partition 'centre'",
+        "it has 1: guangzhou",
+    )
 
 
 @pytest.mark.parametrize(
     ("config", "texts"),
     [
-        ("loss=3", ("loss=3: a step of training fails with TypeError: 'int' object is not callable",)),
+        (
+            "loss=3",
+            ("loss=3: a step of training fails with TypeError: 'int' object is not callable",),
+        ),
         (
             "loss=$torch.nn.MSELoss()",
             ("loss=$torch.nn.MSELoss()", "network, loss and images of the bundle go together"),
@@ -329,7 +413,11 @@ def test_overrides_with_which_no_step_can_be_made(
     refused: Refused, chest: Path, config: str, texts: tuple[str, ...]
 ) -> None:
     run = ("run", "pneumonia", "--data", chest, *SMALL, *CNN, "--config", config)
-    _sees(refused(*run), f"--config network=small_cnn, image_size={'4' if 'size' in config else '28'}", *texts)
+    _sees(
+        refused(*run),
+        f"--config network=small_cnn, image_size={'4' if 'size' in config else '28'}",
+        *texts,
+    )
     _sees(refused(*run, "--with-local"), *texts)
 
 
@@ -341,7 +429,10 @@ def test_an_unknown_split(refused: Refused, chest: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "texts"),
     [
-        (["train_000000,a", "val_000000,b"], ("leaves b without training images", "every site needs at least one")),
+        (
+            ["train_000000,a", "val_000000,b"],
+            ("leaves b without training images", "every site needs at least one"),
+        ),
         (["train_000000,a", "nobody,a"], ("line 3: id 'nobody' is unknown",)),
         (["train_000000,a", "train_000000,b"], ("'train_000000' has a second site",)),
         (["train_000000,"], ("line 2: site ''",)),
@@ -355,7 +446,17 @@ def test_a_partition_file_that_is_wrong(
     table = tmp_path / "sites.csv"
     if rows is not None:
         table.write_text("\n".join(["id,site", *rows]) + "\n")
-    run = ("run", "pneumonia", "--data", chest, "--rounds", "1", *CNN, "--partition", f"file:{table}")
+    run = (
+        "run",
+        "pneumonia",
+        "--data",
+        chest,
+        "--rounds",
+        "1",
+        *CNN,
+        "--partition",
+        f"file:{table}",
+    )
     _sees(refused(*run), str(table), *texts)
 
 
@@ -388,7 +489,9 @@ def test_a_damaged_or_odd_image_is_named(
         Image.open(image).convert("L").save(image)
     else:
         whole = image.read_bytes()
-        image.write_bytes({"truncated": whole[: len(whole) // 2], "text": b"not an image", "empty": b""}[damage])
+        image.write_bytes(
+            {"truncated": whole[: len(whole) // 2], "text": b"not an image", "empty": b""}[damage]
+        )
     data = _packed(folder, tmp_path / "zipped") if zipped else folder
     reason = "has 1 channels; the data set has 3" if damage == "grey" else "cannot be read"
     line = refused("run", "kvasir_v2", "--data", data, *SMALL, *CNN)
@@ -408,12 +511,18 @@ def test_a_damaged_zip_archive_is_named(refused: Refused, endoscopy: Path, tmp_p
     _sees(refused("run", "kvasir_v2", "--data", archive.parent, *SMALL), str(archive))
 
 
-def test_a_class_that_is_absent_everywhere(refused: Refused, endoscopy: Path, tmp_path: Path) -> None:
+def test_a_class_that_is_absent_everywhere(
+    refused: Refused, endoscopy: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(endoscopy, tmp_path / "plain"))
     gone = _first_image(folder).parent
     shutil.rmtree(gone)
     line = refused("run", "kvasir_v2", "--data", folder, *SMALL, *CNN)
-    _sees(line, f"no training image of class '{gone.name}' (label 0)", "every class needs at least one")
+    _sees(
+        line,
+        f"no training image of class '{gone.name}' (label 0)",
+        "every class needs at least one",
+    )
 
 
 def test_a_label_outside_the_classes(refused: Refused, chest: Path, tmp_path: Path) -> None:
@@ -428,25 +537,49 @@ def test_a_label_outside_the_classes(refused: Refused, chest: Path, tmp_path: Pa
 
 
 def test_nan_loss_keeps_the_last_round_and_can_be_resumed(
-    chest: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    chest: Path,
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def train(self, model, site, state, down):  # noqa: ANN001, ANN202
-        return fit(model, site, objective=lambda net, x, y: site.loss(net(x), y) * (1 if site.round < 2 else np.nan))
+        return fit(
+            model,
+            site,
+            objective=lambda net, x, y: site.loss(net(x), y) * (1 if site.round < 2 else np.nan),
+        )
 
-    run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--rounds", "2", "--out", str(tmp_path / "run")]
+    run = [
+        "run",
+        "pneumonia",
+        "--data",
+        str(chest),
+        *SMALL,
+        *CNN,
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(FedAvg, "train", train)
         assert cli.main(run) == 1
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
-    _sees(errors[0], "site 'site-1', round 2: the training loss is nan at step 1", "the last good round is kept")
+    _sees(
+        errors[0],
+        "site 'site-1', round 2: the training loss is nan at step 1",
+        "the last good round is kept",
+    )
     assert json.loads((tmp_path / "run" / "state" / "manifest.json").read_text())["round"] == 1
     assert cli.main([*run, "--resume"]) == 0
     assert _summary(tmp_path / "run")["weights_sha256"] == _summary(finished)["weights_sha256"]
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted: "), (signal.SIGTERM, 143, "ended by SIGTERM: ")]
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted: "), (signal.SIGTERM, 143, "ended by SIGTERM: ")],
 )
 def test_ctrl_c_and_sigterm_end_in_a_line_and_the_run_can_be_resumed(
     chest: Path, finished: Path, tmp_path: Path, number: signal.Signals, code: int, said: str
@@ -455,7 +588,11 @@ def test_ctrl_c_and_sigterm_end_in_a_line_and_the_run_can_be_resumed(
     run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--out", str(out)]
     process = forked.start(cli.main, [*run, "--rounds", "100000"], output=tmp_path / "printed")
     deadline = time.monotonic() + 60
-    while not (out / "state" / "manifest.json").exists() and process.is_alive() and time.monotonic() < deadline:
+    while (
+        not (out / "state" / "manifest.json").exists()
+        and process.is_alive()
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
     os.kill(process.pid, number)
     process.join(60)
@@ -511,7 +648,13 @@ def _summary(out: Path) -> dict[str, object]:
 @pytest.fixture
 def run_files(finished: Path) -> Path:
     """The run folder with every file of the contract in it."""
-    for name in ("weights.safetensors", "best.safetensors", "report.html", "state/manifest.json", "local/summary.json"):
+    for name in (
+        "weights.safetensors",
+        "best.safetensors",
+        "report.html",
+        "state/manifest.json",
+        "local/summary.json",
+    ):
         assert (finished / name).stat().st_size > 0
     assert [*(finished / "events").glob("events.out.tfevents.*")]
     return finished
@@ -538,7 +681,8 @@ def test_the_run_folder_is_as_the_contract_says(run_files: Path) -> None:
 
 def test_rounds_and_tables_are_as_the_contract_says(run_files: Path) -> None:
     rounds = [
-        json.loads(line, parse_constant=_not_json) for line in (run_files / "rounds.jsonl").read_text().splitlines()
+        json.loads(line, parse_constant=_not_json)
+        for line in (run_files / "rounds.jsonl").read_text().splitlines()
     ]
     assert [entry["round"] for entry in rounds] == [1, 2]
     for entry in rounds:
@@ -549,7 +693,14 @@ def test_rounds_and_tables_are_as_the_contract_says(run_files: Path) -> None:
         assert sum(entry[part] for part in parts) == pytest.approx(entry["seconds"])
     with (run_files / "sites.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [*rows[0]][:6] == ["site", "train", "validate", "test", "train_normal", "train_pneumonia"]
+    assert [*rows[0]][:6] == [
+        "site",
+        "train",
+        "validate",
+        "test",
+        "train_normal",
+        "train_pneumonia",
+    ]
     for kind in ("received", "personal", "local"):
         assert {f"{kind}_{metric}" for metric in METRICS} <= rows[0].keys()
     assert sum(int(row["train"]) for row in rows) == 28
@@ -565,16 +716,28 @@ def test_run_prints_one_document_and_logs_beside_it(
     chest: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    assert cli.main(["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--json", "--out", str(out)]) == 0
+    assert (
+        cli.main(
+            ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--json", "--out", str(out)]
+        )
+        == 0
+    )
     stdout, stderr = capsys.readouterr()
     document = json.loads(stdout, parse_constant=_not_json)
     assert document == {**_summary(out), "folder": str(out)}
     _sees(stderr, "8 tensors leave each site, 0 stay", "round 1/1: loss ", "site-1")
 
 
-def test_run_prints_a_table_and_where_it_lies(chest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_a_table_and_where_it_lies(
+    chest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
-    assert cli.main(["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--out", str(out), "--quiet"]) == 0
+    assert (
+        cli.main(
+            ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--out", str(out), "--quiet"]
+        )
+        == 0
+    )
     stdout, stderr = capsys.readouterr()
     assert stderr == ""
     lines = stdout.splitlines()
@@ -584,7 +747,19 @@ def test_run_prints_a_table_and_where_it_lies(chest: Path, tmp_path: Path, capsy
 
 
 def test_without_out_the_folder_is_named_after_the_run(chest: Path) -> None:
-    run = ["run", "pneumonia", "--data", str(chest), *SMALL, *CNN, "--quiet", "--method", "fedprox", "--set", "mu=1e-3"]
+    run = [
+        "run",
+        "pneumonia",
+        "--data",
+        str(chest),
+        *SMALL,
+        *CNN,
+        "--quiet",
+        "--method",
+        "fedprox",
+        "--set",
+        "mu=1e-3",
+    ]
     assert cli.main([*run, "--seed", "4"]) == 0
     record = json.loads(Path("runs/pneumonia-fedprox-4/run.json").read_text())
     assert record["options"] == {"mu": 0.001}
@@ -600,7 +775,9 @@ def test_a_recorded_run_is_repeated(finished: Path, tmp_path: Path, answer: Answ
 
 
 def test_mixed_precision_on_cpu(chest: Path, tmp_path: Path, answer: Answer) -> None:
-    summary = answer("run", "pneumonia", "--data", chest, *SMALL, *CNN, "--amp", "--out", tmp_path / "run")
+    summary = answer(
+        "run", "pneumonia", "--data", chest, *SMALL, *CNN, "--amp", "--out", tmp_path / "run"
+    )
     assert np.isfinite(summary["last"]["loss"])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["amp"] is True
 
@@ -620,9 +797,23 @@ def test_without_data_a_phantom_is_used_and_said_loudly(
 # The other verbs
 
 
-def test_data_make_and_check(tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_make_and_check(
+    tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "made"
-    made = answer("data", "make", "mednist", "--out", folder, "--per-class", "10", "--size", "16", "--seed", "3")
+    made = answer(
+        "data",
+        "make",
+        "mednist",
+        "--out",
+        folder,
+        "--per-class",
+        "10",
+        "--size",
+        "16",
+        "--seed",
+        "3",
+    )
     assert made == {"name": "mednist", "folder": str(folder), "source": "phantom"}
     report = answer("data", "check", "mednist", "--data", folder)
     assert (report["ok"], report["images"], report["source"]) == (True, 60, "phantom")
@@ -675,7 +866,16 @@ def test_methods_and_bundles(answer: Answer, capsys: pytest.CaptureFixture[str])
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("medfl 0.")
-    for verb in ([], ["run"], ["methods"], ["bundles"], ["data"], ["data", "make"], ["data", "fetch"], ["report"]):
+    for verb in (
+        [],
+        ["run"],
+        ["methods"],
+        ["bundles"],
+        ["data"],
+        ["data", "make"],
+        ["data", "fetch"],
+        ["report"],
+    ):
         assert cli.main([*verb, "--help"]) == 0
         text = capsys.readouterr().out
         assert text.startswith("usage: medfl")
@@ -683,7 +883,11 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_examples_in_the_help_are_commands() -> None:
-    examples = [line.split() for line in (cli.EXAMPLES + run.EXAMPLES).splitlines() if line.startswith("  medfl ")]
+    examples = [
+        line.split()
+        for line in (cli.EXAMPLES + run.EXAMPLES).splitlines()
+        if line.startswith("  medfl ")
+    ]
     assert len(examples) >= 5
     for words in examples:
         cli.parser().parse_args(words[1:])

@@ -18,7 +18,9 @@ Edit = Callable[[Path, Path], None]
 
 @pytest.fixture(scope="module")
 def cohort(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("hippocampus", tmp_path_factory.mktemp("cohort") / "data", per_class=10, size=20)
+    return datasets.write_phantom(
+        "hippocampus", tmp_path_factory.mktemp("cohort") / "data", per_class=10, size=20
+    )
 
 
 @pytest.fixture
@@ -30,10 +32,15 @@ def broken(cohort: Path, tmp_path: Path) -> tuple[Path, Path, Path]:
     return folder, image, mask
 
 
-def rewrite(path: Path, change: Callable[[np.ndarray], np.ndarray], affine: np.ndarray | None = None) -> None:
+def rewrite(
+    path: Path, change: Callable[[np.ndarray], np.ndarray], affine: np.ndarray | None = None
+) -> None:
     old = nib.load(path)
     nib.save(
-        nib.Nifti1Image(change(old.get_fdata()).astype(np.float32), old.affine if affine is None else affine), path
+        nib.Nifti1Image(
+            change(old.get_fdata()).astype(np.float32), old.affine if affine is None else affine
+        ),
+        path,
     )
 
 
@@ -61,13 +68,21 @@ BAD: dict[str, tuple[Edit, tuple[str, ...]]] = {
 @pytest.mark.parametrize("verb", ["run", "check"])
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_case_is_refused_by_name(
-    broken: tuple[Path, Path, Path], tmp_path: Path, name: str, verb: str, capsys: pytest.CaptureFixture[str]
+    broken: tuple[Path, Path, Path],
+    tmp_path: Path,
+    name: str,
+    verb: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, image, mask = broken
     edit, texts = BAD[name]
     edit(image, mask)
     out = tmp_path / "out"
-    more = ["--out", str(out), "--jobs", "1", "--config", "patch_size=[16,16,16]"] if verb == "run" else []
+    more = (
+        ["--out", str(out), "--jobs", "1", "--config", "patch_size=[16,16,16]"]
+        if verb == "run"
+        else []
+    )
     command = ["run"] if verb == "run" else ["data", "check"]
     assert cli.main([*command, "hippocampus", "--data", str(folder), *more]) == 2
     _, stderr = capsys.readouterr()
@@ -79,7 +94,9 @@ def test_a_bad_case_is_refused_by_name(
     assert not out.exists()
 
 
-def test_a_patch_larger_than_a_volume(cohort: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_patch_larger_than_a_volume(
+    cohort: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     command = ["run", "hippocampus", "--data", str(cohort), "--out", str(out), "--jobs", "1"]
     assert cli.main([*command, "--config", "patch_size=[64,16,16]"]) == 2
@@ -89,8 +106,18 @@ def test_a_patch_larger_than_a_volume(cohort: Path, tmp_path: Path, capsys: pyte
     assert not out.exists()
 
 
-def test_partition_by_class_needs_classes(cohort: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["run", "hippocampus", "--data", str(cohort), "--out", str(tmp_path / "out"), "--partition"]
+def test_partition_by_class_needs_classes(
+    cohort: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "run",
+        "hippocampus",
+        "--data",
+        str(cohort),
+        "--out",
+        str(tmp_path / "out"),
+        "--partition",
+    ]
     assert cli.main([*command, "dirichlet:0.5"]) == 2
     assert "this rule divides by class" in capsys.readouterr().err
     assert cli.main([*command, "centre"]) == 2

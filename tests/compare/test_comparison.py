@@ -24,11 +24,15 @@ from tests.compare.test_cost_curves import folder
 SCORES = {"fedavg": (0.5, 0.6, 0.7), "fedprox": (0.6, 0.65, 0.8), "moon": (0.4, 0.62, 0.6)}
 
 
-def finished(root: Path, method: str, seed: int, score: float, spec: str = "iid", **more: Any) -> Path:
+def finished(
+    root: Path, method: str, seed: int, score: float, spec: str = "iid", **more: Any
+) -> Path:
     """Write a finished run with this test accuracy, whose validation accuracy is 0.1 in round 1 and 0.3 in round 3."""
     partition = {"sites": {"a": {}}, "spec": spec, "seed": seed}
     data = {"source": "phantom", "checksum": "0" * 64}
-    path = folder(root, f"{method}-{seed}-{spec}", method, seed=seed, partition=partition, data=data, **more)
+    path = folder(
+        root, f"{method}-{seed}-{spec}", method, seed=seed, partition=partition, data=data, **more
+    )
     pooled = {"accuracy": score, "auroc": score / 2}
     summary = {
         "status": "finished", "judged": "global", "rounds": 3, "personal": None,
@@ -41,12 +45,18 @@ def finished(root: Path, method: str, seed: int, score: float, spec: str = "iid"
 
 
 def grid(root: Path) -> list[Path]:
-    return [finished(root, method, seed, scores[seed]) for method, scores in SCORES.items() for seed in range(3)]
+    return [
+        finished(root, method, seed, scores[seed])
+        for method, scores in SCORES.items()
+        for seed in range(3)
+    ]
 
 
 def test_rows_are_methods_with_their_seeds(tmp_path: Path) -> None:
     found = read(grid(tmp_path))
-    assert [(row.method, sorted(row.runs)) for row in found.rows] == [(method, [0, 1, 2]) for method in SCORES]
+    assert [(row.method, sorted(row.runs)) for row in found.rows] == [
+        (method, [0, 1, 2]) for method in SCORES
+    ]
     assert found.partitions == ["iid"]
     assert found.judged_by.name == "global_last_accuracy"
     column = found.judged_by
@@ -75,7 +85,9 @@ def test_paired_tests_by_hand(tmp_path: Path) -> None:
 
 
 def test_equal_differences_and_single_seeds(tmp_path: Path) -> None:
-    same = [finished(tmp_path, "fedavg", s, 0.5) for s in (0, 1)] + [finished(tmp_path, "moon", s, 0.5) for s in (0, 1)]
+    same = [finished(tmp_path, "fedavg", s, 0.5) for s in (0, 1)] + [
+        finished(tmp_path, "moon", s, 0.5) for s in (0, 1)
+    ]
     (test,) = read(same).tests("fedavg")
     assert (test.difference, test.p, test.effect) == (0, 1, 0)
     assert read([same[0], same[2]]).tests("fedavg") == []
@@ -88,7 +100,10 @@ def test_differences_that_are_equal_up_to_rounding_have_no_test(tmp_path: Path) 
     (test,) = read(runs).tests("fedavg")
     assert test.difference == pytest.approx(0.1)
     assert all(math.isnan(value) for value in (test.low, test.high, test.p, test.effect))
-    cells = [cell.strip() for cell in tables.test_table([test], "md").splitlines()[2].strip("|").split("|")]
+    cells = [
+        cell.strip()
+        for cell in tables.test_table([test], "md").splitlines()[2].strip("|").split("|")
+    ]
     assert cells[3:] == ["3", "+10.0", "–", "–", "–", "no clear difference"]
 
 
@@ -146,7 +161,10 @@ def test_twins_are_refused_with_the_settings_in_which_they_differ(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any], said: str
 ) -> None:
     (tmp_path / "again").mkdir()
-    runs = [finished(tmp_path, "fedavg", 0, 0.5, **first), finished(tmp_path / "again", "fedavg", 0, 0.5, **second)]
+    runs = [
+        finished(tmp_path, "fedavg", 0, 0.5, **first),
+        finished(tmp_path / "again", "fedavg", 0, 0.5, **second),
+    ]
     with pytest.raises(InputError) as caught:
         read(runs)
     assert f"{runs[0]} and {runs[1]} are both fedavg with seed 0" in str(caught.value)
@@ -162,7 +180,9 @@ def test_twins_with_other_sites_or_folders_of_images(tmp_path: Path) -> None:
     document["partition"]["sites"] = {"a": {}, "b": {}}
     document["data"] |= {"folder": "/elsewhere", "counts": {"train": 3}, "notes": ["x"]}
     (runs[1] / "run.json").write_text(json.dumps(document))
-    with pytest.raises(InputError, match=re.escape("with seed 0, but differ in sites (1 and 2); rows")):
+    with pytest.raises(
+        InputError, match=re.escape("with seed 0, but differ in sites (1 and 2); rows")
+    ):
         read(runs)
 
 
@@ -171,10 +191,16 @@ def test_the_tables(tmp_path: Path) -> None:
     lines = tables.result_table(found, "iid", "md").splitlines()
     assert lines[0].startswith("| method")
     assert "| 60.0 ± 8.2" in lines[2]
-    assert "| 68.3 ± 8.5 " in lines[3], "ahead of moon by 0.2, 0.03, 0.2: the interval includes zero"
+    assert "| 68.3 ± 8.5 " in lines[3], (
+        "ahead of moon by 0.2, 0.03, 0.2: the interval includes zero"
+    )
     assert "**" not in tables.result_table(found, "iid", "md")
     assert "6.0 ± 0.0" in lines[2]
-    assert tables.result_table(found, "dirichlet:0.1", "md").splitlines()[2].startswith("| fedavg   | 1       | 20.0 ")
+    assert (
+        tables.result_table(found, "dirichlet:0.1", "md")
+        .splitlines()[2]
+        .startswith("| fedavg   | 1       | 20.0 ")
+    )
     latex = tables.result_table(found, "iid", "tex")
     assert "\\toprule" in latex
     assert "\\%" in latex
@@ -202,7 +228,9 @@ def test_only_what_is_better_than_all_others_is_bold(tmp_path: Path) -> None:
     assert "\\textbf{68.3 $\\pm$ 8.5}" in tables.result_table(found, "iid", "tex")
     text = tables.write_tables(found, tmp_path)["md"].read_text()
     assert "bold: better than all others by the paired 95 % interval" in text
-    assert "**" not in tables.result_table(read(runs[:1] + runs[3:4]), "iid", "md"), "one seed has no interval"
+    assert "**" not in tables.result_table(read(runs[:1] + runs[3:4]), "iid", "md"), (
+        "one seed has no interval"
+    )
 
 
 def test_one_seed_is_compared_over_its_test_cases(tmp_path: Path) -> None:
@@ -215,8 +243,13 @@ def test_one_seed_is_compared_over_its_test_cases(tmp_path: Path) -> None:
         (path / "run.json").write_text(json.dumps(record))
     found = read(runs)
     assert found.tests("fedprox") == []
-    words = {row.method: (one.value, one.cases, one.word) for row, _, one in found.case_tests("fedprox")}
-    assert words == {"fedavg": (-0.5, 12, "worse"), "moon": (pytest.approx(-1 / 12), 12, "no clear difference")}
+    words = {
+        row.method: (one.value, one.cases, one.word) for row, _, one in found.case_tests("fedprox")
+    }
+    assert words == {
+        "fedavg": (-0.5, 12, "worse"),
+        "moon": (pytest.approx(-1 / 12), 12, "no clear difference"),
+    }
     text = tables.write_tables(found, tmp_path)["md"].read_text()
     assert "Paired over the test cases of the judged models, one seed: Accuracy" in text
     assert "| -50.0 " in text

@@ -19,7 +19,14 @@ from medfl.report import RunFiles
 from medfl.report.picture import Picture
 
 
-def folder(root: Path, name: str, method: str = "fedavg", rounds: int = 3, sent: int = 1_000_000, **more: Any) -> Path:
+def folder(
+    root: Path,
+    name: str,
+    method: str = "fedavg",
+    rounds: int = 3,
+    sent: int = 1_000_000,
+    **more: Any,
+) -> Path:
     """Write what the picture reads of a run: each round sends `sent` bytes each way, scored in odd rounds."""
     path = root / name
     path.mkdir()
@@ -29,7 +36,13 @@ def folder(root: Path, name: str, method: str = "fedavg", rounds: int = 3, sent:
     }  # fmt: skip
     (path / "run.json").write_text(json.dumps(run))
     entries = [
-        {"round": r, "bytes_up": sent, "bytes_down": sent, "seconds": 2.0, "val": {"accuracy": r / 10} if r % 2 else {}}
+        {
+            "round": r,
+            "bytes_up": sent,
+            "bytes_down": sent,
+            "seconds": 2.0,
+            "val": {"accuracy": r / 10} if r % 2 else {},
+        }
         for r in range(1, rounds + 1)
     ]
     (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
@@ -56,7 +69,9 @@ def test_silent_runs_are_named_not_drawn(tmp_path: Path) -> None:
     picture = cost_curves(runs)
     assert "Dashed" not in picture.caption
     assert picture.title == "Accuracy against what was sent and how long it took, PHANTOM data"
-    assert picture.caption.endswith("Not drawn on the left, as they send nothing or were not scored: local.")
+    assert picture.caption.endswith(
+        "Not drawn on the left, as they send nothing or were not scored: local."
+    )
     unscored = RunFiles(folder(tmp_path, "c", rounds=0))
     with pytest.raises(InputError, match="1 runs without scored rounds"):
         cost_curves([unscored])
@@ -64,7 +79,10 @@ def test_silent_runs_are_named_not_drawn(tmp_path: Path) -> None:
 
 def test_each_sites_own_models_are_told_from_a_common_one(tmp_path: Path) -> None:
     path = folder(tmp_path, "a", "fedproto")
-    entries = [{**json.loads(line), "judged": "personal"} for line in (path / "rounds.jsonl").read_text().splitlines()]
+    entries = [
+        {**json.loads(line), "judged": "personal"}
+        for line in (path / "rounds.jsonl").read_text().splitlines()
+    ]
     (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     caption = cost_curves([RunFiles(path), RunFiles(folder(tmp_path, "b"))]).caption
     assert "Dashed: each site's own model on the site's own images" in caption
@@ -75,7 +93,13 @@ def test_seeds_of_a_method_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
     drawn: list[Figure] = []
 
     def draw(
-        name: str, title: str, caption: str, size: tuple[float, float], fill: Callable[[Figure], None], *, layout: str
+        name: str,
+        title: str,
+        caption: str,
+        size: tuple[float, float],
+        fill: Callable[[Figure], None],
+        *,
+        layout: str,
     ) -> Picture:
         drawn.append(Figure(figsize=size, layout=layout))
         fill(drawn[-1])
@@ -92,14 +116,21 @@ def test_seeds_of_a_method_are_told_apart(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(set(looks)) == 4
     assert looks[0][0] == looks[1][0] != looks[2][0]
     assert looks[0][1] == looks[2][1] != looks[1][1]
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == ["fedavg", "moon", "seed 0", "seed 1"]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        "fedavg",
+        "moon",
+        "seed 0",
+        "seed 1",
+    ]
     cost_curves(runs[::2])
     assert [text.get_text() for text in drawn[1].legends[0].get_texts()] == ["fedavg", "moon"]
 
 
 def test_runs_with_different_metrics_are_not_compared(tmp_path: Path) -> None:
     runs = [folder(tmp_path, "a"), folder(tmp_path, "b", key_metric="dice")]
-    with pytest.raises(InputError, match="runs of different key metrics: accuracy and dice; one picture"):
+    with pytest.raises(
+        InputError, match="runs of different key metrics: accuracy and dice; one picture"
+    ):
         cost_curves([RunFiles(run) for run in runs])
 
 
@@ -129,6 +160,9 @@ def test_the_command_writes_the_picture(
     file = tmp_path / "new" / "curves.png"
     assert main(["report", *runs, "--curves", str(file)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(file)
-    assert Picture.read(file).title == "Accuracy against what was sent and how long it took, PHANTOM data"
+    assert (
+        Picture.read(file).title
+        == "Accuracy against what was sent and how long it took, PHANTOM data"
+    )
     assert main(["report", *runs, "--curves", str(tmp_path / "curves.txt")]) == 2
     assert "the curves are a PNG file" in capsys.readouterr().err

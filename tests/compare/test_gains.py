@@ -39,7 +39,9 @@ def finished(
         "protocol": "",
         **more,
     }
-    path = folder(root, name or f"{method}-{seed}", method, seed=seed, partition=partition, data=data, **more)
+    path = folder(
+        root, name or f"{method}-{seed}", method, seed=seed, partition=partition, data=data, **more
+    )
     summary = {
         "judged": judged,
         "weights_sha256": "2" * 64,
@@ -63,7 +65,9 @@ def three(root: Path) -> list[Path]:
         made.append(finished(root, "local", {"big": 0.6, "tiny": 0.3}, seed))
         made.append(finished(root, "fedavg", {"big": 0.5, "tiny": 0.5}, seed, "global"))
         options = {"large": "big"}
-        made.append(finished(root, "fedhelp", {"big": 0.5 + shift, "tiny": 0.7}, seed, options=options))
+        made.append(
+            finished(root, "fedhelp", {"big": 0.5 + shift, "tiny": 0.7}, seed, options=options)
+        )
     return made
 
 
@@ -90,7 +94,9 @@ def test_the_table_and_the_sentences(tmp_path: Path) -> None:
         "| tiny (small) | 4 | 0.300 ± 0.000 | 0.500 ± 0.000 | +0.200 ± 0.000 | 0.700 ± 0.000 | +0.400"
     )
     said = "better at 0 of 2 sites, no clear difference at 2; better at 0 of the 1 small ones"
-    assert f"fedhelp against local: {said}" in found.summary(), "equal differences of two seeds are no interval"
+    assert f"fedhelp against local: {said}" in found.summary(), (
+        "equal differences of two seeds are no interval"
+    )
 
 
 def test_better_is_said_where_the_interval_over_the_seeds_excludes_zero(tmp_path: Path) -> None:
@@ -98,10 +104,14 @@ def test_better_is_said_where_the_interval_over_the_seeds_excludes_zero(tmp_path
     runs = []
     for seed, (big, tiny) in enumerate(((0.1, 0.2), (0.05, 0.03), (0.1, 0.2))):
         runs.append(finished(tmp_path, "local", {"big": 0.6, "tiny": 0.3}, seed))
-        runs.append(finished(tmp_path, "fedavg", {"big": 0.6 + big, "tiny": 0.3 + tiny}, seed, "global"))
+        runs.append(
+            finished(tmp_path, "fedavg", {"big": 0.6 + big, "tiny": 0.3 + tiny}, seed, "global")
+        )
     found = gains(runs)
     assert found.words["fedavg"]["local"] == {"big": "better", "tiny": "no clear difference"}
-    assert found.summary() == ["fedavg against local: better at 1 of 2 sites, no clear difference at 1"]
+    assert found.summary() == [
+        "fedavg against local: better at 1 of 2 sites, no clear difference at 1"
+    ]
 
 
 def test_a_runs_own_local_reference_counts(tmp_path: Path) -> None:
@@ -116,7 +126,9 @@ def test_each_run_is_measured_against_its_own_local_reference(tmp_path: Path) ->
     runs = []
     for number, level in enumerate((0.6, 0.1)):
         given = {"lr": 0.1 / (1 + number)}
-        run = finished(tmp_path, "fedhelp", {"big": 0.7, "tiny": 0.7}, name=f"run-{number}", **given)
+        run = finished(
+            tmp_path, "fedhelp", {"big": 0.7, "tiny": 0.7}, name=f"run-{number}", **given
+        )
         local = {"big": level, "tiny": level}
         finished(run, "local", local, name="local", options={"bodies": f"body-{number}"}, **given)
         runs.append(run)
@@ -125,7 +137,9 @@ def test_each_run_is_measured_against_its_own_local_reference(tmp_path: Path) ->
         assert found.gains[label]["local"]["tiny"] == pytest.approx([0.7 - level])
     assert found.values["local bodies=body-1 lr=0.05"]["tiny"] == [0.1]
     assert found.methods == ["fedhelp lr=0.1", "fedhelp lr=0.05"]
-    assert gains([*runs, runs[0] / "local", runs[0]]) == found, "a folder that is given twice counts once"
+    assert gains([*runs, runs[0] / "local", runs[0]]) == found, (
+        "a folder that is given twice counts once"
+    )
 
 
 def test_settings_tell_runs_of_one_method_apart(tmp_path: Path) -> None:
@@ -146,12 +160,20 @@ def test_settings_tell_runs_of_one_method_apart(tmp_path: Path) -> None:
 
 
 def test_two_runs_that_could_be_meant_are_refused(tmp_path: Path) -> None:
-    fedavg, again = (finished(tmp_path, "fedavg", {"big": 0.5, "tiny": 0.5}, name=name) for name in "ab")
+    fedavg, again = (
+        finished(tmp_path, "fedavg", {"big": 0.5, "tiny": 0.5}, name=name) for name in "ab"
+    )
     moon = finished(tmp_path, "moon", {"big": 0.7, "tiny": 0.7}, lr=0.1)
-    with pytest.raises(InputError, match=rf"{fedavg} and {again} are both fedavg with seed 0; .*settings.*; leave one"):
+    with pytest.raises(
+        InputError,
+        match=rf"{fedavg} and {again} are both fedavg with seed 0; .*settings.*; leave one",
+    ):
         gains([fedavg, again, moon])
     other = finished(tmp_path, "fedavg", {"big": 0.5, "tiny": 0.5}, name="c", lr=0.3)
-    with pytest.raises(InputError, match=rf"{moon} could be measured against {fedavg} and {other}; one run of fedavg"):
+    with pytest.raises(
+        InputError,
+        match=rf"{moon} could be measured against {fedavg} and {other}; one run of fedavg",
+    ):
         gains([fedavg, other, moon])
 
 
@@ -162,9 +184,13 @@ def test_the_picture_says_what_is_in_it(tmp_path: Path) -> None:
     assert "Small sites on grey" in picture.caption
 
 
-def test_what_cannot_be_compared_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_compared_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = finished(tmp_path, "moon", {"big": 0.7, "tiny": 0.7})
-    with pytest.raises(InputError, match="none of which has the data and seed of a run of Local or FedAvg"):
+    with pytest.raises(
+        InputError, match="none of which has the data and seed of a run of Local or FedAvg"
+    ):
         gains([alone])
     other = finished(tmp_path, "local", {"big": 0.7, "tiny": 0.7}, seed=5)
     with pytest.raises(InputError, match="none of which"):
@@ -187,7 +213,9 @@ def test_drawn_images_are_told_from_real_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_verb_writes_the_picture_and_prints_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_the_picture_and_prints_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = [str(path) for path in three(tmp_path)]
     assert main(["report", *folders, "--gains", str(tmp_path / "out" / "g.png")]) == 0
     told = capsys.readouterr().out

@@ -28,19 +28,28 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16
+    )
 
 
 def compare(scans: Path, out: Path, *arguments: str) -> int:
-    return cli.main(["compare", "mednist", "--data", str(scans), "--out", str(out), *SMALL, *arguments])
+    return cli.main(
+        ["compare", "mednist", "--data", str(scans), "--out", str(out), *SMALL, *arguments]
+    )
 
 
 def summary(out: Path, method: str, seed: int, partition: str = "iid") -> dict:
     return json.loads((out / partition / method / f"seed-{seed}" / "summary.json").read_text())
 
 
-def test_a_grid_runs_resumes_and_writes_tables(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, grid = tmp_path / "grid", ("--methods", "fedavg,local", "--partition", "iid", "--seeds", "0,1")
+def test_a_grid_runs_resumes_and_writes_tables(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, grid = (
+        tmp_path / "grid",
+        ("--methods", "fedavg,local", "--partition", "iid", "--seeds", "0,1"),
+    )
     assert compare(scans, out, *grid) == 0
     told = capsys.readouterr()
     assert "4 runs, 0 of them there already" in told.err
@@ -51,10 +60,26 @@ def test_a_grid_runs_resumes_and_writes_tables(scans: Path, tmp_path: Path, caps
     assert len((out / "results.csv").read_text().splitlines()) == 5
 
     # the same run as alone, bit for bit
-    alone = ["run", "mednist", "--data", str(scans), "--out", str(tmp_path / "alone"), *SMALL, "--partition", "iid"]
+    alone = [
+        "run",
+        "mednist",
+        "--data",
+        str(scans),
+        "--out",
+        str(tmp_path / "alone"),
+        *SMALL,
+        "--partition",
+        "iid",
+    ]
     assert cli.main([*alone, "--method", "fedavg", "--seed", "1"]) == 0
-    mine, theirs = summary(out, "fedavg", 1), json.loads((tmp_path / "alone" / "summary.json").read_text())
-    assert (mine["run_hash"], mine["weights_sha256"]) == (theirs["run_hash"], theirs["weights_sha256"])
+    mine, theirs = (
+        summary(out, "fedavg", 1),
+        json.loads((tmp_path / "alone" / "summary.json").read_text()),
+    )
+    assert (mine["run_hash"], mine["weights_sha256"]) == (
+        theirs["run_hash"],
+        theirs["weights_sha256"],
+    )
     capsys.readouterr()
 
     # again with one run gone and a method more: only these are run
@@ -69,9 +94,14 @@ def test_a_grid_runs_resumes_and_writes_tables(scans: Path, tmp_path: Path, caps
 
     # other settings belong into another folder
     assert compare(scans, out, *grid, "--lr", "0.5", "--set", "mu=1") == 2
-    assert f"--out {out} with lr 0.5, --set mu 1; the comparison there has lr not set" in capsys.readouterr().err
+    assert (
+        f"--out {out} with lr 0.5, --set mu 1; the comparison there has lr not set"
+        in capsys.readouterr().err
+    )
     for name in ("tables.md", "tables.tex"):
-        assert (out / name).read_text().count("PHANTOM data, drawn by a program: mednist") == 4, "at every table"
+        assert (out / name).read_text().count("PHANTOM data, drawn by a program: mednist") == 4, (
+            "at every table"
+        )
 
 
 def test_what_has_changed_since_is_told_before_anything_runs(
@@ -96,14 +126,24 @@ def test_what_has_changed_since_is_told_before_anything_runs(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (("--against", "fedpox"), "--against fedpox; methods are fedavg, fedprox; did you mean fedprox? "),
+        (
+            ("--against", "fedpox"),
+            "--against fedpox; methods are fedavg, fedprox; did you mean fedprox? ",
+        ),
         (("--against", "scaffold"), "--against scaffold; methods are fedavg, fedprox; choose one"),
-        (("--target", "fedavgg"), "--target fedavgg; a number, or one of fedavg, fedprox; did you mean fedavg? "),
+        (
+            ("--target", "fedavgg"),
+            "--target fedavgg; a number, or one of fedavg, fedprox; did you mean fedavg? ",
+        ),
         (("--target", "nan"), "--target nan; a number"),
     ],
 )
 def test_what_tables_cannot_be_made_against_is_refused_before_any_run(
-    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], told: str
+    scans: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    told: str,
 ) -> None:
     out = tmp_path / "grid"
     assert compare(scans, out, "--methods", "fedavg,fedprox", "--seeds", "0", *flags) == 2
@@ -118,10 +158,15 @@ def test_variants_of_a_method_are_known_by_their_labels(
     variants = ("--method", "fedprox mu=0.1", "--method", "fedprox mu=0.5", "--seeds", "0")
     assert compare(scans, tmp_path / "grid", *variants, "--against", "fedprox") == 2
     assert "methods are fedprox mu=0.1, fedprox mu=0.5;" in capsys.readouterr().err
-    assert compare(scans, tmp_path / "grid", *variants, "--rounds", "1", "--against", "fedprox mu=0.5") == 0
+    assert (
+        compare(scans, tmp_path / "grid", *variants, "--rounds", "1", "--against", "fedprox mu=0.5")
+        == 0
+    )
 
 
-@pytest.mark.parametrize(("name", "told"), [("file", "file is a file"), ("file/below", "cannot be made")])
+@pytest.mark.parametrize(
+    ("name", "told"), [("file", "file is a file"), ("file/below", "cannot be made")]
+)
 def test_out_that_is_no_folder(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, told: str
 ) -> None:
@@ -155,15 +200,42 @@ def test_every_setting_of_a_grid_reaches_its_runs(scans: Path, tmp_path: Path) -
 def test_a_killed_grid_leaves_no_run_behind_and_goes_on(scans: Path, tmp_path: Path) -> None:
     """SIGKILL cannot be caught, so the runs themselves notice that nobody waits for them."""
     out = tmp_path / "grid"
-    arguments = ["compare", "mednist", "--data", str(scans), "--out", str(out), *SMALL, "--rounds", "40", "--quiet"]
-    arguments += ["--methods", "fedavg,fedprox", "--partition", "iid", "--seeds", "0", "--jobs", "2"]
+    arguments = [
+        "compare",
+        "mednist",
+        "--data",
+        str(scans),
+        "--out",
+        str(out),
+        *SMALL,
+        "--rounds",
+        "40",
+        "--quiet",
+    ]
+    arguments += [
+        "--methods",
+        "fedavg,fedprox",
+        "--partition",
+        "iid",
+        "--seeds",
+        "0",
+        "--jobs",
+        "2",
+    ]
     started = subprocess.Popen(
         [sys.executable, "-m", "medfl", *arguments],
-        env={**os.environ, "PYTHONPATH": python_path(), "MEDFL_TESTS_WARM": "/nowhere"},  # its own children are counted
+        env={
+            **os.environ,
+            "PYTHONPATH": python_path(),
+            "MEDFL_TESTS_WARM": "/nowhere",
+        },  # its own children are counted
     )
     folders = [out / "iid" / method / "seed-0" for method in ("fedavg", "fedprox")]
     _until(lambda: all((path / "rounds.jsonl").is_file() for path in folders))
-    runs = [int(pid) for pid in Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()]
+    runs = [
+        int(pid)
+        for pid in Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
+    ]
     assert len(runs) >= 2
     started.kill()
     started.wait()
@@ -187,7 +259,9 @@ def _works(pid: int) -> bool:
         return False
 
 
-def test_a_run_that_fails_stops_no_other(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fails_stops_no_other(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "grid"
     grid = ("--methods", "fedprox,fedavg", "--partition", "iid", "--seeds", "0", "--jobs", "2")
     assert compare(scans, out, "--methods", "local", "--partition", "iid", "--seeds", "0") == 0
@@ -202,7 +276,12 @@ def test_a_run_that_fails_stops_no_other(scans: Path, tmp_path: Path, capsys: py
     assert "| fedavg" in told.out
     assert "FAILED: fedprox on iid" in told.out
     assert "fedprox" not in (out / "results.csv").read_text()
-    assert cli.main(["compare", "mednist", "--data", str(scans), "--out", str(out), *SMALL, *grid, "--json"]) == 1
+    assert (
+        cli.main(
+            ["compare", "mednist", "--data", str(scans), "--out", str(out), *SMALL, *grid, "--json"]
+        )
+        == 1
+    )
     document = json.loads(capsys.readouterr().out)
     assert list(document["failed"]) == ["fedprox on iid, seed 0"]
 
@@ -219,7 +298,11 @@ def test_a_run_that_fails_stops_no_other(scans: Path, tmp_path: Path, capsys: py
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
-    scans: Path, tmp_path: Path, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    scans: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert compare(scans, tmp_path / "grid", *arguments) == 2
     (last,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]

@@ -38,7 +38,9 @@ def page_of(out: Path) -> tuple[str, Page]:
     return text, page
 
 
-def test_the_page_has_tables_curves_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_tables_curves_and_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = grid(tmp_path)
     assert main(["report", str(out)]) == 0
     assert capsys.readouterr().out == f"{out / 'report.html'}\n"
@@ -73,7 +75,9 @@ def test_what_is_clear_is_bold_and_the_unfinished_is_said(tmp_path: Path) -> Non
     assert "<b>62.5" not in text, "two seeds: 0.1 and 0.05, from -0.24 to 0.39"
 
 
-def test_folders_that_are_no_comparison_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folders_that_are_no_comparison_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = grid(tmp_path, {"fedavg": (0.5,)})
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -81,6 +85,8 @@ def test_folders_that_are_no_comparison_are_one_line(tmp_path: Path, capsys: pyt
         assert main(["report", str(out), *more]) == 2
         assert "a comparison has a page of its own" in capsys.readouterr().err
     (out / "iid" / "m6-fed" / "seed-0" / "summary.json").unlink()
-    with pytest.raises(InputError, match="with 0 finished runs, none of them scored; .*; repeat its medfl compare"):
+    with pytest.raises(
+        InputError, match="with 0 finished runs, none of them scored; .*; repeat its medfl compare"
+    ):
         write_grid_page(out)
     assert not (out / "report.html").exists()

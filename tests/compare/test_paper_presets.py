@@ -19,7 +19,9 @@ from medfl.methods import load, options_of
 def taken(bundle: str, method: str, *presets: str) -> dict[str, object]:
     found = resolved(bundle, protocol_of(bundle), ["paper", *presets])
     method = load(method, dict(options_for(found, method)))
-    settings = {name: found[name] for name in ("decay_per", "site_weights", "patience", "keep_optimizer")}
+    settings = {
+        name: found[name] for name in ("decay_per", "site_weights", "patience", "keep_optimizer")
+    }
     return {**settings, **found["config"], **vars(method)}
 
 
@@ -33,12 +35,19 @@ def test_fedbm_as_printed(bundle: str) -> None:
     }  # fmt: skip
     assert {name: found[name] for name in wanted} == wanted
     assert taken(bundle, "fedcb")["covariance"] == "full"
-    assert found["tau"] == load("fedbm", dict(options_for(resolved(bundle, protocol_of(bundle)), "fedbm"))).tau
+    assert (
+        found["tau"]
+        == load("fedbm", dict(options_for(resolved(bundle, protocol_of(bundle)), "fedbm"))).tau
+    )
     plain = resolved(bundle, protocol_of(bundle))
-    assert (plain["decay_per"], plain["site_weights"]) == ("round", "samples"), "the default is the code's"
+    assert (plain["decay_per"], plain["site_weights"]) == ("round", "samples"), (
+        "the default is the code's"
+    )
 
 
-@pytest.mark.parametrize(("bundle", "split"), [("ham10000", "dermamnist"), ("pbc", "official"), ("oct_c8", "official")])
+@pytest.mark.parametrize(
+    ("bundle", "split"), [("ham10000", "dermamnist"), ("pbc", "official"), ("oct_c8", "official")]
+)
 def test_fedbm_s_sections_are_those_of_the_card(bundle: str, split: str) -> None:
     """HAM10000 at 7,007, 1,003 and 2,005 images and PBC at 11,959, 1,712 and 3,421 are MedMNIST's; OCT-C8's its own."""
     assert resolved(bundle, protocol_of(bundle), ["paper"])["split"] == split
@@ -46,7 +55,8 @@ def test_fedbm_s_sections_are_those_of_the_card(bundle: str, split: str) -> None
 
 @pytest.mark.parametrize(
     ("bundle", "preset"),
-    [(name, "paper") for name in ("cifar10", "cifar100", "fmnist", "svhn")] + [("isic19", "paper-fedmr")],
+    [(name, "paper") for name in ("cifar10", "cifar100", "fmnist", "svhn")]
+    + [("isic19", "paper-fedmr")],
 )
 def test_fedmr_as_printed(bundle: str, preset: str) -> None:
     """Section 4.1, eq. 4 over the classes present, and a deviation with divisor n; plain FedMR has the code's n - 1."""
@@ -54,8 +64,17 @@ def test_fedmr_as_printed(bundle: str, preset: str) -> None:
     method = load("fedmr", dict(options_for(found, "fedmr")))
     assert (method.inter_scope, method.std, method.intra_scale) == ("present", "biased", "paper")
     assert (load("fedmr").inter_scope, load("fedmr").std) == ("all", "unbiased")
-    assert (found["local_epochs"], found["batch_size"], found["lr"], found["lr_decay"]) == (10, 128, 0.01, 1.0)
-    assert (found["patience"], found["site_weights"], found["keep_optimizer"]) == (0, "samples", False)
+    assert (found["local_epochs"], found["batch_size"], found["lr"], found["lr_decay"]) == (
+        10,
+        128,
+        0.01,
+        1.0,
+    )
+    assert (found["patience"], found["site_weights"], found["keep_optimizer"]) == (
+        0,
+        "samples",
+        False,
+    )
     configured = Bundle(bundle, found["config"])
     (group,) = configured.optimizer(configured.network(), 0.01).param_groups
     assert (group["momentum"], group["weight_decay"]) == (0.9, 1e-5)
@@ -68,7 +87,13 @@ def test_fedmr_as_printed(bundle: str, preset: str) -> None:
 def test_pfedpm_as_printed(bundle: str, presets: tuple[str, ...], lam: float) -> None:
     """Lambda by data set, "average aggregation", SGD at every module, the norm of class means, frozen mixtures."""
     found = taken(bundle, "pfedpm", *presets)
-    wanted = {"lam": lam, "agg": "uniform", "relation_optimizer": "sgd", "reg": "class_l2", "mix": "frozen"}
+    wanted = {
+        "lam": lam,
+        "agg": "uniform",
+        "relation_optimizer": "sgd",
+        "reg": "class_l2",
+        "mix": "frozen",
+    }
     assert {name: found[name] for name in wanted} == wanted
 
 
@@ -99,7 +124,11 @@ def test_every_grid_of_a_table_takes_its_own_paper_s_preset() -> None:
     for key in papers.names():
         for grid in tables.load(key).grids:
             found = [name for name in presets_of(grid) if name.startswith("paper")]
-            assert found == ["paper-fedmr" if (key.split("/")[0], grid.bundle) == ("fedmr", "isic19") else "paper"], key
+            assert found == [
+                "paper-fedmr"
+                if (key.split("/")[0], grid.bundle) == ("fedmr", "isic19")
+                else "paper"
+            ], key
             assert presets_of(grid, ["paper"]).count("paper") == 1, "asked for besides"
 
 
@@ -112,11 +141,15 @@ def test_fedmr_s_isic2019_rows_have_its_protocol(key: str, number: int) -> None:
     )  # fmt: skip
     assert found["partition"] == "centre", "rosendahl whole"
     (told,) = (line for line in _ours(tables.load(key), [grid]) if line.startswith("- bundle "))
-    assert told.startswith("- bundle isic19, preset paper-fedmr: FedMR's ISIC2019 row"), "not FedHelp's protocol"
+    assert told.startswith("- bundle isic19, preset paper-fedmr: FedMR's ISIC2019 row"), (
+        "not FedHelp's protocol"
+    )
 
 
 def test_the_list_of_departures_is_made_from_docstrings_and_options() -> None:
-    lines = departures(["ccvr", "fedavg", "ccvr"], {"bundle x": "a split of ours", "bundle y": ""}, ["a note"])
+    lines = departures(
+        ["ccvr", "fedavg", "ccvr"], {"bundle x": "a split of ours", "bundle y": ""}, ["a note"]
+    )
     assert lines[:2] == ["- a note", "- bundle x: a split of ours"]
     assert sum("ccvr: Departures. The paper calibrates once" in line for line in lines) == 1
     ours = {one["name"] for one in options_of(type(load("ccvr"))) if "(ours)" in one["help"]}

@@ -21,11 +21,24 @@ PART = (
 
 @pytest.fixture(scope="module")
 def lesions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("kvasir_v2", tmp_path_factory.mktemp("scans") / "data", per_class=20, size=16)
+    return datasets.write_phantom(
+        "kvasir_v2", tmp_path_factory.mktemp("scans") / "data", per_class=20, size=16
+    )
 
 
 def table(lesions: Path, out: Path, *arguments: str) -> int:
-    return cli.main(["compare", "--paper", "fedbm/table2", "--data", str(lesions), "--out", str(out), *arguments])
+    return cli.main(
+        [
+            "compare",
+            "--paper",
+            "fedbm/table2",
+            "--data",
+            str(lesions),
+            "--out",
+            str(out),
+            *arguments,
+        ]
+    )
 
 
 @pytest.mark.slow
@@ -40,11 +53,16 @@ def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
     assert "67.0 ± 1.7" in lines[0], "as published"
     assert told.out.splitlines()[-1] == "PHANTOM data, drawn by a program: kvasir_v2"
     assert "FedETF" in told.out
-    assert "FedProx" not in "".join(line for line in told.out.splitlines() if line.startswith("| dirichlet"))
+    assert "FedProx" not in "".join(
+        line for line in told.out.splitlines() if line.startswith("| dirichlet")
+    )
     text = (tmp_path / "out" / "published.md").read_text()
     assert text.startswith("# FedBM")
     ours = text.split("## What is ours and not the paper's\n")[1].splitlines()
-    assert sum(line.startswith("- fedetf: Departures: the bundle's loss stands for") for line in ours) == 1
+    assert (
+        sum(line.startswith("- fedetf: Departures: the bundle's loss stands for") for line in ours)
+        == 1
+    )
     assert any(line.startswith("- bundle kvasir_v2: FedBM") for line in ours)
     assert any("text embeddings are all-MiniLM-L6-v2's unless" in line for line in ours)
     assert not any(line.startswith("- fedprox") for line in ours), "of what ran only"
@@ -60,7 +78,11 @@ def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
     # the same runs, taken as any comparison: every table that has their methods and partition is put beside them
     found = read([path.parent for path in (tmp_path / "out").rglob("summary.json")])
     rows, *notes, warning = published(found)
-    same = [[part.strip() for part in line.split("|")[1:4]] for line in rows.splitlines() if "67.0 ± 1.7" in line]
+    same = [
+        [part.strip() for part in line.split("|")[1:4]]
+        for line in rows.splitlines()
+        if "67.0 ± 1.7" in line
+    ]
     assert ["fedbm/table2", "dirichlet:0.1", "FedAvg"] in same
     assert any(note.startswith("fedbm/table2: FedBM") for note in notes)
     assert warning == "ours may have other settings than the papers'"
@@ -82,7 +104,11 @@ def test_a_part_of_a_table_runs_and_stands_beside_the_published_figures(
     ],
 )
 def test_what_is_not_in_the_table_is_one_line(
-    lesions: Path, tmp_path: Path, arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+    lesions: Path,
+    tmp_path: Path,
+    arguments: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert table(lesions, tmp_path / "out", *arguments) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
@@ -90,7 +116,9 @@ def test_what_is_not_in_the_table_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_table_lists_those_that_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_table_lists_those_that_there_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["compare", "--paper", "fedbm/table99", "--out", str(tmp_path / "out")]) == 2
     assert "fedhelp/table1" in capsys.readouterr().err
     assert cli.main(["compare", "--scale", "0.5", "mednist", "--out", str(tmp_path / "out")]) == 2

@@ -19,7 +19,16 @@ from medfl.compare.comparison import Comparison, read
 from medfl.compare.entry import Entry
 from medfl.compare.grid import Grid
 from medfl.compare.papers import names
-from medfl.compare.papers.tables import AVERAGE, COUNTS, Figure, PaperTable, averages, beside, load, scaled
+from medfl.compare.papers.tables import (
+    AVERAGE,
+    COUNTS,
+    Figure,
+    PaperTable,
+    averages,
+    beside,
+    load,
+    scaled,
+)
 from medfl.core.errors import InputError
 from medfl.data.partition.draw import canonical
 from medfl.data.partition.rules import parse
@@ -39,7 +48,11 @@ def protocol(grid: Grid) -> dict[str, Any]:
 
 def options(grid: Grid, entry: Entry) -> dict[str, Any]:
     """Return a method's options as a run of the grid records them."""
-    own = {name: value for name, value in grid.options.items() if methods.has_option(entry.method, name)}
+    own = {
+        name: value
+        for name, value in grid.options.items()
+        if methods.has_option(entry.method, name)
+    }
     given = {**options_for(protocol(grid), entry.method), **own, **entry.options}
     return methods.values_of(methods.load(entry.method, given))
 
@@ -49,7 +62,10 @@ def settings(grid: Grid) -> Iterator[tuple[str, int]]:
     values = protocol(grid)
     for spec in grid.partitions:
         kind, fields = parse(spec or values["partition"])
-        yield canonical(kind, fields), len(fields) if kind == "counts" else grid.requested.get("sites", values["sites"])
+        yield (
+            canonical(kind, fields),
+            len(fields) if kind == "counts" else grid.requested.get("sites", values["sites"]),
+        )
 
 
 def test_every_table_of_each_paper_is_here() -> None:
@@ -89,7 +105,13 @@ def asks_for_what_exists(table: PaperTable) -> None:
         for entry in grid.entries:
             tasks = methods.method_class(entry.method).tasks
             assert bundle(grid.bundle).task in tasks
-            Request(grid.bundle, entry.method, options=options(grid, entry), config=grid.config, **grid.requested)
+            Request(
+                grid.bundle,
+                entry.method,
+                options=options(grid, entry),
+                config=grid.config,
+                **grid.requested,
+            )
         for name in grid.options:
             assert any(methods.has_option(entry.method, name) for entry in grid.entries), name
         if grid.config:
@@ -111,19 +133,25 @@ def the_runs_of_its_grids_are_told_apart(table: PaperTable) -> None:
             ]  # fmt: skip
             chosen = next((entry for entry in fitting if entry.options), fitting[-1])
             assert table.names[chosen.label] == table.names[label], label
-    labels = {(entry.label, table.names[entry.label]) for grid in table.grids for entry in grid.entries}
+    labels = {
+        (entry.label, table.names[entry.label]) for grid in table.grids for entry in grid.entries
+    }
     assert len(labels) == len(table.names), "a label has one name in a table"
 
 
 def every_figure_has_runs_or_a_note_and_every_run_a_figure(table: PaperTable) -> None:
     told = " ".join(table.notes)
-    met = {(grid.bundle, table.names[entry.label]): 0 for grid in table.grids for entry in grid.entries}
+    met = {
+        (grid.bundle, table.names[entry.label]): 0 for grid in table.grids for entry in grid.entries
+    }
     places: dict[str, set[tuple[str, int]]] = {}
     for grid in table.grids:
         places.setdefault(grid.bundle, set()).update(settings(grid))
     for figure in table.figures:
         if (figure.bundle, figure.name) not in met:
-            assert figure.name in told, f"{figure.name} on {figure.bundle} has neither runs nor a note"
+            assert figure.name in told, (
+                f"{figure.name} on {figure.bundle} has neither runs nor a note"
+            )
             assert "published only" in told
             continue
         met[figure.bundle, figure.name] += 1
@@ -141,8 +169,12 @@ def every_figure_has_runs_or_a_note_and_every_run_a_figure(table: PaperTable) ->
 def one_row_of_a_comparison_meets_one_figure_a_metric(table: PaperTable) -> None:
     """Figures are told apart by bundle, partition, number of sites and name."""
     figures = table.figures
-    assert len({(f.bundle, f.partition, f.num_sites, f.name, f.metric) for f in figures}) == len(figures)
-    general = {(f.bundle, f.name, f.metric) for f in figures if f.partition is None and f.num_sites is None}
+    assert len({(f.bundle, f.partition, f.num_sites, f.name, f.metric) for f in figures}) == len(
+        figures
+    )
+    general = {
+        (f.bundle, f.name, f.metric) for f in figures if f.partition is None and f.num_sites is None
+    }
     assert not general & {(f.bundle, f.name, f.metric) for f in figures if f.partition is not None}
 
 
@@ -164,14 +196,24 @@ def test_sites_of_figures_are_sites_of_the_data() -> None:
 def test_figures_by_hand() -> None:
     """FedBM's Tables I and II, FedMR's Table 1, pFedPM's Table I, FedHelp's Tables 1 and 6, as they are printed."""
     figure = load("fedbm/table1").published("oct_c8", "dirichlet:0.05", "FedBM")["accuracy"]
-    assert (figure.mean, figure.sd) == (pytest.approx(0.8484), pytest.approx(0.0277)), "84.84 ± 2.77"
+    assert (figure.mean, figure.sd) == (pytest.approx(0.8484), pytest.approx(0.0277)), (
+        "84.84 ± 2.77"
+    )
     table = load("fedbm/table2")
-    assert table.published("kvasir_v2", "dirichlet:0.1", "FedREP")["f1_macro"].mean == pytest.approx(0.3971)
+    assert table.published("kvasir_v2", "dirichlet:0.1", "FedREP")[
+        "f1_macro"
+    ].mean == pytest.approx(0.3971)
     assert {grid.seeds for grid in table.grids} == {(1, 3, 6)}
     table = load("fedmr/table1")
-    assert table.published("cifar10", "classes:2", "FedMR", 5)["accuracy"].mean == pytest.approx(0.7419), "P5C2"
-    assert table.published("cifar10", "classes:2", "FedMR", 10)["accuracy"].mean == pytest.approx(0.7332), "P10C2"
-    assert table.published("svhn", "dirichlet:100000", "FedProc", 10)["accuracy"].mean == pytest.approx(0.9357)
+    assert table.published("cifar10", "classes:2", "FedMR", 5)["accuracy"].mean == pytest.approx(
+        0.7419
+    ), "P5C2"
+    assert table.published("cifar10", "classes:2", "FedMR", 10)["accuracy"].mean == pytest.approx(
+        0.7332
+    ), "P10C2"
+    assert table.published("svhn", "dirichlet:100000", "FedProc", 10)[
+        "accuracy"
+    ].mean == pytest.approx(0.9357)
     assert table.published("svhn", AVERAGE, "FedNova")["accuracy"].mean == pytest.approx(0.8387)
     figures = load("pfedpm/table1").published("mnist", "shots:4,100,2", "pFedPM", 20)
     assert (figures["sites_accuracy"].mean, figures["sites_accuracy"].sd) == (
@@ -181,22 +223,35 @@ def test_figures_by_hand() -> None:
     assert figures["thousand_values_up"].mean == 4
     figures = load("fedhelp/table1").published("isic19", "centre", "FedHelp")
     assert (figures["site_accuracy:BCN"].mean, figures["sites_accuracy"].mean) == (0.5922, 0.5091)
-    assert load("fedhelp/table6b").published("ixi_brain", "centre", "FedSM")["site_dice:IOP"].mean == 0.6963
+    assert (
+        load("fedhelp/table6b").published("ixi_brain", "centre", "FedSM")["site_dice:IOP"].mean
+        == 0.6963
+    )
 
 
 def test_averages_are_printed_as_the_values_give_them_or_a_note_says_so() -> None:
     """FedHelp's averages are plain means of its sites, FedMR's of its partitions."""
     off = {}
-    for key, metric in (("fedhelp/table1", "accuracy"), ("fedhelp/table6a", "dice"), ("fedhelp/table6b", "dice")):
+    for key, metric in (
+        ("fedhelp/table1", "accuracy"),
+        ("fedhelp/table6a", "dice"),
+        ("fedhelp/table6b", "dice"),
+    ):
         table = load(key)
         for name in {figure.name for figure in table.figures}:
             values = {f.metric: f.mean for f in table.figures if f.name == name}
-            sites = [value for label, value in values.items() if label.startswith(f"site_{metric}:")]
+            sites = [
+                value for label, value in values.items() if label.startswith(f"site_{metric}:")
+            ]
             if abs(sum(sites) / len(sites) - values[f"sites_{metric}"]) > 1.01e-4:
                 off[key, name] = round(sum(sites) / len(sites), 4)
     table = load("fedmr/table1")
     for average in (figure for figure in table.figures if figure.partition == AVERAGE):
-        own = [f.mean for f in table.figures if (f.bundle, f.name) == (average.bundle, average.name) and f != average]
+        own = [
+            f.mean
+            for f in table.figures
+            if (f.bundle, f.name) == (average.bundle, average.name) and f != average
+        ]
         assert len(own) == 5
         if abs(sum(own) / 5 - average.mean) > 1.01e-4:
             off[average.bundle, average.name] = round(sum(own) / 5, 4)
@@ -213,7 +268,13 @@ def test_protocols_of_the_papers() -> None:
     """FedBM: 12 or 10 sites, half of them a round, 200 rounds; its temperatures follow the partition."""
     grids = load("fedbm/table6").grids
     found = [
-        (g.bundle, *next(iter(settings(g))), protocol(g)["rounds"], options(g, g.entries[-1])["tau"]) for g in grids
+        (
+            g.bundle,
+            *next(iter(settings(g))),
+            protocol(g)["rounds"],
+            options(g, g.entries[-1])["tau"],
+        )
+        for g in grids
     ]
     assert found == [
         ("oct_c8", "dirichlet:0.05", 12, 200, 17.5),
@@ -222,7 +283,10 @@ def test_protocols_of_the_papers() -> None:
         ("kvasir_v2", "dirichlet:0.1", 10, 200, 7.5),
     ]
     mnist = {
-        e.label: g.requested["rounds"] for g in load("pfedpm/table1").grids if g.bundle == "mnist" for e in g.entries
+        e.label: g.requested["rounds"]
+        for g in load("pfedpm/table1").grids
+        if g.bundle == "mnist"
+        for e in g.entries
     }
     assert (mnist["fedavg"], mnist["fedprox"], mnist["pfedpm"]) == (150, 110, 100)
     (grid,) = load("fedhelp/table5b").grids
@@ -231,7 +295,9 @@ def test_protocols_of_the_papers() -> None:
     assert public["fedavg"] is None
 
 
-@pytest.mark.parametrize(("key", "split"), [("fedbm/table3", "dermamnist"), ("fedbm/table4", "official")])
+@pytest.mark.parametrize(
+    ("key", "split"), [("fedbm/table3", "dermamnist"), ("fedbm/table4", "official")]
+)
 def test_splits_are_those_of_the_paper(key: str, split: str) -> None:
     """MedMNIST's: 11,959, 1,712 and 3,421 images of PBC, where a folder's own split is another."""
     for grid in load(key).grids:
@@ -243,11 +309,17 @@ def test_scaled_reduces_the_rounds_and_says_so() -> None:
     grid = load("fedbm/table4").grids[0]
     reduced, told = scaled(grid, 0.1, bundle("pbc").protocol)
     assert (reduced.requested["rounds"], told) == (5, "5 of 50 rounds")
-    assert (reduced.entries, reduced.partitions, reduced.seeds) == (grid.entries, grid.partitions, grid.seeds)
+    assert (reduced.entries, reduced.partitions, reduced.seeds) == (
+        grid.entries,
+        grid.partitions,
+        grid.seeds,
+    )
     assert scaled(grid, 0.011, bundle("pbc").protocol)[1] == "1 of 50 rounds"
     assert scaled(grid, 1, bundle("pbc").protocol)[1] == "all 50 rounds"
     grid = load("pfedpm/table1").grids[0]
-    assert scaled(grid, 0.5, bundle("mnist").protocol)[1] == "75 of 150 rounds", "the grid's own rounds come first"
+    assert scaled(grid, 0.5, bundle("mnist").protocol)[1] == "75 of 150 rounds", (
+        "the grid's own rounds come first"
+    )
     grid = next(grid for grid in load("pfedpm/table2").grids if grid.bundle == "cifar10")
     reduced, _ = scaled(grid, 0.5, bundle("cifar10").protocol)
     assert reduced.requested["presets"] == ["pfedpm"]
@@ -272,7 +344,10 @@ def made(**changes: Any) -> PaperTable:
     entries = (Entry.read("fedavg"), Entry.read("fedprox mu=0.5"))
     known = {"fedavg": "FedAvg", "fedprox mu=0.5": "Ours"}
     return PaperTable(
-        "x/y", "P", "T", **{"grids": (Grid("toy", entries),), "names": known, "figures": figures, **changes}
+        "x/y",
+        "P",
+        "T",
+        **{"grids": (Grid("toy", entries),), "names": known, "figures": figures, **changes},
     )
 
 
@@ -287,7 +362,10 @@ def ran(root: Path, method: str, seed: int, score: float, spec: str = "iid", **m
         writer.writerow(["site", "received_accuracy", "received_auroc"])
         writer.writerows([["a", score, score], ["b", score - 0.1, score - 0.2]])
     rounds = [json.loads(line) for line in (path / "rounds.jsonl").read_text().splitlines()]
-    rounds = [{**entry, "cohort": ["a", "b"], "bytes_up": 40_000, "bytes_down": 40_000_000} for entry in rounds]
+    rounds = [
+        {**entry, "cohort": ["a", "b"], "bytes_up": 40_000, "bytes_down": 40_000_000}
+        for entry in rounds
+    ]
     (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in rounds))
     return path
 
@@ -326,7 +404,11 @@ def test_figures_for_another_partition_or_number_of_sites_are_not_shown(tmp_path
     assert "rounds_to_fedavg" in table.published("toy", "iid", "FedAvg", 2)
     assert "rounds_to_fedavg" not in table.published("toy", "iid", "FedAvg", 3)
     alone = read([ran(tmp_path, "fedprox", 0, 0.5)])
-    assert [row[3] for row in beside(table, alone, {"fedprox": "fedavg"}) if row[2] == "rounds_to_fedavg"] == ["–"]
+    assert [
+        row[3]
+        for row in beside(table, alone, {"fedprox": "fedavg"})
+        if row[2] == "rounds_to_fedavg"
+    ] == ["–"]
 
 
 def test_a_spread_over_sites_is_ours_too(tmp_path: Path) -> None:
@@ -357,9 +439,13 @@ def test_averages_wait_for_all_partitions(tmp_path: Path) -> None:
     """Seed 0: (0.5 + 0.7) / 2 = 0.6, seed 1: (0.6 + 0.8) / 2 = 0.7; mean 0.65, sd 0.05."""
     figures = (Figure("toy", AVERAGE, None, "FedAvg", "accuracy", 0.6, None),)
     fedavg = (Entry.read("fedavg"),)
-    table = made(figures=figures, grids=(Grid("toy", fedavg, ("iid",)), Grid("toy", fedavg, ("classes:2",))))
+    table = made(
+        figures=figures, grids=(Grid("toy", fedavg, ("iid",)), Grid("toy", fedavg, ("classes:2",)))
+    )
     first = read([ran(tmp_path, "fedavg", seed, score) for seed, score in enumerate((0.5, 0.6))])
-    second = read([ran(tmp_path, "fedavg", seed, score, "classes:2") for seed, score in enumerate((0.7, 0.8))])
+    second = read(
+        [ran(tmp_path, "fedavg", seed, score, "classes:2") for seed, score in enumerate((0.7, 0.8))]
+    )
     assert beside(table, first, {}) == []
     assert averages(table, [(first, {})]) == [[AVERAGE, "FedAvg", "accuracy", "–", "60.0", "–"]]
     assert averages(table, [(first, {}), (second, {})]) == [

@@ -65,14 +65,21 @@ def test_runs_stand_side_by_side(make: Make, tmp_path: Path) -> None:
 
 def test_a_run_is_called_better_where_its_cases_are_clearly_so(make: Make, tmp_path: Path) -> None:
     """The same 120 cases: b has those of a, c is right in all of them."""
-    folders = [make(name, rounds=1, method=method) for name, method in zip("abc", ("x1", "x2", "x3"), strict=True)]
+    folders = [
+        make(name, rounds=1, method=method)
+        for name, method in zip("abc", ("x1", "x2", "x3"), strict=True)
+    ]
     lines = (folders[2] / "predictions.csv").read_text().splitlines()
-    right = [",".join([*cells[:3], cells[2], *cells[4:]]) for cells in (line.split(",") for line in lines[1:])]
+    right = [
+        ",".join([*cells[:3], cells[2], *cells[4:]])
+        for cells in (line.split(",") for line in lines[1:])
+    ]
     (folders[2] / "predictions.csv").write_text("\n".join([lines[0], *right]) + "\n")
     text, page = page_of(tmp_path, *folders)
     said = " ".join(page.text.split()).split("Against x1 ")[1].split("Differences of")[0]
     assert re.fullmatch(
-        r".*x2 ?\+0\.000\+0\.000 to \+0\.000no clear difference120 x3 ?\+0\.\d+\+0\.\d+ to \+0\.\d+better120 ", said
+        r".*x2 ?\+0\.000\+0\.000 to \+0\.000no clear difference120 x3 ?\+0\.\d+\+0\.\d+ to \+0\.\d+better120 ",
+        said,
     ), said
     assert text.count("<b>better</b>") == 1
 
@@ -80,7 +87,10 @@ def test_a_run_is_called_better_where_its_cases_are_clearly_so(make: Make, tmp_p
 def bars_of_first_site(text: str) -> list[tuple[str, float]]:
     """Return the colour and the value of each bar of the first site."""
     first = text.split('<div class="name">')[1]
-    return [(tone, float(value)) for tone, value in re.findall(r"--c:var\(--([\w-]+)\).*?<b>([\d.]+)</b>", first)]
+    return [
+        (tone, float(value))
+        for tone, value in re.findall(r"--c:var\(--([\w-]+)\).*?<b>([\d.]+)</b>", first)
+    ]
 
 
 def change_local(folder: Path, by: float | None) -> None:
@@ -99,7 +109,9 @@ def change_local(folder: Path, by: float | None) -> None:
 def test_each_run_stands_beside_its_own_local(make: Make, tmp_path: Path) -> None:
     a, b, c = make("a", rounds=2), make("b", rounds=2, seed=1), make("c", rounds=2, seed=2)
     shared = bars_of_first_site(page_of(tmp_path, a, b)[0])
-    assert [tone for tone, _ in shared] == ["tone-0", "tone-1", "local"], "one that they share is drawn once"
+    assert [tone for tone, _ in shared] == ["tone-0", "tone-1", "local"], (
+        "one that they share is drawn once"
+    )
     change_local(b, 0.05)
     change_local(c, None)
     text, page = page_of(tmp_path, a, b, c)
@@ -112,7 +124,11 @@ def test_each_run_stands_beside_its_own_local(make: Make, tmp_path: Path) -> Non
 
 def test_a_local_run_on_the_page_is_its_own_bar(make: Make, tmp_path: Path) -> None:
     """Of two references, the one whose run is on the page is there already."""
-    a, b, local = make("a", rounds=2), make("b", rounds=2, seed=1), make("c", rounds=2, method="local", options={})
+    a, b, local = (
+        make("a", rounds=2),
+        make("b", rounds=2, seed=1),
+        make("c", rounds=2, method="local", options={}),
+    )
     change_local(b, 0.05)
     with (a / "sites.csv").open(newline="") as file:
         known = {row["site"]: row for row in csv.DictReader(file)}
@@ -130,7 +146,9 @@ def test_a_local_run_on_the_page_is_its_own_bar(make: Make, tmp_path: Path) -> N
 
 def test_defaults_of_options_that_one_method_has_are_not_told(make: Make, tmp_path: Path) -> None:
     options = {"classifier": "text_distribution", "tau": 9.0, "g_iterations": 2}
-    _, page = page_of(tmp_path, make("a", method="fedbm", options=options), make("b", method="fedavg", options={}))
+    _, page = page_of(
+        tmp_path, make("a", method="fedbm", options=options), make("b", method="fedavg", options={})
+    )
     differing = page.text.split("What differs")[1].split("Learning")[0].replace(" ", "")
     assert "classifier" not in differing
     assert "tau(option)9.0–" in differing
@@ -151,8 +169,14 @@ def test_one_run_is_its_own_report(make: Make, tmp_path: Path) -> None:
     assert "What was run" in page.text
 
 
-def test_an_unfinished_run_and_one_without_predictions_show_what_they_have(make: Make, tmp_path: Path) -> None:
-    whole, cut, bare = make("whole", rounds=3), make("cut", rounds=9, done=2, seed=1), make("bare", rounds=3, seed=2)
+def test_an_unfinished_run_and_one_without_predictions_show_what_they_have(
+    make: Make, tmp_path: Path
+) -> None:
+    whole, cut, bare = (
+        make("whole", rounds=3),
+        make("cut", rounds=9, done=2, seed=1),
+        make("bare", rounds=3, seed=2),
+    )
     (bare / "predictions.csv").unlink()
     _, page = page_of(tmp_path, whole, cut, bare)
     said = " ".join(page.text.split())
@@ -170,16 +194,24 @@ def test_runs_without_any_round(make: Make, tmp_path: Path) -> None:
 def test_other_sites_are_not_compared(make: Make, tmp_path: Path) -> None:
     _, page = page_of(tmp_path, make("a", rounds=1), make("b", rounds=1, sites=4))
     assert "The runs divide the images among different sites" in page.text
-    _, page = page_of(tmp_path, make("c", rounds=1), make("d", rounds=1, data={"source": "real", "checksum": "x"}))
+    _, page = page_of(
+        tmp_path, make("c", rounds=1), make("d", rounds=1, data={"source": "real", "checksum": "x"})
+    )
     assert "images are not the same: their checksums differ" in page.text
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"bundle": "ham10000"}, "runs of different bundles: ham10000 and pneumonia; one page compares like with like"),
+        (
+            {"bundle": "ham10000"},
+            "runs of different bundles: ham10000 and pneumonia; one page compares like with like",
+        ),
         ({"source": "phantom"}, "runs of different kinds of images: phantom and real"),
-        ({"key_metric": "accuracy"}, "runs of different key metrics: accuracy and balanced_accuracy"),
+        (
+            {"key_metric": "accuracy"},
+            "runs of different key metrics: accuracy and balanced_accuracy",
+        ),
         ({"classes": ["normal", "other"]}, "runs of different classes"),
     ],
 )

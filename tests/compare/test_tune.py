@@ -26,13 +26,24 @@ from medfl.runtimes.server.scoring import Scoring
 from tests.support.programs import python_path
 
 CONFIG = {"network": "small_cnn", "image_size": 16}
-SMALL = ("--config", "network=small_cnn", "--config", "image_size=16", "--sites", "2", "--rounds", "1")
+SMALL = (
+    "--config",
+    "network=small_cnn",
+    "--config",
+    "image_size=16",
+    "--sites",
+    "2",
+    "--rounds",
+    "1",
+)
 GRID = ("--grid", "mu=0.01,1", "--grid", "lr=0.0001,0.01")
 
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16
+    )
 
 
 def call(scans: Path, out: Path, *words: str, verb: str = "tune") -> int:
@@ -64,7 +75,11 @@ def test_the_best_validation_figure_wins_and_only_it_is_tested(done: Path) -> No
     ]  # fmt: skip
     tested = [path for path in done.rglob("summary.json")]
     assert [path.relative_to(done).parts[0] for path in tested] == ["best"]
-    assert not [path for name in ("predictions.csv", "sites.csv") for path in done.glob(f"[!b]*/*/seed-0/{name}")]
+    assert not [
+        path
+        for name in ("predictions.csv", "sites.csv")
+        for path in done.glob(f"[!b]*/*/seed-0/{name}")
+    ]
     record = read(tested[0].with_name("run.json"))
     assert str(record["options"]["mu"]) == best["settings"]["options"]["mu"]
     assert record["lr"] == best["settings"]["requested"]["lr"]
@@ -87,7 +102,9 @@ def test_a_trial_scores_no_test_item_and_can_be_tested_later(
             return before(self, *given)
 
         monkeypatch.setattr(Scoring, name, seen)
-    trial = federate("mednist", config=CONFIG, requested=asked, out=tmp_path / "trial", jobs=1, untested=True)
+    trial = federate(
+        "mednist", config=CONFIG, requested=asked, out=tmp_path / "trial", jobs=1, untested=True
+    )
     assert set(looked) == {"validate"}
     assert trial["run_hash"] == whole["run_hash"]
     assert not (tmp_path / "trial" / "summary.json").exists()
@@ -103,22 +120,31 @@ def test_a_search_that_was_cut_off_goes_on_to_the_same_winner(
     first, *_, last = sorted(path.parent for path in out.glob("*/*/seed-0/trial.json"))
     shutil.rmtree(out / "best")
     shutil.rmtree(first)
-    for name in ("best.json", last.relative_to(out) / "trial.json"):  # as where it was killed before its end
+    for name in (
+        "best.json",
+        last.relative_to(out) / "trial.json",
+    ):  # as where it was killed before its end
         (out / name).unlink()
     assert call(scans, out, "--method", "fedprox", *GRID, "--jobs", "1") == 0
     assert "4 runs, 2 of them there already" in capsys.readouterr().err
     assert read(out / "best.json") == read(done / "best.json")
-    hashes = [read(next(place.glob("best/**/summary.json")))["weights_sha256"] for place in (done, out)]
+    hashes = [
+        read(next(place.glob("best/**/summary.json")))["weights_sha256"] for place in (done, out)
+    ]
     assert hashes[0] == hashes[1]
     assert call(scans, out, "--method", "fedprox", "--grid", "mu=0.01,2") == 2
     assert "grid mu=0.01,1 lr=0.0001,0.01" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_search_that_is_killed_goes_on_to_the_same_winner(scans: Path, done: Path, tmp_path: Path) -> None:
+def test_a_search_that_is_killed_goes_on_to_the_same_winner(
+    scans: Path, done: Path, tmp_path: Path
+) -> None:
     out, given = tmp_path / "killed", ("--method", "fedprox", *GRID, "--jobs", "1")
     words = ["tune", "mednist", "--data", str(scans), *SMALL, "--out", str(out), *given, "--quiet"]
-    process = subprocess.Popen([sys.executable, "-m", "medfl", *words], env={**os.environ, "PYTHONPATH": python_path()})
+    process = subprocess.Popen(
+        [sys.executable, "-m", "medfl", *words], env={**os.environ, "PYTHONPATH": python_path()}
+    )
     while not trials(out):
         assert process.poll() is None
         time.sleep(0.02)
@@ -132,7 +158,16 @@ def test_a_search_that_is_killed_goes_on_to_the_same_winner(scans: Path, done: P
 def test_a_comparison_takes_the_settings_and_says_how_many_trials(
     scans: Path, done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--tuned", str(done.parent), "--methods", "fedavg,fedprox", "--seeds", "0", "--jobs", "1")
+    words = (
+        "--tuned",
+        str(done.parent),
+        "--methods",
+        "fedavg,fedprox",
+        "--seeds",
+        "0",
+        "--jobs",
+        "1",
+    )
     assert call(scans, tmp_path / "grid", *words, verb="compare") == 0
     best = read(done / "best.json")["settings"]
     label = f"fedprox mu={best['options']['mu']} lr={best['requested']['lr']}"
@@ -175,15 +210,28 @@ def test_some_of_the_combinations_are_drawn_by_the_seed() -> None:
             {"method": "stranger.code", "trials": 3, "settings": {"options": {}, "requested": {}}},
             "a file brings no code",
         ),
-        ({"method": "fedprox", "trials": 3, "settings": {"options": {}, "requested": {"lr": -1}}}, "--lr -1"),
         (
-            {"method": "fedprox", "trials": 3, "settings": {"options": {}, "requested": {"seed": 1}}},
+            {
+                "method": "fedprox",
+                "trials": 3,
+                "settings": {"options": {}, "requested": {"lr": -1}},
+            },
+            "--lr -1",
+        ),
+        (
+            {
+                "method": "fedprox",
+                "trials": 3,
+                "settings": {"options": {}, "requested": {"seed": 1}},
+            },
             "settings.requested",
         ),
     ],
 )
 def test_what_a_folder_says_is_checked(document: Any, said: str, tmp_path: Path) -> None:
-    (tmp_path / "best.json").write_text(document if isinstance(document, str) else json.dumps(document))
+    (tmp_path / "best.json").write_text(
+        document if isinstance(document, str) else json.dumps(document)
+    )
     with pytest.raises(InputError, match=said):
         search.tuned_entries(tmp_path)
 

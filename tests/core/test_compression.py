@@ -19,7 +19,10 @@ every_form = pytest.mark.parametrize("form", SMALLER)
 def of(form: str) -> Compression:
     made = Compression.parse(form)
     return Compression(
-        made.kind, made.fraction, EXACT, frozenset({"weights", "control", "header", "prototypes", "scores"})
+        made.kind,
+        made.fraction,
+        EXACT,
+        frozenset({"weights", "control", "header", "prototypes", "scores"}),
     )
 
 
@@ -47,11 +50,17 @@ def weights(named: dict[str, Tensor], **groups: dict[str, Tensor]) -> Message:
 
 
 def crossed(
-    form: str, message: Message, base: dict[str, Tensor], seed: int = 0, unsent: dict[str, Tensor] | None = None
+    form: str,
+    message: Message,
+    base: dict[str, Tensor],
+    seed: int = 0,
+    unsent: dict[str, Tensor] | None = None,
 ) -> tuple[Message, dict[str, Tensor]]:
     """Return a reply as the server has it, by way of its bytes, and the error feedback."""
     wire, rest = of(form).reply(message, weights(base), seed, unsent or {})
-    return of(form).decompress_reply(Message.decode(wire.encode()), weights(base), "site 'x'"), dict(rest)
+    return of(form).decompress_reply(
+        Message.decode(wire.encode()), weights(base), "site 'x'"
+    ), dict(rest)
 
 
 # What is asked for
@@ -70,11 +79,16 @@ def test_what_is_asked_for_has_one_spelling(text: str, canonical: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "int4", "int8:2", "topk", "float16:", "INT8"])
 def test_an_unknown_form_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match=rf"^--messages ?{text}; lossless, float16, bfloat16, int8 or topk:FRACTION"):
+    with pytest.raises(
+        InputError,
+        match=rf"^--messages ?{text}; lossless, float16, bfloat16, int8 or topk:FRACTION",
+    ):
         Compression.parse(text)
 
 
-@pytest.mark.parametrize("text", ["topk:", "topk:0", "topk:-0.1", "topk:0.51", "topk:nan", "topk:x", "topk:1:2"])
+@pytest.mark.parametrize(
+    "text", ["topk:", "topk:0", "topk:-0.1", "topk:0.51", "topk:nan", "topk:x", "topk:1:2"]
+)
 def test_a_fraction_that_saves_nothing_is_refused(text: str) -> None:
     with pytest.raises(InputError, match=f"--messages {text}; a fraction above 0 and at most 0.5"):
         Compression.parse(text)
@@ -95,7 +109,10 @@ def test_lossless_hands_on_the_very_message() -> None:
 @every_form
 @pytest.mark.parametrize("up", [True, False])
 def test_what_is_small_exact_or_no_float_is_untouched_and_forms_stay(form: str, up: bool) -> None:
-    sent, base = weights(network(1), odd={"large": draw(500)}, counts={"0": torch.arange(99)}), network(2)
+    sent, base = (
+        weights(network(1), odd={"large": draw(500)}, counts={"0": torch.arange(99)}),
+        network(2),
+    )
     if up:
         received, _ = crossed(form, sent, base)
     else:
@@ -118,7 +135,9 @@ def test_groups_that_are_no_weights_are_made_smaller_one_by_one(form: str, group
     received, _ = crossed(form, message, network())
     assert bits(received[group]["1"]) == bits(message[group]["1"])
     assert bits(received[group]["0"]) != bits(value)
-    torch.testing.assert_close(received[group]["0"], value, rtol=0, atol=float(value.abs().max()) / 120)
+    torch.testing.assert_close(
+        received[group]["0"], value, rtol=0, atol=float(value.abs().max()) / 120
+    )
 
 
 # Half precision
@@ -136,7 +155,9 @@ def test_half_precision_rounds_to_nearest(form: str, unit: float) -> None:
     assert ((received - values).abs() > unit / 4 * values.abs()).any()
 
 
-@pytest.mark.parametrize(("form", "limit"), [("float16", 65504.0), ("bfloat16", 3.3895313892515355e38)])
+@pytest.mark.parametrize(
+    ("form", "limit"), [("float16", 65504.0), ("bfloat16", 3.3895313892515355e38)]
+)
 def test_numbers_beyond_half_precision_go_as_they_are(form: str, limit: float) -> None:
     inside, beyond = torch.full((8, 8), -limit), torch.full((8, 8), limit * 1.002)
     wire = of(form).broadcast(weights({"inside": inside, "beyond": beyond}), 0)
@@ -153,7 +174,10 @@ def test_the_server_adds_the_change_to_what_it_sent(form: str) -> None:
     """
     w = {"w": torch.full((8, 8), 1000.3)}
     v = of(form).decompress_broadcast(of(form).broadcast(weights(w), 3))
-    assert form == "int8" or v["weights"]["w"][0, 0].item() == {"float16": 1000.5, "bfloat16": 1000.0}[form]
+    assert (
+        form == "int8"
+        or v["weights"]["w"][0, 0].item() == {"float16": 1000.5, "bfloat16": 1000.0}[form]
+    )
     step = 2.0**-6
     trained = weights({"w": v["weights"]["w"] + step})
     wire, _ = of(form).reply(trained, v, 5, {})
@@ -175,7 +199,9 @@ def test_eight_bits_by_hand() -> None:
     assert wire["weights@int8@float32"]["w"][1, :4].tolist() == [-127, 64, 1, 0]
     seen = set()
     for seed in range(40):
-        received = of("int8").decompress_broadcast(of("int8").broadcast(weights({"w": rows}), seed))["weights"]["w"]
+        received = of("int8").decompress_broadcast(
+            of("int8").broadcast(weights({"w": rows}), seed)
+        )["weights"]["w"]
         seen.add(tuple(received[0, 3:5].tolist()))
         received[0, 3:5] = rows[0, 3:5]
         assert torch.equal(received, rows)
@@ -184,7 +210,9 @@ def test_eight_bits_by_hand() -> None:
 
 def test_short_rows_share_one_scale() -> None:
     wire = of("int8").broadcast(weights(network()), 0)
-    assert len(wire["weights@scales@float32"]["scales"]) == 8 + 1  # conv's 8 rows of 144; depthwise's 200 rows of 9
+    assert (
+        len(wire["weights@scales@float32"]["scales"]) == 8 + 1
+    )  # conv's 8 rows of 144; depthwise's 200 rows of 9
 
 
 def test_rounding_to_eight_bits_is_unbiased_and_less_than_a_step_off() -> None:
@@ -196,7 +224,9 @@ def test_rounding_to_eight_bits_is_unbiased_and_less_than_a_step_off() -> None:
     scale = value.abs().amax(1, keepdim=True) / 127
     total = torch.zeros_like(value, dtype=torch.float64)
     for seed in range(n):
-        received = of("int8").decompress_broadcast(of("int8").broadcast(weights({"w": value}), seed))["weights"]["w"]
+        received = of("int8").decompress_broadcast(
+            of("int8").broadcast(weights({"w": value}), seed)
+        )["weights"]["w"]
         assert ((received - value).abs() <= scale * 1.0001).all()
         total += received.double()
     error = (total / n - value) / (scale / (2 * n**0.5))
@@ -209,7 +239,10 @@ def test_rounding_depends_on_the_seed_alone() -> None:
     named, proto = network(), {"prototypes": {str(i): draw(70, seed=i) for i in range(3)}}
     left = of("int8").broadcast(weights(named, **proto), 4)
     turned = Message(
-        {"prototypes": dict(reversed(proto["prototypes"].items())), "weights": dict(reversed(named.items()))}
+        {
+            "prototypes": dict(reversed(proto["prototypes"].items())),
+            "weights": dict(reversed(named.items())),
+        }
     )
     right = of("int8").broadcast(turned, 4)
     assert bits(left.tensors) == bits(right.tensors)
@@ -223,10 +256,14 @@ def test_extremes_neither_wrap_nor_become_nan(monkeypatch: pytest.MonkeyPatch) -
 
     Rows of zeros, and rows too small for a scale, become zero.
     """
-    monkeypatch.setattr(torch, "rand", lambda shape, *, generator, dtype: torch.zeros(shape, dtype=dtype))
+    monkeypatch.setattr(
+        torch, "rand", lambda shape, *, generator, dtype: torch.zeros(shape, dtype=dtype)
+    )
     values = torch.cat([draw(2000, 64).abs() + 1, torch.zeros(1, 64), torch.full((1, 64), 1e-44)])
     assert (values.amax(1) / (values.amax(1) / 127) > 127).any()
-    received = of("int8").decompress_broadcast(of("int8").broadcast(weights({"w": values}), 0))["weights"]["w"]
+    received = of("int8").decompress_broadcast(of("int8").broadcast(weights({"w": values}), 0))[
+        "weights"
+    ]["w"]
     assert torch.equal(received[-2:], torch.zeros(2, 64))
     torch.testing.assert_close(received[:-2].amax(1), values[:-2].amax(1))
     assert (received[:-2] > 0).all()
@@ -287,13 +324,21 @@ def test_what_was_sent_and_what_is_kept_add_up_to_all_changes() -> None:
     The changes are multiples of 2^-10 in float64, so that no sum of theirs is rounded.
     """
     form, unsent = Compression("topk", 0.05), {}
-    base = {"a": torch.zeros(10, 20, dtype=torch.float64), "b": torch.zeros(100, dtype=torch.float64)}
+    base = {
+        "a": torch.zeros(10, 20, dtype=torch.float64),
+        "b": torch.zeros(100, dtype=torch.float64),
+    }
     true, sent = ({name: torch.zeros_like(value) for name, value in base.items()} for _ in range(2))
     for round_ in range(12):
-        change = {n: (draw(*v.shape, seed=round_, dtype=torch.float64) * 1024).round() / 1024 for n, v in base.items()}
+        change = {
+            n: (draw(*v.shape, seed=round_, dtype=torch.float64) * 1024).round() / 1024
+            for n, v in base.items()
+        }
         wire, unsent = form.reply(weights(change), weights(base), 0, unsent)
         assert len(wire["weights@topk@float64"]["values"]) == 15
-        received = form.decompress_reply(Message.decode(wire.encode()), weights(base), "x")["weights"]
+        received = form.decompress_reply(Message.decode(wire.encode()), weights(base), "x")[
+            "weights"
+        ]
         for name in base:
             true[name] += change[name]
             sent[name] += received[name]
@@ -304,7 +349,11 @@ def test_what_was_sent_and_what_is_kept_add_up_to_all_changes() -> None:
 
 
 def test_each_type_has_its_own_positions() -> None:
-    base = {"a": torch.zeros(100), "b": torch.zeros(100, dtype=torch.float64), "c": torch.zeros(100)}
+    base = {
+        "a": torch.zeros(100),
+        "b": torch.zeros(100, dtype=torch.float64),
+        "c": torch.zeros(100),
+    }
     change = {name: draw(100, seed=ord(name), dtype=value.dtype) for name, value in base.items()}
     wire, unsent = of("topk:0.1").reply(weights(change), weights(base), 0, {})
     assert {label: len(wire[label]["values"]) for label in wire.tensors if "@" in label} == {
@@ -352,10 +401,14 @@ def tampered(form: str, base: Message, changes: dict[str, dict[str, Tensor | Non
         groups.setdefault(group, {}).update({n: t for n, t in named.items() if t is not None})
         for name in (n for n, t in named.items() if t is None):
             groups[group].pop(name)
-    return Message.decode(Message({g: named for g, named in groups.items() if named}, wire.scalars).encode())
+    return Message.decode(
+        Message({g: named for g, named in groups.items() if named}, wire.scalars).encode()
+    )
 
 
-TOP, EIGHT, SCALES, HALF = (f"weights@{what}@float32" for what in ("topk", "int8", "scales", "float16"))
+TOP, EIGHT, SCALES, HALF = (
+    f"weights@{what}@float32" for what in ("topk", "int8", "scales", "float16")
+)
 NAN = float("nan")
 
 
@@ -368,15 +421,43 @@ def positions(*first: int) -> Tensor:
     ("form", "changes", "text"),
     [
         ("topk:0.1", {TOP: {"indices": positions(-1)}}, "'.*indices' is not ascending in 0 to 227"),
-        ("topk:0.1", {TOP: {"indices": positions() + 107}}, "'.*indices' is not ascending in 0 to 227"),
+        (
+            "topk:0.1",
+            {TOP: {"indices": positions() + 107}},
+            "'.*indices' is not ascending in 0 to 227",
+        ),
         ("topk:0.1", {TOP: {"indices": positions(3, 3)}}, "'.*indices' is not ascending"),
         ("topk:0.1", {TOP: {"indices": positions(4, 3)}}, "'.*indices' is not ascending"),
-        ("topk:0.1", {TOP: {"indices": positions().long()}}, r"'.*indices' is \(22,\) torch.int64; expected .*int32"),
-        ("topk:0.1", {TOP: {"indices": positions()[:21]}}, r"'.*indices' is \(21,\) .*; expected \(22,\)"),
-        ("topk:0.1", {TOP: {"values": torch.zeros(23)}}, r"'.*values' is \(23,\) .*; expected \(22,\)"),
-        ("topk:0.1", {TOP: {"values": torch.zeros(22).half()}}, "'.*values' is .*float16; expected .*float32"),
-        ("topk:0.1", {TOP: {"values": torch.full((22,), NAN)}}, "'.*values' has NaN or infinite values"),
-        ("topk:0.1", {TOP: {"values": None}}, r"'weights@topk@float32' has \['indices'\]; expected .*'values'"),
+        (
+            "topk:0.1",
+            {TOP: {"indices": positions().long()}},
+            r"'.*indices' is \(22,\) torch.int64; expected .*int32",
+        ),
+        (
+            "topk:0.1",
+            {TOP: {"indices": positions()[:21]}},
+            r"'.*indices' is \(21,\) .*; expected \(22,\)",
+        ),
+        (
+            "topk:0.1",
+            {TOP: {"values": torch.zeros(23)}},
+            r"'.*values' is \(23,\) .*; expected \(22,\)",
+        ),
+        (
+            "topk:0.1",
+            {TOP: {"values": torch.zeros(22).half()}},
+            "'.*values' is .*float16; expected .*float32",
+        ),
+        (
+            "topk:0.1",
+            {TOP: {"values": torch.full((22,), NAN)}},
+            "'.*values' has NaN or infinite values",
+        ),
+        (
+            "topk:0.1",
+            {TOP: {"values": None}},
+            r"'weights@topk@float32' has \['indices'\]; expected .*'values'",
+        ),
         ("topk:0.1", {TOP: {"more": torch.zeros(1)}}, "'weights@topk@float32' has .*'more'"),
         ("topk:0.1", {"weights": {"v": torch.zeros(10, 10)}}, "'weights/v' comes twice"),
         (
@@ -384,22 +465,58 @@ def positions(*first: int) -> Tensor:
             {TOP.replace("32", "64"): {"indices": positions()}},
             "'weights@topk@float64' has .*; expected no such group",
         ),
-        ("topk:0.1", {"control@topk@float32": {"indices": positions()}}, "'control@.* has .*; expected no such group"),
+        (
+            "topk:0.1",
+            {"control@topk@float32": {"indices": positions()}},
+            "'control@.* has .*; expected no such group",
+        ),
         ("topk:0.1", {EIGHT: {"v": torch.zeros(3)}}, "unexpected group 'weights@int8@float32'"),
         ("int8", {EIGHT: {"v": torch.zeros(10, 10)}}, "'.*/v' is .*float32; expected .*int8"),
         ("int8", {SCALES: {"scales": torch.tensor([1, NAN, 1])}}, "'.*scales' has NaN"),
-        ("int8", {SCALES: {"scales": torch.tensor([1, 1, -1.0])}}, "'.*scales' has a scale below 0"),
-        ("int8", {SCALES: {"scales": torch.tensor([1, 1, 3e38])}}, "'.*scales' has a scale .* too large"),
+        (
+            "int8",
+            {SCALES: {"scales": torch.tensor([1, 1, -1.0])}},
+            "'.*scales' has a scale below 0",
+        ),
+        (
+            "int8",
+            {SCALES: {"scales": torch.tensor([1, 1, 3e38])}},
+            "'.*scales' has a scale .* too large",
+        ),
         ("int8", {SCALES: {"scales": torch.ones(4)}}, r"'.*scales' is \(4,\) .*; expected \(3,\)"),
-        ("int8", {SCALES: {"scales": torch.ones(3).double()}}, "'.*scales' is .*float64; expected .*float32"),
+        (
+            "int8",
+            {SCALES: {"scales": torch.ones(3).double()}},
+            "'.*scales' is .*float64; expected .*float32",
+        ),
         ("int8", {SCALES: {"scales": None}}, "'weights@scales@float32' is not one tensor 'scales'"),
-        ("int8", {SCALES: {"more": torch.ones(1)}}, "'weights@scales@float32' is not one tensor 'scales'"),
-        ("int8", {"scores@scales@float32": {"scales": torch.ones(1)}}, "unexpected group 'scores@scales@float32'"),
-        ("int8", {"statistics@int8@float32": {"x": torch.ones(1).char()}}, "unexpected group 'statistics@int8"),
+        (
+            "int8",
+            {SCALES: {"more": torch.ones(1)}},
+            "'weights@scales@float32' is not one tensor 'scales'",
+        ),
+        (
+            "int8",
+            {"scores@scales@float32": {"scales": torch.ones(1)}},
+            "unexpected group 'scores@scales@float32'",
+        ),
+        (
+            "int8",
+            {"statistics@int8@float32": {"x": torch.ones(1).char()}},
+            "unexpected group 'statistics@int8",
+        ),
         ("int8", {"weights": {"v": torch.zeros(10, 10)}}, "'weights/v' comes twice"),
-        ("float16", {HALF: {"v": torch.full((10, 10), NAN).half()}}, "'weights@float16@float32/v' has NaN"),
+        (
+            "float16",
+            {HALF: {"v": torch.full((10, 10), NAN).half()}},
+            "'weights@float16@float32/v' has NaN",
+        ),
         ("float16", {HALF: {"v": torch.zeros(10, 10)}}, "'.*/v' is .*float32; expected .*float16"),
-        ("bfloat16", {HALF: {"q": torch.zeros(99).half()}}, "unexpected group 'weights@float16@float32'"),
+        (
+            "bfloat16",
+            {HALF: {"q": torch.zeros(99).half()}},
+            "unexpected group 'weights@float16@float32'",
+        ),
         (
             "float16",
             {"weights@float16@int64": {"q": torch.zeros(9).half()}},

@@ -53,5 +53,7 @@ def test_a_room_hands_out_its_public_names_when_they_are_first_used(room: str) -
     assert module.__all__
     for name in module.__all__:
         assert getattr(module, name).__name__ == name or name == "State"
-    with pytest.raises(AttributeError, match=f"'{room}' has no attribute 'nothing'; its public names are .*{name}"):
+    with pytest.raises(
+        AttributeError, match=f"'{room}' has no attribute 'nothing'; its public names are .*{name}"
+    ):
         module.nothing  # noqa: B018

@@ -27,10 +27,14 @@ MESSAGES = {
             }
         }
     ),
-    "groups": Message({"weights": {"w": torch.randn(3)}, "control": {"w": torch.randn(3)}}, {"n": 2.5, "x": -0.0}),
+    "groups": Message(
+        {"weights": {"w": torch.randn(3)}, "control": {"w": torch.randn(3)}}, {"n": 2.5, "x": -0.0}
+    ),
     "strides": Message({"weights": {"w": torch.randn(4, 6).T[::2]}}),
     "shared": Message({"weights": {"a": (tied := torch.randn(4)), "b": tied, "c": tied[1:]}}),
-    "names": Message({"weights": {"a/b/c": torch.randn(2), "": torch.randn(1), "é∑": torch.randn(1)}}),
+    "names": Message(
+        {"weights": {"a/b/c": torch.randn(2), "": torch.randn(1), "é∑": torch.randn(1)}}
+    ),
     "long": Message({"weights": {f"layer{i}.weight": torch.randn(i, 3) for i in range(60)}}),
 }
 
@@ -89,7 +93,9 @@ def test_it_is_read_only_and_does_not_follow_the_dict_it_was_made_of() -> None:
         message.tensors["more"] = {}  # type: ignore[index]
 
 
-@pytest.mark.parametrize("message", [MESSAGES["groups"], MESSAGES["dtypes"]], ids=["groups", "dtypes"])
+@pytest.mark.parametrize(
+    "message", [MESSAGES["groups"], MESSAGES["dtypes"]], ids=["groups", "dtypes"]
+)
 def test_damaged_bytes_raise_our_own_error(message: Message) -> None:
     data = message.encode()
     damaged = [data[:cut] for cut in (0, 1, 7, 8, 20, len(data) // 2, len(data) - 1)]

@@ -139,10 +139,17 @@ KEYS = [
 ]  # fmt: skip
 arrays = st.builds(
     lambda dtype, shape: np.zeros(shape, dtype),
-    st.sampled_from(["f4", "f8", "f2", "i8", "u4", "?", ">f4", "c8", "O", "U3", "M8[s]", "longdouble"]),
+    st.sampled_from(
+        ["f4", "f8", "f2", "i8", "u4", "?", ">f4", "c8", "O", "U3", "M8[s]", "longdouble"]
+    ),
     st.one_of(shapes, st.sampled_from(sorted(WEIGHTS.values()))),
 )
-ELSEWHERE = [torch.eye(2).to_sparse(), torch.zeros(3, device="meta"), torch.zeros(1).expand(2**40), np.float64(1)]
+ELSEWHERE = [
+    torch.eye(2).to_sparse(),
+    torch.zeros(3, device="meta"),
+    torch.zeros(1).expand(2**40),
+    np.float64(1),
+]
 alike = st.sampled_from(sorted(WEIGHTS.values())).flatmap(
     lambda shape: st.sampled_from(
         [torch.zeros(shape), torch.full(shape, torch.nan), torch.ones(shape, dtype=torch.int8)]
@@ -150,7 +157,9 @@ alike = st.sampled_from(sorted(WEIGHTS.values())).flatmap(
 )
 values = st.one_of(tensors(), arrays, ODD, st.sampled_from(ELSEWHERE), alike)
 mappings = st.dictionaries(
-    st.one_of(st.sampled_from(KEYS), names, st.integers(), st.none(), st.binary(max_size=3)), values, max_size=6
+    st.one_of(st.sampled_from(KEYS), names, st.integers(), st.none(), st.binary(max_size=3)),
+    values,
+    max_size=6,
 )
 
 
@@ -159,7 +168,10 @@ def arriving(draw: st.DrawFn) -> tuple[str, str, dict[Any, Any]]:
     """A form of messages, which check it meets, and what arrives: a right broadcast with some of it exchanged."""
     form = draw(st.sampled_from(["lossless", "float16", "int8", "topk:0.1"]))
     whole = at_site("lossless")
-    right = {f"weights/{name}": torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in whole.rules.leaves.items()}
+    right = {
+        f"weights/{name}": torch.zeros(shape, dtype=dtype)
+        for name, (shape, dtype) in whole.rules.leaves.items()
+    }
     start = draw(st.sampled_from([{}, right]))
     check = draw(st.sampled_from(["received", "averaged", "arrived"]))
     return form, check, {**start, **draw(mappings)}
@@ -181,7 +193,13 @@ def takes_or_refuses(case: tuple[str, str, dict[Any, Any]]) -> None:
 
 def few(count: int) -> Any:
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
-    return settings(max_examples=count, derandomize=True, database=None, deadline=None, suppress_health_check=checks)
+    return settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=checks,
+    )
 
 
 @few(150)

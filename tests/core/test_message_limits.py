@@ -72,7 +72,10 @@ REFUSED: Mapping[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_document_is_refused_with_the_reason_and_the_sender(case: str) -> None:
     data, text = REFUSED[case]
-    with pytest.raises(RunError, match=rf"^site 'a': a received message of {len(data)} bytes is not taken: .*({text})"):
+    with pytest.raises(
+        RunError,
+        match=rf"^site 'a': a received message of {len(data)} bytes is not taken: .*({text})",
+    ):
         Message.decode(data, sender="site 'a'")
 
 
@@ -93,13 +96,18 @@ SMALL = MessageLimits(size=100, header=400, tensors=3, name=12, dimensions=2)
     ("tensors", "text"),
     [
         ({"w": torch.zeros(26)}, "104 bytes; at most 100|more than 100 bytes"),
-        ({"a": torch.zeros(13), "b": torch.zeros(13)}, "104 bytes; at most 100|more than 100 bytes"),
+        (
+            {"a": torch.zeros(13), "b": torch.zeros(13)},
+            "104 bytes; at most 100|more than 100 bytes",
+        ),
         ({str(i): torch.zeros(1) for i in range(4)}, "4 tensors; at most 3"),
         ({"abcde": torch.zeros(1)}, "a name of 13 characters, 'weights/abcde'…; at most 12"),
         ({"w": torch.zeros(1, 1, 1)}, r"'weights/w' has (the shape \[1, 1, 1\]|3 dimensions)"),
     ],
 )
-def test_bytes_and_restored_tensors_are_held_to_the_same_caps(tensors: dict[str, torch.Tensor], text: str) -> None:
+def test_bytes_and_restored_tensors_are_held_to_the_same_caps(
+    tensors: dict[str, torch.Tensor], text: str
+) -> None:
     message = Message({"weights": tensors})
     with pytest.raises(RunError, match=text):
         Message.decode(message.encode(), SMALL)
@@ -129,7 +137,9 @@ def test_arrays_and_tensors_are_taken_as_they_are(value: Any) -> None:
     assert bits(found) == bits(expected)
 
 
-@pytest.mark.parametrize("value", [torch.tensor(2, dtype=torch.uint8), torch.tensor([[0, 1], [255, 0]]).byte().T])
+@pytest.mark.parametrize(
+    "value", [torch.tensor(2, dtype=torch.uint8), torch.tensor([[0, 1], [255, 0]]).byte().T]
+)
 def test_a_truth_value_besides_0_and_1_is_refused(value: torch.Tensor) -> None:
     """A copy of it has another byte, so that what is sent on would be another message."""
     form = entry("BOOL", list(value.shape), [0, value.numel()])
@@ -178,7 +188,12 @@ def test_a_name_is_text() -> None:
 
 
 def test_caps_grow_with_the_largest_network() -> None:
-    small, large = {"w": torch.zeros(10)}, {f"w{i}": torch.zeros(1).expand(10**7) for i in range(9000)}
+    small, large = (
+        {"w": torch.zeros(10)},
+        {f"w{i}": torch.zeros(1).expand(10**7) for i in range(9000)},
+    )
     assert MessageLimits.for_networks() == MessageLimits.for_networks(small) == MessageLimits()
     assert MessageLimits().size == 2**28
-    assert MessageLimits.for_networks(small, large) == MessageLimits(size=8 * 9000 * 4 * 10**7, tensors=72_000)
+    assert MessageLimits.for_networks(small, large) == MessageLimits(
+        size=8 * 9000 * 4 * 10**7, tensors=72_000
+    )

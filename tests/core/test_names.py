@@ -66,7 +66,9 @@ def test_long_names_become_files_and_stay_apart(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == len(names)
 
 
-@pytest.mark.parametrize("text", ["=1+1", "@x", " =1", "\t=1", "-2+cmd|' /C x'!A0", "+a(1)", "'=1", "''@"])
+@pytest.mark.parametrize(
+    "text", ["=1+1", "@x", " =1", "\t=1", "-2+cmd|' /C x'!A0", "+a(1)", "'=1", "''@"]
+)
 def test_a_cell_of_a_table_is_no_formula_and_is_read_back(text: str) -> None:
     written = as_cell(text)
     assert written == f"'{text}"

@@ -20,7 +20,9 @@ BEGUN = "from medfl.core import portable; portable.enable(); import os; print(po
 
 
 def test_begins_before_pytorch_is_imported() -> None:
-    done = subprocess.run([sys.executable, "-c", BEGUN], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", BEGUN], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     assert done.stdout == "True\n", done.stderr
 
 
@@ -40,7 +42,9 @@ def test_a_processor_without_avx2_is_refused(tmp_path: Path) -> None:
             portable._require_processor(tmp_path / name)
 
 
-@pytest.mark.parametrize("other", [{"device": "auto"}, {"threads": 2}, {"amp": True}, {"compile": True}])
+@pytest.mark.parametrize(
+    "other", [{"device": "auto"}, {"threads": 2}, {"amp": True}, {"compile": True}]
+)
 def test_what_depends_on_the_machine_is_refused_beside_it(other: dict[str, object]) -> None:
     check_limits({"portable": True, "device": "cpu", "threads": 1, "amp": False, "compile": None})
     with pytest.raises(InputError, match="--portable with --"):

@@ -208,9 +208,14 @@ def test_where_public_data_and_teachers_lie_changes_nothing() -> None:
 
 def test_a_difference_shows_both_values_briefly() -> None:
     assert run_record(lr=0.2).difference(RUN) == ["lr: 0.2 was 0.1"]
-    assert run_record(options={"mu": 1.0}).difference(run_record(options={"mu": 2.0})) == ["options.mu: 1.0 was 2.0"]
+    assert run_record(options={"mu": 1.0}).difference(run_record(options={"mu": 2.0})) == [
+        "options.mu: 1.0 was 2.0"
+    ]
     assert run_record(options={"mu": 1.0}).difference(RUN) == ["options.mu: 1.0 was null"]
-    assert all(len(line) < 150 for line in with_partition(sites={"x": {"train": ["i"] * 999}}).difference(RUN))
+    assert all(
+        len(line) < 150
+        for line in with_partition(sites={"x": {"train": ["i"] * 999}}).difference(RUN)
+    )
     assert RUN.difference(RUN) == []
 
 
@@ -259,7 +264,9 @@ def test_what_is_no_record_at_all(document: object) -> None:
 
 
 def test_the_hash_is_sixty_four_digits_and_does_not_depend_on_the_order_of_keys() -> None:
-    left, right = (run_record(options=dict(items)) for items in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)]))
+    left, right = (
+        run_record(options=dict(items)) for items in ([("a", 1), ("b", 2)], [("b", 2), ("a", 1)])
+    )
     assert left.run_hash == right.run_hash
     assert len(bytes.fromhex(RUN.run_hash)) == 32
 

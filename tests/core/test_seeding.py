@@ -17,7 +17,9 @@ PINNED = (3456079177858693020, 2843754191089344717, 5891121604427942361)
 @pytest.mark.parametrize("path", [(0,), (0, "network"), (7, "round", 3, "site-2")])
 def test_derived_seeds_are_those_of_the_definition(path: tuple) -> None:
     """SHA-256 of "seed/type:part/...", its first 8 bytes big-endian, less the lowest bit."""
-    text = "/".join([str(path[0])] + [("int:" if isinstance(p, int) else "str:") + str(p) for p in path[1:]])
+    text = "/".join(
+        [str(path[0])] + [("int:" if isinstance(p, int) else "str:") + str(p) for p in path[1:]]
+    )
     assert derive(*path) == int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) // 2
 
 
@@ -29,7 +31,19 @@ def test_derived_seeds_never_change() -> None:
 
 
 def test_paths_are_told_apart() -> None:
-    paths = [(0,), (1,), (0, 0), (0, "0"), (0, 1, 2), (0, 12), (0, "a", "b"), (0, "b", "a"), (0, "ab"), (10,), (1, 0)]
+    paths = [
+        (0,),
+        (1,),
+        (0, 0),
+        (0, "0"),
+        (0, 1, 2),
+        (0, 12),
+        (0, "a", "b"),
+        (0, "b", "a"),
+        (0, "ab"),
+        (10,),
+        (1, 0),
+    ]
     seeds = {derive(*path) for path in paths}
     assert len(seeds) == len(paths)
     assert all(0 <= seed < 2**63 for seed in seeds)

@@ -67,7 +67,9 @@ def flags(one: Setting) -> list[str]:
 def test_a_flag_that_a_verb_takes_is_not_lost(name: str, verb: str) -> None:
     """What a verb does not take it refuses; `compare` has seeds of its own, sites of a job choose their device."""
     one, parser = SETTINGS[name], cli.parser()
-    left_out = {"compare": ("seed", "aggregation", "max_share"), "export": ("device",)}.get(verb, ())
+    left_out = {"compare": ("seed", "aggregation", "max_share"), "export": ("device",)}.get(
+        verb, ()
+    )
     if name in left_out:
         with pytest.raises(InputError, match=f"unknown {one.flag}"):
             parser.parse_args([*VERBS[verb], *flags(one)])
@@ -87,7 +89,9 @@ def test_what_is_asked_for_is_in_the_run(name: str) -> None:
 
 
 @pytest.mark.usefixtures("start")
-@pytest.mark.parametrize("without", [("max_share",), ("aggregation", "site_weights")])  # a cap is for a weighted mean
+@pytest.mark.parametrize(
+    "without", [("max_share",), ("aggregation", "site_weights")]
+)  # a cap is for a weighted mean
 def test_an_exported_job_has_every_setting(tmp_path: Path, without: tuple[str, ...]) -> None:
     pytest.importorskip("nvflare")
     others = ("device", "portable", "metrics", *without, *OF_OTHERS)
@@ -97,7 +101,9 @@ def test_an_exported_job_has_every_setting(tmp_path: Path, without: tuple[str, .
     assert main([*VERBS["export"], *words, *config]) == 0
     (record,) = (tmp_path / "job").rglob("run.json")
     document = json.loads(record.read_text())
-    assert {name: document[name] for name in given} == {name: recorded(one) for name, one in given.items()}
+    assert {name: document[name] for name in given} == {
+        name: recorded(one) for name, one in given.items()
+    }
     carried, *_ = (tmp_path / "job").rglob("init.json")
     masks = ["flare", "export", "lung_cxr", "--sites", "a,b", "--metrics", "dice", "--rehearsal"]
     assert main([*masks, "--out", str(tmp_path / "masks")]) == 0

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    data = datasets.write_phantom("mednist", tmp_path_factory.mktemp("data") / "mednist", per_class=10, size=16)
+    data = datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("data") / "mednist", per_class=10, size=16
+    )
     small = "--config network=small_cnn --config image_size=16 --sites 2 --batch-size 8 --jobs 1 --quiet"
     return ["run", "mednist", "--data", str(data), *small.split()]
 
@@ -30,7 +32,12 @@ def started(words: list[str], place: Path, **variables: str) -> subprocess.Popen
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **variables}
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-m", "medfl", *words], cwd=place, env=environment, stdout=pipe, stderr=pipe, text=True
+        [sys.executable, "-m", "medfl", *words],
+        cwd=place,
+        env=environment,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
     )
 
 
@@ -57,7 +64,9 @@ def end(program: subprocess.Popen[str], number: int) -> None:
             return
 
 
-def test_a_forked_program_writes_says_and_ends_as_one_that_starts_by_itself(run: list[str], tmp_path: Path) -> None:
+def test_a_forked_program_writes_says_and_ends_as_one_that_starts_by_itself(
+    run: list[str], tmp_path: Path
+) -> None:
     ends = []
     for place, variables in (("forked", {}), ("started", {"MEDFL_TESTS_WARM": "/nowhere"})):
         (tmp_path / place).mkdir()
@@ -73,9 +82,13 @@ def test_a_forked_program_writes_says_and_ends_as_one_that_starts_by_itself(run:
     assert (ends[0][0], ends[1][0]) == (0, 2)
 
 
-def test_a_signal_reaches_the_child_and_it_dies_with_its_program(run: list[str], tmp_path: Path) -> None:
+def test_a_signal_reaches_the_child_and_it_dies_with_its_program(
+    run: list[str], tmp_path: Path
+) -> None:
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -9)):
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # programs in the background ignore it
+        before = signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # programs in the background ignore it
         program = started([*run, "--rounds", "100000", "--out", number.name], tmp_path)
         signal.signal(signal.SIGINT, before)
         try:

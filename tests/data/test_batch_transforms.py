@@ -36,12 +36,16 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def steps(transforms: Any, *shapes: tuple[int, ...], channels: int = 1, masks: bool = False) -> BatchRecipe | None:
+def steps(
+    transforms: Any, *shapes: tuple[int, ...], channels: int = 1, masks: bool = False
+) -> BatchRecipe | None:
     compose = Compose(transforms).flatten()
     return recipe(compose, 0, frozenset(shapes), channels, torch.float32, masks)
 
 
-def made(transforms: Any, shape: tuple[int, ...], channels: int = 1, masks: bool = False) -> BatchRecipe:
+def made(
+    transforms: Any, shape: tuple[int, ...], channels: int = 1, masks: bool = False
+) -> BatchRecipe:
     found = steps(transforms, shape, channels=channels, masks=masks)
     assert found is not None
     return found
@@ -83,11 +87,21 @@ CUBE = torch.arange(27.0).reshape(1, 3, 3, 3)
         ([RandSpatialCropd("image", (-1, 5), random_size=False)], OBLONG, 2),
         ([RandSpatialCropd("image", 9, random_size=False)], OBLONG, 1),
         ([RandSpatialCropd("image", (2, 3, 2), random_size=False)], CUBE, 4),
-        ([RandFlipd("image", 0.5, 0), RandFlipd("image", 0.5, 1), RandRotate90d("image", 0.75)], SQUARE, 8),
-        ([RandSpatialCropd("image", (5, 5), random_size=False), RandFlipd("image", 0.5, 1)], OBLONG, 4),
+        (
+            [RandFlipd("image", 0.5, 0), RandFlipd("image", 0.5, 1), RandRotate90d("image", 0.75)],
+            SQUARE,
+            8,
+        ),
+        (
+            [RandSpatialCropd("image", (5, 5), random_size=False), RandFlipd("image", 0.5, 1)],
+            OBLONG,
+            4,
+        ),
     ],
 )
-def test_outcomes_and_their_frequencies_are_monais(transforms: list[Any], image: torch.Tensor, outcomes: int) -> None:
+def test_outcomes_and_their_frequencies_are_monais(
+    transforms: list[Any], image: torch.Tensor, outcomes: int
+) -> None:
     """Two samples of n from one distribution: their frequencies differ by less than 4.5 standard deviations."""
     count = 1000
     mine, theirs = (
@@ -114,8 +128,16 @@ RAMP = torch.linspace(-3, 3, 9)[None, :, None].expand(1, 9, 9).contiguous()
         (RandGaussianNoised("image", 0.6, mean=0.2, std=0.5), SQUARE),
         (RandGaussianNoised("image", 0.6, mean=0.2, std=0.5, sample_std=False), SQUARE),
         (RandAffined("image", prob=0.6, translate_range=(2, 0), padding_mode="border"), RAMP),
-        (RandAffined("image", prob=0.6, scale_range=((-0.2, 0.4), None), padding_mode="border"), RAMP),
-        (RandAffined("image", prob=0.6, rotate_range=0.8, shear_range=(0.1, 0.2), padding_mode="zeros"), RAMP),
+        (
+            RandAffined("image", prob=0.6, scale_range=((-0.2, 0.4), None), padding_mode="border"),
+            RAMP,
+        ),
+        (
+            RandAffined(
+                "image", prob=0.6, rotate_range=0.8, shear_range=(0.1, 0.2), padding_mode="zeros"
+            ),
+            RAMP,
+        ),
         (RandRotated("image", (-0.2, 0.9), prob=0.6), RAMP),
     ],
 )
@@ -132,7 +154,9 @@ def test_continuous_draws_are_distributed_as_monais(transform: Any, image: torch
     for place in ((0, 2, 1), (-1, -1, -1)):
         a, b = (result[(slice(None), *place)].sort().values for result in (mine, theirs))
         at = torch.cat([a, b])
-        gap = (torch.searchsorted(a, at, right=True) - torch.searchsorted(b, at, right=True)).abs().max() / count
+        gap = (
+            torch.searchsorted(a, at, right=True) - torch.searchsorted(b, at, right=True)
+        ).abs().max() / count
         assert gap < 1.95 * math.sqrt(2 / count)
 
 
@@ -152,7 +176,10 @@ def test_items_are_drawn_apart_from_each_other_and_from_whether_a_step_applies()
 def test_scale_and_shift_of_given_factors_are_monais_bits() -> None:
     """u = 0.25 of [-0.3, 0.3) is f = -0.15: the image times 0.85, then u = 0.75 of [-1, 1) adds 0.5."""
     image = torch.randn(3, 5, 5, generator=seeded())
-    scale, shift = RandScaleIntensityd("image", 0.3, prob=1.0), RandShiftIntensityd("image", 1.0, prob=1.0)
+    scale, shift = (
+        RandScaleIntensityd("image", 0.3, prob=1.0),
+        RandShiftIntensityd("image", 1.0, prob=1.0),
+    )
     found = made([scale, shift], (5, 5), 3)
     draws = torch.tensor([[0.0, 0.25, 0.0, 0.75]], dtype=torch.float64)
     x, _ = found(image[None].clone(), torch.zeros(1), draws)
@@ -164,7 +191,9 @@ def test_scale_and_shift_of_given_factors_are_monais_bits() -> None:
 
 
 @pytest.mark.parametrize("shape", [(7, 9), (5, 6, 7)])
-@pytest.mark.parametrize("way", [("bilinear", "reflection"), ("nearest", "zeros"), ("bilinear", "border")])
+@pytest.mark.parametrize(
+    "way", [("bilinear", "reflection"), ("nearest", "zeros"), ("bilinear", "border")]
+)
 def test_affine_of_given_parameters_is_monais(shape: tuple[int, ...], way: tuple[str, str]) -> None:
     dims, (mode, padding) = len(shape), way
     ranges = {
@@ -193,7 +222,9 @@ def test_affine_of_given_parameters_is_monais(shape: tuple[int, ...], way: tuple
             setattr(grid, name.replace("range", "params"), drawn)
         transform.rand_affine._do_transform = True
         for result, image, how in ((x[i], images[i], mode), (y[i], masks[i], "nearest")):
-            expected = transform.rand_affine(image, mode=how, padding_mode=padding, randomize=False).as_tensor()
+            expected = transform.rand_affine(
+                image, mode=how, padding_mode=padding, randomize=False
+            ).as_tensor()
             assert torch.allclose(result, expected, atol=1e-5)
 
 
@@ -206,7 +237,9 @@ def test_rotation_by_given_angles_is_monais(shape: tuple[int, ...]) -> None:
     x, _ = found(images.clone(), torch.zeros(3), draws)
     rotate = transform.rand_rotate
     for i in range(3):
-        angles = [-r + 2 * r * u for r, u in zip((0.5, 0.4, 0.3), draws[i, 1:].tolist(), strict=False)]
+        angles = [
+            -r + 2 * r * u for r, u in zip((0.5, 0.4, 0.3), draws[i, 1:].tolist(), strict=False)
+        ]
         rotate.x, rotate.y, rotate.z = (angles + [0.0, 0.0])[:3]
         rotate._do_transform = True
         expected = rotate(images[i], padding_mode="zeros", randomize=False).as_tensor()
@@ -228,7 +261,9 @@ def test_masks_move_with_their_images() -> None:
     found = made(GEOMETRY, (5, 6), masks=True)
     images = torch.rand(40, 1, 5, 6, generator=seeded())
     masks = (images > 0.5).to(torch.uint8)
-    x, y = found(images, masks, torch.rand(40, found.num_draws, generator=seeded(1), dtype=torch.float64))
+    x, y = found(
+        images, masks, torch.rand(40, found.num_draws, generator=seeded(1), dtype=torch.float64)
+    )
     assert y.dtype == torch.uint8
     assert torch.equal(y, (x > 0.5).to(torch.uint8))
 
@@ -240,7 +275,9 @@ def test_patches_of_items_of_different_sizes() -> None:
     assert found is not None
     images = [torch.arange(math.prod(shape)).float().reshape(1, *shape) for shape in shapes]
     x, y = found(
-        list(images), [image.to(torch.uint8) for image in images], torch.full((2, 2), 0.5, dtype=torch.float64)
+        list(images),
+        [image.to(torch.uint8) for image in images],
+        torch.full((2, 2), 0.5, dtype=torch.float64),
     )
     assert torch.equal(x[0], images[0][:, 1:5, 0:4])
     assert torch.equal(x[1], images[1][:, 2:6, 1:5])
@@ -267,13 +304,20 @@ def test_codes_give_the_same_bits_as_numbers() -> None:
 
 def test_an_item_depends_on_its_own_draws_alone() -> None:
     found = made(
-        [RandFlipd("image", 0.5), RandGaussianNoised("image", 0.5), RandRotated("image", 0.5, prob=0.5)], (6, 6)
+        [
+            RandFlipd("image", 0.5),
+            RandGaussianNoised("image", 0.5),
+            RandRotated("image", 0.5, prob=0.5),
+        ],
+        (6, 6),
     )
     images = torch.rand(8, 1, 6, 6, generator=seeded())
     draws = torch.rand(8, found.num_draws, generator=seeded(1), dtype=torch.float64)
     whole, _ = found(images.clone(), torch.zeros(8), draws)
     for i in range(8):
-        assert torch.equal(found(images[i : i + 1].clone(), torch.zeros(1), draws[i : i + 1])[0][0], whole[i])
+        assert torch.equal(
+            found(images[i : i + 1].clone(), torch.zeros(1), draws[i : i + 1])[0][0], whole[i]
+        )
 
 
 # What has no batched form
@@ -319,7 +363,9 @@ def test_intensities_need_float32() -> None:
 
 
 def test_only_what_follows_the_first_random_transform_is_taken() -> None:
-    compose = Compose([Lambdad("image", lambda image: image), RandRotated("image", 0.1), ToTensord("image")]).flatten()
+    compose = Compose(
+        [Lambdad("image", lambda image: image), RandRotated("image", 0.1), ToTensord("image")]
+    ).flatten()
     found = recipe(compose, 1, frozenset([(4, 4)]), 1, torch.float32, False)
     assert found is not None
     assert [type(step) for step in found.steps] == [Rotate]

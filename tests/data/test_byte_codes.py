@@ -21,7 +21,9 @@ def pixels(*shape: int, seed: int = 0) -> torch.Tensor:
 def normalised(image: torch.Tensor, mean: float = 0.485) -> torch.Tensor:
     """What the bundles' deterministic transforms make of 8-bit pixels (3, H, W)."""
     scaled = ScaleIntensityRange(0, 255, 0, 1)(image)
-    made = NormalizeIntensity([mean, 0.456, 0.406], [0.229, 0.224, 0.225], channel_wise=True)(scaled)
+    made = NormalizeIntensity([mean, 0.456, 0.406], [0.229, 0.224, 0.225], channel_wise=True)(
+        scaled
+    )
     return BorderPad(2, mode="reflect")(made).as_tensor()
 
 
@@ -60,8 +62,12 @@ def test_negative_zero_and_nan_stay_what_they_are() -> None:
     "image",
     [
         torch.rand(1, 20, 20, generator=seeded()),  # 400 values
-        torch.cat([torch.zeros(1, 400), torch.rand(1, 400, generator=seeded())]),  # in the second channel
-        torch.cat([torch.zeros(4096 * 2 - 300), torch.rand(300, generator=seeded())])[None],  # 301, few at a glance
+        torch.cat(
+            [torch.zeros(1, 400), torch.rand(1, 400, generator=seeded())]
+        ),  # in the second channel
+        torch.cat([torch.zeros(4096 * 2 - 300), torch.rand(300, generator=seeded())])[
+            None
+        ],  # 301, few at a glance
         torch.rand(3, 4, 4, generator=seeded()),  # codes and table together are larger
         pixels(3, 4, 4),  # a byte a number already
         torch.tensor([1.0, 2.0]),

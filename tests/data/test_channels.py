@@ -15,7 +15,9 @@ def stacked(count: int = 6, channels: int = 3) -> Stacked:
     return Stacked([{"id": str(i)} for i in range(count)], x, torch.arange(count))
 
 
-def whole(shard: Shard, size: int = 4, seed: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def whole(
+    shard: Shard, size: int = 4, seed: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     parts = list(shard.batches(size, generator))
     return torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
@@ -43,16 +45,24 @@ def test_channels_are_dropped_in_training_alone_and_one_stays() -> None:
     x, y = whole(Shard.of(made, range(600)), seed=1)
     assert (there(x) <= present[y]).all()
     assert there(x).any(1).all()
-    assert 0.45 < there(x)[present[y].all(1)].float().mean() < 0.62  # 1/2, and of one in eight a third that stays
+    assert (
+        0.45 < there(x)[present[y].all(1)].float().mean() < 0.62
+    )  # 1/2, and of one in eight a third that stays
     again, _ = whole(Shard.of(made, range(600)), seed=1)
     assert torch.equal(again, x)
-    for still in (whole(Shard.of(made, range(600)))[0], whole(Shard.of(made, range(600)).deterministic(), seed=1)[0]):
+    for still in (
+        whole(Shard.of(made, range(600)))[0],
+        whole(Shard.of(made, range(600)).deterministic(), seed=1)[0],
+    ):
         assert there(still).sum() == present.sum()
 
 
 def test_without_a_chance_nothing_is_drawn() -> None:
     """The order of a run that drops nothing is that of one in which all have everything."""
-    plain, all_there = Shard.of(stacked(), range(6)), Shard.of(Channels(stacked(), PRESENT | True), range(6))
+    plain, all_there = (
+        Shard.of(stacked(), range(6)),
+        Shard.of(Channels(stacked(), PRESENT | True), range(6)),
+    )
     for ours, other in zip(whole(all_there, seed=5), whole(plain, seed=5), strict=True):
         assert torch.equal(ours, other)
 

@@ -43,7 +43,9 @@ def entries(tmp_path: Path) -> list[dict[str, Any]]:
         paths = {"image": tmp_path / f"v{index}.nii.gz", "label": tmp_path / f"m{index}.nii.gz"}
         affine = np.diag([1.0, 2.0, 1.5, 1.0])
         nib.save(nib.Nifti1Image(rng.normal(size=shape).astype(np.float32), affine), paths["image"])
-        nib.save(nib.Nifti1Image(rng.integers(0, 2, shape).astype(np.uint8), affine), paths["label"])
+        nib.save(
+            nib.Nifti1Image(rng.integers(0, 2, shape).astype(np.uint8), affine), paths["label"]
+        )
         made.append({"id": f"case-{index}", **{key: str(path) for key, path in paths.items()}})
     return made
 
@@ -73,38 +75,58 @@ def drawn(data: Prepared, seed: int | None = 3) -> list[torch.Tensor]:
     return [part for batch in data.batches(torch.arange(4), 1, generator) for part in batch]
 
 
-def test_patches_from_the_disk_are_those_from_memory(entries: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_patches_from_the_disk_are_those_from_memory(
+    entries: list[dict[str, Any]], tmp_path: Path
+) -> None:
     folder = tmp_path / "cache"
-    memory, disk = (prepared(entries, place, CROP, FLIP) for place in (None, cache_in(folder, entries)))
+    memory, disk = (
+        prepared(entries, place, CROP, FLIP) for place in (None, cache_in(folder, entries))
+    )
     assert isinstance(disk, Augmented)
     assert isinstance(disk.cached, OnDisk)
     assert len(list(folder.iterdir())) == 4
     for seed in (3, 4):
-        assert all(torch.equal(a, b) for a, b in zip(drawn(memory, seed), drawn(disk, seed), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(drawn(memory, seed), drawn(disk, seed), strict=True)
+        )
 
 
 def test_whole_volumes_keep_their_geometry(entries: list[dict[str, Any]], tmp_path: Path) -> None:
-    memory, disk = (prepared(entries, place) for place in (None, cache_in(tmp_path / "cache", entries)))
-    assert all(torch.equal(a, b) for a, b in zip(drawn(memory, None), drawn(disk, None), strict=True))
+    memory, disk = (
+        prepared(entries, place) for place in (None, cache_in(tmp_path / "cache", entries))
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(drawn(memory, None), drawn(disk, None), strict=True)
+    )
     assert [geometry.spacing for geometry in disk.geometry] == [(1.0, 2.0, 1.5)] * 4
-    assert [geometry.original_shape for geometry in disk.geometry] == [(12 + i, 10, 11) for i in range(4)]
+    assert [geometry.original_shape for geometry in disk.geometry] == [
+        (12 + i, 10, 11) for i in range(4)
+    ]
     assert [geometry.file for geometry in disk.geometry] == [entry["image"] for entry in entries]
-    assert [geometry.file for geometry in memory.geometry] == [geometry.file for geometry in disk.geometry]
+    assert [geometry.file for geometry in memory.geometry] == [
+        geometry.file for geometry in disk.geometry
+    ]
 
 
 def test_volumes_of_bytes_keep_their_geometry(tmp_path: Path) -> None:
     entries = []
     for index in range(2):
         voxels = np.random.default_rng(index).integers(0, 256, (12, 10, 9)).astype(np.uint8)
-        nib.save(nib.Nifti1Image(voxels, np.diag([1.0, 2.0, 1.5, 1.0])), tmp_path / f"v{index}.nii.gz")
-        entries.append({"id": str(index), "image": str(tmp_path / f"v{index}.nii.gz"), "label": index})
+        nib.save(
+            nib.Nifti1Image(voxels, np.diag([1.0, 2.0, 1.5, 1.0])), tmp_path / f"v{index}.nii.gz"
+        )
+        entries.append(
+            {"id": str(index), "image": str(tmp_path / f"v{index}.nii.gz"), "label": index}
+        )
     load = Compose([LoadImaged("image", ensure_channel_first=True), ScaleIntensityd("image")])
     for place in (None, cache_in(tmp_path / "cache", entries)):
         data = prepare(entries, Source(entries, (load,)), cache=place)
         assert [geometry.spacing for geometry in data.geometry] == [(1.0, 2.0, 1.5)] * 2
         assert [geometry.original_shape for geometry in data.geometry] == [(12, 10, 9)] * 2
         x = torch.cat([x for x, _ in data.batches(torch.arange(2), 1, None)])
-        assert torch.equal(x, torch.stack([load(dict(entry))["image"].as_tensor() for entry in entries]))
+        assert torch.equal(
+            x, torch.stack([load(dict(entry))["image"].as_tensor() for entry in entries])
+        )
     assert (tmp_path / "cache").exists()
 
 
@@ -133,7 +155,9 @@ def test_a_sample_is_prepared_once_and_again_when_its_file_or_the_transforms_cha
     changed = image.get_fdata() + 1
     nib.save(nib.Nifti1Image(changed.astype(np.float32), image.affine), entries[2]["image"])
     assert again(cache_in(folder, entries)) == ["case-2"]
-    assert again(cache_in(folder, entries, parts=("other transform",))) == [f"case-{i}" for i in range(4)]
+    assert again(cache_in(folder, entries, parts=("other transform",))) == [
+        f"case-{i}" for i in range(4)
+    ]
 
 
 LONG = np.arange(5000.0).reshape(50, 100)  # NumPy and torch write it with an ellipsis
@@ -148,7 +172,10 @@ PAIRS = {
     "shape of a tensor": (torch.zeros(4), torch.zeros(2, 2)),
     "type of a tensor": (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
     "half tensor": (torch.zeros(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.bfloat16)),
-    "affine": (MetaTensor(torch.zeros(1, 2, 2)), MetaTensor(torch.zeros(1, 2, 2), affine=2 * torch.eye(4))),
+    "affine": (
+        MetaTensor(torch.zeros(1, 2, 2)),
+        MetaTensor(torch.zeros(1, 2, 2), affine=2 * torch.eye(4)),
+    ),
     "array in a list": ([LONG], [OTHER]),
     "array in a mapping": ({"pixels": LONG}, {"pixels": OTHER}),
     "grouping": (["a", ["b", "c"]], [["a", "b"], "c"]),
@@ -182,14 +209,19 @@ def test_what_fits_stays_in_memory(entries: list[dict[str, Any]], tmp_path: Path
     assert first == 12 * 10 * 11 * 5 + 8
     assert isinstance(prepared(entries, cache_in(folder, entries, 4 * first), CROP).cached, list)
     assert not folder.exists()
-    assert isinstance(prepared(entries, cache_in(folder, entries, 4 * first - 1), CROP).cached, OnDisk)
+    assert isinstance(
+        prepared(entries, cache_in(folder, entries, 4 * first - 1), CROP).cached, OnDisk
+    )
 
 
 def test_samples_made_in_threads_from_the_disk_are_those_from_memory(
     entries: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     contrast = RandAdjustContrastd("image", prob=1.0)  # not among those that act on batches
-    memory, disk = (prepared(entries, place, CROP, contrast) for place in (None, cache_in(tmp_path / "cache", entries)))
+    memory, disk = (
+        prepared(entries, place, CROP, contrast)
+        for place in (None, cache_in(tmp_path / "cache", entries))
+    )
     assert isinstance(disk, Sampled)
     assert isinstance(disk.sample.cached, OnDisk)
     assert all(torch.equal(a, b) for a, b in zip(drawn(memory), drawn(disk), strict=True))
@@ -198,10 +230,14 @@ def test_samples_made_in_threads_from_the_disk_are_those_from_memory(
 
 def test_eight_bit_images_are_written_as_bytes(tmp_path: Path) -> None:
     """3 * 32 * 32 pixels: a quarter of their float32, and tables of at most 256 values a channel."""
-    pixels = torch.randint(256, (5, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float() / 255
+    pixels = (
+        torch.randint(256, (5, 3, 32, 32), generator=torch.Generator().manual_seed(0)).float() / 255
+    )
     items = [{"id": str(i), "image": image, "label": i % 2} for i, image in enumerate(pixels)]
     source = Source(items, (Compose([RandFlipd("image", 0.5, 0), NOT_BATCHED]),))
-    memory, disk = (prepare(items, source, cache=place) for place in (None, cache_in(tmp_path, items)))
+    memory, disk = (
+        prepare(items, source, cache=place) for place in (None, cache_in(tmp_path, items))
+    )
     kept = disk.sample.cached[2]["image"]
     assert isinstance(kept, Coded)
     assert kept.codes.nbytes == 3 * 32 * 32
@@ -211,7 +247,9 @@ def test_eight_bit_images_are_written_as_bytes(tmp_path: Path) -> None:
 
 def test_a_mapped_sample_can_be_changed_without_changing_its_file(tmp_path: Path) -> None:
     place = DiskCache(tmp_path, lambda index: f"s{index}", 0)
-    kept = place.keep(1, lambda indices: iter([{"image": MetaTensor(torch.ones(2, 3))} for _ in indices]))
+    kept = place.keep(
+        1, lambda indices: iter([{"image": MetaTensor(torch.ones(2, 3))} for _ in indices])
+    )
     kept[0]["image"].zero_()
     assert kept[0]["image"].sum() == 6
 
@@ -224,7 +262,9 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         kept[0]
 
 
-def test_the_budget_is_half_of_the_free_memory_or_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_half_of_the_free_memory_or_what_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("MEDFL_MEMORY", raising=False)
     monkeypatch.setattr(disk_cache, "free_ram", lambda: 6 * GIB)
     assert budget() == 3 * GIB

@@ -22,7 +22,9 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 
 def normal(subtrahend: Any, divisor: Any, **more: Any) -> mt.NormalizeIntensityd:
-    return mt.NormalizeIntensityd("image", subtrahend, divisor, channel_wise=isinstance(subtrahend, list), **more)
+    return mt.NormalizeIntensityd(
+        "image", subtrahend, divisor, channel_wise=isinstance(subtrahend, list), **more
+    )
 
 
 @pytest.mark.parametrize(
@@ -43,8 +45,12 @@ def test_what_transforms_do_to_black_and_white(steps: list[Any], expected: Any) 
     assert (mean, sd) == expected
     grey = {"image": torch.tensor([0.0, 255.0]).expand(3, 1, 2), "label": torch.zeros(1, 2)}
     if steps[0] is SCALE:
-        black, white = (np.asarray(v, float) for v in ((0 - np.array(mean)) / sd, (1 - np.array(mean)) / sd))
-        own = [s for s in steps if not isinstance(s, mt.RandomizableTransform) and "image" in s.keys]
+        black, white = (
+            np.asarray(v, float) for v in ((0 - np.array(mean)) / sd, (1 - np.array(mean)) / sd)
+        )
+        own = [
+            s for s in steps if not isinstance(s, mt.RandomizableTransform) and "image" in s.keys
+        ]
         made = mt.Compose(own)(grey)["image"].numpy().reshape(3, 2)
         assert np.allclose(made[:, 0], black, atol=1e-6)
         assert np.allclose(made[:, 1], white, atol=1e-6)
@@ -66,7 +72,9 @@ def test_what_transforms_do_to_black_and_white(steps: list[Any], expected: Any) 
     ],
 )  # fmt: skip
 def test_what_cannot_be_read_is_refused(steps: list[Any], named: str) -> None:
-    with pytest.raises(InputError, match=f"^{named}.*; .*; say which they are with --set normalise=MEAN/SD"):
+    with pytest.raises(
+        InputError, match=f"^{named}.*; .*; say which they are with --set normalise=MEAN/SD"
+    ):
         constants(steps)
 
 
@@ -75,7 +83,10 @@ def test_every_shipped_bundle_of_pictures_is_read(tmp_path: Path) -> None:
     for name in shipped():
         if protocol_of(name)["task"] != "classification":
             continue
-        bundle = Bundle(name, {"dataset_dir": datasets.write_phantom(name, tmp_path / name, per_class=10, size=16)})
+        bundle = Bundle(
+            name,
+            {"dataset_dir": datasets.write_phantom(name, tmp_path / name, per_class=10, size=16)},
+        )
         mean, sd = constants(bundle.section("train").source.transforms)
         train = yaml.safe_load((bundle.root / "configs" / "train.yaml").read_text())["train"]
         kept = {"_target_": "NormalizeIntensityd", "subtrahend": [0.0], "divisor": [1]}

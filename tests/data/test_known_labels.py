@@ -15,7 +15,9 @@ from medfl.data.known_labels import AnnotatedClasses, PartialLoss
 
 LIVER = AnnotatedClasses((2,), 3)
 """Background, spleen, liver: the site annotates the liver."""
-ODDS = torch.tensor([[[math.log(2.0), 0.0], [0.0, 0.0], [0.0, math.log(6.0)]]]).double()  # (1, 3, 2)
+ODDS = torch.tensor(
+    [[[math.log(2.0), 0.0], [0.0, 0.0], [0.0, math.log(6.0)]]]
+).double()  # (1, 3, 2)
 """Voxel 0: odds 2 : 1 : 1, voxel 1: odds 1 : 1 : 6."""
 
 
@@ -76,7 +78,9 @@ def test_whatever_masks_show_of_other_structures_becomes_background() -> None:
     assert known.renumbered(y).dtype == known.others_as_background(y).dtype == torch.uint8
     channels = one_hot(y[0, 0].long(), 5).permute(2, 0, 1)[None].float()
     assert torch.equal(known.renumbered(channels).argmax(1), known.renumbered(y)[:, 0].long())
-    assert torch.equal(known.others_as_background(channels).argmax(1), known.others_as_background(y)[:, 0].long())
+    assert torch.equal(
+        known.others_as_background(channels).argmax(1), known.others_as_background(y)[:, 0].long()
+    )
 
 
 def test_masks_with_and_without_the_other_structures_have_one_loss() -> None:
@@ -106,5 +110,7 @@ def test_every_output_of_deep_supervision_is_merged() -> None:
 
 
 def test_an_output_that_is_not_a_channel_a_structure_is_refused() -> None:
-    with pytest.raises(InputError, match="with --site-labels it has 3 channels, one for each structure"):
+    with pytest.raises(
+        InputError, match="with --site-labels it has 3 channels, one for each structure"
+    ):
         LIVER.marginal_logits(torch.zeros(1, 2, 4, 4))

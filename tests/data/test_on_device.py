@@ -53,7 +53,11 @@ def pictures(count: int = 9, *, coded: bool = False, masks: bool = False) -> Sta
     """Images (2, 12, 12) of 8-bit values, with class indices or masks."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randint(256, (count, 2, SIDE, SIDE), generator=generator).float() / 255
-    y = torch.randint(3, (count, 1, SIDE, SIDE), generator=generator) if masks else torch.arange(count) % 2
+    y = (
+        torch.randint(3, (count, 1, SIDE, SIDE), generator=generator)
+        if masks
+        else torch.arange(count) % 2
+    )
     if coded:
         found = [encode(torch.cat([one] * 4, 2)) for one in x]  # wide enough that the table pays
         return Stacked(items(count), stacked([one for one in found if one is not None]), y)
@@ -90,10 +94,14 @@ def augmented(name: str, *, coded: bool = False) -> Augmented:
 
 
 def epoch(prepared: Prepared) -> list[tuple[Tensor, Tensor]]:
-    return list(Shard.of(prepared, range(1, len(prepared))).batches(3, torch.Generator().manual_seed(8)))
+    return list(
+        Shard.of(prepared, range(1, len(prepared))).batches(3, torch.Generator().manual_seed(8))
+    )
 
 
-def assert_same_batches(prepared: Prepared, device: torch.device, carried: int = 0, tolerance: float = 0.0) -> None:
+def assert_same_batches(
+    prepared: Prepared, device: torch.device, carried: int = 0, tolerance: float = 0.0
+) -> None:
     """Take an epoch on both devices; all that crosses are numbers that say what to do, and `carried` large fields."""
     held = prepared.to(device, ROOMY)
     with pretended.crossings() as seen:
@@ -126,8 +134,14 @@ def test_batches_are_transformed_on_the_device(name: str, device: torch.device) 
 @pytest.mark.parametrize("form", ["flip", "turn"])
 def test_codes_are_transformed_on_the_device(form: str, device: torch.device) -> None:
     kept = pictures(coded=True)
-    transforms = [RandFlipd("image", 0.5, 0)] if form == "flip" else [RandScaleIntensityd("image", 0.3, prob=0.7)]
-    made = recipe(Compose(transforms), 0, frozenset([tuple(kept.inputs.shape[2:])]), 2, torch.float32, False)
+    transforms = (
+        [RandFlipd("image", 0.5, 0)]
+        if form == "flip"
+        else [RandScaleIntensityd("image", 0.3, prob=0.7)]
+    )
+    made = recipe(
+        Compose(transforms), 0, frozenset([tuple(kept.inputs.shape[2:])]), 2, torch.float32, False
+    )
     assert made is not None
     assert_same_batches(Augmented(kept.items, kept, made), device)
 
@@ -135,8 +149,17 @@ def test_codes_are_transformed_on_the_device(form: str, device: torch.device) ->
 def test_what_fits_in_half_of_the_free_memory_is_held(device: torch.device) -> None:
     train, validate, test = pictures(9), pictures(90), pictures(20)
     free = 2 * (train.nbytes + test.nbytes)
-    held, said = hold({"train": train, "validate": validate, "test": test, "public": train}, device, lambda _: free)
-    assert [held[name].device.type for name in held] == [pretended.NAME, "cpu", pretended.NAME, pretended.NAME]
+    held, said = hold(
+        {"train": train, "validate": validate, "test": test, "public": train},
+        device,
+        lambda _: free,
+    )
+    assert [held[name].device.type for name in held] == [
+        pretended.NAME,
+        "cpu",
+        pretended.NAME,
+        pretended.NAME,
+    ]
     assert held["train"] is held["public"], "held once"
     assert held["validate"] is validate
     assert said == (
@@ -205,6 +228,15 @@ def test_a_run_holds_the_data_that_fit(
         "device": pretended.NAME,
     }  # fmt: skip
     config = {"network": "small_cnn", "image_size": 16}
-    launch.federate("pneumonia", config=config, requested=requested, out=tmp_path / "run", jobs=1, say=said.append)
+    launch.federate(
+        "pneumonia",
+        config=config,
+        requested=requested,
+        out=tmp_path / "run",
+        jobs=1,
+        say=said.append,
+    )
     (line,) = [line for line in said if line.startswith("data held on ")]
-    assert line.startswith(f"data held on pretended: {'train (' if free == ROOMY else 'none; copied batch by batch'}")
+    assert line.startswith(
+        f"data held on pretended: {'train (' if free == ROOMY else 'none; copied batch by batch'}"
+    )

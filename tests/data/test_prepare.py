@@ -66,7 +66,9 @@ def made(dataset: Any, **options: Any) -> Prepared:
     return prepare(records(source, "train", []), source, **options)
 
 
-def images(prepared: Prepared, generator: torch.Generator | None = None, size: int = 3) -> list[float]:
+def images(
+    prepared: Prepared, generator: torch.Generator | None = None, size: int = 3
+) -> list[float]:
     order = torch.arange(len(prepared))
     return [float(image.mean()) for x, _ in prepared.batches(order, size, generator) for image in x]
 
@@ -99,7 +101,9 @@ def test_take_apart_lists() -> None:
     compose = Compose([DOUBLE])
     whole = CacheDataset(ENTRIES, compose, progress=False)
     assert take_apart(whole) == Source(ENTRIES, (whole.transform,))
-    assert take_apart(Subset(Dataset(ENTRIES, compose), [4, 1])) == Source([ENTRIES[4], ENTRIES[1]], (compose,))
+    assert take_apart(Subset(Dataset(ENTRIES, compose), [4, 1])) == Source(
+        [ENTRIES[4], ENTRIES[1]], (compose,)
+    )
     parts = ConcatDataset([Dataset(ENTRIES[:2], compose), Dataset(ENTRIES[4:], compose)])
     assert take_apart(parts) == Source(ENTRIES[:2] + ENTRIES[4:], (compose,))
     add = Compose([ADD])
@@ -200,7 +204,9 @@ def test_seeds() -> None:
     arrays = ArrayDataset(pixels, RandScaleIntensity(0.5, prob=1.0), labels=[0, 1, 1])
     for dataset in (Dataset(ENTRIES[1:], Compose([SCALE])), Own(), Subset(Own(), [1, 2]), arrays):
         prepared = made(dataset)
-        first, again, other = (images(prepared, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+        first, again, other = (
+            images(prepared, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        )
         assert first == again != other
         assert images(prepared) == images(prepared, size=1)
 
@@ -213,7 +219,9 @@ def test_several_samples_an_item() -> None:
 
 def test_collate_and_prepare_batch_of_the_bundle() -> None:
     """Different sizes are padded by the bundle's own collate; its prepare_batch takes other keys."""
-    entries = [{"scan": torch.ones(1, 2 + i, 2), "mask": torch.zeros(1, 2 + i, 2)} for i in range(2)]
+    entries = [
+        {"scan": torch.ones(1, 2 + i, 2), "mask": torch.zeros(1, 2 + i, 2)} for i in range(2)
+    ]
 
     def pair(batch: Any, device: Any, non_blocking: bool, **_: Any) -> Any:
         return batch["scan"].to(device), batch["mask"].to(device)
@@ -223,7 +231,11 @@ def test_collate_and_prepare_batch_of_the_bundle() -> None:
     assert type(x) is torch.Tensor
     assert x.shape == y.shape == (2, 1, 3, 2)
     with pytest.raises(InputError, match="prepare_batch returns 3"):
-        next(made(Dataset(ENTRIES), prepare_batch=lambda *_: (1, 2, 3)).batches(torch.arange(2), 2, None))
+        next(
+            made(Dataset(ENTRIES), prepare_batch=lambda *_: (1, 2, 3)).batches(
+                torch.arange(2), 2, None
+            )
+        )
 
 
 def test_unstackable_sizes_are_batched_one_by_one() -> None:
@@ -235,7 +247,10 @@ def test_unstackable_sizes_are_batched_one_by_one() -> None:
 
 
 PIXELS = [
-    {"image": torch.randint(256, (3, 24, 24), generator=torch.Generator().manual_seed(i)), "label": i % 2}
+    {
+        "image": torch.randint(256, (3, 24, 24), generator=torch.Generator().manual_seed(i)),
+        "label": i % 2,
+    }
     for i in range(6)
 ]
 NORMALISE = [
@@ -258,15 +273,24 @@ def test_images_of_bytes_are_kept_as_bytes_and_come_with_every_bit() -> None:
 
 
 def test_one_image_of_many_values_keeps_all_as_numbers() -> None:
-    odd = {"image": torch.rand(3, 24, 24, generator=torch.Generator().manual_seed(0)) * 255, "label": 0}
+    odd = {
+        "image": torch.rand(3, 24, 24, generator=torch.Generator().manual_seed(0)) * 255,
+        "label": 0,
+    }
     prepared = made(Dataset([*PIXELS, odd], Compose(NORMALISE)))
     assert isinstance(prepared, Stacked)
     assert isinstance(prepared.inputs, torch.Tensor)
     assert prepared.inputs.dtype == torch.float32
 
 
-def test_random_transforms_of_kept_bytes_are_those_of_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    random = [RandFlipd("image", 0.5, 1), RandSpatialCropd("image", (24, 24), random_size=False), SCALE]
+def test_random_transforms_of_kept_bytes_are_those_of_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random = [
+        RandFlipd("image", 0.5, 1),
+        RandSpatialCropd("image", (24, 24), random_size=False),
+        SCALE,
+    ]
     prepared = made(Dataset(PIXELS, Compose([*NORMALISE, *random])))
     monkeypatch.setattr(samples, "encode", lambda tensor: None)
     numbers = made(Dataset(PIXELS, Compose([*NORMALISE, *random])))
@@ -276,8 +300,14 @@ def test_random_transforms_of_kept_bytes_are_those_of_numbers(monkeypatch: pytes
         assert isinstance(data.cached.inputs, kind)
     order = torch.arange(6)
     for seed in (1, 2, None):
-        generators = [None if seed is None else torch.Generator().manual_seed(seed) for _ in range(2)]
-        pairs = zip(prepared.batches(order, 4, generators[0]), numbers.batches(order, 4, generators[1]), strict=True)
+        generators = [
+            None if seed is None else torch.Generator().manual_seed(seed) for _ in range(2)
+        ]
+        pairs = zip(
+            prepared.batches(order, 4, generators[0]),
+            numbers.batches(order, 4, generators[1]),
+            strict=True,
+        )
         for (x, y), (again, labels) in pairs:
             assert torch.equal(x, again)
             assert torch.equal(y, labels)
@@ -300,7 +330,9 @@ def test_item_by_item_what_is_kept_as_bytes_is_what_the_transforms_get() -> None
         ]
 
 
-@pytest.mark.parametrize("collate", [pad_list_data_collate, lambda samples: list_data_collate(samples)])
+@pytest.mark.parametrize(
+    "collate", [pad_list_data_collate, lambda samples: list_data_collate(samples)]
+)
 def test_what_the_bundle_collates_by_itself_is_done_item_by_item(collate: Any) -> None:
     assert isinstance(made(Dataset(ENTRIES, Compose([SCALE])), collate=collate), Sampled)
     assert isinstance(made(Dataset(ENTRIES, Compose([SCALE]))), Augmented)
@@ -308,7 +340,10 @@ def test_what_the_bundle_collates_by_itself_is_done_item_by_item(collate: Any) -
 
 def test_patches_of_volumes_of_different_sizes_are_cut_in_batches() -> None:
     entries = [
-        {"image": torch.full((1, 5 + i, 6), float(i)), "label": torch.full((1, 5 + i, 6), i, dtype=torch.uint8)}
+        {
+            "image": torch.full((1, 5 + i, 6), float(i)),
+            "label": torch.full((1, 5 + i, 6), i, dtype=torch.uint8),
+        }
         for i in range(4)
     ]
     crop = RandSpatialCropd(["image", "label"], (4, 4), random_size=False)
@@ -334,7 +369,9 @@ CONTRAST = RandAdjustContrastd("image", prob=0.5)
         ([OneOf([CONTRAST, SCALE])], False),
     ],
 )
-def test_only_transforms_with_a_state_of_their_own_run_in_threads(transforms: list[Any], in_threads: bool) -> None:
+def test_only_transforms_with_a_state_of_their_own_run_in_threads(
+    transforms: list[Any], in_threads: bool
+) -> None:
     prepared = made(Dataset(PIXELS, Compose([*NORMALISE, *transforms])))
     assert isinstance(prepared, Sampled)
     assert (prepared.clone is not None) == in_threads
@@ -373,16 +410,21 @@ def boom(image: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "order", [[Lambdad("image", boom), SCALE], [SCALE.__class__("image", 0.0), Lambdad("image", boom)]]
+    "order",
+    [[Lambdad("image", boom), SCALE], [SCALE.__class__("image", 0.0), Lambdad("image", boom)]],
 )
 def test_failure_names_the_item(order: list[Any]) -> None:
-    with pytest.raises(InputError, match="item 'train-4' cannot be prepared: OSError: image file is truncated"):
+    with pytest.raises(
+        InputError, match="item 'train-4' cannot be prepared: OSError: image file is truncated"
+    ):
         images(made(Dataset(ENTRIES, Compose(order))))
 
 
 def test_metadata_beside_the_image_as_in_older_monai_are_asked_for_by_a_setting() -> None:
     steps = [Lambdad("image", torch.as_tensor), CopyItemsd("image_meta_dict", names="other")]
-    with pytest.raises(InputError, match="KeyError: .*image_meta_dict.*give its LoadImage `image_only: false`"):
+    with pytest.raises(
+        InputError, match="KeyError: .*image_meta_dict.*give its LoadImage `image_only: false`"
+    ):
         made(Dataset([{"image": 1.0}], Compose(steps)))
 
 
@@ -407,14 +449,19 @@ def test_worker_processes_change_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(preparing, "_PARALLEL_FROM", 100)
     one, two = (made(dataset, jobs=jobs, collate=list_data_collate) for jobs in (1, 2))
     assert images(one) == images(two)
-    with pytest.raises(InputError, match=r"item '4' cannot be prepared: OSError: .*; every item.*; remove the item"):
+    with pytest.raises(
+        InputError, match=r"item '4' cannot be prepared: OSError: .*; every item.*; remove the item"
+    ):
         made(Dataset(entries, Compose([Lambdad("image", boom)])), jobs=2)
 
 
 # Without random transforms
 
 
-NAMED = [{"id": str(i), "image": torch.full((1, 6, 6), float(i)) + torch.arange(6.0), "label": i % 2} for i in range(5)]
+NAMED = [
+    {"id": str(i), "image": torch.full((1, 6, 6), float(i)) + torch.arange(6.0), "label": i % 2}
+    for i in range(5)
+]
 PADDED = BorderPadd("image", 2)
 CROP = RandSpatialCropd("image", [6, 6], random_size=False)
 NOISY = RandScaleIntensityd("image", 0.5, prob=1.0)
@@ -427,7 +474,10 @@ NOISY = RandScaleIntensityd("image", 0.5, prob=1.0)
 )
 def test_items_that_stand_still_are_those_of_evaluation(random: list[Any]) -> None:
     """A border and the middle of a random crop cancel each other; nothing else that is random is left."""
-    moving, fixed = made(Dataset(NAMED, Compose([DOUBLE, *random]))), made(Dataset(NAMED, Compose([DOUBLE])))
+    moving, fixed = (
+        made(Dataset(NAMED, Compose([DOUBLE, *random]))),
+        made(Dataset(NAMED, Compose([DOUBLE]))),
+    )
     assert isinstance(moving, Augmented if len(random) == 3 else Sampled)
     order = torch.tensor([3, 0, 4])
     still = [next(p.batches(order, 3, None))[0] for p in (moving.deterministic(), fixed)]
@@ -466,7 +516,9 @@ def test_the_middle_of_a_random_crop(crop: Any, size: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("reader", ["PILReader", PILReader(reverse_indexing=False)])
 @pytest.mark.parametrize("side", [-1, 12])
-def test_masks_of_pictures_that_monai_reads_lie_as_their_files(tmp_path: Path, reader: Any, side: int) -> None:
+def test_masks_of_pictures_that_monai_reads_lie_as_their_files(
+    tmp_path: Path, reader: Any, side: int
+) -> None:
     """Wide ones, whose columns come first where MONAI's reader is left as it is; resized and flipped or not."""
     picture = np.zeros((24, 36, 3), np.uint8)
     picture[2:12, 20:34] = 250
@@ -478,7 +530,9 @@ def test_masks_of_pictures_that_monai_reads_lie_as_their_files(tmp_path: Path, r
     (geometry,) = prepared.geometry
     assert geometry.original_shape == (24, 36)
     assert is_picture(geometry)
-    columns, rows = (1.0, 1.0) if side < 0 else (36 / 12, 24 / 12)  # in pixels of the file, from which distances are
+    columns, rows = (
+        (1.0, 1.0) if side < 0 else (36 / 12, 24 / 12)
+    )  # in pixels of the file, from which distances are
     assert sorted(geometry.spacing) == pytest.approx([rows, columns])
     x, _ = next(Shard.of(prepared, [0]).batches(1))
     mask = to_original((x[0, 0] > 125).long(), geometry)

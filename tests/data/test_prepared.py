@@ -36,13 +36,17 @@ class Noisy:
         self.generator.manual_seed(seed)
 
     def __call__(self, index: int) -> dict[str, Any]:
-        noise = torch.rand(1, generator=self.generator) + torch.rand(1)  # one's own and the global stream
+        noise = torch.rand(1, generator=self.generator) + torch.rand(
+            1
+        )  # one's own and the global stream
         return {"x": index + 0.1 * noise, "y": index}
 
 
 def sampled() -> Sampled:
     noisy = Noisy()
-    return Sampled(ITEMS, noisy, noisy.reseed, default_collate, lambda batch: (batch["x"], batch["y"]))
+    return Sampled(
+        ITEMS, noisy, noisy.reseed, default_collate, lambda batch: (batch["x"], batch["y"])
+    )
 
 
 def values(batches: Any) -> list[float]:
@@ -51,7 +55,10 @@ def values(batches: Any) -> list[float]:
 
 def test_order_and_sizes() -> None:
     shard = Shard.of(stacked(), [5, 0, 3])
-    assert [(x.flatten().tolist(), y.tolist()) for x, y in shard.batches(2)] == [([5, 0], [5, 0]), ([3], [3])]
+    assert [(x.flatten().tolist(), y.tolist()) for x, y in shard.batches(2)] == [
+        ([5, 0], [5, 0]),
+        ([3], [3]),
+    ]
     assert shard.ids == ["f", "a", "d"]
     assert shard.labels == [1, 0, 1]
     assert list(Shard.of(stacked(), []).batches(2)) == []
@@ -68,7 +75,9 @@ def test_many_batches_cross_the_gather() -> None:
 def test_shuffled_by_the_generator() -> None:
     shard = Shard.of(stacked(), range(7))
     generator = _seeded(1)
-    first, next_, again = (values(shard.batches(3, source)) for source in (generator, generator, _seeded(1)))
+    first, next_, again = (
+        values(shard.batches(3, source)) for source in (generator, generator, _seeded(1))
+    )
     assert first == again != next_
     assert sorted(first) == sorted(next_) == list(range(7))
 
@@ -97,7 +106,9 @@ def test_evaluated_samples_are_always_the_same() -> None:
     whole = values(Shard.of(prepared, range(7)).batches(3))
     torch.rand(5)
     assert values(Shard.of(prepared, [4, 2]).batches(1)) == [whole[4], whole[2]]
-    assert all(i < value for i, value in enumerate(whole)), "the random transforms are applied all the same"
+    assert all(i < value for i, value in enumerate(whole)), (
+        "the random transforms are applied all the same"
+    )
 
 
 def test_evaluation_leaves_the_global_stream_alone() -> None:
@@ -138,7 +149,9 @@ def threaded(twins: bool, log: list[int] | None = None) -> Sampled:
         return other, other.reseed
 
     items = [{"id": str(i)} for i in range(100)]
-    return Sampled(items, one, one.reseed, default_collate, lambda b: (b["x"], b["y"]), twin if twins else None)
+    return Sampled(
+        items, one, one.reseed, default_collate, lambda b: (b["x"], b["y"]), twin if twins else None
+    )
 
 
 def test_threads_change_no_number_and_no_order() -> None:
@@ -186,7 +199,9 @@ class Added:
 
 def augmented() -> tuple[Augmented, Augmented]:
     """The same items stacked, and one by one as on disk."""
-    kept: list[Mapping[str, Any]] = [{"image": torch.tensor([float(i)]), "label": i} for i in range(7)]
+    kept: list[Mapping[str, Any]] = [
+        {"image": torch.tensor([float(i)]), "label": i} for i in range(7)
+    ]
     return Augmented(ITEMS, stacked(), Added()), Augmented(ITEMS, kept, Added())
 
 
@@ -211,7 +226,11 @@ def test_what_is_evaluated_is_always_drawn_the_same() -> None:
 
 def coded() -> Stacked:
     pixels = torch.randint(256, (4, 1, 30, 30), generator=_seeded(0)).float() / 255
-    made = stack([{"id": str(i)} for i in range(4)], [encode(image) or image for image in pixels], [0, 1, 0, 1])
+    made = stack(
+        [{"id": str(i)} for i in range(4)],
+        [encode(image) or image for image in pixels],
+        [0, 1, 0, 1],
+    )
     assert made is not None
     assert isinstance(made.inputs, Coded)
     return made
@@ -250,7 +269,11 @@ def test_batches_come_from_the_gpu(make: Any) -> None:
     order = torch.arange(len(prepared))
     for seed in (1, None):
         generators = [None if seed is None else _seeded(seed) for _ in range(2)]
-        pairs = zip(prepared.batches(order, 2, generators[0]), held.batches(order, 2, generators[1]), strict=True)
+        pairs = zip(
+            prepared.batches(order, 2, generators[0]),
+            held.batches(order, 2, generators[1]),
+            strict=True,
+        )
         for (x, y), (on_device, labels) in pairs:
             assert on_device.is_cuda
             assert labels.is_cuda

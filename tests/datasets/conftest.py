@@ -21,7 +21,9 @@ class Cohorts(dict[str, Path]):
         usual: images per class where `sizes` has none.
     """
 
-    def __init__(self, root: Path, sizes: dict[str, int], side: int | None = None, usual: int | None = None) -> None:
+    def __init__(
+        self, root: Path, sizes: dict[str, int], side: int | None = None, usual: int | None = None
+    ) -> None:
         super().__init__()
         self.root, self.sizes, self.side, self.usual = root, sizes, side, usual
 
@@ -30,7 +32,9 @@ class Cohorts(dict[str, Path]):
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=self.root) as place:
                 count = self.sizes.get(name, self.usual)
-                made = datasets.write_phantom(name, Path(place) / name, per_class=count, size=self.side)
+                made = datasets.write_phantom(
+                    name, Path(place) / name, per_class=count, size=self.side
+                )
                 if not folder.is_dir():  # another process may have been faster
                     os.rename(made, folder)
         self[name] = folder

@@ -28,7 +28,10 @@ def lists(name: str, folder: Path, split: str | None = None) -> dict[str, list[d
 
 
 def labels(name: str, folder: Path, split: str | None = None) -> dict[str, Counter]:
-    return {section: Counter(item["label"] for item in items) for section, items in lists(name, folder, split).items()}
+    return {
+        section: Counter(item["label"] for item in items)
+        for section, items in lists(name, folder, split).items()
+    }
 
 
 def zip_folder(source: Path, target: Path, *, junk: bool = True) -> None:
@@ -45,20 +48,28 @@ def zip_folder(source: Path, target: Path, *, junk: bool = True) -> None:
 def unpack_npz(path: Path, root: Path, folders: tuple[str, ...], sections: bool) -> None:
     with np.load(path) as arrays:
         for part in ("train", "val", "test"):
-            for row, (pixels, label) in enumerate(zip(arrays[f"{part}_images"], arrays[f"{part}_labels"], strict=True)):
+            for row, (pixels, label) in enumerate(
+                zip(arrays[f"{part}_images"], arrays[f"{part}_labels"], strict=True)
+            ):
                 place = root / part if sections else root
                 save(place / folders[int(label[0])] / f"{part}{row:04d}.jpeg", pixels)
 
 
 def test_every_data_set_is_found_and_described():
     modules = Path(datasets.__file__).parent.glob("*.py")
-    assert datasets.names() == tuple(sorted(path.stem for path in modules if "\nDATASET = " in path.read_text()))
+    assert datasets.names() == tuple(
+        sorted(path.stem for path in modules if "\nDATASET = " in path.read_text())
+    )
     for name in datasets.names():
         dataset, segments = datasets.get(name), name in SEGMENTED
         assert dataset.name == name
         assert dataset.task in ("segmentation", "classification")
         assert segments == (dataset.open_pair is not None) == (not dataset.concepts)
-        assert len(dataset.classes) == len(dataset.concepts or dataset.classes) == len(set(dataset.classes))
+        assert (
+            len(dataset.classes)
+            == len(dataset.concepts or dataset.classes)
+            == len(set(dataset.classes))
+        )
         assert dataset.channels in (1, 3)
         assert dataset.licence
         assert dataset.source.startswith("https://")
@@ -79,13 +90,22 @@ def test_items_of_every_split(phantoms, name):
         assert {item["label"] for item in items} == set(range(len(dataset.classes)))
         assert all(isinstance(item["label"], int) for item in items)
         centres = {item["centre"] for item in items}
-        assert centres == set(dataset.centres) or (dataset.centres == ("writers",) and len(centres) >= 50)
+        assert centres == set(dataset.centres) or (
+            dataset.centres == ("writers",) and len(centres) >= 50
+        )
         assert all(found[section] for section in SECTIONS)
-        assert all([item["id"] for item in part] == sorted(item["id"] for item in part) for part in found.values())
+        assert all(
+            [item["id"] for item in part] == sorted(item["id"] for item in part)
+            for part in found.values()
+        )
         assert len(found["train"]) > 3 * len(found["validate"])
     assert lists(name, folder) == lists(name, folder, layout.splits[0])
     reader = datasets.ReadPixelsd("image", channels=dataset.channels, size=24)
-    assert reader(datasets.datalist(name, folder, "test")[0])["image"].shape == (dataset.channels, 24, 24)
+    assert reader(datasets.datalist(name, folder, "test")[0])["image"].shape == (
+        dataset.channels,
+        24,
+        24,
+    )
 
 
 @pytest.mark.parametrize("name", SEGMENTED)
@@ -94,10 +114,17 @@ def test_cases_of_every_split(phantoms, name):
     for split in dataset.layout(folder).splits:
         found = lists(name, folder, split)
         items = [item for section in SECTIONS for item in found[section]]
-        assert len({item["id"] for item in items}) == len({item["label"] for item in items}) == len(items)
+        assert (
+            len({item["id"] for item in items})
+            == len({item["label"] for item in items})
+            == len(items)
+        )
         assert {item["centre"] for item in items} <= set(dataset.centres)
         assert all(found[section] for section in SECTIONS)
-        assert all([item["id"] for item in part] == sorted(item["id"] for item in part) for part in found.values())
+        assert all(
+            [item["id"] for item in part] == sorted(item["id"] for item in part)
+            for part in found.values()
+        )
         dataset.open_pair(items[0]["image"], items[0]["label"])
         with pytest.raises(InputError):
             dataset.open_pair(items[0]["image"], items[0]["label"] + ".gone")
@@ -118,15 +145,23 @@ def test_lesion_split_keeps_lesions_together_and_the_published_ones_do_not(phant
 
 def test_centres_have_the_real_skew(phantoms):
     found = Counter(
-        (i["centre"], i["label"]) for part in lists("ham10000", phantoms["ham10000"]).values() for i in part
+        (i["centre"], i["label"])
+        for part in lists("ham10000", phantoms["ham10000"]).values()
+        for i in part
     )
     assert found["vidir_molemax", 0] == found["vienna_dias", 0] == 0
     assert found["vidir_molemax", 5] > 5 * found["vidir_molemax", 4] > 0
-    found = Counter((i["centre"], i["label"]) for part in lists("isic19", phantoms["isic19"]).values() for i in part)
+    found = Counter(
+        (i["centre"], i["label"])
+        for part in lists("isic19", phantoms["isic19"]).values()
+        for i in part
+    )
     assert {label for centre, label in found if centre == "MSK"} == {0, 1, 4}
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(datasets.names()), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param(tuple(datasets.names()), marks=pytest.mark.slow)]
+)
 def test_locate_looks_below_the_data_folder(phantoms, monkeypatch, names):
     folders = {name: phantoms[name] for name in names}
     root = folders["ham10000"].parent
@@ -139,21 +174,28 @@ def test_locate_looks_below_the_data_folder(phantoms, monkeypatch, names):
 
 
 def test_locate_says_what_it_looked_for(tmp_path):
-    with pytest.raises(InputError, match=r"holds no kvasir_v2 data.*kvasir-dataset-v2/<class>") as caught:
+    with pytest.raises(
+        InputError, match=r"holds no kvasir_v2 data.*kvasir-dataset-v2/<class>"
+    ) as caught:
         datasets.locate("kvasir_v2", tmp_path)
     assert str(tmp_path) in str(caught.value)
     with pytest.raises(InputError, match="is not a folder"):
         datasets.locate("kvasir_v2", tmp_path / "gone")
     with pytest.raises(
-        InputError, match="data set 'ham' is not known; data sets: brain_tissue, cifar10, cifar100, femnist"
+        InputError,
+        match="data set 'ham' is not known; data sets: brain_tissue, cifar10, cifar100, femnist",
     ):
         datasets.get("ham")
 
 
 def test_unknown_split_and_section(phantoms):
-    with pytest.raises(InputError, match="split 'iid' is not offered.*splits there: lesion, flamby, dermamnist"):
+    with pytest.raises(
+        InputError, match="split 'iid' is not offered.*splits there: lesion, flamby, dermamnist"
+    ):
         datasets.datalist("ham10000", phantoms["ham10000"], "train", "iid")
-    with pytest.raises(InputError, match="section 'val' is not known; sections: train, validate, test"):
+    with pytest.raises(
+        InputError, match="section 'val' is not known; sections: train, validate, test"
+    ):
         datasets.datalist("ham10000", phantoms["ham10000"], "val")
 
 
@@ -179,8 +221,13 @@ def rewrite(path: Path, change) -> None:
 
 @pytest.mark.parametrize("column", ["image_id", "lesion_id", "dx", "centre"])
 def test_missing_column(ham, column):
-    rewrite(ham / "labels.csv", lambda rows: [{k: v for k, v in row.items() if k != column} for row in rows])
-    with pytest.raises(InputError, match=rf"labels.csv has no column '{column}'; it needs image_id, lesion_id, dx"):
+    rewrite(
+        ham / "labels.csv",
+        lambda rows: [{k: v for k, v in row.items() if k != column} for row in rows],
+    )
+    with pytest.raises(
+        InputError, match=rf"labels.csv has no column '{column}'; it needs image_id, lesion_id, dx"
+    ):
         datasets.datalist("ham10000", ham, "train")
 
 
@@ -221,7 +268,9 @@ def test_unreadable_and_cut_tables(ham):
 def test_dermamnist_split_needs_its_table(ham):
     (ham / "dermamnist_split.csv").unlink()
     assert len(datasets.datalist("ham10000", ham, "train", "lesion")) > 100
-    with pytest.raises(InputError, match="split 'dermamnist': the folder's tables give no section for ISIC_9000000"):
+    with pytest.raises(
+        InputError, match="split 'dermamnist': the folder's tables give no section for ISIC_9000000"
+    ):
         datasets.datalist("ham10000", ham, "train", "dermamnist")
 
 
@@ -235,12 +284,16 @@ def test_ham10000_zipped_as_in_the_shared_data(ham):
     found = lists("ham10000", ham)
     assert ".zip!" in found["train"][0]["image"]
     strip = {section: [{**item, "image": ""} for item in items] for section, items in found.items()}
-    assert strip == {section: [{**item, "image": ""} for item in items] for section, items in expected.items()}
+    assert strip == {
+        section: [{**item, "image": ""} for item in items] for section, items in expected.items()
+    }
     assert datasets.checksum("ham10000", ham) == plain
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-@pytest.mark.parametrize("table", ["HAM10000_metadata.tab", "HAM10000_metadata.csv", "HAM10000_metadata"])
+@pytest.mark.parametrize(
+    "table", ["HAM10000_metadata.tab", "HAM10000_metadata.csv", "HAM10000_metadata"]
+)
 def test_ham10000_as_published(ham, zipped, table):
     expected = lists("ham10000", ham, "lesion")
     images = sorted(ham.glob("images_*/*.jpg"))
@@ -254,13 +307,17 @@ def test_ham10000_as_published(ham, zipped, table):
         for part in ham.glob("HAM10000_images_part_?"):
             zip_folder(part, Path(f"{part}.zip"))
             shutil.rmtree(part)
-    rewrite(ham / "labels.csv", lambda rows: [{"dataset": row.pop("centre"), **row} for row in rows])
+    rewrite(
+        ham / "labels.csv", lambda rows: [{"dataset": row.pop("centre"), **row} for row in rows]
+    )
     text = (ham / "labels.csv").read_text()
     (ham / table).write_text(text.replace(",", "\t") if table.endswith(".tab") else text)
     (ham / "labels.csv").unlink()
     found = lists("ham10000", ham)
     for section in SECTIONS:
-        assert [{**i, "image": ""} for i in found[section]] == [{**i, "image": ""} for i in expected[section]]
+        assert [{**i, "image": ""} for i in found[section]] == [
+            {**i, "image": ""} for i in expected[section]
+        ]
     assert len(datasets.datalist("ham10000", ham, "test", "dermamnist")) > 50
 
 
@@ -273,7 +330,9 @@ def test_dermamnist_file(tmp_path):
     }
     with pytest.raises(InputError, match="split 'lesion' is not offered"):
         datasets.datalist("ham10000", tmp_path, "train", "lesion")
-    assert any("neither lesions nor centres" in note for note in datasets.notes("ham10000", tmp_path))
+    assert any(
+        "neither lesions nor centres" in note for note in datasets.notes("ham10000", tmp_path)
+    )
 
 
 def test_isic19_layouts(phantoms, tmp_path):
@@ -295,7 +354,10 @@ def test_isic19_layouts(phantoms, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "root", "packed"),
-    [("kvasir_v2", "kvasir-dataset-v2", "kvasir-dataset-v2.zip"), ("oct_c8", "RetinalOCT_Dataset", "archive.zip")],
+    [
+        ("kvasir_v2", "kvasir-dataset-v2", "kvasir-dataset-v2.zip"),
+        ("oct_c8", "RetinalOCT_Dataset", "archive.zip"),
+    ],
 )
 def test_class_folders_plain_zipped_and_one_level_down(phantoms, tmp_path, name, root, packed):
     expected = lists(name, phantoms[name])
@@ -321,7 +383,10 @@ def test_hidden_files_are_ignored(phantoms, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "file", "root"),
-    [("pbc", "bloodmnist_32.npz", "PBC_dataset_normal_DIB"), ("mednist", "mednist_32.npz", "MedNIST")],
+    [
+        ("pbc", "bloodmnist_32.npz", "PBC_dataset_normal_DIB"),
+        ("mednist", "mednist_32.npz", "MedNIST"),
+    ],
 )
 def test_folders_without_sections(phantoms, tmp_path, name, file, root):
     dataset = datasets.get(name)
@@ -329,7 +394,11 @@ def test_folders_without_sections(phantoms, tmp_path, name, file, root):
     assert datasets.splits(name, tmp_path) == ("seeded",)
     total = 60 * len(dataset.classes)
     found = labels(name, tmp_path)
-    assert [sum(found[section].values()) for section in SECTIONS] == [total * 7 // 10, total // 10, total // 5]
+    assert [sum(found[section].values()) for section in SECTIONS] == [
+        total * 7 // 10,
+        total // 10,
+        total // 5,
+    ]
     assert all(set(part) == set(range(len(dataset.classes))) for part in found.values())
 
 
@@ -361,7 +430,9 @@ def test_medmnist_takes_the_largest_size_and_names_bad_labels(phantoms, tmp_path
         changed = dict(arrays)
     changed["val_labels"][3] = 8
     np.savez(folder / "bloodmnist_224.npz", **changed)
-    with pytest.raises(InputError, match=r"bloodmnist_224.npz: val_labels\[3\] is 8, the labels are 0 to 7"):
+    with pytest.raises(
+        InputError, match=r"bloodmnist_224.npz: val_labels\[3\] is 8, the labels are 0 to 7"
+    ):
         datasets.datalist("pbc", folder, "train")
     del changed["val_labels"]
     np.savez(folder / "bloodmnist_224.npz", **changed)

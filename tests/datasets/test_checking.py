@@ -21,7 +21,9 @@ def test_phantoms_pass(phantoms, name):
     assert report.problems == ()
     assert report.phantom
     assert "phantom" in report.notes[0]
-    assert report.images == sum(len(datasets.datalist(name, phantoms[name], s)) for s in ("train", "validate", "test"))
+    assert report.images == sum(
+        len(datasets.datalist(name, phantoms[name], s)) for s in ("train", "validate", "test")
+    )
     found = json.loads(json.dumps(report.as_dict()))
     assert found["ok"]
     assert found["source"] == "phantom"
@@ -35,13 +37,23 @@ def test_phantoms_pass(phantoms, name):
 
 def test_leakage_is_a_warning_with_its_numbers(phantoms):
     folder = phantoms["ham10000"]
-    assert not any("several sections" in line for line in datasets.check("ham10000", folder).warnings)
+    assert not any(
+        "several sections" in line for line in datasets.check("ham10000", folder).warnings
+    )
     report = datasets.check("ham10000", folder, split="dermamnist")
     assert report.ok
-    train = {i["group"] for s in ("train", "validate") for i in datasets.datalist("ham10000", folder, s, "dermamnist")}
+    train = {
+        i["group"]
+        for s in ("train", "validate")
+        for i in datasets.datalist("ham10000", folder, s, "dermamnist")
+    }
     test = datasets.datalist("ham10000", folder, "test", "dermamnist")
     line = next(line for line in report.warnings if "several sections" in line)
-    assert int(line.split(" test images")[0].rpartition("(")[2]) >= sum(i["group"] in train for i in test) > 0
+    assert (
+        int(line.split(" test images")[0].rpartition("(")[2])
+        >= sum(i["group"] in train for i in test)
+        > 0
+    )
 
 
 def test_every_problem_is_one_line_naming_the_file(phantoms, tmp_path):
@@ -70,7 +82,11 @@ def test_every_problem_is_one_line_naming_the_file(phantoms, tmp_path):
         (text.name, "cannot be read"),
     )
     for name, problem in expected:
-        assert sum(name in line and problem in line for line in report.problems) == 1, (name, problem, report.problems)
+        assert sum(name in line and problem in line for line in report.problems) == 1, (
+            name,
+            problem,
+            report.problems,
+        )
     assert not any("\n" in line for line in report.problems)
 
 
@@ -93,10 +109,15 @@ def test_a_class_without_images_and_a_damaged_archive(phantoms, tmp_path):
     data[data.index(b"JFIF") + 200] ^= 0xFF
     (tmp_path / "kvasir-dataset-v2.zip").write_bytes(data)
     report = datasets.check("kvasir_v2", tmp_path)
-    assert report.warnings == tuple(f"section {s} has no image of polyps" for s in ("train", "validate", "test"))
+    assert report.warnings == tuple(
+        f"section {s} has no image of polyps" for s in ("train", "validate", "test")
+    )
     assert len(report.problems) == 1
     first = min(source.rglob("*.jpg"))
-    assert f"kvasir-dataset-v2.zip!kvasir-dataset-v2/{first.parent.name}/{first.name}" in report.problems[0]
+    assert (
+        f"kvasir-dataset-v2.zip!kvasir-dataset-v2/{first.parent.name}/{first.name}"
+        in report.problems[0]
+    )
 
 
 def test_no_layout_and_no_split(tmp_path, phantoms):

@@ -67,7 +67,9 @@ class Server:
         body = self.content[start:]
         request.send_response(206 if start else 200)
         if start:
-            request.send_header("Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}")
+            request.send_header(
+                "Content-Range", f"bytes {start}-{len(self.content) - 1}/{len(self.content)}"
+            )
         if self.etag:
             request.send_header("ETag", self.etag)
         request.send_header("Content-Length", str(len(body)))
@@ -81,7 +83,9 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     server = Server()
-    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     yield server
     server.http.shutdown()
@@ -89,7 +93,9 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     thread.join()
 
 
-def data(url: str, digest: str | None = SHA256, size: int | None = None, **changes: object) -> DataSet:
+def data(
+    url: str, digest: str | None = SHA256, size: int | None = None, **changes: object
+) -> DataSet:
     download = Download(url, "scans.zip", digest, size)
     return dataclasses.replace(datasets.get("pneumonia"), downloads=(download,), **changes)
 
@@ -97,7 +103,9 @@ def data(url: str, digest: str | None = SHA256, size: int | None = None, **chang
 def quiet(dataset: DataSet, folder: Path) -> list[str]:
     """Fetch without a bar or waiting and return the lines shown."""
     lines: list[str] = []
-    assert fetch(dataset, folder, progress=False, show=lines.append, pause=0) == (folder / "scans.zip",)
+    assert fetch(dataset, folder, progress=False, show=lines.append, pause=0) == (
+        folder / "scans.zip",
+    )
     return lines
 
 
@@ -116,9 +124,16 @@ def test_whole_file(server: Server, tmp_path: Path, digest: str | None, size: in
     assert all("no published checksum" in line for line in told)
 
 
-def test_licence_and_source_are_shown_before_anything_is_asked(server: Server, tmp_path: Path) -> None:
+def test_licence_and_source_are_shown_before_anything_is_asked(
+    server: Server, tmp_path: Path
+) -> None:
     shown: list[tuple[str, int]] = []
-    fetch(data(server.url), tmp_path, progress=False, show=lambda line: shown.append((line, len(server.asked))))
+    fetch(
+        data(server.url),
+        tmp_path,
+        progress=False,
+        show=lambda line: shown.append((line, len(server.asked))),
+    )
     text = "\n".join(line for line, requests in shown if requests == 0)
     pneumonia = datasets.get("pneumonia")
     assert pneumonia.licence in text
@@ -126,7 +141,9 @@ def test_licence_and_source_are_shown_before_anything_is_asked(server: Server, t
     assert pneumonia.citation in text
 
 
-def test_progress_bar_is_on_stderr(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_is_on_stderr(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fetch(data(server.url), tmp_path)
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -156,7 +173,9 @@ def test_truncated_transfer_goes_on_by_itself(server: Server, tmp_path: Path) ->
     assert server.sent == len(CONTENT)
 
 
-def test_transfer_that_keeps_breaking_is_resumed_by_the_next_call(server: Server, tmp_path: Path) -> None:
+def test_transfer_that_keeps_breaking_is_resumed_by_the_next_call(
+    server: Server, tmp_path: Path
+) -> None:
     server.cuts = [50_000] * downloading.ATTEMPTS
     with pytest.raises(RunError, match="run the same command again") as caught:
         quiet(data(server.url), tmp_path)
@@ -176,7 +195,9 @@ def test_server_that_ignores_ranges_is_read_from_the_start(server: Server, tmp_p
 
 
 @pytest.mark.parametrize("shift", [-10, 10])
-def test_answer_that_starts_elsewhere_is_not_appended(server: Server, tmp_path: Path, shift: int) -> None:
+def test_answer_that_starts_elsewhere_is_not_appended(
+    server: Server, tmp_path: Path, shift: int
+) -> None:
     server.cuts, server.shift = [300_000], shift
     quiet(data(server.url), tmp_path)
     assert (tmp_path / "scans.zip").read_bytes() == CONTENT
@@ -184,7 +205,9 @@ def test_answer_that_starts_elsewhere_is_not_appended(server: Server, tmp_path: 
 
 
 @pytest.mark.parametrize("etag", ['"2"', None])
-def test_two_versions_of_a_file_are_never_joined(server: Server, tmp_path: Path, etag: str | None) -> None:
+def test_two_versions_of_a_file_are_never_joined(
+    server: Server, tmp_path: Path, etag: str | None
+) -> None:
     """No checksum is published: only the server's version mark tells that the file changed between two calls."""
     server.etag = etag and '"1"'
     server.cuts = [50_000] * downloading.ATTEMPTS
@@ -202,13 +225,19 @@ def test_part_longer_than_the_file_is_fetched_anew(server: Server, tmp_path: Pat
     assert server.asked == [f"bytes={len(CONTENT) + 4}-", None]
 
 
-@pytest.mark.parametrize(("digest", "size"), [(SHA256, None), (MD5, None), (None, len(CONTENT) + 1)])
-def test_corrupt_file_is_put_aside(server: Server, tmp_path: Path, digest: str | None, size: int | None) -> None:
+@pytest.mark.parametrize(
+    ("digest", "size"), [(SHA256, None), (MD5, None), (None, len(CONTENT) + 1)]
+)
+def test_corrupt_file_is_put_aside(
+    server: Server, tmp_path: Path, digest: str | None, size: int | None
+) -> None:
     server.content = CONTENT[:-1] + b"?"
     with pytest.raises(RunError) as caught:
         quiet(data(server.url, digest, size), tmp_path)
     assert "\n" not in str(caught.value)
-    assert all(word in str(caught.value) for word in (server.url, "scans.zip.part.bad", "is not used"))
+    assert all(
+        word in str(caught.value) for word in (server.url, "scans.zip.part.bad", "is not used")
+    )
     assert left(tmp_path) <= {"scans.zip.part.bad"} | ({"scans.zip.part"} if size else set())
     assert not (tmp_path / "scans.zip").exists()
     server.content = CONTENT + b"!" * (size is not None)
@@ -221,7 +250,10 @@ def test_missing_file(server: Server, tmp_path: Path) -> None:
     with pytest.raises(RunError) as caught:
         quiet(data(server.url), tmp_path)
     assert "\n" not in str(caught.value)
-    assert all(word in str(caught.value) for word in (server.url, "no such file", "404", f"put it into {tmp_path}"))
+    assert all(
+        word in str(caught.value)
+        for word in (server.url, "no such file", "404", f"put it into {tmp_path}")
+    )
     assert len(server.asked) == 1
     assert left(tmp_path) == set()
 
@@ -249,7 +281,9 @@ def test_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"put it into {tmp_path} as scans.zip" in str(caught.value)
 
 
-def test_full_disk_is_noticed_before(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_noticed_before(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
     monkeypatch.setattr(downloading.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(RunError, match="free some space"):
@@ -278,4 +312,6 @@ def test_shipped_downloads_are_well_formed(name: str) -> None:
     for item in dataset.downloads:
         assert item.url.startswith("https://")
         assert "/" not in item.file
-        assert item.digest is None or re.fullmatch(r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}", item.digest)
+        assert item.digest is None or re.fullmatch(
+            r"md5:[0-9a-f]{32}|sha256:[0-9a-f]{64}", item.digest
+        )

@@ -21,7 +21,11 @@ def written(*labels: int, side: int = 2) -> dict[str, list]:
 
 
 def save(path: Path, data: dict[str, dict[str, list]], **changed: object) -> None:
-    content = {"users": [*data], "num_samples": [len(writer["y"]) for writer in data.values()], "user_data": data}
+    content = {
+        "users": [*data],
+        "num_samples": [len(writer["y"]) for writer in data.values()],
+        "user_data": data,
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**content, **changed}))
 
@@ -37,10 +41,15 @@ def items(folder: Path, split: str | None = "seeded") -> dict[str, dict]:
 @pytest.fixture
 def leaf(tmp_path: Path) -> Path:
     """52 writers of 3 images and one of 150, dealt to two files."""
-    data = {f"w{number:02d}": written(0, 1, 2) for number in range(52)} | {"much": written(*[3] * 150)}
+    data = {f"w{number:02d}": written(0, 1, 2) for number in range(52)} | {
+        "much": written(*[3] * 150)
+    }
     names = [*data]
     for part in (0, 1):
-        save(tmp_path / "data" / "all_data" / f"all_data_{part}.json", {name: data[name] for name in names[part::2]})
+        save(
+            tmp_path / "data" / "all_data" / f"all_data_{part}.json",
+            {name: data[name] for name in names[part::2]},
+        )
     return tmp_path
 
 
@@ -60,7 +69,9 @@ def test_the_classes_are_in_leafs_order() -> None:
 def test_images_are_read_where_they_stand_in_the_file(tmp_path: Path) -> None:
     """All 256 grey levels come back exactly as LEAF divided them by 255; 1 is white."""
     every = (np.arange(256) / 255).tolist()
-    save(tmp_path / "all_data_0.json", {'a "quoted" name': {"x": [every, every[::-1]], "y": [61, 0]}})
+    save(
+        tmp_path / "all_data_0.json", {'a "quoted" name': {"x": [every, every[::-1]], "y": [61, 0]}}
+    )
     found = items(tmp_path)
     first, second = (found[f'a "quoted" name/{row:04d}'] for row in (0, 1))
     assert (first["label"], second["label"]) == (61, 0)
@@ -70,7 +81,9 @@ def test_images_are_read_where_they_stand_in_the_file(tmp_path: Path) -> None:
     assert (pixels.shape, pixels.dtype) == ((16, 16, 1), np.uint8)
     assert pixels.ravel().tolist() == list(range(256))
     assert datasets.read_pixels(second["image"]).ravel().tolist() == list(range(255, -1, -1))
-    read = datasets.ReadPixelsd("image", channels=3, convert=True, size=32)({"image": first["image"]})["image"]
+    read = datasets.ReadPixelsd("image", channels=3, convert=True, size=32)(
+        {"image": first["image"]}
+    )["image"]
     assert read.shape == (3, 32, 32)
 
 
@@ -79,21 +92,36 @@ def test_where_the_files_may_lie(tmp_path: Path, place: str) -> None:
     for number in (0, 2, 10):
         save(tmp_path / place / f"all_data_{number}.json", {f"w{number}": written(number)})
     (tmp_path / place / "all_data_notes.json").write_text("not LEAF's")
-    assert [(item["centre"], item["label"]) for item in items(tmp_path).values()] == [("w0", 0), ("w10", 10), ("w2", 2)]
+    assert [(item["centre"], item["label"]) for item in items(tmp_path).values()] == [
+        ("w0", 0),
+        ("w10", 10),
+        ("w2", 2),
+    ]
 
 
 @pytest.mark.parametrize("place", [".", "data"])
 def test_leafs_own_sections_are_read_together(tmp_path: Path, place: str) -> None:
     """`-t sample` puts a writer into both files: the images of test go on where those of train ended."""
     save(tmp_path / place / "train" / "all_data_0_niid_1_keep_0_train_9.json", {"w": written(5, 6)})
-    save(tmp_path / place / "test" / "all_data_0_niid_1_keep_0_test_9.json", {"w": written(7), "v": written()})
-    assert {key: item["label"] for key, item in items(tmp_path).items()} == {"w/0000": 5, "w/0001": 6, "w/0002": 7}
+    save(
+        tmp_path / place / "test" / "all_data_0_niid_1_keep_0_test_9.json",
+        {"w": written(7), "v": written()},
+    )
+    assert {key: item["label"] for key, item in items(tmp_path).items()} == {
+        "w/0000": 5,
+        "w/0001": 6,
+        "w/0002": 7,
+    }
 
 
 def test_checksum_is_that_of_the_images_not_of_the_files(leaf: Path) -> None:
     before = datasets.checksum("femnist", leaf, "seeded")
     files = sorted((leaf / "data" / "all_data").iterdir())
-    merged = {key: value for path in files for key, value in json.loads(path.read_text())["user_data"].items()}
+    merged = {
+        key: value
+        for path in files
+        for key, value in json.loads(path.read_text())["user_data"].items()
+    }
     for path in files:
         path.unlink()
     save(leaf / "all_data_0.json", merged)
@@ -109,7 +137,11 @@ def test_split_writers_holds_out_whole_writers(leaf: Path) -> None:
     for trial in ("writers", "writers:0", "writers:1"):
         sections = datasets.sections("femnist", leaf, trial)
         writers = {name: {item["centre"] for item in part} for name, part in sections.items()}
-        assert {name: len(part) for name, part in writers.items()} == {"train": 35, "validate": 5, "test": 10}
+        assert {name: len(part) for name, part in writers.items()} == {
+            "train": 35,
+            "validate": 5,
+            "test": 10,
+        }
         assert len(set().union(*writers.values())) == 50
         assert all(len(part) == 3 * len(writers[name]) for name, part in sections.items())
         assert "much" not in set().union(*writers.values())
@@ -123,7 +155,9 @@ def test_split_writers_holds_out_whole_writers(leaf: Path) -> None:
 
 
 def test_split_seeded_cuts_every_class(phantoms: dict[str, Path]) -> None:
-    counts = Counter((item["section"], item["label"]) for item in items(phantoms["femnist"]).values())
+    counts = Counter(
+        (item["section"], item["label"]) for item in items(phantoms["femnist"]).values()
+    )
     assert {counts["train", label] for label in range(62)} == {18}
     assert {counts["validate", label] for label in range(62)} <= {2, 3}
 
@@ -135,13 +169,17 @@ def test_a_trial_belongs_to_the_split_that_is_drawn(leaf: Path) -> None:
     assert datasets.trial("ham10000", "lesion", 3) == "lesion"
     for split in ("seeded:1", "writers:", "writers:one", "authors"):
         with pytest.raises(
-            InputError, match=rf"split '{split}' is not offered.*splits there: writers\[:TRIAL\], seeded"
+            InputError,
+            match=rf"split '{split}' is not offered.*splits there: writers\[:TRIAL\], seeded",
         ):
             datasets.sections("femnist", leaf, split)
 
 
 def test_too_few_writers_are_told(tmp_path: Path) -> None:
-    save(tmp_path / "all_data_0.json", {f"w{number}": written(1) for number in range(49)} | {"v": written(*[2] * 150)})
+    save(
+        tmp_path / "all_data_0.json",
+        {f"w{number}": written(1) for number in range(49)} | {"v": written(*[2] * 150)},
+    )
     with pytest.raises(
         InputError, match="49 of 50 writers or centres have fewer than 150 images; .* draws 50"
     ) as caught:
@@ -154,11 +192,20 @@ def test_too_few_writers_are_told(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"num_samples": [3]}, r"w has 2 images, 2 labels, num_samples 3"),
-        ({"user_data": {"w": {"x": [[0.0]], "y": [1, 2]}}}, r"w has 1 images, 2 labels, num_samples 2"),
+        (
+            {"user_data": {"w": {"x": [[0.0]], "y": [1, 2]}}},
+            r"w has 1 images, 2 labels, num_samples 2",
+        ),
         ({"user_data": {"w": written(1, 62)}}, r"w has label 62, the labels are 0 to 61"),
-        ({"user_data": {"w": written(1, 2), "v": written(1)}}, r"1 users, 1 num_samples and 2 entries in user_data"),
+        (
+            {"user_data": {"w": written(1, 2), "v": written(1)}},
+            r"1 users, 1 num_samples and 2 entries in user_data",
+        ),
         ({"user_data": {}}, r"1 users, 1 num_samples and 0 entries|no key 'w'"),
-        ({"users": ["v"]}, r"all_data_0.json cannot be read \(no key 'v'\); LEAF's JSON: users, num_samples"),
+        (
+            {"users": ["v"]},
+            r"all_data_0.json cannot be read \(no key 'v'\); LEAF's JSON: users, num_samples",
+        ),
         ({"user_data": {"w": {"x": 3, "y": [1]}}}, r"all_data_0.json cannot be read"),
         ({"num_samples": 2}, r"all_data_0.json cannot be read"),
     ],
@@ -180,7 +227,9 @@ def test_cut_files_are_told(tmp_path: Path, keep: int) -> None:
         datasets.datalist("femnist", tmp_path, "train", "seeded")
 
 
-@pytest.mark.parametrize("image", [[0.5] * 3, [0.5] * 3 + [1.5], [0.5] * 3 + [-0.1], [0.5] * 3 + [float("nan")], []])
+@pytest.mark.parametrize(
+    "image", [[0.5] * 3, [0.5] * 3 + [1.5], [0.5] * 3 + [-0.1], [0.5] * 3 + [float("nan")], []]
+)
 def test_a_damaged_image_is_named(tmp_path: Path, image: list[float]) -> None:
     save(tmp_path / "all_data_0.json", {"w": {"x": [image, [0.5] * 4], "y": [1, 2]}})
     report = datasets.check("femnist", tmp_path, split="seeded")

@@ -33,11 +33,15 @@ def test_a_page_says_in_any_form_what_it_is(kind: Any, tmp_path: Path) -> None:
         read_pixels(str(tmp_path / "a.tif"))
 
 
-def test_a_chain_of_pages_is_not_followed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_of_pages_is_not_followed_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiff(tmp_path / "a.tif", 150)
     seen = []
     seek = TiffImagePlugin.TiffImageFile.seek
-    monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "seek", lambda self, n: seen.append(n) or seek(self, n))
+    monkeypatch.setattr(
+        TiffImagePlugin.TiffImageFile, "seek", lambda self, n: seen.append(n) or seek(self, n)
+    )
     with pytest.raises(InputError, match="has 100 pages"):
         read_pixels(str(tmp_path / "a.tif"))
     assert max(seen) == 99
@@ -69,7 +73,9 @@ def test_arrays_of_another_byte_order_are_read(tmp_path: Path) -> None:
 
 
 @dicom.own_locale()
-def test_pictures_do_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pictures_do_not_unpack_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A few bytes a row in the file, eight a value in memory."""
     monkeypatch.setattr(stacks, "_UNPACKED", 2**19)
     deep = sitk.GetImageFromArray(np.zeros((300, 300, 3), np.uint16), isVector=True)
@@ -83,13 +89,19 @@ def test_pictures_do_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.
 
 
 @dicom.own_locale()
-@pytest.mark.parametrize("positions", [("1\\2", "1\\3"), ("0\\0\\0", "0\\1"), ("nan\\0\\0", "nan\\0\\0")])
+@pytest.mark.parametrize(
+    "positions", [("1\\2", "1\\3"), ("0\\0\\0", "0\\1"), ("nan\\0\\0", "nan\\0\\0")]
+)
 def test_positions_of_slices_that_are_none(
     positions: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for index in range(2):
         one = sitk.GetImageFromArray(np.full((1, 8, 8), index, np.int16))
-        for tag, value in (("0020|000e", "1.2.3"), ("0008|0060", "CT"), ("0020|0032", f"0\\0\\{index}")):
+        for tag, value in (
+            ("0020|000e", "1.2.3"),
+            ("0008|0060", "CT"),
+            ("0020|0032", f"0\\0\\{index}"),
+        ):
             one.SetMetaData(tag, value)
         writer = sitk.ImageFileWriter()
         writer.KeepOriginalImageUIDOn()
@@ -105,7 +117,9 @@ def test_positions_of_slices_that_are_none(
         def GetMetaData(self, index: int, tag: str) -> str:  # noqa: N802 (SimpleITK's name)
             return given[index]
 
-    monkeypatch.setattr(dicom, "_check_positions", lambda folder, _, *rest: check(folder, Reader(), *rest))
+    monkeypatch.setattr(
+        dicom, "_check_positions", lambda folder, _, *rest: check(folder, Reader(), *rest)
+    )
     with pytest.raises(InputError, match="DICOM series"):
         read_volume(str(tmp_path))
 

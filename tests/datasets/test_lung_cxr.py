@@ -23,7 +23,9 @@ SITES = ("other_publications", "radiopaedia", "rsna_journals", "sirm_italy")
 
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("lung_cxr", tmp_path_factory.mktemp("lungs") / "lung_cxr", size=32)
+    return datasets.write_phantom(
+        "lung_cxr", tmp_path_factory.mktemp("lungs") / "lung_cxr", size=32
+    )
 
 
 def items(folder: Path) -> dict[str, datasets.Item]:
@@ -32,16 +34,21 @@ def items(folder: Path) -> dict[str, datasets.Item]:
 
 
 def pair(item: datasets.Item, size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    return datasets.read_pair(item["image"], str(item["label"]), channels=1, convert=True, size=size and (size, size))[
-        :2
-    ]
+    return datasets.read_pair(
+        item["image"], str(item["label"]), channels=1, convert=True, size=size and (size, size)
+    )[:2]
 
 
 # The phantom
 
 
 def test_the_phantom_has_the_layout_sites_and_patients_of_the_four_sources(phantom: Path) -> None:
-    assert {path.name for path in phantom.iterdir()} == {"labels.csv", "images", "masks", "PHANTOM.json"}
+    assert {path.name for path in phantom.iterdir()} == {
+        "labels.csv",
+        "images",
+        "masks",
+        "PHANTOM.json",
+    }
     found = items(phantom)
     assert len(found) == pytest.approx(100, abs=3)
     sites = Counter(item["centre"] for item in found.values())
@@ -79,7 +86,8 @@ def test_lungs_can_be_learned_but_not_from_brightness_alone(phantom: Path) -> No
     A pixel's score is its mean mask in training times its darkness in its own picture.
     """
     train, test = (
-        [pair(item, 16) for item in datasets.datalist("lung_cxr", phantom, section)] for section in ("train", "test")
+        [pair(item, 16) for item in datasets.datalist("lung_cxr", phantom, section)]
+        for section in ("train", "test")
     )
     where = np.mean([mask for _, mask in train], axis=0)
 
@@ -90,7 +98,11 @@ def test_lungs_can_be_learned_but_not_from_brightness_alone(phantom: Path) -> No
         share = np.mean([mask.mean() for _, mask in train])
         found = [score >= np.quantile(score, 1 - share) for score in scores]
         pairs = zip(found, (mask for _, mask in test), strict=True)
-        return float(np.mean([2 * (one & (mask > 0)).sum() / (one.sum() + mask.sum()) for one, mask in pairs]))
+        return float(
+            np.mean(
+                [2 * (one & (mask > 0)).sum() / (one.sum() + mask.sum()) for one, mask in pairs]
+            )
+        )
 
     assert dice([where * dark(picture) for picture, _ in test]) > 0.75
     assert dice([dark(picture) for picture, _ in test]) < 0.6
@@ -99,10 +111,13 @@ def test_lungs_can_be_learned_but_not_from_brightness_alone(phantom: Path) -> No
 def test_sites_differ_in_their_look(phantom: Path) -> None:
     """The mean grey value of the sites' pictures spreads much more than those of halves of one site."""
     means = {
-        site: [pair(item)[0].mean() for item in items(phantom).values() if item["centre"] == site] for site in SITES
+        site: [pair(item)[0].mean() for item in items(phantom).values() if item["centre"] == site]
+        for site in SITES
     }
     between = np.std([np.mean(values) for values in means.values()])
-    within = np.mean([abs(np.mean(values[::2]) - np.mean(values[1::2])) for values in means.values()])
+    within = np.mean(
+        [abs(np.mean(values[::2]) - np.mean(values[1::2])) for values in means.values()]
+    )
     assert between > 3 * within
 
 
@@ -152,12 +167,17 @@ def test_bad_rows_and_missing_files_are_told(phantom: Path, tmp_path: Path) -> N
         strict=True,
     ):
         assert all(part in line for part in parts)
-    rewrite(folder / "labels.csv", lambda rows: [{k: v for k, v in row.items() if k != "site"} for row in rows])
+    rewrite(
+        folder / "labels.csv",
+        lambda rows: [{k: v for k, v in row.items() if k != "site"} for row in rows],
+    )
     with pytest.raises(InputError, match="has no column 'site'; it needs file, site, patient"):
         datasets.datalist("lung_cxr", folder, "train")
 
 
-def test_the_size_is_left_out_where_the_table_does_not_say_it(phantom: Path, tmp_path: Path) -> None:
+def test_the_size_is_left_out_where_the_table_does_not_say_it(
+    phantom: Path, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(phantom, tmp_path / "lungs"))
     rewrite(folder / "labels.csv", lambda rows: [{**row, "width": ""} for row in rows])
     assert not any("size" in item for item in items(folder).values())
@@ -198,8 +218,13 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_published_sets_have_704_pairs(sets: Path) -> None:
     found = items(sets)
-    assert Counter(item["centre"] for item in found.values()) == {"montgomery": MONTGOMERY, "shenzhen": MASKED}
-    assert "96 of 800 images have no mask and are left out, first CHNCXR_0567_1" in datasets.notes("lung_cxr", sets)
+    assert Counter(item["centre"] for item in found.values()) == {
+        "montgomery": MONTGOMERY,
+        "shenzhen": MASKED,
+    }
+    assert "96 of 800 images have no mask and are left out, first CHNCXR_0567_1" in datasets.notes(
+        "lung_cxr", sets
+    )
     report = datasets.check("lung_cxr", sets)
     assert report.ok
     assert report.images == 704
@@ -228,7 +253,10 @@ def test_every_form_of_the_sets_has_the_same_cases(tmp_path: Path, form: str) ->
     source, folder = published(tmp_path / "source", 12, 14, 11), tmp_path / "data"
     folder.mkdir()
     if form == "their own zips":
-        for part, name in (("MontgomerySet", "NLM-MontgomeryCXRSet"), ("ChinaSet_AllFiles/CXR_png", "ChinaSet")):
+        for part, name in (
+            ("MontgomerySet", "NLM-MontgomeryCXRSet"),
+            ("ChinaSet_AllFiles/CXR_png", "ChinaSet"),
+        ):
             with zipfile.ZipFile(folder / f"{name}.zip", "w") as file:
                 for path in (source / part).rglob("*.png"):
                     file.write(path, path.relative_to(source))
@@ -255,7 +283,10 @@ def test_half_a_pair_of_lungs_and_a_mask_without_its_image_are_problems(tmp_path
     (folder / "MontgomerySet/ManualMask/leftMask/MCUCXR_0002_0.png").unlink()
     (folder / "ChinaSet_AllFiles/CXR_png/CHNCXR_0003_1.png").unlink()
     problems = datasets.check("lung_cxr", folder).problems
-    assert any(re.search(r"rightMask/MCUCXR_0002_0\.png has no mask of the other lung", line) for line in problems)
+    assert any(
+        re.search(r"rightMask/MCUCXR_0002_0\.png has no mask of the other lung", line)
+        for line in problems
+    )
     assert any(re.search(r"mask .*CHNCXR_0003_1_mask\.png has no image", line) for line in problems)
     assert len(problems) == 2
 

@@ -21,7 +21,10 @@ def tissue(phantoms, tmp_path) -> Path:
 
 
 def ids(folder: Path, split: str | None = None) -> dict[str, list[str]]:
-    return {part: [item["id"] for item in datasets.datalist("nct_crc", folder, part, split)] for part in SECTIONS}
+    return {
+        part: [item["id"] for item in datasets.datalist("nct_crc", folder, part, split)]
+        for part in SECTIONS
+    }
 
 
 def pack(folder: Path, root: str) -> None:
@@ -34,8 +37,12 @@ def pack(folder: Path, root: str) -> None:
 def test_both_sets_are_written_as_published(tissue):
     """60 phantom patches of each class, a fifth of them of the other patients."""
     for root, number in ((PLAIN, 48), (OTHERS, 12)):
-        assert sorted(path.name for path in (tissue / root).iterdir()) == sorted(datasets.get("nct_crc").classes)
-        assert {len(list(path.glob(f"{path.name}-*.tif"))) for path in (tissue / root).iterdir()} == {number}
+        assert sorted(path.name for path in (tissue / root).iterdir()) == sorted(
+            datasets.get("nct_crc").classes
+        )
+        assert {
+            len(list(path.glob(f"{path.name}-*.tif"))) for path in (tissue / root).iterdir()
+        } == {number}
     item = datasets.datalist("nct_crc", tissue, "train")[0]
     assert datasets.read_pixels(item["image"]).shape == (32, 32, 3)
 

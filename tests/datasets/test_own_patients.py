@@ -47,7 +47,9 @@ def test_an_expression_with_a_slash_sees_folders(tmp_path: Path) -> None:
         for shot in range(2):
             picture(tmp_path / "images" / f"p{number}" / f"{shot}.png")
             picture(tmp_path / "masks" / f"p{number}" / f"{shot}.png")
-    found = [patients_of(paired(tmp_path, "images", "masks", section, "^(.+)/")) for section in SECTIONS]
+    found = [
+        patients_of(paired(tmp_path, "images", "masks", section, "^(.+)/")) for section in SECTIONS
+    ]
     assert set.union(*found) == {f"p{number}" for number in range(9)}
     assert sum(map(len, found)) == 9
 
@@ -57,7 +59,11 @@ def test_the_table_says_more_than_the_names(tmp_path: Path) -> None:
     rows = [f"{'ab'[n % 2]}/p{n:02d}_{k}.png,same{n // 2}" for n in range(6) for k in range(2)]
     (tmp_path / "cases.csv").write_text("\n".join(["file,patient", *rows]) + "\n")
     found = [patients_of(labelled(tmp_path, "ab", section, "^([^_]+)_")) for section in SECTIONS]
-    assert sorted(patient for patients in found for patient in patients) == ["same0", "same1", "same2"]
+    assert sorted(patient for patients in found for patient in patients) == [
+        "same0",
+        "same1",
+        "same2",
+    ]
 
 
 @pytest.mark.parametrize(

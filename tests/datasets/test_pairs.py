@@ -10,7 +10,14 @@ import pytest
 import torch
 from monai.data import Dataset, MetaTensor, list_data_collate
 from monai.losses import DiceCELoss
-from monai.transforms import Compose, EnsureTyped, Flipd, NormalizeIntensityd, ScaleIntensityRanged, SpatialCropd
+from monai.transforms import (
+    Compose,
+    EnsureTyped,
+    Flipd,
+    NormalizeIntensityd,
+    ScaleIntensityRanged,
+    SpatialCropd,
+)
 from PIL import Image
 
 from medfl.core.errors import InputError
@@ -54,7 +61,12 @@ def mask(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     "stored",
-    [MASK, MASK.astype(np.uint8), MASK * np.uint8(255), np.repeat(MASK[..., None] * np.uint8(255), 3, -1)],
+    [
+        MASK,
+        MASK.astype(np.uint8),
+        MASK * np.uint8(255),
+        np.repeat(MASK[..., None] * np.uint8(255), 3, -1),
+    ],
     ids=["1-bit", "0 and 1", "0 and 255", "equal colours"],
 )
 @pytest.mark.parametrize("zipped", [False, True])
@@ -106,14 +118,37 @@ def bad_mask(pixels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 COLOURS = np.stack([MASK, MASK, ~MASK], -1) * np.uint8(255)
 WRONG = {
-    "shape": (*bad_mask(MASK[:, :50]), r"m\.png has 40 x 50 pixels .*, its image .*i\.png 40 x 60; .* same shape"),
-    "values": (*bad_mask(MASK * np.uint8(7)), r"m\.png of image .*i\.png has the values 7; 0 and 1, or 0 and 255"),
-    "many": (*bad_mask(PICTURE), r"m\.png of image .*i\.png has the values 40, 41, 42, 43, 44 and \d+ more"),
-    "mixed": (*bad_mask(MASK * np.uint8(255) + disc(30, 8, 3)), r"m\.png of image .*i\.png has the values 255;"),
+    "shape": (
+        *bad_mask(MASK[:, :50]),
+        r"m\.png has 40 x 50 pixels .*, its image .*i\.png 40 x 60; .* same shape",
+    ),
+    "values": (
+        *bad_mask(MASK * np.uint8(7)),
+        r"m\.png of image .*i\.png has the values 7; 0 and 1, or 0 and 255",
+    ),
+    "many": (
+        *bad_mask(PICTURE),
+        r"m\.png of image .*i\.png has the values 40, 41, 42, 43, 44 and \d+ more",
+    ),
+    "mixed": (
+        *bad_mask(MASK * np.uint8(255) + disc(30, 8, 3)),
+        r"m\.png of image .*i\.png has the values 255;",
+    ),
     "colours": (*bad_mask(COLOURS), r"m\.png of image .*i\.png has 3 channels that differ"),
-    "alpha": (*bad_mask(np.dstack([MASK * np.uint8(255)] * 4)), r"m\.png of image .*i\.png has 4 channels"),
-    "zero": (np.zeros_like(PICTURE), MASK, r"i\.png has the value 0 in all its pixels; an image shows something"),
-    "constant": (np.full((HEIGHT, WIDTH, 3), (9, 8, 7), np.uint8), MASK, r"i\.png has the value 9, 8, 7 in all"),
+    "alpha": (
+        *bad_mask(np.dstack([MASK * np.uint8(255)] * 4)),
+        r"m\.png of image .*i\.png has 4 channels",
+    ),
+    "zero": (
+        np.zeros_like(PICTURE),
+        MASK,
+        r"i\.png has the value 0 in all its pixels; an image shows something",
+    ),
+    "constant": (
+        np.full((HEIGHT, WIDTH, 3), (9, 8, 7), np.uint8),
+        MASK,
+        r"i\.png has the value 9, 8, 7 in all",
+    ),
 }
 
 
@@ -126,7 +161,9 @@ def test_a_bad_pair_is_one_line_with_files_and_values(tmp_path: Path, name: str)
     assert "\n" not in str(caught.value)
 
 
-def test_values_outside_three_classes_and_pixels_that_are_no_numbers(tmp_path: Path, image: str) -> None:
+def test_values_outside_three_classes_and_pixels_that_are_no_numbers(
+    tmp_path: Path, image: str
+) -> None:
     with pytest.raises(InputError, match=r"has the values 255; whole numbers from 0 to 2"):
         read_pair(image, save(tmp_path / "m.png", MASK * np.uint8(255)), classes=3)
     holes = PICTURE.astype(np.float32)
@@ -144,7 +181,11 @@ def test_an_unreadable_file_is_named(tmp_path: Path, image: str, mask: str, brok
 
 
 def test_bad_arguments() -> None:
-    for given, message in (({"classes": 1}, "classes=1"), ({"keys": "image"}, "two"), ({"size": 0}, "image size 0")):
+    for given, message in (
+        ({"classes": 1}, "classes=1"),
+        ({"keys": "image"}, "two"),
+        ({"size": 0}, "image size 0"),
+    ):
         with pytest.raises(InputError, match=message):
             ReadPaird(**given)
 
@@ -185,9 +226,9 @@ def test_resized_image_and_mask_stay_in_place(image: str, mask: str, size: tuple
         found = affine @ (rows, columns, 0, 1)
         assert found[:2] == pytest.approx((15, 38), abs=slack)
     classes = torch.from_numpy(np.stack([index == MASK for index in range(2)])).double()[None]
-    shares = torch.nn.functional.interpolate(classes, size=size, mode="bilinear", antialias=True, align_corners=False)[
-        0
-    ]
+    shares = torch.nn.functional.interpolate(
+        classes, size=size, mode="bilinear", antialias=True, align_corners=False
+    )[0]
     clear = (shares[0] - shares[1]).abs().numpy() > 0.01
     assert np.array_equal(label[clear], shares.argmax(0).numpy()[clear])
     assert clear.mean() > 0.9
@@ -202,7 +243,10 @@ def test_the_item_as_transforms_and_losses_take_it(image: str, mask: str) -> Non
     assert tuple(picture.meta["spatial_shape"]) == (HEIGHT, WIDTH)
     assert np.array_equal(picture.meta["original_affine"], np.eye(4))
     assert item["id"] == "a"
-    loss, scores = DiceCELoss(to_onehot_y=True, softmax=True), torch.arange(2048.0).sin().reshape(1, 2, 32, 32)
+    loss, scores = (
+        DiceCELoss(to_onehot_y=True, softmax=True),
+        torch.arange(2048.0).sin().reshape(1, 2, 32, 32),
+    )
     assert loss(scores, label[None]) == loss(scores, label[None].long())
     assert torch.equal(load_shared(dump_shared(item))["image"].affine, picture.affine)
 
@@ -234,7 +278,10 @@ CHAIN = [
 
 
 def test_prepared_images_know_their_spacing(image: str, mask: str) -> None:
-    data = Dataset([{"image": image, "label": mask, "id": "a"}], Compose([ReadPaird(channels=1, size=20), *CHAIN]))
+    data = Dataset(
+        [{"image": image, "label": mask, "id": "a"}],
+        Compose([ReadPaird(channels=1, size=20), *CHAIN]),
+    )
     prepared = prepare([{"id": "a"}], take_apart(data))
     geometry = prepared.geometry[0]
     assert geometry.spacing == (HEIGHT / 20, WIDTH / 20)
@@ -257,7 +304,9 @@ def scores_of(label: torch.Tensor, classes: int = 2) -> torch.Tensor:
     return torch.nn.functional.one_hot(label[0].long(), classes).permute(2, 0, 1).float()
 
 
-def test_a_mask_that_was_enlarged_comes_back_as_it_was(tmp_path: Path, image: str, mask: str) -> None:
+def test_a_mask_that_was_enlarged_comes_back_as_it_was(
+    tmp_path: Path, image: str, mask: str
+) -> None:
     """At three times the size, each pixel of the file lies on the middle one of its nine."""
     item = ReadPaird(channels=1, size=(3 * HEIGHT, 3 * WIDTH))({"image": image, "label": mask})
     assert np.array_equal(written(tmp_path, item, scores_of(item["label"])), MASK * np.uint8(255))
@@ -265,11 +314,19 @@ def test_a_mask_that_was_enlarged_comes_back_as_it_was(tmp_path: Path, image: st
 
 @pytest.mark.parametrize(
     "moved",
-    [[], [Flipd(["image", "label"], 1)], [SpatialCropd(["image", "label"], roi_start=(2, 10), roi_end=(30, 40))]],
+    [
+        [],
+        [Flipd(["image", "label"], 1)],
+        [SpatialCropd(["image", "label"], roi_start=(2, 10), roi_end=(30, 40))],
+    ],
     ids=["as read", "flipped", "cropped"],
 )
-def test_a_prediction_is_written_where_the_affine_says(tmp_path: Path, image: str, mask: str, moved: list) -> None:
-    item = Compose([ReadPaird(channels=1, size=(36, 44)), *CHAIN, *moved])({"image": image, "label": mask})
+def test_a_prediction_is_written_where_the_affine_says(
+    tmp_path: Path, image: str, mask: str, moved: list
+) -> None:
+    item = Compose([ReadPaird(channels=1, size=(36, 44)), *CHAIN, *moved])(
+        {"image": image, "label": mask}
+    )
     found = written(tmp_path, item, scores_of(item["label"])) > 0
     assert found.shape == MASK.shape
     assert 2 * (found & MASK).sum() / (found.sum() + MASK.sum()) > 0.95
@@ -292,7 +349,9 @@ def test_nothing_is_overwritten(tmp_path: Path, image: str, mask: str) -> None:
     write = WriteMaskd("pred", output_dir=tmp_path / "out")
     for _ in range(2):  # the same image again is no clash
         write({**items[0], "pred": scores})
-    with pytest.raises(InputError, match=r"a\.png and .*b/a\.png would both be written to .*out/a\.png"):
+    with pytest.raises(
+        InputError, match=r"a\.png and .*b/a\.png would both be written to .*out/a\.png"
+    ):
         write({**items[1], "pred": scores})
     with pytest.raises(InputError, match=r"the prediction of .*a\.png would replace it"):
         WriteMaskd("pred", output_dir=tmp_path)({**items[0], "pred": scores})

@@ -19,7 +19,11 @@ NAMES = tuple(name for name in datasets.names() if datasets.get(name).task == "c
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 def pixels(name: str, folder: Path, section: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -27,13 +31,21 @@ def pixels(name: str, folder: Path, section: str) -> tuple[np.ndarray, np.ndarra
     items = datasets.datalist(name, folder, section)
     reader = datasets.ReadPixelsd("image", channels=datasets.get(name).channels, size=8)
     images = np.stack([reader(item)["image"].numpy().ravel() / 255 for item in items])
-    return images, np.array([item["label"] for item in items]), np.array([item["centre"] for item in items])
+    return (
+        images,
+        np.array([item["label"] for item in items]),
+        np.array([item["centre"] for item in items]),
+    )
 
 
 def test_the_same_seed_gives_the_same_files(tmp_path):
     for name in ("ham10000", "pbc", "oct_c8"):
         first, second, other = (
-            files(datasets.write_phantom(name, tmp_path / f"{name}{run}", seed=seed, per_class=12, size=16))
+            files(
+                datasets.write_phantom(
+                    name, tmp_path / f"{name}{run}", seed=seed, per_class=12, size=16
+                )
+            )
             for run, seed in enumerate((3, 3, 4))
         )
         assert first == second
@@ -73,9 +85,20 @@ def test_lesions_with_two_images_show_the_same_lesion(phantoms):
     for section in ("train", "validate", "test"):
         for item in datasets.datalist("ham10000", folder, section):
             colour = reader(item)["image"].numpy().astype(float).reshape(3, -1).std(-1)
-            groups.setdefault((item["label"], item["centre"]), {}).setdefault(item["group"], []).append(colour)
-    pairs = [np.linalg.norm(a[0] - a[1]) for kind in groups.values() for a in kind.values() if len(a) == 2]
-    others = [np.linalg.norm(a[0] - b[0]) for kind in groups.values() for a, b in itertools.pairwise(kind.values())]
+            groups.setdefault((item["label"], item["centre"]), {}).setdefault(
+                item["group"], []
+            ).append(colour)
+    pairs = [
+        np.linalg.norm(a[0] - a[1])
+        for kind in groups.values()
+        for a in kind.values()
+        if len(a) == 2
+    ]
+    others = [
+        np.linalg.norm(a[0] - b[0])
+        for kind in groups.values()
+        for a, b in itertools.pairwise(kind.values())
+    ]
     assert len(pairs) > 30
     assert np.median(pairs) < 0.5 * np.median(others)
 
@@ -107,7 +130,11 @@ def test_default_is_small():
             assert 10 <= dataset.per_class <= 150
             assert dataset.size <= 64
             continue
-        assert 500 <= dataset.per_class * len(dataset.classes) <= {"femnist": 1650, "cifar100": 1200}.get(name, 750)
+        assert (
+            500
+            <= dataset.per_class * len(dataset.classes)
+            <= {"femnist": 1650, "cifar100": 1200}.get(name, 750)
+        )
         assert 28 <= dataset.size <= 64
 
 
@@ -125,7 +152,9 @@ def test_a_folder_in_use_is_refused(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"used", "empty"}
 
 
-@pytest.mark.parametrize(("numbers", "message"), [({"per_class": 9}, "9 images per class"), ({"size": 15}, "size 15")])
+@pytest.mark.parametrize(
+    ("numbers", "message"), [({"per_class": 9}, "9 images per class"), ({"size": 15}, "size 15")]
+)
 def test_numbers_out_of_range(tmp_path, numbers, message):
     with pytest.raises(InputError, match=message):
         datasets.write_phantom("pbc", tmp_path / "p", **numbers)

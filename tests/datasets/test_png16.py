@@ -54,7 +54,9 @@ def test_all_bits_are_read(channels: int, tmp_path: Path) -> None:
 
 def test_they_become_tensors_as_grey_ones_do(tmp_path: Path) -> None:
     pixels = drawn()
-    item = ReadPixelsd("image", channels=1, convert=True)({"image": write(tmp_path / "a.png", pixels)})
+    item = ReadPixelsd("image", channels=1, convert=True)(
+        {"image": write(tmp_path / "a.png", pixels)}
+    )
     assert item["image"].dtype == torch.int32
     grey = pixels.astype(float) @ [0.299, 0.587, 0.114]
     assert np.abs(item["image"].numpy()[0] - grey).max() <= 0.5
@@ -78,7 +80,9 @@ def test_a_mask_keeps_its_class_indices(tmp_path: Path) -> None:
     """The upper bits alone would be 0 everywhere."""
     mask = np.zeros((12, 17, 3), np.uint16)
     mask[3:6, 4:9] = 2
-    _, found, _ = read_pair(write(tmp_path / "a.png", drawn()), write(tmp_path / "m.png", mask), classes=3)
+    _, found, _ = read_pair(
+        write(tmp_path / "a.png", drawn()), write(tmp_path / "m.png", mask), classes=3
+    )
     assert np.array_equal(found, mask[..., 0])
 
 
@@ -88,7 +92,9 @@ def test_what_cannot_be_read_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"image .*cut\.png cannot be read \("):
         read_pixels(str(tmp_path / "cut.png"))
     write(tmp_path / "veiled.png", drawn(2))
-    with pytest.raises(InputError, match=r"veiled\.png cannot be read \(it is grey with transparency in 16 bits"):
+    with pytest.raises(
+        InputError, match=r"veiled\.png cannot be read \(it is grey with transparency in 16 bits"
+    ):
         read_pixels(str(tmp_path / "veiled.png"))
 
 

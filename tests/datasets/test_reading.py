@@ -63,7 +63,12 @@ def test_resize_gives_the_size_and_keeps_the_content(uris, picture, place, size)
 def test_resize_is_antialiased(tmp_path):
     """A one-pixel checkerboard averages to grey; picking pixels would give black or white."""
     board = (np.indices((64, 64)).sum(0) % 2 * 255).astype(np.uint8)
-    np.savez(tmp_path / "b.npz", u8=board[None], u16=board[None].astype(np.uint16) * 257, f=board[None] / 255)
+    np.savez(
+        tmp_path / "b.npz",
+        u8=board[None],
+        u16=board[None].astype(np.uint16) * 257,
+        f=board[None] / 255,
+    )
     for name, grey in (("u8", 127.5), ("u16", 127.5 * 257), ("f", 0.5)):
         found = read_pixels(f"{tmp_path}/b.npz!{name}#0", (8, 8)).astype(float)
         assert np.allclose(found[2:-2, 2:-2], grey, rtol=0.02), name
@@ -77,7 +82,9 @@ def test_grey_and_depth(tmp_path):
     assert int(item["image"].max()) == 300
     assert ScaleIntensityRanged("image", 0, 600, 0, 1)(item)["image"].max() == 0.5
     np.savez(tmp_path / "b.npz", u4=np.full((1, 4, 4), 70000, np.uint32))
-    assert ReadPixelsd("image")({"image": f"{tmp_path}/b.npz!u4#0"})["image"].unique().tolist() == [70000]
+    assert ReadPixelsd("image")({"image": f"{tmp_path}/b.npz!u4#0"})["image"].unique().tolist() == [
+        70000
+    ]
     Image.fromarray(np.eye(8) > 0).save(tmp_path / "bit.png")
     assert set(np.unique(read_pixels(str(tmp_path / "bit.png")))) == {0, 255}
 
@@ -110,9 +117,15 @@ def test_damaged_exif_turns_nothing(tmp_path, picture):
 
 
 def test_several_pages_are_refused(tmp_path, picture):
-    pages = [Image.fromarray(picture), Image.fromarray(255 - picture), Image.fromarray(picture[::2, ::2])]
+    pages = [
+        Image.fromarray(picture),
+        Image.fromarray(255 - picture),
+        Image.fromarray(picture[::2, ::2]),
+    ]
     pages[0].save(tmp_path / "m.tif", save_all=True, append_images=pages[1:])
-    with pytest.raises(InputError, match=r"m\.tif has 3 pages; one picture in each file; save each") as caught:
+    with pytest.raises(
+        InputError, match=r"m\.tif has 3 pages; one picture in each file; save each"
+    ) as caught:
         read_pixels(str(tmp_path / "m.tif"))
     assert "\n" not in str(caught.value)
     pages[2].encoderinfo = {"tiffinfo": {254: 1}}  # a smaller copy is no page
@@ -122,12 +135,16 @@ def test_several_pages_are_refused(tmp_path, picture):
     assert np.array_equal(read_pixels(str(tmp_path / "t.tif")), picture)
 
 
-@pytest.mark.parametrize(("mode", "channels"), [("RGB", 1), ("L", 3), ("RGBA", 3), ("RGBA", 1), ("LA", 1), ("CMYK", 3)])
+@pytest.mark.parametrize(
+    ("mode", "channels"), [("RGB", 1), ("L", 3), ("RGBA", 3), ("RGBA", 1), ("LA", 1), ("CMYK", 3)]
+)
 def test_channels_are_refused_or_converted(tmp_path, mode, channels):
     path = tmp_path / ("c.jpg" if mode == "CMYK" else "c.png")
     Image.new("RGB", (8, 8), (10, 200, 60)).convert(mode).save(path)
     if mode != "CMYK":  # decoded as RGB
-        with pytest.raises(InputError, match=rf"c\.png has {len(mode)} channels; the data set has {channels}"):
+        with pytest.raises(
+            InputError, match=rf"c\.png has {len(mode)} channels; the data set has {channels}"
+        ):
             ReadPixelsd("image", channels=channels)({"image": str(path)})
     found = ReadPixelsd("image", channels=channels, convert=True)({"image": str(path)})["image"]
     assert found.shape == (channels, 8, 8)
@@ -148,7 +165,15 @@ def test_broken_images_are_named(tmp_path, picture):
     with zipfile.ZipFile(tmp_path / "z.zip", "w") as file:
         file.writestr("cut.jpg", _jpeg(noise)[:2000])
     (tmp_path / "no.zip").write_bytes(b"PK")
-    uris = ["cut.jpg", "text.jpg", "gone.jpg", "z.zip!cut.jpg", "z.zip!gone.jpg", "no.zip!a.jpg", "no.npz!a#0"]
+    uris = [
+        "cut.jpg",
+        "text.jpg",
+        "gone.jpg",
+        "z.zip!cut.jpg",
+        "z.zip!gone.jpg",
+        "no.zip!a.jpg",
+        "no.npz!a#0",
+    ]
     for uri in uris:
         with pytest.raises(InputError) as caught:
             ReadPixelsd("image", size=16)({"image": str(tmp_path / uri)})
@@ -166,7 +191,9 @@ def test_a_page_of_postscript_starts_no_program(tmp_path, monkeypatch):
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     page = tmp_path / "page.png"
-    page.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EndProlog\nshowpage\n%%EOF\n")
+    page.write_text(
+        "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EndProlog\nshowpage\n%%EOF\n"
+    )
     with pytest.raises(InputError, match="page.png cannot be read"):
         read_pixels(str(page))
     with Image.open(page) as image, pytest.raises(OSError, match="Ghostscript"):

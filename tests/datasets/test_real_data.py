@@ -20,11 +20,17 @@ HAM = {
 
 
 def counts(name: str, folder: Path, split: str, key: str = "label") -> dict[str, Counter]:
-    return {s: Counter(item[key] for item in datasets.datalist(name, folder, s, split)) for s in SECTIONS}
+    return {
+        s: Counter(item[key] for item in datasets.datalist(name, folder, s, split))
+        for s in SECTIONS
+    }
 
 
 def groups(folder: Path, split: str) -> dict[str, set[str]]:
-    return {s: {item["group"] for item in datasets.datalist("ham10000", folder, s, split)} for s in SECTIONS}
+    return {
+        s: {item["group"] for item in datasets.datalist("ham10000", folder, s, split)}
+        for s in SECTIONS
+    }
 
 
 def test_ham10000_counts(real_data):
@@ -51,9 +57,19 @@ def test_ham10000_lesion_split(real_data):
 def test_ham10000_flamby_split(real_data):
     folder = real_data / "ham10000"
     found = counts("ham10000", folder, "flamby", "centre")
-    assert found["test"] == {"rosendahl": 452, "vidir_modern": 672, "vidir_molemax": 791, "vienna_dias": 88}
+    assert found["test"] == {
+        "rosendahl": 452,
+        "vidir_modern": 672,
+        "vidir_molemax": 791,
+        "vienna_dias": 88,
+    }
     train = found["train"] + found["validate"]
-    assert train == {"rosendahl": 1807, "vidir_modern": 2691, "vidir_molemax": 3163, "vienna_dias": 351}
+    assert train == {
+        "rosendahl": 1807,
+        "vidir_modern": 2691,
+        "vidir_molemax": 3163,
+        "vienna_dias": 351,
+    }
     parts = groups(folder, "flamby")
     assert len((parts["train"] | parts["validate"]) & parts["test"]) == 696
     assert not parts["train"] & parts["validate"]
@@ -77,7 +93,12 @@ def test_ham10000_dermamnist_split(real_data):
 def test_isic19_is_found_as_four_of_six_centres(real_data):
     assert datasets.locate("isic19", real_data) == real_data
     found = counts("isic19", real_data, "flamby", "centre")
-    assert found["test"] == {"rosendahl": 452, "vidir_modern": 672, "vidir_molemax": 791, "vienna_dias": 88}
+    assert found["test"] == {
+        "rosendahl": 452,
+        "vidir_modern": 672,
+        "vidir_molemax": 791,
+        "vienna_dias": 88,
+    }
     labels = sum(counts("isic19", real_data, "flamby").values(), Counter())
     assert labels == {0: 1113, 1: 6705, 2: 514, 3: 130, 4: 1099, 5: 115, 6: 142, 7: 197}
     notes = datasets.notes("isic19", real_data)
@@ -124,4 +145,6 @@ def test_check_of_all_ham10000_images(real_data):
     report = datasets.check("ham10000", real_data, split="flamby")
     assert report.ok, report.problems
     assert report.images == 10015
-    assert any("patients or lesions have images in several sections" in line for line in report.warnings)
+    assert any(
+        "patients or lesions have images in several sections" in line for line in report.warnings
+    )

@@ -23,11 +23,15 @@ ISIC = "ISBI2016_ISIC_Part1"
 
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("skin_lesion", tmp_path_factory.mktemp("skin") / "skin_lesion", size=32)
+    return datasets.write_phantom(
+        "skin_lesion", tmp_path_factory.mktemp("skin") / "skin_lesion", size=32
+    )
 
 
 def lists(folder: Path, split: str | None = None) -> dict[str, list[datasets.Item]]:
-    return {section: datasets.datalist("skin_lesion", folder, section, split) for section in SECTIONS}
+    return {
+        section: datasets.datalist("skin_lesion", folder, section, split) for section in SECTIONS
+    }
 
 
 def all_items(folder: Path, split: str | None = None) -> list[datasets.Item]:
@@ -53,7 +57,9 @@ def test_the_phantom_is_ham10000_with_masks(phantom: Path) -> None:
     pairs = [datasets.read_pair(item["image"], str(item["label"]), channels=3) for item in items]
     assert {shape for _, _, shape in pairs} == {(24, 32)}
     assert all(0.02 < mask.mean() < 0.9 for _, mask, _ in pairs)
-    contrast = [picture[mask > 0].mean(0) - picture[mask == 0].mean(0) for picture, mask, _ in pairs]
+    contrast = [
+        picture[mask > 0].mean(0) - picture[mask == 0].mean(0) for picture, mask, _ in pairs
+    ]
     assert np.mean([change.min() < -10 for change in contrast]) > 0.8
     assert datasets.check("skin_lesion", phantom).ok
 
@@ -62,7 +68,9 @@ def test_lesions_stay_together_at_every_centre(phantom: Path) -> None:
     found = lists(phantom)
     groups = [{item["group"] for item in part} for part in found.values()]
     assert sum(map(len, groups)) == len(set().union(*groups))
-    assert all({item["centre"] for item in found[section]} == set(CENTRES) for section in ("train", "test"))
+    assert all(
+        {item["centre"] for item in found[section]} == set(CENTRES) for section in ("train", "test")
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -123,17 +131,25 @@ def test_ham10000_as_published(ham: Path, zipped: bool) -> None:
 def test_bad_rows_and_missing_files_are_told(ham: Path) -> None:
     items = sorted(all_items(ham), key=lambda item: item["id"])
     table = ham / "labels.csv"
-    table.write_text(table.read_text().replace(f"{items[0]['id']},{items[0]['centre']}", f"{items[0]['id']},rome"))
+    table.write_text(
+        table.read_text().replace(
+            f"{items[0]['id']},{items[0]['centre']}", f"{items[0]['id']},rome"
+        )
+    )
     Path(str(items[1]["label"])).unlink()
     Path(items[2]["image"]).unlink()
     shutil.copy(items[3]["image"], Path(str(items[3]["label"])).with_suffix(".jpg"))
     Path(str(items[3]["label"])).unlink()
     problems = datasets.check("skin_lesion", ham).problems
     ids = [item["id"] for item in items]
-    assert f"{ids[0]} in {table} has centre 'rome', the centres are {', '.join(CENTRES)}" in problems
+    assert (
+        f"{ids[0]} in {table} has centre 'rome', the centres are {', '.join(CENTRES)}" in problems
+    )
     assert f"{ids[1]} in {table}: its mask is missing" in problems
     assert f"{ids[2]} in {table}: its image is missing" in problems
-    assert any(f"{ids[3]}.jpg of image" in line and "channels that differ" in line for line in problems)
+    assert any(
+        f"{ids[3]}.jpg of image" in line and "channels that differ" in line for line in problems
+    )
     assert len(problems) == 4
     with pytest.raises(InputError, match="has centre 'rome'"):
         datasets.datalist("skin_lesion", ham, "train")
@@ -145,7 +161,10 @@ def isic(ham: Path, folder: Path, tests: bool = True) -> Path:
         part = "Test" if number % 4 == 0 else "Training"
         if part == "Test" and not tests:
             continue
-        for kind, uri, suffix in (("Data", item["image"], ".jpg"), ("GroundTruth", item["label"], "_Segmentation.png")):
+        for kind, uri, suffix in (
+            ("Data", item["image"], ".jpg"),
+            ("GroundTruth", item["label"], "_Segmentation.png"),
+        ):
             place = folder / f"{ISIC}_{part}_{kind}"
             place.mkdir(parents=True, exist_ok=True)
             shutil.copy(str(uri), place / f"{item['id']}{suffix}")
@@ -161,10 +180,14 @@ def test_isic_2016(ham: Path, tmp_path: Path, zipped: bool) -> None:
     assert datasets.splits("skin_lesion", folder) == ("official", "whole", "image")
     found = lists(folder)
     assert len(found["test"]) == -(-total // 4)
-    assert all("_Test_" in item["image"] and "_Test_" in str(item["label"]) for item in found["test"])
+    assert all(
+        "_Test_" in item["image"] and "_Test_" in str(item["label"]) for item in found["test"]
+    )
     train, validate = len(found["train"]), len(found["validate"])
     assert validate / (train + validate) == pytest.approx(0.1, abs=0.02)
-    assert {len(part) for part in lists(folder, "image").values()} != {len(part) for part in found.values()}
+    assert {len(part) for part in lists(folder, "image").values()} != {
+        len(part) for part in found.values()
+    }
     assert {item["centre"] for item in all_items(folder)} == {"unknown"}
     assert datasets.check("skin_lesion", folder).ok
     assert datasets.locate("skin_lesion", tmp_path) == folder
@@ -174,7 +197,10 @@ def test_all_training_pairs_of_isic_2016_may_be_public_data(ham: Path, tmp_path:
     """Split whole: none of them validates; as public data it is taken without being named."""
     folder = isic(ham, tmp_path / "isic2016")
     published = len([*(folder / f"{ISIC}_Training_Data").iterdir()])
-    sections = {name: datasets.datalist("skin_lesion", folder, name, "whole") for name in ("train", "validate", "test")}
+    sections = {
+        name: datasets.datalist("skin_lesion", folder, name, "whole")
+        for name in ("train", "validate", "test")
+    }
     assert len(sections["train"]) == published
     assert sum(map(len, sections.values())) == len(all_items(ham))
     assert abs(len(sections["validate"]) - len(sections["test"])) <= 1
@@ -183,7 +209,11 @@ def test_all_training_pairs_of_isic_2016_may_be_public_data(ham: Path, tmp_path:
     }  # fmt: skip
     found = plan_public(load("fedhelp"), options, Bundle("lung_cxr"), "cpu", say=str)
     assert found is not None
-    assert (found.section, found.record.items, found.record.data.split) == ("train", published, "whole")
+    assert (found.section, found.record.items, found.record.data.split) == (
+        "train",
+        published,
+        "whole",
+    )
 
 
 def test_the_training_pairs_of_isic_2016_alone(ham: Path, tmp_path: Path) -> None:
@@ -194,7 +224,10 @@ def test_the_training_pairs_of_isic_2016_alone(ham: Path, tmp_path: Path) -> Non
     gone.unlink()
     shutil.copytree(folder, tmp_path / "again")
     found = datasets.notes("skin_lesion", tmp_path / "again")
-    assert any(gone.name.removesuffix("_Segmentation.png") in note and "have no mask" in note for note in found)
+    assert any(
+        gone.name.removesuffix("_Segmentation.png") in note and "have no mask" in note
+        for note in found
+    )
 
 
 def test_plain_folders(ham: Path, tmp_path: Path) -> None:
@@ -216,7 +249,9 @@ def test_real_counts_are_those_of_the_readme(real_data: Path) -> None:
     assert folder == real_data / "ham10000"
     found = lists(folder)
     counts = Counter((item["centre"], section) for section, part in found.items() for item in part)
-    readme = (Path(__file__).parents[2] / "bundles" / "skin_lesion" / "docs" / "README.md").read_text()
+    readme = (
+        Path(__file__).parents[2] / "bundles" / "skin_lesion" / "docs" / "README.md"
+    ).read_text()
     for centre in CENTRES:
         row = [counts[centre, section] for section in SECTIONS]
         assert f"| {centre} | {' | '.join(map(str, [*row, sum(row)]))} |" in readme

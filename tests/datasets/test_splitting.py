@@ -21,7 +21,12 @@ from medfl.datasets.readers.splitting import (
 def _records(n: int = 1000) -> list[Record]:
     return [
         Record(
-            f"{i}.png", i // 2 % 2, f"i{i}", "ab"[i // 4 % 2], f"g{i // 2}", {"old": "test" if i % 5 == 0 else "train"}
+            f"{i}.png",
+            i // 2 % 2,
+            f"i{i}",
+            "ab"[i // 4 % 2],
+            f"g{i // 2}",
+            {"old": "test" if i % 5 == 0 else "train"},
         )
         for i in range(n)
     ]
@@ -30,10 +35,17 @@ def _records(n: int = 1000) -> list[Record]:
 def test_groups_stay_together_and_shares_hold_in_each_class_and_centre():
     records = _records()
     sections = by_group((0.7, 0.1, 0.2), "x")(records)
-    assert len({(record.group, section) for record, section in zip(records, sections, strict=True)}) == 500
+    assert (
+        len({(record.group, section) for record, section in zip(records, sections, strict=True)})
+        == 500
+    )
     for label in (0, 1):
         for centre in "ab":
-            found = Counter(s for r, s in zip(records, sections, strict=True) if (r.label, r.centre) == (label, centre))
+            found = Counter(
+                s
+                for r, s in zip(records, sections, strict=True)
+                if (r.label, r.centre) == (label, centre)
+            )
             total = sum(found.values())
             assert found["train"] / total == pytest.approx(0.7, abs=0.02)
             assert found["test"] / total == pytest.approx(0.2, abs=0.02)
@@ -43,9 +55,13 @@ def test_order_of_records_does_not_matter():
     records = _records()
     rule = by_group((0.7, 0.1, 0.2), "x")
     forward = dict(zip((r.id for r in records), rule(records), strict=True))
-    backward = dict(zip((r.id for r in reversed(records)), rule(list(reversed(records))), strict=True))
+    backward = dict(
+        zip((r.id for r in reversed(records)), rule(list(reversed(records))), strict=True)
+    )
     assert forward == backward
-    assert forward != dict(zip((r.id for r in records), by_group((0.7, 0.1, 0.2), "y")(records), strict=True))
+    assert forward != dict(
+        zip((r.id for r in records), by_group((0.7, 0.1, 0.2), "y")(records), strict=True)
+    )
 
 
 def test_carved_keeps_the_test_section_and_groups():
@@ -55,7 +71,9 @@ def test_carved_keeps_the_test_section_and_groups():
     assert [s == "test" for s in sections] == [r.sections["old"] == "test" for r in records]
     for part in ("train", "validate"):
         other = {r.group for r, s in zip(records, sections, strict=True) if s == part}
-        assert not other & {r.group for r, s in zip(records, sections, strict=True) if s not in (part, "test")}
+        assert not other & {
+            r.group for r, s in zip(records, sections, strict=True) if s not in (part, "test")
+        }
     assert Counter(sections)["validate"] == pytest.approx(80, abs=4)
 
 
@@ -66,7 +84,9 @@ def test_given_names_the_image_without_a_section():
 
 def test_whole_centres() -> None:
     """Centres of 1 to 12 images, those below 10 take part: 9, of which 3, 1 and 2 are drawn."""
-    records = [Record("", 0, f"{size}/{i}", f"c{size}", "") for size in range(1, 13) for i in range(size)]
+    records = [
+        Record("", 0, f"{size}/{i}", f"c{size}", "") for size in range(1, 13) for i in range(size)
+    ]
     rule = WholeCentres((3, 1, 2), 10, "x")
     sections = rule(records)
     drawn = {record.centre: section for record, section in zip(records, sections, strict=True)}
@@ -75,8 +95,13 @@ def test_whole_centres() -> None:
     assert sections == [drawn[record.centre] for record in records]
     assert rule(records[::-1]) == sections[::-1]
     assert WholeCentres((3, 1, 2), 10, "x", trial=0)(records) == sections
-    assert len({tuple(WholeCentres((3, 1, 2), 10, "x", trial)(records)) for trial in range(10)}) == 10
-    with pytest.raises(InputError, match="9 of 12 writers or centres have fewer than 10 images; this split draws 10"):
+    assert (
+        len({tuple(WholeCentres((3, 1, 2), 10, "x", trial)(records)) for trial in range(10)}) == 10
+    )
+    with pytest.raises(
+        InputError,
+        match="9 of 12 writers or centres have fewer than 10 images; this split draws 10",
+    ):
         WholeCentres((8, 1, 1), 10, "x")(records)
 
 
@@ -84,12 +109,18 @@ def test_a_class_can_be_cut_as_a_whole() -> None:
     """Ten images of one class at ten centres: cut at each centre all would be for training."""
     records = [Record("", 0, f"i{i}", f"c{i}", f"i{i}") for i in range(10)]
     assert set(by_group((0.7, 0.1, 0.2), "x")(records)) == {"train"}
-    assert Counter(by_group((0.7, 0.1, 0.2), "x", at_centres=False)(records)) == {"train": 7, "validate": 1, "test": 2}
+    assert Counter(by_group((0.7, 0.1, 0.2), "x", at_centres=False)(records)) == {
+        "train": 7,
+        "validate": 1,
+        "test": 2,
+    }
 
 
 def _few(groups: int, images: int = 2, labels: int = 1) -> list[Record]:
     return [
-        Record(f"{g}-{i}.png", g % labels, f"{g}-{i}", "unknown", f"g{g}") for g in range(groups) for i in range(images)
+        Record(f"{g}-{i}.png", g % labels, f"{g}-{i}", "unknown", f"g{g}")
+        for g in range(groups)
+        for i in range(images)
     ]
 
 
@@ -101,14 +132,20 @@ def test_three_patients_are_enough_for_three_sections(groups: int) -> None:
     assert set(after) == set(SECTIONS)
     assert len(set(zip((r.group for r in records), after, strict=True))) == groups
     moved = {r.group for r, was, now in zip(records, before, after, strict=True) if was != now}
-    assert len(moved) == len(set(SECTIONS) - set(before))  # where no section is empty, nothing moves
+    assert len(moved) == len(
+        set(SECTIONS) - set(before)
+    )  # where no section is empty, nothing moves
 
 
 def test_a_class_keeps_its_last_patient_for_training() -> None:
     rule = filled(by_group((0.7, 0.1, 0.2), "own", at_centres=False))
     assert set(rule(_few(1))) == {"train"}
     sections = rule(_few(4, 1, labels=2))
-    assert {record.label for record, own in zip(_few(4, 1, labels=2), sections, strict=True) if own == "train"} == {
+    assert {
+        record.label
+        for record, own in zip(_few(4, 1, labels=2), sections, strict=True)
+        if own == "train"
+    } == {
         0,
         1,
     }
@@ -121,7 +158,10 @@ def test_each_patient_is_tested_in_one_fold(groups: int, count: int) -> None:
     for own in found:
         assert set(own) == set(SECTIONS)
         assert len(set(zip((r.group for r in records), own, strict=True))) == groups
-        assert {r.label for r, section in zip(records, own, strict=True) if section == "train"} == {0, 1}
+        assert {r.label for r, section in zip(records, own, strict=True) if section == "train"} == {
+            0,
+            1,
+        }
     tested = [sum(own[index] == "test" for own in found) for index in range(len(records))]
     assert tested == [1] * len(records)
     sizes = [own.count("test") for own in found]
@@ -132,7 +172,10 @@ def test_each_patient_is_tested_in_one_fold(groups: int, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("records", "told"),
-    [(_few(4), "5 folds of 4 patients"), (_few(9, labels=2)[:-2] + _few(40, labels=40)[-1:], "one class has 1")],
+    [
+        (_few(4), "5 folds of 4 patients"),
+        (_few(9, labels=2)[:-2] + _few(40, labels=40)[-1:], "one class has 1"),
+    ],
 )
 def test_folds_that_cannot_be_are_refused(records: list[Record], told: str) -> None:
     with pytest.raises(InputError, match=told):

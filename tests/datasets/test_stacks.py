@@ -43,11 +43,16 @@ def mnist(folder: Path, rows: int = 20) -> None:
 
 
 @pytest.mark.parametrize("name", STACKED)
-def test_validation_is_carved_from_the_published_training_images(phantoms: dict[str, Path], name: str) -> None:
+def test_validation_is_carved_from_the_published_training_images(
+    phantoms: dict[str, Path], name: str
+) -> None:
     data, folder = datasets.get(name), phantoms[name]
     found = datasets.sections(name, folder)
     assert datasets.splits(name, folder) == ("official",)
-    parts = {section: {item["id"].partition("_")[0] for item in items} for section, items in found.items()}
+    parts = {
+        section: {item["id"].partition("_")[0] for item in items}
+        for section, items in found.items()
+    }
     assert parts == {"train": {"train"}, "validate": {"train"}, "test": {"test"}}
     counts = {section: Counter(item["label"] for item in items) for section, items in found.items()}
     total = 20 if name == "cifar100" else 60
@@ -86,7 +91,9 @@ def test_svhn_calls_digit_0_class_10(tmp_path: Path) -> None:
     """X is (H, W, C, N) and y runs from 1 to 10."""
     y = np.arange(1, 11, dtype=np.uint8)[:, None]
     for part in ("train", "test"):
-        scipy.io.savemat(tmp_path / f"{part}_32x32.mat", {"X": PIXELS.transpose(1, 2, 3, 0), "y": y})
+        scipy.io.savemat(
+            tmp_path / f"{part}_32x32.mat", {"X": PIXELS.transpose(1, 2, 3, 0), "y": y}
+        )
     found = datasets.datalist("svhn", tmp_path, "test")
     assert [item["label"] for item in found] == [1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
     assert np.array_equal(datasets.read_pixels(found[7]["image"]), PIXELS[7])
@@ -94,7 +101,9 @@ def test_svhn_calls_digit_0_class_10(tmp_path: Path) -> None:
 
 def batch(labels: dict[str, list[int]], pixels: np.ndarray = PIXELS) -> bytes:
     """A batch as it was published: by Python 2, so keys and raw bytes are its strings; channels before rows."""
-    text = pickle.dumps({"data": pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1), **labels}, protocol=2)
+    text = pickle.dumps(
+        {"data": pixels.transpose(0, 3, 1, 2).reshape(len(pixels), -1), **labels}, protocol=2
+    )
     return text.replace(b"numpy._core", b"numpy.core")
 
 
@@ -103,10 +112,17 @@ def test_cifar_batches_plain_and_packed(tmp_path: Path) -> None:
     folder.mkdir()
     for number, file in enumerate([*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]):
         (folder / file).write_bytes(batch({"labels": [number] * 10}))
-    found = {section: datasets.datalist("cifar10", tmp_path, section) for section in ("train", "validate", "test")}
-    assert Counter(i["label"] for s in ("train", "validate") for i in found[s]) == dict.fromkeys(range(5), 10)
+    found = {
+        section: datasets.datalist("cifar10", tmp_path, section)
+        for section in ("train", "validate", "test")
+    }
+    assert Counter(i["label"] for s in ("train", "validate") for i in found[s]) == dict.fromkeys(
+        range(5), 10
+    )
     assert {item["label"] for item in found["test"]} == {5}
-    second = next(item for items in found.values() for item in items if item["id"] == "train_000017")
+    second = next(
+        item for items in found.values() for item in items if item["id"] == "train_000017"
+    )
     assert second["label"] == 1
     assert np.array_equal(datasets.read_pixels(second["image"]), PIXELS[7])
     before = datasets.checksum("cifar10", tmp_path)
@@ -124,8 +140,13 @@ def test_cifar100_takes_the_fine_labels(tmp_path: Path) -> None:
     for part in ("train", "test"):
         text = batch({"fine_labels": [*range(90, 100)], "coarse_labels": [1] * 10})
         (tmp_path / "cifar-100-python" / part).write_bytes(text)
-    assert [item["label"] for item in datasets.datalist("cifar100", tmp_path, "test")] == [*range(90, 100)]
-    assert (datasets.get("cifar100").classes[0], datasets.get("cifar100").classes[99]) == ("apple", "worm")
+    assert [item["label"] for item in datasets.datalist("cifar100", tmp_path, "test")] == [
+        *range(90, 100)
+    ]
+    assert (datasets.get("cifar100").classes[0], datasets.get("cifar100").classes[99]) == (
+        "apple",
+        "worm",
+    )
     assert len(set(datasets.get("cifar100").classes)) == 100
 
 
@@ -146,7 +167,9 @@ class _Evil:
         (_Evil(getattr, np, "save"), "getattr"),
     ],
 )
-def test_a_pickle_that_wants_more_than_arrays_is_refused(tmp_path: Path, evil: _Evil, asked: str) -> None:
+def test_a_pickle_that_wants_more_than_arrays_is_refused(
+    tmp_path: Path, evil: _Evil, asked: str
+) -> None:
     (tmp_path / "cifar-100-python").mkdir()
     mark = tmp_path / "mark"
     evil.arguments = tuple(a.format(mark) if isinstance(a, str) else a for a in evil.arguments)
@@ -155,12 +178,17 @@ def test_a_pickle_that_wants_more_than_arrays_is_refused(tmp_path: Path, evil: _
     for part in ("train", "test"):
         text = pickle.dumps({"data": evil, "fine_labels": [1]}, protocol=2)
         (tmp_path / "cifar-100-python" / part).write_bytes(text)
-    with pytest.raises(InputError, match=rf"cifar-100-python cannot be read \(UnpicklingError: it asks for .*{asked}"):
+    with pytest.raises(
+        InputError,
+        match=rf"cifar-100-python cannot be read \(UnpicklingError: it asks for .*{asked}",
+    ):
         datasets.datalist("cifar100", tmp_path, "train")
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"nonsense" * 9, pickle.dumps([1, 2]), batch({"labels": [1]})[:-80]])
+@pytest.mark.parametrize(
+    "content", [b"", b"nonsense" * 9, pickle.dumps([1, 2]), batch({"labels": [1]})[:-80]]
+)
 def test_damaged_batches_are_told_in_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "cifar-100-python").mkdir()
     for part in ("train", "test"):
@@ -174,7 +202,9 @@ def test_a_damaged_archive_and_a_missing_member_are_told(tmp_path: Path) -> None
     path = tmp_path / "cifar-100-python.tar.gz"
     with tarfile.open(path, "w:gz"):
         pass
-    with pytest.raises(InputError, match=r"cifar-100-python.tar.gz cannot be read \(KeyError: 'train'\)"):
+    with pytest.raises(
+        InputError, match=r"cifar-100-python.tar.gz cannot be read \(KeyError: 'train'\)"
+    ):
         datasets.datalist("cifar100", tmp_path, "train")
     path.write_bytes(b"no archive")
     with pytest.raises(InputError, match=r"cifar-100-python.tar.gz cannot be read"):
@@ -193,7 +223,10 @@ def test_a_damaged_archive_and_a_missing_member_are_told(tmp_path: Path) -> None
 def test_damaged_idx_files_are_told(tmp_path: Path, file: str, changed: dict) -> None:
     mnist(tmp_path)
     idx(tmp_path / file, *range(120 if "images" in file else 20), **changed)
-    with pytest.raises(InputError, match=rf"{file} cannot be read \(it is not an idx file of bytes, or is cut off\)"):
+    with pytest.raises(
+        InputError,
+        match=rf"{file} cannot be read \(it is not an idx file of bytes, or is cut off\)",
+    ):
         datasets.datalist("mnist", tmp_path, "train")
     (tmp_path / file).write_bytes(b"")
     with pytest.raises(InputError, match="is not an idx file"):
@@ -203,7 +236,9 @@ def test_damaged_idx_files_are_told(tmp_path: Path, file: str, changed: dict) ->
 def test_labels_that_do_not_fit_are_told(tmp_path: Path) -> None:
     mnist(tmp_path)
     idx(tmp_path / "t10k-labels-idx1-ubyte", *([0] * 19), 10, shape=(20,))
-    with pytest.raises(InputError, match=r"t10k-labels-idx1-ubyte: idx\[19\] is 10, the labels are 0 to 9"):
+    with pytest.raises(
+        InputError, match=r"t10k-labels-idx1-ubyte: idx\[19\] is 10, the labels are 0 to 9"
+    ):
         datasets.datalist("mnist", tmp_path, "train")
     idx(tmp_path / "t10k-labels-idx1-ubyte", *([0] * 19), shape=(19,))
     with pytest.raises(InputError, match="20 test images but 19 labels"):
@@ -237,7 +272,11 @@ def test_files_of_other_data_sets_are_not_taken(tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_files(tmp_path: Path, name: str) -> None:
     def written(run: str) -> dict[str, bytes]:
         folder = datasets.write_phantom(name, tmp_path / run, per_class=10, size=16)
-        return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+        return {
+            str(p.relative_to(folder)): p.read_bytes()
+            for p in sorted(folder.rglob("*"))
+            if p.is_file()
+        }
 
     assert written("a") == written("b")
 
@@ -270,6 +309,10 @@ def test_stacks_do_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.Mo
             member = tarfile.TarInfo(name)
             member.size = len(zeros)
             archive.addfile(member, io.BytesIO(zeros))
-    for file, name in (("a-ubyte.gz", "idx"), ("a.mat", "X"), ("cifar-10-python.tar.gz", "test_images")):
+    for file, name in (
+        ("a-ubyte.gz", "idx"),
+        ("a.mat", "X"),
+        ("cifar-10-python.tar.gz", "test_images"),
+    ):
         with pytest.raises(ValueError, match="would unpack to"):
             stacks.load(tmp_path / file, name)

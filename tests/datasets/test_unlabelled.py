@@ -33,7 +33,14 @@ def test_a_folder_gives_all_below_it_by_their_paths(tmp_path: Path) -> None:
     draw(
         *(
             tmp_path / name
-            for name in ("b.png", "ä b/a.JPG", ".hidden.png", ".trash/c.png", "__MACOSX/d.png", "@eaDir/e.png")
+            for name in (
+                "b.png",
+                "ä b/a.JPG",
+                ".hidden.png",
+                ".trash/c.png",
+                "__MACOSX/d.png",
+                "@eaDir/e.png",
+            )
         )
     )
     (tmp_path / "notes.txt").write_text("no image")
@@ -42,7 +49,9 @@ def test_a_folder_gives_all_below_it_by_their_paths(tmp_path: Path) -> None:
     assert unlabelled(tmp_path)[0] == {"id": "b.png", "image": str(tmp_path / "b.png")}
 
 
-def test_a_folder_that_may_not_be_read_is_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_may_not_be_read_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw(tmp_path / "a" / "b.png", tmp_path / "c" / "d.png", tmp_path / "lost+found" / "e.png")
     scan = os.scandir
 
@@ -66,7 +75,9 @@ def test_series_are_found_with_and_without_endings(tmp_path: Path) -> None:
     assert named([tmp_path]) == {"one/t1": str(tmp_path / "one/t1"), "two": str(tmp_path / "two")}
     assert named([tmp_path / "two"]) == {"two": str(tmp_path / "two")}
     slices = sorted((tmp_path / "one/t1").iterdir())
-    assert named(slices) == {"t1": str(tmp_path / "one/t1")}, "files of one series stand for it, once"
+    assert named(slices) == {"t1": str(tmp_path / "one/t1")}, (
+        "files of one series stand for it, once"
+    )
 
 
 def test_for_pictures_each_dicom_file_is_one(tmp_path: Path) -> None:
@@ -115,7 +126,11 @@ def test_archives_give_what_is_in_them(tmp_path: Path) -> None:
         for member in ("in/a.png", "b.png"):
             archive.write(tmp_path / Path(member).name, member)
         archive.writestr("notes.txt", "no image")
-    np.savez(tmp_path / "s.npz", test_images=np.arange(2 * 9, dtype=np.uint8).reshape(2, 3, 3), test_labels=[[0], [1]])
+    np.savez(
+        tmp_path / "s.npz",
+        test_images=np.arange(2 * 9, dtype=np.uint8).reshape(2, 3, 3),
+        test_labels=[[0], [1]],
+    )
     found = named([tmp_path / "z.zip", tmp_path / "s.npz"])
     assert list(found) == ["b.png", "in/a.png", "test_images_000000", "test_images_000001"]
     assert read_pixels(found["b.png"])[0, 0, 0] == 1
@@ -131,7 +146,9 @@ def test_images_of_one_name_stay_apart(tmp_path: Path) -> None:
     assert [without_ending(name) for name in ("a.b.nii.gz", "c.PNG", "d")] == ["a.b", "c", "d"]
 
 
-def test_a_folder_means_what_its_checks_took_it_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_means_what_its_checks_took_it_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bundle's place is checked as it is written: a tilde is a name, not the user's folder."""
     draw(tmp_path / "a.png")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -146,8 +163,13 @@ def test_probabilities_become_a_table(tmp_path: Path) -> None:
     with (tmp_path / "out" / "predictions.csv").open(newline="") as file:
         header, *cases = csv.reader(file)
     assert header == ["id", "prediction", "ill, or not", "well"]
-    assert [case[:3] for case in cases] == [["ä.png", "ill, or not", "0.75"], ["b,c.png", "well", "0.100000001"]]
-    with pytest.raises(InputError, match="3 probabilities of image c; the classes are ill, or not, well"):
+    assert [case[:3] for case in cases] == [
+        ["ä.png", "ill, or not", "0.75"],
+        ["b,c.png", "well", "0.100000001"],
+    ]
+    with pytest.raises(
+        InputError, match="3 probabilities of image c; the classes are ill, or not, well"
+    ):
         write({"id": "c", "pred": torch.ones(3)})
 
 

@@ -27,7 +27,11 @@ NAMES = ("brain_tissue", "hippocampus", "ixi_brain")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_phantom_is_repeated_by_its_seed(tmp_path: Path, name: str) -> None:
     def content(folder: Path) -> dict[str, bytes]:
-        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
 
     made = [
         content(datasets.write_phantom(name, tmp_path / str(run), seed=seed, per_class=10, size=16))
@@ -60,7 +64,9 @@ def features(image: np.ndarray) -> np.ndarray:
     """Return (voxels, 6): intensity, smoothed twice, and place."""
     scaled = (image - image.mean()) / image.std()
     places = np.meshgrid(*(np.linspace(-1, 1, side) for side in image.shape), indexing="ij")
-    return np.stack([scaled, gaussian_filter(scaled, 1), gaussian_filter(scaled, 3), *places], -1).reshape(-1, 6)
+    return np.stack(
+        [scaled, gaussian_filter(scaled, 1), gaussian_filter(scaled, 3), *places], -1
+    ).reshape(-1, 6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +75,10 @@ def test_parts_can_be_learned_but_not_by_a_threshold(volumes: dict[str, Path], n
     classes = len(datasets.get(name).classes)
     pairs = {
         section: [
-            tuple(volume[0].numpy() for volume in read_pair(item["image"], str(item["label"]), classes))
+            tuple(
+                volume[0].numpy()
+                for volume in read_pair(item["image"], str(item["label"]), classes)
+            )
             for item in datasets.datalist(name, volumes[name], section)[:count]
         ]
         for section, count in (("train", 6), ("test", 2))
@@ -78,10 +87,14 @@ def test_parts_can_be_learned_but_not_by_a_threshold(volumes: dict[str, Path], n
     x, y = [], []
     for image, mask in pairs["train"]:
         every, flat = features(image), mask.ravel()
-        picks = np.concatenate([chosen.choice(np.flatnonzero(flat == kind), 200) for kind in range(classes)])
+        picks = np.concatenate(
+            [chosen.choice(np.flatnonzero(flat == kind), 200) for kind in range(classes)]
+        )
         x.append(every[picks])
         y.append(flat[picks])
-    forest = RandomForestClassifier(25, max_depth=12, random_state=0).fit(np.concatenate(x), np.concatenate(y))
+    forest = RandomForestClassifier(25, max_depth=12, random_state=0).fit(
+        np.concatenate(x), np.concatenate(y)
+    )
     alone = RandomForestClassifier(25, max_depth=6, random_state=0)
     alone.fit(np.concatenate(x)[:, :1], np.concatenate(y))
     full, single = [], []
@@ -91,7 +104,9 @@ def test_parts_can_be_learned_but_not_by_a_threshold(volumes: dict[str, Path], n
             flat = mask.ravel()
             scores.append(
                 [
-                    2 * ((guess == k) & (flat == k)).sum() / ((guess == k).sum() + (flat == k).sum())
+                    2
+                    * ((guess == k) & (flat == k)).sum()
+                    / ((guess == k).sum() + (flat == k).sum())
                     for k in range(1, classes)
                 ]
             )
@@ -123,9 +138,13 @@ def test_spacing_follows_the_resizing(volumes: dict[str, Path]) -> None:
     assert geometry.spacing == pytest.approx((8, 6, 4))
 
 
-def test_a_volume_smaller_than_the_patch_stops_the_run_at_its_start(volumes: dict[str, Path]) -> None:
+def test_a_volume_smaller_than_the_patch_stops_the_run_at_its_start(
+    volumes: dict[str, Path],
+) -> None:
     config = {"dataset_dir": str(volumes["hippocampus"]), "patch_size": [24, 40, 60]}
-    with pytest.raises(InputError, match=r"hippocampus_\d+\.nii\.gz is .* smaller than the patch of 24 x 40 x 60"):
+    with pytest.raises(
+        InputError, match=r"hippocampus_\d+\.nii\.gz is .* smaller than the patch of 24 x 40 x 60"
+    ):
         Bundle("hippocampus", config).prepared("train")
 
 
@@ -148,12 +167,18 @@ def test_what_is_written_lies_where_the_input_lay(tmp_path: Path, change: str, f
     mask = body.astype(np.uint8) + (body & (y > 0.1))
     voxels = 100 * mask + np.random.default_rng(0).integers(0, 30, SIDES)
     image = (
-        save(tmp_path / "a.nii.gz", voxels.astype(np.int16)) if form == "nifti" else save_dicom(tmp_path / "a", voxels)
+        save(tmp_path / "a.nii.gz", voxels.astype(np.int16))
+        if form == "nifti"
+        else save_dicom(tmp_path / "a", voxels)
     )
     item = {"image": image, "label": save(tmp_path / "m.nii.gz", mask)}
     source = Bundle("hippocampus").root / "configs" / "inference.yaml"
     parser = ConfigParser(yaml.safe_load(source.read_text()))
-    for key, value in {"patch_size": None, "output_dir": str(tmp_path / "out"), **overrides}.items():
+    for key, value in {
+        "patch_size": None,
+        "output_dir": str(tmp_path / "out"),
+        **overrides,
+    }.items():
         parser[key] = value
     prepared = parser.get_parsed_content("preprocessing")(item)
     prepared["pred"] = 10 * one_hot(prepared["label"].as_tensor()[None], 3)[0]
@@ -169,7 +194,9 @@ def test_what_is_written_lies_where_the_input_lay(tmp_path: Path, change: str, f
 
 
 @pytest.mark.parametrize("name", ["brain_tissue", "ixi_brain"])
-def test_masks_of_volumes_of_one_name_are_written_into_their_subfolders(name: str, tmp_path: Path) -> None:
+def test_masks_of_volumes_of_one_name_are_written_into_their_subfolders(
+    name: str, tmp_path: Path
+) -> None:
     mask = np.zeros(SIDES, np.uint8)
     mask[5:12, 6:14, 4:12] = 1
     items = []
@@ -178,10 +205,17 @@ def test_masks_of_volumes_of_one_name_are_written_into_their_subfolders(name: st
         voxels = 100 * mask + np.random.default_rng(number).integers(1, 30, SIDES)
         shown = save(tmp_path / "data" / folder / "t1.nii.gz", voxels.astype(np.int16))
         drawn = np.roll(mask, 3 * number, axis=2)
-        items.append({"image": shown, "label": save(tmp_path / "data" / folder / "m.nii.gz", drawn)})
+        items.append(
+            {"image": shown, "label": save(tmp_path / "data" / folder / "m.nii.gz", drawn)}
+        )
     parser = ConfigParser()
     parser.read_config(Bundle(name).root / "configs" / "inference.yaml")
-    changes = {"dataset#data": items, "output_dir": str(tmp_path / "out"), "patch_size": None, "spacing": None}
+    changes = {
+        "dataset#data": items,
+        "output_dir": str(tmp_path / "out"),
+        "patch_size": None,
+        "spacing": None,
+    }
     for key, value in {**changes, "image_size": None}.items():
         parser[key] = value
     parser.parse()
@@ -191,4 +225,6 @@ def test_masks_of_volumes_of_one_name_are_written_into_their_subfolders(name: st
     written = [tmp_path / "out" / folder / "t1_seg.nii.gz" for folder in ("one", "two")]
     assert sorted((tmp_path / "out").rglob("*.*")) == written
     for path, item in zip(written, items, strict=True):
-        assert np.array_equal(np.asarray(nib.load(path).dataobj), np.asarray(nib.load(item["label"]).dataobj))
+        assert np.array_equal(
+            np.asarray(nib.load(path).dataobj), np.asarray(nib.load(item["label"]).dataobj)
+        )

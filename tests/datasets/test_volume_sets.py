@@ -59,7 +59,8 @@ def told(name: str) -> dict[str, list[int]]:
     """Return the rows of the count table in a bundle's README."""
     text = (Bundle(name).root / "docs" / "README.md").read_text()
     return {
-        row: list(map(int, numbers.split("|"))) for row, numbers in re.findall(r"^\| (\w+) \|([\d |]+)\|$", text, re.M)
+        row: list(map(int, numbers.split("|")))
+        for row, numbers in re.findall(r"^\| (\w+) \|([\d |]+)\|$", text, re.M)
     }
 
 
@@ -72,7 +73,9 @@ def tiny(path: Path, content: bytes = b"") -> Path:
 # Hippocampus
 
 
-def test_hippocampus_as_published_and_as_plain_folders(volumes: dict[str, Path], tmp_path: Path) -> None:
+def test_hippocampus_as_published_and_as_plain_folders(
+    volumes: dict[str, Path], tmp_path: Path
+) -> None:
     expected = found("hippocampus", volumes["hippocampus"])
     assert sizes("hippocampus", volumes["hippocampus"]) == [14, 2, 4]
     nested = Path(shutil.copytree(volumes["hippocampus"], tmp_path / "a" / "Task04_Hippocampus"))
@@ -80,7 +83,9 @@ def test_hippocampus_as_published_and_as_plain_folders(volumes: dict[str, Path],
     tiny(nested / "dataset.json", b"{}")
     checksum = datasets.checksum("hippocampus", nested)
     for folder in (nested, tmp_path / "a"):
-        assert [ids(items) for items in found("hippocampus", folder).values()] == [ids(e) for e in expected.values()]
+        assert [ids(items) for items in found("hippocampus", folder).values()] == [
+            ids(e) for e in expected.values()
+        ]
     for published, plain in (("imagesTr", "images"), ("labelsTr", "labels")):
         (nested / published).rename(tmp_path / "a" / plain)
     assert datasets.locate("hippocampus", tmp_path / "a") == tmp_path / "a"
@@ -117,7 +122,9 @@ def test_images_may_be_dicom_series(tmp_path: Path) -> None:
 def test_hippocampus_without_its_masks(volumes: dict[str, Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(volumes["hippocampus"], tmp_path / "h"))
     (folder / "labelsTr" / "hippocampus_003.nii.gz").unlink()
-    assert any("1 of 20 images have no mask" in note for note in datasets.notes("hippocampus", folder))
+    assert any(
+        "1 of 20 images have no mask" in note for note in datasets.notes("hippocampus", folder)
+    )
     (folder / "imagesTr" / "hippocampus_004.nii.gz").unlink()
     with pytest.raises(InputError, match=r"hippocampus_004\.nii\.gz has no image"):
         datasets.datalist("hippocampus", folder, "train")
@@ -132,7 +139,10 @@ def test_check_names_every_bad_case(volumes: dict[str, Path], tmp_path: Path) ->
     image.write_bytes(image.read_bytes()[:999])
     report = datasets.check("hippocampus", folder)
     assert not report.ok
-    assert [("002" in line, "005" in line) for line in report.problems] == [(True, False), (False, True)]
+    assert [("002" in line, "005" in line) for line in report.problems] == [
+        (True, False),
+        (False, True),
+    ]
 
 
 def test_the_fetched_archive_is_unpacked(volumes: dict[str, Path], tmp_path: Path) -> None:
@@ -158,7 +168,11 @@ def test_an_archive_writes_nothing_elsewhere(name: str, tmp_path: Path) -> None:
         place.mkdir()
     (folder / "way").symlink_to(elsewhere)
     with tarfile.open(folder / "a.tar", "w") as archive:
-        for kind, member in ((tarfile.SYMTYPE, "link"), (tarfile.FIFOTYPE, "pipe"), (tarfile.REGTYPE, "link/inside")):
+        for kind, member in (
+            (tarfile.SYMTYPE, "link"),
+            (tarfile.FIFOTYPE, "pipe"),
+            (tarfile.REGTYPE, "link/inside"),
+        ):
             entry = tarfile.TarInfo(member)
             entry.type, entry.linkname = kind, str(elsewhere)
             archive.addfile(entry)
@@ -184,7 +198,11 @@ def test_real_hippocampus(real_folder: Callable[[str], Path]) -> None:
     report = datasets.check("hippocampus", folder)
     assert report.ok, report.problems
     assert sizes("hippocampus", folder) == [122, 17, 35]
-    shapes = [nib.load(item["image"]).shape for items in found("hippocampus", folder).values() for item in items]
+    shapes = [
+        nib.load(item["image"]).shape
+        for items in found("hippocampus", folder).values()
+        for item in items
+    ]
     assert (np.min(shapes, axis=0) >= Bundle("hippocampus").get("patch_size")).all()
     counts = [item["size"] for items in found("hippocampus", folder).values() for item in items]
     assert counts == np.prod(shapes, axis=1).tolist()
@@ -202,7 +220,9 @@ def fed_ixi(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         pytest.skip(f"no {table}")
     folder = tmp_path_factory.mktemp("fed_ixi")
     voxels = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
-    image, mask = (Path(save(folder / name, v)) for name, v in (("a.nii.gz", voxels), ("b.nii.gz", voxels % 2)))
+    image, mask = (
+        Path(save(folder / name, v)) for name, v in (("a.nii.gz", voxels), ("b.nii.gz", voxels % 2))
+    )
     contents = image.read_bytes(), mask.read_bytes()
     for path in (image, mask):
         path.unlink()
@@ -229,13 +249,17 @@ PUBLISHED = {"Guys": (249, 62), "HH": (145, 36), "IOP": (59, 15)}
 
 
 def test_the_readme_has_the_published_counts() -> None:
-    assert {row: tuple(numbers[:2]) for row, numbers in told("ixi_brain").items() if row != "all"} == PUBLISHED
+    assert {
+        row: tuple(numbers[:2]) for row, numbers in told("ixi_brain").items() if row != "all"
+    } == PUBLISHED
 
 
 def test_fed_ixi_counts_are_the_published_ones(fed_ixi: Path) -> None:
     assert datasets.splits("ixi_brain", fed_ixi) == ("flamby", "subject")
     assert published_counts(fed_ixi) == PUBLISHED
-    assert Counter(item["centre"] for item in datasets.datalist("ixi_brain", fed_ixi, "validate")) == {
+    assert Counter(
+        item["centre"] for item in datasets.datalist("ixi_brain", fed_ixi, "validate")
+    ) == {
         "Guys": 25,
         "HH": 15,
         "IOP": 6,
@@ -255,7 +279,9 @@ def test_fed_ixi_counts_without_the_table_and_in_the_archive(fed_ixi: Path, tmp_
     (tmp_path / "7kd5wj7v7p-3" / "IXI_sample").symlink_to(fed_ixi / "IXI_sample")
     expected = {section: ids(items) for section, items in found("ixi_brain", fed_ixi).items()}
     assert published_counts(tmp_path) == PUBLISHED
-    assert {section: ids(items) for section, items in found("ixi_brain", tmp_path).items()} == expected
+    assert {
+        section: ids(items) for section, items in found("ixi_brain", tmp_path).items()
+    } == expected
     packed = tmp_path / "packed"
     packed.mkdir()
     with zipfile.ZipFile(packed / "7kd5wj7v7p-3.zip", "w") as file:
@@ -277,23 +303,37 @@ def pair_of(folder: Path, subject: str = SUBJECT) -> Path:
 
 
 def table(*rows: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "metadata_tiny.csv").write_text("\n".join(("Patient ID,Manufacturer,Split", *rows)))
+    return lambda folder: (folder / "metadata_tiny.csv").write_text(
+        "\n".join(("Patient ID,Manufacturer,Split", *rows))
+    )
 
 
 IXI_PROBLEMS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no label": (lambda f: shutil.rmtree(f / SUBJECT / "label"), f"subject {SUBJECT} has no volume in label"),
-    "two": (lambda f: save(f / SUBJECT / "T1" / "b.nii", np.eye(3)[None]), f"{SUBJECT} has two volumes in T1: .*b.nii"),
+    "no label": (
+        lambda f: shutil.rmtree(f / SUBJECT / "label"),
+        f"subject {SUBJECT} has no volume in label",
+    ),
+    "two": (
+        lambda f: save(f / SUBJECT / "T1" / "b.nii", np.eye(3)[None]),
+        f"{SUBJECT} has two volumes in T1: .*b.nii",
+    ),
     "hospital": (
         lambda f: pair_of(f, "IXI003-UCL-0001"),
         "subject IXI003-UCL-0001 is of hospital UCL, .* Guys, HH, IOP",
     ),
     "not listed": (table("7,0,test"), rf"subject {SUBJECT} is not in \S+metadata_tiny\.csv"),
-    "other hospital": (table("2,1,test"), rf"subject {SUBJECT} is of hospital HH in \S+metadata_tiny\.csv"),
+    "other hospital": (
+        table("2,1,test"),
+        rf"subject {SUBJECT} is of hospital HH in \S+metadata_tiny\.csv",
+    ),
     "bad table": (
         table("2,0,train", "3,5,test"),
         "has Patient ID '3', Manufacturer '5', Split 'test'; they are a number",
     ),
-    "no column": (lambda f: (f / "metadata_tiny.csv").write_text("a,b\n1,2"), "has no column 'Patient ID'"),
+    "no column": (
+        lambda f: (f / "metadata_tiny.csv").write_text("a,b\n1,2"),
+        "has no column 'Patient ID'",
+    ),
 }
 
 
@@ -307,9 +347,12 @@ def test_problems_of_an_ixi_folder(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "expected"), [(1, (0, 0, 1)), (2, (1, 0, 1)), (3, (1, 1, 1)), (4, (2, 1, 1)), (20, (14, 2, 4))]
+    ("count", "expected"),
+    [(1, (0, 0, 1)), (2, (1, 0, 1)), (3, (1, 1, 1)), (4, (2, 1, 1)), (20, (14, 2, 4))],
 )
-def test_few_pairs_are_cut_so_that_each_section_gets_one(count: int, expected: tuple[int, int, int]) -> None:
+def test_few_pairs_are_cut_so_that_each_section_gets_one(
+    count: int, expected: tuple[int, int, int]
+) -> None:
     records = [Record("", 0, f"case{i}", "unknown", f"case{i}") for i in range(count)]
     sections = Counter(ixi_brain.split_few(records))
     assert tuple(sections[section] for section in SECTIONS) == expected
@@ -350,18 +393,36 @@ def test_tissue_subjects_stay_together_and_old_ones_are_tested_on(volumes: dict[
         groups = [{item["group"] for item in items} for items in lists.values()]
         assert all(groups)
         assert sum(map(len, groups)) == len(set().union(*groups)) < sum(map(len, lists.values()))
-        assert all(item["group"] == rows[item["id"]]["subject"] for items in lists.values() for item in items)
+        assert all(
+            item["group"] == rows[item["id"]]["subject"]
+            for items in lists.values()
+            for item in items
+        )
     assert {float(rows[key]["age"]) >= 40 for key in ids(lists["test"])} == {True}
-    assert {float(rows[key]["age"]) < 40 for key in ids(lists["train"] + lists["validate"])} == {True}
+    assert {float(rows[key]["age"]) < 40 for key in ids(lists["train"] + lists["validate"])} == {
+        True
+    }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f: (f / "oasis_9001_tissue.nii.gz").unlink(), r"oasis_9001_t1ss\.nii\.gz has no mask beside it"),
-        (lambda f: (f / "oasis_9001_t1ss.nii.gz").unlink(), r"oasis_9001_tissue\.nii\.gz has no image beside it"),
-        (lambda f: (f / "subjects.csv").write_text("id,subject,age\n9000,A,20\n"), r"scan 9001 is not in \S+subjects"),
-        (lambda f: (f / "subjects.csv").write_text("id,subject,age\n9000,A,old\n"), "scan 9000 has age 'old'"),
+        (
+            lambda f: (f / "oasis_9001_tissue.nii.gz").unlink(),
+            r"oasis_9001_t1ss\.nii\.gz has no mask beside it",
+        ),
+        (
+            lambda f: (f / "oasis_9001_t1ss.nii.gz").unlink(),
+            r"oasis_9001_tissue\.nii\.gz has no image beside it",
+        ),
+        (
+            lambda f: (f / "subjects.csv").write_text("id,subject,age\n9000,A,20\n"),
+            r"scan 9001 is not in \S+subjects",
+        ),
+        (
+            lambda f: (f / "subjects.csv").write_text("id,subject,age\n9000,A,old\n"),
+            "scan 9000 has age 'old'",
+        ),
     ],
 )
 def test_problems_of_a_tissue_folder(
@@ -382,7 +443,10 @@ def test_real_tissue(real_folder: Callable[[str], Path]) -> None:
     report = datasets.check("brain_tissue", folder)
     assert report.ok, report.problems
     assert [*sizes("brain_tissue", folder), 23] == told("brain_tissue")["unknown"]
-    assert len({item["group"] for items in found("brain_tissue", folder).values() for item in items}) == 20
+    assert (
+        len({item["group"] for items in found("brain_tissue", folder).values() for item in items})
+        == 20
+    )
     assert sum(sizes("brain_tissue", folder, "age")[:2]) == 18
     assert sizes("brain_tissue", folder, "age")[2] == 5
 

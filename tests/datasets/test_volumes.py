@@ -26,7 +26,13 @@ from medfl.datasets import CheckPatchd, ReadVolumed
 from medfl.datasets.readers import reading, stacks
 from medfl.datasets.readers.dicom import own_locale
 from medfl.datasets.readers.reading import content_key
-from medfl.datasets.readers.volumes import count_voxels, read_pair, read_volume, volume_files, volume_index
+from medfl.datasets.readers.volumes import (
+    count_voxels,
+    read_pair,
+    read_volume,
+    volume_files,
+    volume_index,
+)
 
 SHAPE = (9, 12, 10)
 IMAGE = np.random.default_rng(0).integers(0, 1000, SHAPE).astype(np.int16)
@@ -68,7 +74,9 @@ def save_dicom(
     writer = sitk.ImageFileWriter()
     writer.KeepOriginalImageUIDOn()
     for index in set(range(voxels.shape[2])) - set(skip):
-        picture = sitk.GetImageFromArray(np.ascontiguousarray(voxels[:, :, index].T).astype(np.int16))
+        picture = sitk.GetImageFromArray(
+            np.ascontiguousarray(voxels[:, :, index].T).astype(np.int16)
+        )
         picture.SetSpacing(spacing[:2].tolist())
         tags = {
             "0008|0060": "MR",
@@ -149,7 +157,9 @@ def test_a_pair_has_one_affine_and_class_indices(tmp_path: Path, forms: Path) ->
         assert np.array_equal(labels[0].numpy(), MASK)
         assert torch.equal(image.affine, labels.affine)
         assert labels.meta["filename_or_obj"] == mask
-    assert np.array_equal(read_pair(mask, save_dicom(tmp_path / "labels", MASK), 3)[1][0].numpy(), MASK)
+    assert np.array_equal(
+        read_pair(mask, save_dicom(tmp_path / "labels", MASK), 3)[1][0].numpy(), MASK
+    )
 
 
 def test_trailing_axes_of_length_one_are_dropped_and_values_scaled(tmp_path: Path) -> None:
@@ -157,7 +167,9 @@ def test_trailing_axes_of_length_one_are_dropped_and_values_scaled(tmp_path: Pat
     image.header.set_slope_inter(0.5, 10)
     nib.save(image, tmp_path / "a.nii")
     volume = read_volume(str(tmp_path / "a.nii"))
-    assert torch.equal(volume[0].as_tensor(), LoadImage()(tmp_path / "a.nii")[..., 0, 0].as_tensor())
+    assert torch.equal(
+        volume[0].as_tensor(), LoadImage()(tmp_path / "a.nii")[..., 0, 0].as_tensor()
+    )
     assert volume.max() == IMAGE.max() * 0.5 + 10
     assert count_voxels(str(tmp_path / "a.nii")) == IMAGE.size
 
@@ -179,7 +191,9 @@ def test_files_are_found_but_for_hidden_ones(forms: Path) -> None:
 # What is refused
 
 
-def stored(voxels: np.ndarray, name: str = "x.nii.gz", affine: np.ndarray = AFFINE) -> Callable[[Path], str]:
+def stored(
+    voxels: np.ndarray, name: str = "x.nii.gz", affine: np.ndarray = AFFINE
+) -> Callable[[Path], str]:
     return lambda folder: save(folder / name, voxels, affine)
 
 
@@ -241,15 +255,27 @@ def with_values(*values: float) -> np.ndarray:
 
 
 REFUSED = {
-    "4D": (stored(np.stack([IMAGE] * 3, -1)), r"x\.nii\.gz has the shape 9 x 12 x 10 x 3; a volume has three axes"),
+    "4D": (
+        stored(np.stack([IMAGE] * 3, -1)),
+        r"x\.nii\.gz has the shape 9 x 12 x 10 x 3; a volume has three axes",
+    ),
     "2D": (stored(IMAGE[:, :, 0]), r"x\.nii\.gz has the shape 9 x 12; a volume has three axes"),
     "one slice": (stored(IMAGE[:, :, :1]), r"has the shape 9 x 12 x 1; .* at least 2 voxels"),
-    "NaN": (stored(with_values(np.nan, np.inf)), r"x\.nii\.gz has NaN or infinite values at 2 of 1080 voxels"),
+    "NaN": (
+        stored(with_values(np.nan, np.inf)),
+        r"x\.nii\.gz has NaN or infinite values at 2 of 1080 voxels",
+    ),
     "too large": (stored(IMAGE * 1e300), r"x\.nii\.gz has NaN or infinite values"),
     "zero": (stored(IMAGE * 0), r"x\.nii\.gz has the value 0 at every voxel"),
-    "constant": (stored(IMAGE * 0 + np.float32(2.5)), r"x\.nii\.gz has the value 2\.5 at every voxel"),
+    "constant": (
+        stored(IMAGE * 0 + np.float32(2.5)),
+        r"x\.nii\.gz has the value 2\.5 at every voxel",
+    ),
     "complex": (stored(IMAGE * 1j), r"x\.nii\.gz holds complex128 values; one real number a voxel"),
-    "flat affine": (flat, r"x\.nii has the affine \[-1\.433 .* \| 0 0 0 30\]; an affine can be inverted"),
+    "flat affine": (
+        flat,
+        r"x\.nii has the affine \[-1\.433 .* \| 0 0 0 30\]; an affine can be inverted",
+    ),
     "cut gz": (cut("x.nii.gz", 0.5), r"x\.nii\.gz cannot be read \(Compressed file ended"),
     "cut": (cut("x.nii", 0.5), r"x\.nii cannot be read \(Expected 2160 bytes, got \d+"),
     "cut header": (cut("x.nii", 0.05), r"x\.nii cannot be read"),
@@ -257,8 +283,14 @@ REFUSED = {
     "header": (content(b"\x5c\x01\0\0" + b"\xff" * 600, "x.nii"), r"x\.nii cannot be read"),
     "empty": (content(b""), r"x\.nii\.gz cannot be read \(Empty file"),
     "picture": (content(b"x", "x.png"), r"x\.png cannot be read \(not a NIfTI file by its name\)"),
-    "absent": (lambda folder: f"{folder}/gone.nii.gz", r"gone\.nii\.gz cannot be read \(No such file"),
-    "absent folder": (lambda folder: f"{folder}/gone", r"gone cannot be read \(no such file or folder\)"),
+    "absent": (
+        lambda folder: f"{folder}/gone.nii.gz",
+        r"gone\.nii\.gz cannot be read \(No such file",
+    ),
+    "absent folder": (
+        lambda folder: f"{folder}/gone",
+        r"gone cannot be read \(no such file or folder\)",
+    ),
     "two series": (
         two_series,
         r"d holds 2 DICOM series: \S+\.7 \('T1 sagittal', 10 files\) and \S+\.8 \('T2', 9 files\); .* one series",
@@ -276,14 +308,25 @@ REFUSED = {
         lambda folder: save_dicom(folder / "d", IMAGE, step=(0, 0, 0)),
         r"d: its 10 slices lie 0 to 0 mm apart",
     ),
-    "one file": (lambda folder: save_dicom(folder / "d", IMAGE[:, :, :1]), r"d has the shape 9 x 12 x 1; .* 2 voxels"),
-    "frames": (frames, r"DICOM file \S+/d/m\.dcm has 9 frames; a file for each slice; convert it to NIfTI"),
-    "damaged series": (damaged_series, r"DICOM file \S+/d/1-94\.dcm cannot be read, nor can 0 more there"),
+    "one file": (
+        lambda folder: save_dicom(folder / "d", IMAGE[:, :, :1]),
+        r"d has the shape 9 x 12 x 1; .* 2 voxels",
+    ),
+    "frames": (
+        frames,
+        r"DICOM file \S+/d/m\.dcm has 9 frames; a file for each slice; convert it to NIfTI",
+    ),
+    "damaged series": (
+        damaged_series,
+        r"DICOM file \S+/d/1-94\.dcm cannot be read, nor can 0 more there",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_volume_is_one_line_with_its_file(tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_volume_is_one_line_with_its_file(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     write, message = REFUSED[name]
     uri = write(tmp_path)
     with pytest.raises(InputError, match=message) as caught:
@@ -303,11 +346,20 @@ BAD_MASKS = {
         stored(MASK, "m.nii", MOVED),
         r"image \S+/i\.nii has the affine \[-1\.433 .* 10 \| .*\], its mask \S+/m\.nii \[.* 10\.5 \| .*\]; .* place",
     ),
-    "labels": (stored(MASK + (MASK > 1) * np.uint8(5), "m.nii"), r"m\.nii has the value 7 at \d+ voxels; .* 0 to 2"),
+    "labels": (
+        stored(MASK + (MASK > 1) * np.uint8(5), "m.nii"),
+        r"m\.nii has the value 7 at \d+ voxels; .* 0 to 2",
+    ),
     "many": (stored(IMAGE, "m.nii"), r"m\.nii has the values 3, 4, 5, 6, 8, \.\.\. at 1078 voxels"),
     "halves": (stored(MASK * np.float32(0.5), "m.nii"), r"m\.nii has the value 0\.5 at \d+ voxels"),
-    "NaN": (stored(np.where(MASK > 1, np.nan, MASK), "m.nii"), r"m\.nii has the value nan at \d+ voxels"),
-    "negative": (stored(-MASK.astype(np.int16), "m.nii"), r"m\.nii has the values -2, -1 at \d+ voxels"),
+    "NaN": (
+        stored(np.where(MASK > 1, np.nan, MASK), "m.nii"),
+        r"m\.nii has the value nan at \d+ voxels",
+    ),
+    "negative": (
+        stored(-MASK.astype(np.int16), "m.nii"),
+        r"m\.nii has the values -2, -1 at \d+ voxels",
+    ),
     "cut": (cut("m.nii", 0.5), r"m\.nii cannot be read"),
 }
 
@@ -361,12 +413,20 @@ def test_a_volume_that_holds_the_patch_passes(forms: Path, patch: Any) -> None:
 @pytest.mark.parametrize(
     ("patch", "message"),
     [
-        ([9, 12, 11], r"a\.nii is 9 x 12 x 10 voxels, smaller than the patch of 9 x 12 x 11; .*patch_size=\[9,12,10\]"),
-        (12, r"a\.nii is 9 x 12 x 10 voxels, smaller than the patch of 12 x 12 x 12; .*patch_size=\[9,12,10\]"),
+        (
+            [9, 12, 11],
+            r"a\.nii is 9 x 12 x 10 voxels, smaller than the patch of 9 x 12 x 11; .*patch_size=\[9,12,10\]",
+        ),
+        (
+            12,
+            r"a\.nii is 9 x 12 x 10 voxels, smaller than the patch of 12 x 12 x 12; .*patch_size=\[9,12,10\]",
+        ),
         ([9, 12], r"patch_size 9 x 12 for volumes of 3 axes"),
     ],
 )
-def test_a_volume_smaller_than_the_patch_is_refused_before_training(forms: Path, patch: Any, message: str) -> None:
+def test_a_volume_smaller_than_the_patch_is_refused_before_training(
+    forms: Path, patch: Any, message: str
+) -> None:
     """The two transforms are deterministic: all items go through them when a run prepares its data."""
     data = [{"image": f"{forms}/{name}", "id": name} for name in ("a.nii.gz", "a.nii")]
     chain = [ReadVolumed("image"), CheckPatchd("image", patch)]
@@ -375,12 +435,17 @@ def test_a_volume_smaller_than_the_patch_is_refused_before_training(forms: Path,
         prepare(data, take_apart(Dataset(data, Compose(chain))))
 
 
-def test_a_header_that_states_more_than_its_file_can_hold_is_refused_before_it_is_read(tmp_path: Path) -> None:
+def test_a_header_that_states_more_than_its_file_can_hold_is_refused_before_it_is_read(
+    tmp_path: Path,
+) -> None:
     header = nib.Nifti1Header()
     header.set_data_shape((2, 2, 2))
     content = bytearray(header.binaryblock)
     struct.pack_into("<4h", content, 40, 3, 2000, 2000, 2000)
-    for name, data in (("a.nii.gz", gzip.compress(bytes(content) + bytes(4))), ("a.nii", bytes(content) + bytes(4))):
+    for name, data in (
+        ("a.nii.gz", gzip.compress(bytes(content) + bytes(4))),
+        ("a.nii", bytes(content) + bytes(4)),
+    ):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(InputError, match="would unpack to"):
             read_volume(str(tmp_path / name))
@@ -408,7 +473,9 @@ def test_scaled_voxels_count_as_the_numbers_that_they_become(
             assert read_volume(str(file)).shape[1:] == voxels.shape
 
 
-def test_an_archive_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_does_not_unpack_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stacks, "_UNPACKED", 2**20)
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("a.png", bytes(2**24))

@@ -10,7 +10,9 @@ from sklearn.metrics import balanced_accuracy_score, f1_score, roc_auc_score
 from medfl.evaluation import bootstrap as intervals
 
 
-def cases(count: int = 90, classes: int = 3, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def cases(
+    count: int = 90, classes: int = 3, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Labels, predicted classes and probabilities with ties among them."""
     draw = np.random.default_rng(seed)
     label = np.arange(count) % classes
@@ -41,7 +43,9 @@ def test_blocks_of_draws_change_no_number(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_mean_as_scipy() -> None:
     values = np.random.default_rng(1).beta(5, 2, 37)
-    theirs = bootstrap((values,), np.mean, n_resamples=1000, method="percentile", rng=np.random.default_rng(11))
+    theirs = bootstrap(
+        (values,), np.mean, n_resamples=1000, method="percentile", rng=np.random.default_rng(11)
+    )
     ours = intervals.means({"dice": values}, intervals.draw(np.zeros(37, int), 11))["dice"]
     assert ours == pytest.approx(tuple(theirs.confidence_interval), abs=1e-6)
 
@@ -53,7 +57,9 @@ def test_stratified_balanced_accuracy_as_scipy() -> None:
     def statistic(*parts: np.ndarray, axis: int) -> np.ndarray:
         return np.mean([part.mean(axis=axis) for part in parts], axis=0)
 
-    theirs = bootstrap(hits, statistic, n_resamples=1000, method="percentile", rng=np.random.default_rng(5))
+    theirs = bootstrap(
+        hits, statistic, n_resamples=1000, method="percentile", rng=np.random.default_rng(5)
+    )
     ours = intervals.classification(label, predicted, None, 3, intervals.draw(label, 5))
     assert ours["balanced_accuracy"] == pytest.approx(tuple(theirs.confidence_interval), abs=1e-6)
     assert "auroc" not in ours
@@ -64,7 +70,12 @@ def test_every_draw_as_scikit_learn_on_the_cases_drawn(classes: int) -> None:
     """A draw that takes a case twice is the data set with that case twice."""
     label, predicted, probabilities = cases(60, classes)
     times = intervals.draw(label, 2, 25)
-    expected: dict[str, list[float]] = {"balanced_accuracy": [], "f1_macro": [], "auroc": [], "accuracy": []}
+    expected: dict[str, list[float]] = {
+        "balanced_accuracy": [],
+        "f1_macro": [],
+        "auroc": [],
+        "accuracy": [],
+    }
     for row in times:
         taken = np.repeat(np.arange(60), row)
         y, p = label[taken], probabilities[taken]
@@ -76,7 +87,9 @@ def test_every_draw_as_scikit_learn_on_the_cases_drawn(classes: int) -> None:
     found = intervals.classification(label, predicted, probabilities, classes, times)
     assert set(found) == set(expected)
     for name, values in expected.items():
-        assert found[name] == pytest.approx(tuple(np.percentile(values, [2.5, 97.5])), abs=1e-6), name
+        assert found[name] == pytest.approx(tuple(np.percentile(values, [2.5, 97.5])), abs=1e-6), (
+            name
+        )
 
 
 def test_a_class_without_cases_has_no_area() -> None:
@@ -112,4 +125,6 @@ def test_nine_cases_have_no_interval_and_ten_have_one(count: int) -> None:
     times = intervals.draw(label, 0)
     classified = intervals.classification(label, predicted, probabilities, 2, times)
     assert set(found) == ({"dice"} if count == 10 else set())
-    assert set(classified) == ({"accuracy", "balanced_accuracy", "f1_macro", "auroc"} if count == 10 else set())
+    assert set(classified) == (
+        {"accuracy", "balanced_accuracy", "f1_macro", "auroc"} if count == 10 else set()
+    )

@@ -54,7 +54,9 @@ def test_the_interval_and_the_test_follow_from_the_covariances(ties: bool) -> No
     theta, between = by_pairs(positive, scores)
     found = area(positive, scores[0])
     half = 1.959963984540054 * math.sqrt(between[0, 0])
-    assert (found.low, found.high) == pytest.approx((theta[0] - half, min(1.0, theta[0] + half)), abs=1e-9)
+    assert (found.low, found.high) == pytest.approx(
+        (theta[0] - half, min(1.0, theta[0] + half)), abs=1e-9
+    )
     assert (found.positives, found.negatives) == (21, 40)
     tested = paired_test(positive, *scores)
     variance = between[0, 0] + between[1, 1] - 2 * between[0, 1]

@@ -34,7 +34,9 @@ def test_classes() -> None:
     """Probabilities are the softmax, the loss is the cross-entropy, and the batch size changes neither."""
     logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 3.0], [0.0, 0.0, 0.0]])
     labels = torch.tensor([0, 1, 2])
-    one, two = (ClassEvaluator(size)(nn.Identity(), shard(logits, labels), CPU) for size in (1, 256))
+    one, two = (
+        ClassEvaluator(size)(nn.Identity(), shard(logits, labels), CPU) for size in (1, 256)
+    )
     assert one.ids == ("i0", "i1", "i2")
     assert torch.equal(one.values["probabilities"], logits.softmax(1))
     assert torch.allclose(one.values["loss"], -logits.log_softmax(1)[torch.arange(3), labels])
@@ -59,7 +61,10 @@ def test_one_hot_labels() -> None:
 
 
 def test_no_case() -> None:
-    assert summarise(ClassEvaluator()(nn.Identity(), shard(torch.zeros(0, 2), torch.zeros(0)), CPU)) == {}
+    assert (
+        summarise(ClassEvaluator()(nn.Identity(), shard(torch.zeros(0, 2), torch.zeros(0)), CPU))
+        == {}
+    )
 
 
 def masks() -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,17 +86,23 @@ def test_dice_case_by_case(inferer: Any) -> None:
     assert summarise(cases) == {"dice": 0.75, "dice_cases": 2}
 
 
-@pytest.mark.parametrize(("metric", "scale"), [(MeanSquaredError, 1), (ignite.metrics.MeanSquaredError, 16)])
+@pytest.mark.parametrize(
+    ("metric", "scale"), [(MeanSquaredError, 1), (ignite.metrics.MeanSquaredError, 16)]
+)
 def test_metrics_of_monai_and_ignite(metric: Any, scale: int) -> None:
     """Both get the items one by one; MONAI's takes the mean over an item, ignite's the sum."""
     x, y = torch.rand(3, 1, 4, 4), torch.rand(3, 1, 4, 4)
-    cases = CaseEvaluator("mse", metric(output_transform=PAIR), SimpleInferer())(nn.Identity(), shard(x, y), CPU)
+    cases = CaseEvaluator("mse", metric(output_transform=PAIR), SimpleInferer())(
+        nn.Identity(), shard(x, y), CPU
+    )
     assert torch.allclose(cases.values["mse"].float(), scale * (x - y).square().flatten(1).mean(1))
 
 
 def test_loss_as_metric() -> None:
     x, y = torch.rand(3, 2), torch.rand(3, 2)
-    cases = CaseEvaluator("loss", nn.functional.mse_loss, SimpleInferer())(nn.Identity(), shard(x, y), CPU)
+    cases = CaseEvaluator("loss", nn.functional.mse_loss, SimpleInferer())(
+        nn.Identity(), shard(x, y), CPU
+    )
     assert torch.allclose(cases.values["loss"].float(), (x - y).square().mean(1))
 
 
@@ -117,24 +128,43 @@ def evaluator(inferer: Any = None, tolerance: float = 1.0) -> MaskEvaluator:
 def maps(count: int = 5, side: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits that are inputs and outputs of `nn.Identity`, and reference masks."""
     draw = torch.Generator().manual_seed(0)
-    return torch.randn(count, 3, side, side, generator=draw), torch.randint(3, (count, 1, side, side), generator=draw)
+    return torch.randn(count, 3, side, side, generator=draw), torch.randint(
+        3, (count, 1, side, side), generator=draw
+    )
 
 
 def one_by_one(x: torch.Tensor, y: torch.Tensor) -> Shard:
     """The same items in a form that cannot be batched."""
     items = [{"id": f"i{n}"} for n in range(len(x))]
-    prepared = Sampled(items, lambda i: (x[i], y[i]), None, lambda b: [torch.stack(p) for p in zip(*b)], tuple)  # noqa: B905
+    prepared = Sampled(
+        items,
+        lambda i: (x[i], y[i]),
+        None,
+        lambda b: [torch.stack(p) for p in zip(*b, strict=True)],
+        tuple,
+    )
     return Shard.of(prepared, range(len(x)))
 
 
 def test_masks_are_scored_case_by_case() -> None:
     x, y = maps()
-    cases = evaluator(tolerance=2.0)(nn.Identity(), shard(x, y), CPU, surface_metrics=SURFACE_METRICS)
+    cases = evaluator(tolerance=2.0)(
+        nn.Identity(), shard(x, y), CPU, surface_metrics=SURFACE_METRICS
+    )
     assert cases.ids == ("i0", "i1", "i2", "i3", "i4")
     for index in range(5):
-        expected = scores(x[index].argmax(0), y[index, 0], STRUCTURES, (1, 1), 2.0, surface_metrics=SURFACE_METRICS)
+        expected = scores(
+            x[index].argmax(0),
+            y[index, 0],
+            STRUCTURES,
+            (1, 1),
+            2.0,
+            surface_metrics=SURFACE_METRICS,
+        )
         expected["loss"] = float(LOSS(x[index : index + 1], y[index : index + 1]))
-        assert {name: float(values[index]) for name, values in cases.values.items()} == pytest.approx(expected)
+        assert {
+            name: float(values[index]) for name, values in cases.values.items()
+        } == pytest.approx(expected)
     assert {values.dtype for values in cases.values.values()} == {torch.float64}
     assert summarise(cases)["dice"] == pytest.approx(float(cases.values["dice"].mean()))
 
@@ -145,7 +175,8 @@ def test_distances_only_where_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "shape", "batches"), [(20, (8, 8), [16, 4]), (3, (600, 500), [2, 1]), (2, (128, 128, 96), [1, 1])]
+    ("count", "shape", "batches"),
+    [(20, (8, 8), [16, 4]), (3, (600, 500), [2, 1]), (2, (128, 128, 96), [1, 1])],
 )
 def test_batches_of_masks_fit(count: int, shape: tuple[int, ...], batches: list[int]) -> None:
     """At most 16 items and about a million pixels; powers of two, so that no multiple of 16 items cuts a batch."""
@@ -184,11 +215,15 @@ def test_one_output_and_one_hot_references() -> None:
     cases = one(nn.Identity(), shard(x[:, :1], (y > 0).float()), CPU)
     both = MaskEvaluator(LOSS, ("background", "lung"), SimpleInferer())
     two = torch.cat([torch.zeros_like(x[:, :1]), x[:, :1]], 1)
-    assert torch.equal(cases.values["dice"], both(nn.Identity(), shard(two, (y > 0).long()), CPU).values["dice"])
+    assert torch.equal(
+        cases.values["dice"], both(nn.Identity(), shard(two, (y > 0).long()), CPU).values["dice"]
+    )
     channels = nn.functional.one_hot(y[:, 0], 3).movedim(-1, 1)
     found = MaskEvaluator(nn.functional.mse_loss, STRUCTURES, SimpleInferer())
     again = found(nn.Identity(), shard(x, channels.float()), CPU)
-    assert torch.equal(again.values["dice"], evaluator()(nn.Identity(), shard(x, y), CPU).values["dice"])
+    assert torch.equal(
+        again.values["dice"], evaluator()(nn.Identity(), shard(x, y), CPU).values["dice"]
+    )
 
 
 def test_padding_is_not_scored() -> None:
@@ -200,12 +235,17 @@ def test_padding_is_not_scored() -> None:
     items.prepared.geometry = [Geometry(affine, np.eye(4), (8, 10), "x.nii")] * 5
     found = evaluator()(nn.Identity(), items, CPU, surface_metrics=SURFACE_METRICS)
     inside = evaluator()(
-        nn.Identity(), shard(x[..., 2:10, 1:11], y[..., 2:10, 1:11]), CPU, surface_metrics=SURFACE_METRICS
+        nn.Identity(),
+        shard(x[..., 2:10, 1:11], y[..., 2:10, 1:11]),
+        CPU,
+        surface_metrics=SURFACE_METRICS,
     )
     assert {name for name in found.values if name != "loss"} >= {"dice", "pixel_accuracy", "hd95"}
     for name in found.values.keys() - {"loss"}:
         assert torch.equal(found.values[name], inside.values[name]), name
-    assert not torch.equal(found.values["dice"], evaluator()(nn.Identity(), shard(x, y), CPU).values["dice"])
+    assert not torch.equal(
+        found.values["dice"], evaluator()(nn.Identity(), shard(x, y), CPU).values["dice"]
+    )
 
 
 def test_distances_are_in_the_unit_of_the_affine() -> None:
@@ -237,23 +277,36 @@ def test_distances_are_in_the_unit_of_the_affine() -> None:
 )
 def test_what_cannot_be_scored(x: float, y: int, kind: type[Exception], told: str) -> None:
     with pytest.raises(kind, match=told):
-        evaluator()(nn.Identity(), shard(torch.full((1, 3, 4, 4), x), torch.full((1, 1, 4, 4), y)), CPU)
+        evaluator()(
+            nn.Identity(), shard(torch.full((1, 3, 4, 4), x), torch.full((1, 1, 4, 4), y)), CPU
+        )
 
 
 def test_outputs_of_another_size_are_told() -> None:
-    with pytest.raises(RunError, match="the model's output for case 'i0' is 2 x 2, its reference mask 4 x 4"):
+    with pytest.raises(
+        RunError, match="the model's output for case 'i0' is 2 x 2, its reference mask 4 x 4"
+    ):
         evaluator()(nn.AvgPool2d(2), shard(torch.zeros(1, 3, 4, 4), torch.zeros(1, 1, 4, 4)), CPU)
     with pytest.raises(RunError, match="validation fails on item 'i0': RuntimeError: "):
-        evaluator()(nn.Conv2d(5, 3, 1), shard(torch.zeros(1, 3, 4, 4), torch.zeros(1, 1, 4, 4)), CPU)
+        evaluator()(
+            nn.Conv2d(5, 3, 1), shard(torch.zeros(1, 3, 4, 4), torch.zeros(1, 1, 4, 4)), CPU
+        )
 
 
 def test_no_masks() -> None:
-    assert summarise(evaluator()(nn.Identity(), shard(torch.zeros(0, 3, 4, 4), torch.zeros(0, 1, 4, 4)), CPU)) == {}
+    assert (
+        summarise(
+            evaluator()(nn.Identity(), shard(torch.zeros(0, 3, 4, 4), torch.zeros(0, 1, 4, 4)), CPU)
+        )
+        == {}
+    )
 
 
 # Masks of bundles that are not ours
 
-DISCRETE = Compose([AsDiscreted("pred", argmax=True, to_onehot=3), AsDiscreted("label", to_onehot=3)])
+DISCRETE = Compose(
+    [AsDiscreted("pred", argmax=True, to_onehot=3), AsDiscreted("label", to_onehot=3)]
+)
 
 
 def test_a_foreign_key_metric_stays_and_others_come_with_it() -> None:
@@ -268,10 +321,14 @@ def test_a_foreign_key_metric_stays_and_others_come_with_it() -> None:
     own = [f"{kind}_class_{index}" for kind in ("hd95", "surface_dice") for index in (1, 2)]
     both = ["dice", "dice_class_1", "dice_class_2", "pixel_accuracy"]
     assert list(cases.values) == [*both, "hd95", "surface_dice", *own]
-    assert cases.values["dice"].tolist() == pytest.approx([float(ours.values["dice"][0]), float("nan")], nan_ok=True)
+    assert cases.values["dice"].tolist() == pytest.approx(
+        [float(ours.values["dice"][0]), float("nan")], nan_ok=True
+    )
     for name in ("hd95", "surface_dice", "pixel_accuracy"):
         assert torch.allclose(cases.values[name], ours.values[name])
-    renamed = CaseEvaluator("val_dice", theirs, SimpleInferer(), DISCRETE, 1.0)(nn.Identity(), shard(x, y), CPU)
+    renamed = CaseEvaluator("val_dice", theirs, SimpleInferer(), DISCRETE, 1.0)(
+        nn.Identity(), shard(x, y), CPU
+    )
     assert list(renamed.values) == [*both, "val_dice"]
     assert torch.allclose(renamed.values["dice"], ours.values["dice"])
 
@@ -280,16 +337,22 @@ def test_what_is_no_mask_has_no_metrics_of_masks() -> None:
     """Probabilities instead of classes, or a label of another size."""
     x, y = torch.rand(2, 1, 4, 4), torch.rand(2, 1, 4, 4)
     bare = CaseEvaluator("loss", nn.functional.mse_loss, SimpleInferer(), None, 1.0)
-    assert set(summarise(bare(nn.Identity(), shard(x, y), CPU, surface_metrics=SURFACE_METRICS))) == {"loss"}
+    assert set(
+        summarise(bare(nn.Identity(), shard(x, y), CPU, surface_metrics=SURFACE_METRICS))
+    ) == {"loss"}
     assert list(bare.masks(nn.Identity(), shard(x, y), CPU)) == [None, None]
-    small = CaseEvaluator("loss", lambda prediction, target: torch.zeros(()), SimpleInferer(), None, 1.0)
+    small = CaseEvaluator(
+        "loss", lambda prediction, target: torch.zeros(()), SimpleInferer(), None, 1.0
+    )
     assert set(summarise(small(nn.AvgPool2d(2), shard(x.round(), y.round()), CPU))) == {"loss"}
 
 
 def test_masks_of_channels() -> None:
     """One channel is the foreground, several that exclude each other are classes, overlapping ones are no mask."""
     x, y = maps(2)
-    (first, *_) = CaseEvaluator("loss", LOSS, SimpleInferer(), DISCRETE, 1.0).masks(nn.Identity(), shard(x, y), CPU)
+    (first, *_) = CaseEvaluator("loss", LOSS, SimpleInferer(), DISCRETE, 1.0).masks(
+        nn.Identity(), shard(x, y), CPU
+    )
     assert first is not None
     assert first.classes == 3
     assert torch.equal(first.prediction.long(), x[0].argmax(0))

@@ -22,8 +22,13 @@ from medfl.evaluation.metrics import (
 )
 
 
-def classified(labels: list[int], probabilities: list[list[float]], losses: list[float] | None = None) -> Cases:
-    values = {"probabilities": torch.tensor(probabilities, dtype=torch.float32), "label": torch.tensor(labels)}
+def classified(
+    labels: list[int], probabilities: list[list[float]], losses: list[float] | None = None
+) -> Cases:
+    values = {
+        "probabilities": torch.tensor(probabilities, dtype=torch.float32),
+        "label": torch.tensor(labels),
+    }
     if losses is not None:
         values["loss"] = torch.tensor(losses, dtype=torch.float32)
     return Cases(tuple(f"case-{i}" for i in range(len(labels))), values)
@@ -60,7 +65,9 @@ def test_auroc_with_ties_by_hand() -> None:
 
 def test_absent_class_is_left_out_of_recall_and_counts_in_f1_only_if_predicted() -> None:
     """Labels 0 0 1, predictions 0 2 1 of four classes: recall over 0 and 1; F1 over 0, 1 and 2; class 3 nowhere."""
-    cases = classified([0, 0, 1], [[0.7, 0.1, 0.1, 0.1], [0.2, 0.1, 0.6, 0.1], [0.0, 1.0, 0.0, 0.0]])
+    cases = classified(
+        [0, 0, 1], [[0.7, 0.1, 0.1, 0.1], [0.2, 0.1, 0.6, 0.1], [0.0, 1.0, 0.0, 0.0]]
+    )
     result = summarise(cases)
     assert result["balanced_accuracy"] == 0.75
     assert result["f1_macro"] == pytest.approx((2 / 3 + 1 + 0) / 3)
@@ -75,10 +82,17 @@ def test_degenerate_sets(four: Cases) -> None:
     single = summarise(four.select([0, 1]))
     assert "auroc" not in single
     assert single["accuracy"] == single["balanced_accuracy"] == 0.5
-    assert summarise(four.select([3])) == {"accuracy": 0.0, "balanced_accuracy": 0.0, "f1_macro": 0.0, "loss": 1.5}
+    assert summarise(four.select([3])) == {
+        "accuracy": 0.0,
+        "balanced_accuracy": 0.0,
+        "f1_macro": 0.0,
+        "loss": 1.5,
+    }
 
 
-@pytest.mark.parametrize(("classes", "cases", "decimals"), [(2, 60, 1), (2, 11, 3), (5, 200, 1), (7, 500, 3)])
+@pytest.mark.parametrize(
+    ("classes", "cases", "decimals"), [(2, 60, 1), (2, 11, 3), (5, 200, 1), (7, 500, 3)]
+)
 def test_equals_scikit_learn(classes: int, cases: int, decimals: int) -> None:
     """Coarse rounding makes many ties."""
     draw = np.random.default_rng(classes * cases)
@@ -87,7 +101,11 @@ def test_equals_scikit_learn(classes: int, cases: int, decimals: int) -> None:
     predicted = scores.argmax(1)
     result = summarise(classified(label.tolist(), scores.tolist()))
     one_hot = np.eye(classes)[label]
-    area = roc_auc_score(label, scores[:, 1]) if classes == 2 else roc_auc_score(one_hot, scores, average="macro")
+    area = (
+        roc_auc_score(label, scores[:, 1])
+        if classes == 2
+        else roc_auc_score(one_hot, scores, average="macro")
+    )
     assert result["accuracy"] == pytest.approx(accuracy_score(label, predicted))
     assert result["balanced_accuracy"] == pytest.approx(balanced_accuracy_score(label, predicted))
     assert result["f1_macro"] == pytest.approx(f1_score(label, predicted, average="macro"))
@@ -134,7 +152,9 @@ def test_concat_restores_what_select_took_apart(four: Cases) -> None:
         Cases(("a",), {"dice": torch.ones(1), "dice_x": torch.ones(1)}),
         Cases(("b",), {"dice": torch.zeros(1)}),
     )
-    both = Cases.concat([right, left])  # a site that annotates one structure has no score of another
+    both = Cases.concat(
+        [right, left]
+    )  # a site that annotates one structure has no score of another
     assert torch.equal(both.values["dice"], torch.tensor([0.0, 1.0]))
     assert torch.equal(both.values["dice_x"].isnan(), torch.tensor([True, False]))
     assert Cases.concat([four.select([])]).is_classification

@@ -26,7 +26,9 @@ def test_classes_without_cases_have_none_and_long_curves_are_thinned() -> None:
     assert [curve.index for curve in found] == [0, 1, 2]
     for curve in found:
         assert len(curve.fpr) <= 202
-        assert curve.area == pytest.approx(roc_auc_score(label == curve.index, probabilities[:, curve.index]))
+        assert curve.area == pytest.approx(
+            roc_auc_score(label == curve.index, probabilities[:, curve.index])
+        )
         assert auc(curve.fpr, curve.tpr) == pytest.approx(curve.area, abs=5e-3)
     assert curves(np.zeros(5, int), probabilities[:5]) == []
 

@@ -35,7 +35,9 @@ OBLIQUE = np.array([[0, -1.2, 0.5, 10], [0.9, 0, 0, -20], [0, 0.2, 3, 5], [0, 0,
 """The axes lead to the front, to the left and upwards, the last two at a slant; 0.9 x 1.22 x 3.04 mm."""
 
 
-def volume(path: Path, affine: np.ndarray[Any, Any] = OBLIQUE, shape: tuple[int, ...] = (12, 15, 9)) -> str:
+def volume(
+    path: Path, affine: np.ndarray[Any, Any] = OBLIQUE, shape: tuple[int, ...] = (12, 15, 9)
+) -> str:
     values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     values[:2] = 0
     nib.save(nib.Nifti1Image(values, affine), path)
@@ -79,7 +81,9 @@ def test_where_voxels_only_move_nothing_is_lost(tmp_path: Path, transforms: list
 def test_what_was_cropped_away_is_background(tmp_path: Path) -> None:
     """The first two planes along the first axis are; they are zero in the image."""
     file = volume(tmp_path / "x.nii.gz")
-    image, geometry = prepared(file, Orientationd("image", "RAS", labels=None), CropForegroundd("image", "image"))
+    image, geometry = prepared(
+        file, Orientationd("image", "RAS", labels=None), CropForegroundd("image", "image")
+    )
     assert image.shape == (1, 15, 10, 9)
     mask = to_original(torch.ones(15, 10, 9), geometry)
     assert mask.shape == (12, 15, 9)
@@ -91,7 +95,11 @@ def test_what_was_cropped_away_is_background(tmp_path: Path) -> None:
     "transforms",
     [
         [Spacingd("image", (1.1, 1.1, 1.1))],
-        [Orientationd("image", "RAS", labels=None), Spacingd("image", (2.0, 1.5, 1.1)), Flipd("image", 0)],
+        [
+            Orientationd("image", "RAS", labels=None),
+            Spacingd("image", (2.0, 1.5, 1.1)),
+            Flipd("image", 0),
+        ],
         [Resized("image", (20, 11, 16))],
     ],
 )
@@ -107,7 +115,9 @@ def test_a_volume_is_resampled_as_monai_does(tmp_path: Path, transforms: list[An
     assert written.header.get_xyzt_units()[0] == "mm"
     assert written.get_data_dtype() == np.uint8
     nearest = SpatialResample(mode="nearest", padding_mode="zeros", align_corners=False)
-    expected = nearest(MetaTensor(mask[None].double(), affine=image.affine), torch.from_numpy(OBLIQUE), (12, 15, 9))[0]
+    expected = nearest(
+        MetaTensor(mask[None].double(), affine=image.affine), torch.from_numpy(OBLIQUE), (12, 15, 9)
+    )[0]
     assert (np.asarray(written.dataobj) == expected.numpy()).all()
     assert len(np.unique(written.dataobj)) == 3
 
@@ -115,10 +125,14 @@ def test_a_volume_is_resampled_as_monai_does(tmp_path: Path, transforms: list[An
 @pytest.mark.parametrize("classes", [2, 3])
 def test_a_picture_gets_its_own_size(tmp_path: Path, classes: int) -> None:
     """A disc predicted at 32 x 32 in a picture of 40 x 96 pixels becomes an ellipse where the disc was."""
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 96), dtype=np.uint8)).save(tmp_path / "x.png")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 96), dtype=np.uint8)).save(
+        tmp_path / "x.png"
+    )
     Image.fromarray(np.eye(40, 96, dtype=np.uint8)).save(tmp_path / "m.png")
     entry = {"image": str(tmp_path / "x.png"), "label": str(tmp_path / "m.png")}
-    geometry = prepare([{"id": "x"}], Source([entry], (ReadPaird(channels=1, size=32),))).geometry[0]
+    geometry = prepare([{"id": "x"}], Source([entry], (ReadPaird(channels=1, size=32),))).geometry[
+        0
+    ]
     assert geometry.spacing == (40 / 32, 3.0)
     rows, columns = torch.meshgrid(torch.arange(32), torch.arange(32), indexing="ij")
     mask = ((rows - 20) ** 2 + (columns - 10) ** 2 < 64).to(torch.uint8)
@@ -134,7 +148,9 @@ def test_a_picture_gets_its_own_size(tmp_path: Path, classes: int) -> None:
 def test_the_same_mask_gives_the_same_bytes_and_nothing_else(tmp_path: Path) -> None:
     _, geometry = prepared(volume(tmp_path / "x.nii.gz"))
     (tmp_path / "out").mkdir()
-    paths = [save(torch.ones(12, 15, 9), 2, geometry, tmp_path / "out" / name) for name in ("a.b", "c")]
+    paths = [
+        save(torch.ones(12, 15, 9), 2, geometry, tmp_path / "out" / name) for name in ("a.b", "c")
+    ]
     assert paths[0].read_bytes() == paths[1].read_bytes()
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.b.nii.gz", "c.nii.gz"]
     with pytest.raises(RunError, match="cannot write"):
@@ -146,7 +162,10 @@ PADDED = {
     "turned and padded": ([Orientationd("image", "PIR"), SpatialPadd("image", (12, 9, 15))], True),
     "padded at an end": ([SpatialPadd("image", (9, 9, 9), method="end")], True),
     "cropped": ([CenterSpatialCropd("image", (3, 3, 3))], False),
-    "of other pixels": ([Spacingd("image", (2.0, 2.0, 2.0)), SpatialPadd("image", (20, 20, 20))], False),
+    "of other pixels": (
+        [Spacingd("image", (2.0, 2.0, 2.0)), SpatialPadd("image", (20, 20, 20))],
+        False,
+    ),
 }
 
 

@@ -57,11 +57,23 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("data") / "mednist", per_class=10, size=24)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("data") / "mednist", per_class=10, size=24
+    )
 
 
-def trained(folder: Path, data: Path, method: str, name: str = "mednist", config: Any = SMALL, **settings: Any) -> Path:
-    options, requested = settings.pop("options", {}), {"sites": 2, "rounds": 2, "partition": "iid", **settings}
+def trained(
+    folder: Path,
+    data: Path,
+    method: str,
+    name: str = "mednist",
+    config: Any = SMALL,
+    **settings: Any,
+) -> Path:
+    options, requested = (
+        settings.pop("options", {}),
+        {"sites": 2, "rounds": 2, "partition": "iid", **settings},
+    )
     save = datasets.get(name).task == "segmentation"
     requested |= {"method": method, "data": str(data)}
     federate(
@@ -81,7 +93,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
 def textual(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     """A FedBM run, without its generator, which is no part of the model."""
     options = {"generator": False, "tau": 9.0}
-    return trained(tmp_path_factory.mktemp("textual") / "run", data, "fedbm", rounds=1, options=options)
+    return trained(
+        tmp_path_factory.mktemp("textual") / "run", data, "fedbm", rounds=1, options=options
+    )
 
 
 @pytest.fixture(scope="module")
@@ -149,8 +163,13 @@ def probabilities(file: Path) -> dict[str, list[float]]:
     """Probabilities that MONAI wrote, by the id that the run has for an image."""
     header, *cases = rows(file)
     assert header == ["id", "prediction", *CLASSES]
-    named = {key.rpartition("/")[2].replace("_images_", "_"): [float(v) for v in values] for key, _, *values in cases}
-    assert [best for _, best, *_ in cases] == [CLASSES[values.index(max(values))] for values in named.values()]
+    named = {
+        key.rpartition("/")[2].replace("_images_", "_"): [float(v) for v in values]
+        for key, _, *values in cases
+    }
+    assert [best for _, best, *_ in cases] == [
+        CLASSES[values.index(max(values))] for values in named.values()
+    ]
     return named
 
 
@@ -161,7 +180,9 @@ def same(given: dict[str, list[float]], wanted: dict[str, list[float]]) -> bool:
 # What the bundle does
 
 
-def test_monai_reads_back_what_the_run_predicted(bundle: Path, plain: Path, data: Path, workplace: Path) -> None:
+def test_monai_reads_back_what_the_run_predicted(
+    bundle: Path, plain: Path, data: Path, workplace: Path
+) -> None:
     inferred(bundle, data, workplace / "out")
     given, wanted = probabilities(workplace / "out" / "predictions.csv"), recorded(plain)
     assert given.keys() >= wanted.keys()
@@ -169,7 +190,9 @@ def test_monai_reads_back_what_the_run_predicted(bundle: Path, plain: Path, data
     assert np.std(list(wanted.values()), axis=0).max() > 1e-3, "images are told apart"
 
 
-def test_monai_and_medfl_predict_a_flat_folder_without_labels(bundle: Path, data: Path, workplace: Path) -> None:
+def test_monai_and_medfl_predict_a_flat_folder_without_labels(
+    bundle: Path, data: Path, workplace: Path
+) -> None:
     (workplace / "new images").mkdir()
     with np.load(data / "mednist_24.npz") as file:
         for index, pixels in enumerate(file["test_images"][:5]):
@@ -181,7 +204,9 @@ def test_monai_and_medfl_predict_a_flat_folder_without_labels(bundle: Path, data
     assert header == ours == ["id", "prediction", *CLASSES]
     assert [case[:2] for case in cases] == [case[:2] for case in own]
     assert [case[0] for case in cases] == [f"Größe {index}.png" for index in range(5)]
-    assert [float(v) for v in cases[0][2:]] == pytest.approx([float(v) for v in own[0][2:]], abs=2e-6)
+    assert [float(v) for v in cases[0][2:]] == pytest.approx(
+        [float(v) for v in own[0][2:]], abs=2e-6
+    )
     assert told["data_source"] == "phantom"
     said = (bundle / "configs" / "inference.yaml").read_text().splitlines()[0]
     assert said.startswith("# What models/model.pt says of every image below dataset_dir")
@@ -191,7 +216,10 @@ def test_every_format_gives_what_the_network_gives(bundle: Path, plain: Path) ->
     """Measured again, on other images and with batches of other sizes than in the export."""
     network = Bundle("mednist", SMALL).network().eval()
     network.load_state_dict(load_weights(plain / "weights.safetensors"))
-    scripted, session = torch.jit.load(bundle / "models" / "model.ts"), OnnxNetwork(bundle / "models" / "model.onnx")
+    scripted, session = (
+        torch.jit.load(bundle / "models" / "model.ts"),
+        OnnxNetwork(bundle / "models" / "model.onnx"),
+    )
     for size in (1, 5):
         images = torch.randn(size, 1, 20, 20, generator=torch.Generator().manual_seed(size))
         with torch.no_grad():
@@ -199,11 +227,19 @@ def test_every_format_gives_what_the_network_gives(bundle: Path, plain: Path) ->
             assert (scripted(images) - wanted).abs().max() <= 1e-5
             assert (session(images) - wanted).abs().max() <= 1e-4
     stated = metadata(bundle)["medfl"]["agreement"]
-    assert {name: one["limit"] for name, one in stated.items()} == {"torchscript": 1e-5, "onnx": 1e-4}
-    assert all(one["probabilities"] <= one["limit"] and one["images"] == 8 for one in stated.values())
+    assert {name: one["limit"] for name, one in stated.items()} == {
+        "torchscript": 1e-5,
+        "onnx": 1e-4,
+    }
+    assert all(
+        one["probabilities"] <= one["limit"] and one["images"] == 8 for one in stated.values()
+    )
     state = torch.load(bundle / "models" / "model.pt", weights_only=True)
     own = load_weights(bundle / "models" / "model.safetensors")
-    assert all(torch.equal(state[name], tensor) and torch.equal(own[name], tensor) for name, tensor in own.items())
+    assert all(
+        torch.equal(state[name], tensor) and torch.equal(own[name], tensor)
+        for name, tensor in own.items()
+    )
 
 
 def test_it_passes_its_checks_and_says_what_it_is(bundle: Path, plain: Path) -> None:
@@ -233,12 +269,16 @@ def test_the_settings_of_the_run_are_in_its_configurations(bundle: Path) -> None
         assert {k: v for k, v in content.items() if k not in changed} == {
             k: v for k, v in before.items() if k not in changed
         }
-    comments = [line for line in (source / "train.yaml").read_text().splitlines() if line.startswith("#")]
+    comments = [
+        line for line in (source / "train.yaml").read_text().splitlines() if line.startswith("#")
+    ]
     assert comments
     assert all(line in (bundle / "configs" / "train.yaml").read_text() for line in comments)
 
 
-def test_nothing_says_where_it_was_made_or_names_an_item(bundle: Path, plain: Path, data: Path) -> None:
+def test_nothing_says_where_it_was_made_or_names_an_item(
+    bundle: Path, plain: Path, data: Path
+) -> None:
     items = json.loads((plain / "run.json").read_text())["partition"]["sites"]["site-1"]["train"]
     places = [str(plain.parent), str(data), str(Path.home()), "site-packages"]
     for file in (path for path in bundle.rglob("*") if path.is_file()):
@@ -254,14 +294,23 @@ def test_a_site_accepts_it(copy: Path) -> None:
     assert inspect(copy).refusals == []
 
 
-def test_it_is_federated_again_from_its_weights(bundle: Path, plain: Path, data: Path, tmp_path: Path) -> None:
+def test_it_is_federated_again_from_its_weights(
+    bundle: Path, plain: Path, data: Path, tmp_path: Path
+) -> None:
     weights = load_weights(plain / "weights.safetensors")
     started = Bundle(str(bundle)).network().state_dict()
     assert all(torch.equal(started[name], tensor) for name, tensor in weights.items())
     with stream(1, "new"):
         anew = Bundle(str(bundle), {"initial_weights": None}).network().state_dict()
     assert not all(torch.equal(anew[name], tensor) for name, tensor in weights.items())
-    requested = {"method": "fedavg", "data": str(data), "sites": 2, "rounds": 1, "partition": "iid", "lr": 1e-9}
+    requested = {
+        "method": "fedavg",
+        "data": str(data),
+        "sites": 2,
+        "rounds": 1,
+        "partition": "iid",
+        "lr": 1e-9,
+    }
     federate(str(bundle), requested=requested, out=tmp_path / "run", jobs=1)
     after = load_weights(tmp_path / "run" / "weights.safetensors")
     name = next(name for name in weights if name.endswith("weight") and weights[name].ndim > 1)
@@ -289,7 +338,10 @@ def test_a_classifier_of_text_is_in_the_weights(textual: Path, data: Path, workp
     assert definition["_target_"] == "medfl.exported.network"
     assert definition["options"]["tau"] == 9.0
     assert metadata(out)["required_packages_version"][release.DISTRIBUTION] == release.VERSION
-    assert f"has to be installed, for MONAI too: `{release.pip_install()}`" in (out / "docs" / "README.md").read_text()
+    assert (
+        f"has to be installed, for MONAI too: `{release.pip_install()}`"
+        in (out / "docs" / "README.md").read_text()
+    )
     layer: Any = head(Bundle(str(out)).network())
     assert torch.equal(layer.state_dict()["embeddings"], load_weights(out / "models" / "model.safetensors")[
         next(name for name in load_weights(out / "models" / "model.safetensors") if name.endswith("embeddings"))
@@ -307,7 +359,9 @@ def test_every_site_has_its_own_model(personal: Path, data: Path, workplace: Pat
     assert not all(torch.equal(heads[0][name], heads[1][name]) for name in heads[0])
     readme = (workplace / "all" / "site-2" / "docs" / "README.md").read_text()
     assert "the site *site-2*" in readme
-    best = export(personal, workplace / "best", site="site-2", which="best", formats=())["bundles"][0]
+    best = export(personal, workplace / "best", site="site-2", which="best", formats=())["bundles"][
+        0
+    ]
     assert best["eval_metrics"].keys() == {"data", "items"}, "no test score of it was recorded"
 
 
@@ -324,8 +378,12 @@ def test_what_no_configuration_can_say_is_named_as_torchscript(data: Path, workp
     with pytest.raises(InputError, match="'pickle'"):
         inspect(workplace / "bundle", Policy()).require(INFERENCE)
     inspect(workplace / "bundle", Policy(allow=frozenset({"pickle"}))).require(INFERENCE)
-    assert Bundle(str(workplace / "bundle")).network() is not None, "what it trains is no TorchScript"
-    with pytest.raises(InputError, match="the best round's States of the sites are not kept; use --which last"):
+    assert Bundle(str(workplace / "bundle")).network() is not None, (
+        "what it trains is no TorchScript"
+    )
+    with pytest.raises(
+        InputError, match="the best round's States of the sites are not kept; use --which last"
+    ):
         export(run, workplace / "best", site="site-1", which="best", formats=("torchscript",))
 
 
@@ -354,9 +412,12 @@ def test_an_interrupted_run_is_exported_and_says_so(plain: Path, tmp_path: Path)
     assert "the run was interrupted" in (tmp_path / "bundle" / "docs" / "README.md").read_text()
     weights = load_weights(plain / "weights.safetensors")
     assert all(
-        torch.equal(t, weights[n]) for n, t in load_weights(tmp_path / "bundle/models/model.safetensors").items()
+        torch.equal(t, weights[n])
+        for n, t in load_weights(tmp_path / "bundle/models/model.safetensors").items()
     )
-    assert all(key.startswith("validation_") for key in done["eval_metrics"].keys() - {"data", "items"})
+    assert all(
+        key.startswith("validation_") for key in done["eval_metrics"].keys() - {"data", "items"}
+    )
 
 
 def test_the_best_round_is_the_one_that_was_kept(plain: Path, tmp_path: Path) -> None:
@@ -365,21 +426,34 @@ def test_the_best_round_is_the_one_that_was_kept(plain: Path, tmp_path: Path) ->
     assert done["round"] == summary["best"]["round"]
     assert done["eval_metrics"]["accuracy"] == pytest.approx(summary["best"]["accuracy"], abs=1e-6)
     best = load_weights(plain / "best.safetensors")
-    assert all(torch.equal(t, best[n]) for n, t in load_weights(tmp_path / "bundle/models/model.safetensors").items())
+    assert all(
+        torch.equal(t, best[n])
+        for n, t in load_weights(tmp_path / "bundle/models/model.safetensors").items()
+    )
 
 
 def test_other_weights_than_those_that_were_scored_are_refused(plain: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(plain, tmp_path / "run"))
     weights = load_weights(run / "weights.safetensors")
-    save_weights(run / "weights.safetensors", {n: t * 2 if t.is_floating_point() else t for n, t in weights.items()})
+    save_weights(
+        run / "weights.safetensors",
+        {n: t * 2 if t.is_floating_point() else t for n, t in weights.items()},
+    )
     summary = json.loads((run / "summary.json").read_text())
-    (run / "summary.json").write_text(json.dumps({k: v for k, v in summary.items() if k != "weights_sha256"}))
-    with pytest.raises(RunError, match=r"differs from the run's predictions.csv by .*: weights or images have changed"):
+    (run / "summary.json").write_text(
+        json.dumps({k: v for k, v in summary.items() if k != "weights_sha256"})
+    )
+    with pytest.raises(
+        RunError,
+        match=r"differs from the run's predictions.csv by .*: weights or images have changed",
+    ):
         export(run, tmp_path / "bundle", formats=())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-@pytest.mark.parametrize(("which", "file"), [("last", "weights.safetensors"), ("best", "best.safetensors")])
+@pytest.mark.parametrize(
+    ("which", "file"), [("last", "weights.safetensors"), ("best", "best.safetensors")]
+)
 def test_weights_that_are_missing_or_were_changed_are_refused(
     plain: Path, tmp_path: Path, which: str, file: str
 ) -> None:
@@ -388,7 +462,9 @@ def test_weights_that_are_missing_or_were_changed_are_refused(
     weights = bytearray((run / file).read_bytes())
     weights[-4] ^= 1
     (run / file).write_bytes(weights)
-    with pytest.raises(InputError, match=f"{file} is not as the run wrote it; its SHA-256 was .*; restore it"):
+    with pytest.raises(
+        InputError, match=f"{file} is not as the run wrote it; its SHA-256 was .*; restore it"
+    ):
         export(run, tmp_path / "bundle", which=which, formats=())
     (run / file).unlink()
     with pytest.raises(InputError, match=f"{file} is missing|has kept no best round"):
@@ -407,19 +483,30 @@ def test_a_moved_phantom_is_drawn_again(plain: Path, tmp_path: Path) -> None:
     assert problems(tmp_path / "bundle") == []
 
 
-def test_nothing_is_left_of_what_does_not_pass(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("medfl.export.bundle_writer.problems", lambda folder, data: ["LICENSE is missing"])
-    with pytest.raises(RunError, match="does not pass its checks: LICENSE is missing; nothing was kept"):
+def test_nothing_is_left_of_what_does_not_pass(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "medfl.export.bundle_writer.problems", lambda folder, data: ["LICENSE is missing"]
+    )
+    with pytest.raises(
+        RunError, match="does not pass its checks: LICENSE is missing; nothing was kept"
+    ):
         export(plain, tmp_path / "bundle", formats=())
     monkeypatch.setitem(export_formats.LIMITS, "torchscript", -1.0)
-    with pytest.raises(RunError, match=r"model.ts differs from the network by .*; leave it out with --formats"):
+    with pytest.raises(
+        RunError, match=r"model.ts differs from the network by .*; leave it out with --formats"
+    ):
         export(plain, tmp_path / "bundle", formats=("torchscript",))
     monkeypatch.setattr(
         _BundleWriter,
         "_choose_definition",
         lambda self, network: _NetworkDefinition("torchscript", {}),
     )
-    with pytest.raises(RunError, match="differs from the network by .*; it has no other form, so this model cannot be"):
+    with pytest.raises(
+        RunError,
+        match="differs from the network by .*; it has no other form, so this model cannot be",
+    ):
         export(plain, tmp_path / "bundle", formats=("torchscript",))
     assert list(tmp_path.iterdir()) == []
 
@@ -427,44 +514,70 @@ def test_nothing_is_left_of_what_does_not_pass(plain: Path, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"site": "site-1"}, "--site site-1 with method 'fedavg'; it has one model, the same for all; leave it out"),
-        ({"site": "nobody"}, "--site nobody with method 'fedavg'; it has one model, the same for all; leave it out"),
+        (
+            {"site": "site-1"},
+            "--site site-1 with method 'fedavg'; it has one model, the same for all; leave it out",
+        ),
+        (
+            {"site": "nobody"},
+            "--site nobody with method 'fedavg'; it has one model, the same for all; leave it out",
+        ),
         ({"which": "first"}, "--which first; last or best; give --which last"),
         ({"data": "/nowhere"}, "/nowhere"),
     ],
 )
-def test_bad_requests_are_told_in_one_line(arguments: Any, said: str, plain: Path, tmp_path: Path) -> None:
+def test_bad_requests_are_told_in_one_line(
+    arguments: Any, said: str, plain: Path, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as told:
         export(plain, tmp_path / "bundle", formats=(), **arguments)
     assert said in str(told.value)
     assert not list(tmp_path.iterdir())
 
 
-def test_folders_that_are_no_runs_or_are_in_use(plain: Path, personal: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"holds no run \(no run.json\); a folder that medfl run wrote"):
+def test_folders_that_are_no_runs_or_are_in_use(
+    plain: Path, personal: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        InputError, match=r"holds no run \(no run.json\); a folder that medfl run wrote"
+    ):
         export(tmp_path, tmp_path / "bundle")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").write_text("")
-    with pytest.raises(InputError, match="exists and is not empty; a new or empty folder; give a new folder"):
+    with pytest.raises(
+        InputError, match="exists and is not empty; a new or empty folder; give a new folder"
+    ):
         export(plain, tmp_path / "used")
-    with pytest.raises(InputError, match="'fedrep' has a model for each site and none for all; its sites are site-1, "):
+    with pytest.raises(
+        InputError,
+        match="'fedrep' has a model for each site and none for all; its sites are site-1, ",
+    ):
         export(personal, tmp_path / "bundle", formats=())
-    with pytest.raises(InputError, match="--site nobody; the sites of this run are site-1, site-2; choose one"):
+    with pytest.raises(
+        InputError, match="--site nobody; the sites of this run are site-1, site-2; choose one"
+    ):
         export(personal, tmp_path / "bundle", formats=(), site="nobody")
     (tmp_path / "begun").mkdir()
     shutil.copyfile(plain / "run.json", tmp_path / "begun" / "run.json")
-    with pytest.raises(InputError, match="has no weights yet; a model is there after the first round; let it train"):
+    with pytest.raises(
+        InputError, match="has no weights yet; a model is there after the first round; let it train"
+    ):
         export(tmp_path / "begun", tmp_path / "bundle", formats=())
 
 
 def test_formats_are_a_list_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse_formats("onnx, torchscript") == ("onnx", "torchscript")
     assert parse_formats("none") == ()
-    with pytest.raises(InputError, match="--formats tensorrt; a list of torchscript, onnx, or none"):
+    with pytest.raises(
+        InputError, match="--formats tensorrt; a list of torchscript, onnx, or none"
+    ):
         parse_formats("tensorrt")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert parse_formats("torchscript") == ("torchscript",)
-    with pytest.raises(InputError, match=r"without onnx, .*; pip install .medfl-monai\[export\].; install it, or use "):
+    with pytest.raises(
+        InputError,
+        match=r"without onnx, .*; pip install .medfl-monai\[export\].; install it, or use ",
+    ):
         parse_formats("torchscript,onnx")
 
 
@@ -476,10 +589,25 @@ def test_formats_are_a_list_of_what_is_installed(monkeypatch: pytest.MonkeyPatch
     [
         ("docs/README.md", "## Tags", "## Words", "has no section 'Tags'"),
         ("docs/README.md", "not a medical device", "a device", "not a medical device"),
-        ("docs/README.md", "## License", "from /home/someone/images\n\n## License", "/home/someone/images"),
+        (
+            "docs/README.md",
+            "## License",
+            "from /home/someone/images\n\n## License",
+            "/home/someone/images",
+        ),
         ("docs/medfl.json", '"run": {', '"run": {"place": "~/images",', "~/images"),
-        ("configs/metadata.json", '"version": "0.2.0"', '"version": "0.2.0a"', "version '0.2.0a' is not semantic"),
-        ("configs/metadata.json", '"version": "0.2.0"', '"version": "0.4.0"', "the changelog has no 0.4.0"),
+        (
+            "configs/metadata.json",
+            '"version": "0.2.0"',
+            '"version": "0.2.0a"',
+            "version '0.2.0a' is not semantic",
+        ),
+        (
+            "configs/metadata.json",
+            '"version": "0.2.0"',
+            '"version": "0.4.0"',
+            "the changelog has no 0.4.0",
+        ),
         ("configs/metadata.json", '"num_channels": 1', '"num_channels": 4', "verify_net_in_out"),
         ("configs/metadata.json", '"intended_use"', '"intended_usage"', ""),
         ("configs/metadata.json", '"authors"', '"author"', "verify_metadata"),
@@ -495,7 +623,10 @@ def test_a_flaw_is_found(file: str, old: str, new: str, said: str, copy: Path) -
 
 def test_files_are_listed_with_their_hashes(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export_checks, "LARGE", 50_000)
-    assert any("model.onnx has more than 25 MB and is not in large_files.yml" in one for one in problems(copy))
+    assert any(
+        "model.onnx has more than 25 MB and is not in large_files.yml" in one
+        for one in problems(copy)
+    )
     monkeypatch.undo()
     (copy / "models" / "extra.pt").write_bytes(b"")
     (copy / "models" / "model.ts").write_bytes(b"other")
@@ -507,7 +638,9 @@ def test_files_are_listed_with_their_hashes(copy: Path, monkeypatch: pytest.Monk
     assert problems(copy) == ["LICENSE is missing"]
 
 
-def test_large_files_are_named_for_the_zoo(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_named_for_the_zoo(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("medfl.export.bundle_writer.LARGE", 100_000)
     monkeypatch.setattr(export_checks, "LARGE", 100_000)
     done = export(plain, tmp_path / "bundle", formats=())["bundles"][0]
@@ -524,15 +657,29 @@ def test_masks_in_two_dimensions_are_those_of_the_run(workplace: Path) -> None:
     data = datasets.write_phantom("lung_cxr", workplace / "data", per_class=10, size=32)
     config_ = {"network": "unet8", "image_size": 32}
     run = trained(
-        workplace / "run", data, "fedavg", "lung_cxr", config_, rounds=2, local_epochs=4, batch_size=2, lr=0.005
+        workplace / "run",
+        data,
+        "fedavg",
+        "lung_cxr",
+        config_,
+        rounds=2,
+        local_epochs=4,
+        batch_size=2,
+        lr=0.005,
     )
     export(run, workplace / "bundle")
     inferred(workplace / "bundle", data / "images", workplace / "out")
-    masks = {path.stem: np.asarray(Image.open(path)) for path in (run / "predictions").rglob("*.png")}
-    written = {path.stem: np.asarray(Image.open(path)) for path in (workplace / "out").glob("*.png")}
+    masks = {
+        path.stem: np.asarray(Image.open(path)) for path in (run / "predictions").rglob("*.png")
+    }
+    written = {
+        path.stem: np.asarray(Image.open(path)) for path in (workplace / "out").glob("*.png")
+    }
     assert written.keys() == {path.stem for path in (data / "images").iterdir()} > masks.keys()
     differing = [np.mean(written[name] != mask) for name, mask in masks.items()]
-    assert max(differing) < 0.02, "the run takes the class on the network's grid, the bundle resizes probabilities"
+    assert max(differing) < 0.02, (
+        "the run takes the class on the network's grid, the bundle resizes probabilities"
+    )
     assert any(mask.any() for mask in masks.values())
 
 
@@ -543,7 +690,9 @@ def test_masks_in_three_dimensions_are_those_of_the_run(workplace: Path) -> None
     run = trained(workplace / "run", data, "fedavg", "hippocampus", config_, rounds=1)
     done = export(run, workplace / "bundle")["bundles"][0]
     assert done["agreement"].keys() == {"torchscript", "onnx"}
-    assert metadata(workplace / "bundle")["network_data_format"]["inputs"]["image"]["spatial_shape"] == [16, 32, 16]
+    assert metadata(workplace / "bundle")["network_data_format"]["inputs"]["image"][
+        "spatial_shape"
+    ] == [16, 32, 16]
     inferred(workplace / "bundle", data / "imagesTr", workplace / "out")
     for path in (run / "predictions").rglob("*.nii.gz"):
         name = path.name.removesuffix(".nii.gz")
@@ -555,7 +704,9 @@ def test_masks_in_three_dimensions_are_those_of_the_run(workplace: Path) -> None
 @pytest.mark.slow
 def test_fedbm_with_its_generator_in_all_formats(data: Path, workplace: Path) -> None:
     options = {"g_start": 1, "g_iterations": 2, "g_batch": 4, "synthetic_batch": 2}
-    run = trained(workplace / "run", data, "fedbm", config={**SMALL, "image_size": 16}, options=options)
+    run = trained(
+        workplace / "run", data, "fedbm", config={**SMALL, "image_size": 16}, options=options
+    )
     done = export(run, workplace / "bundle")["bundles"][0]
     assert done["agreement"]["onnx"]["probabilities"] <= 1e-4
     inferred(workplace / "bundle", data, workplace / "out")
@@ -564,7 +715,8 @@ def test_fedbm_with_its_generator_in_all_formats(data: Path, workplace: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "method", ["fedsm", "fedetf", "fedrod", "ditto", "pfedbayes", "pfedpm", "perfedavg", "moon", "ccvr"]
+    "method",
+    ["fedsm", "fedetf", "fedrod", "ditto", "pfedbayes", "pfedpm", "perfedavg", "moon", "ccvr"],
 )
 def test_methods_with_unusual_networks(method: str, data: Path, workplace: Path) -> None:
     """Each is the model that was scored: the export compares it with the run's predictions."""
@@ -580,16 +732,28 @@ def test_methods_with_unusual_networks(method: str, data: Path, workplace: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedsm", "fedetf"])
-def test_the_site_models_of_a_globally_judged_method(method: str, data: Path, workplace: Path) -> None:
+def test_the_site_models_of_a_globally_judged_method(
+    method: str, data: Path, workplace: Path
+) -> None:
     """The model that is read back is right as often as the run says that the site's is."""
-    run = trained(workplace / "run", data, method, options={"finetune_rounds": 1} if method == "fedetf" else {})
+    run = trained(
+        workplace / "run",
+        data,
+        method,
+        options={"finetune_rounds": 1} if method == "fedetf" else {},
+    )
     export(run, workplace / "bundle", site="site-1", formats=("torchscript",))
     inferred(workplace / "bundle", data, workplace / "out")
-    found, (header, *cases) = probabilities(workplace / "out" / "predictions.csv"), rows(run / "predictions.csv")
+    found, (header, *cases) = (
+        probabilities(workplace / "out" / "predictions.csv"),
+        rows(run / "predictions.csv"),
+    )
     own = [dict(zip(header, case, strict=True)) for case in cases if case[1] == "site-1"]
     right = [found[case["id"]].index(max(found[case["id"]])) == int(case["label"]) for case in own]
     header, first, _ = rows(run / "sites.csv")
-    assert sum(right) / len(own) == pytest.approx(float(dict(zip(header, first, strict=True))["personal_accuracy"]))
+    assert sum(right) / len(own) == pytest.approx(
+        float(dict(zip(header, first, strict=True))["personal_accuracy"])
+    )
     with pytest.raises(InputError, match="the best round's States of the sites are not kept"):
         export(run, workplace / "best", site="site-1", which="best")
 
@@ -622,12 +786,17 @@ def test_predictions_of_images_that_are_drawn_anew_are_not_compared(
     noise = "{'_target_': 'RandGaussianNoised', 'keys': 'image', 'prob': 1.0}"
     text = (zoo.path / zoo.config).read_text()
     assert 'transforms: "%train#deterministic_transforms"' in text
-    noisy = text.replace('"%train#deterministic_transforms"', f'["%train#deterministic_compose", {noise}]')
+    noisy = text.replace(
+        '"%train#deterministic_transforms"', f'["%train#deterministic_compose", {noise}]'
+    )
     noisy += "\ntrain#deterministic_compose: {_target_: Compose, transforms: '$@train#deterministic_transforms'}\n"
     (zoo.path / zoo.config).write_text(noisy)
     requested = {"sites": 2, "rounds": 1, "partition": "iid"}
     federate(str(zoo.path), config=zoo.overrides, requested=requested, out=tmp_path / "run", jobs=1)
-    assert export(tmp_path / "run", tmp_path / "bundle", formats=())["bundles"][0]["predictions"] is None
+    assert (
+        export(tmp_path / "run", tmp_path / "bundle", formats=())["bundles"][0]["predictions"]
+        is None
+    )
 
 
 def command(folder: Path, *arguments: str) -> None:
@@ -645,12 +814,17 @@ def test_the_real_command(copy: Path, plain: Path, data: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bundle_for_own_images_predicts_new_ones_by_monai(real_data: Path, workplace: Path) -> None:
+def test_a_bundle_for_own_images_predicts_new_ones_by_monai(
+    real_data: Path, workplace: Path
+) -> None:
     """From real cells in class folders to MONAI's predictions of a flat folder, the same as medfl's."""
     with zipfile.ZipFile(real_data / "wbc" / "images_dataset1.zip") as archive:
         with (real_data / "wbc" / "labels.csv").open() as file:
             kinds = {row["file"]: row["class"] for row in csv.DictReader(file)}
-        taken = {kind: [n for n in archive.namelist() if kinds[n] == kind] for kind in ("lymphocyte", "neutrophil")}
+        taken = {
+            kind: [n for n in archive.namelist() if kinds[n] == kind]
+            for kind in ("lymphocyte", "neutrophil")
+        }
         for kind, names in taken.items():
             for place, chosen in ((f"cells/{kind}", names[:20]), ("new cells", names[20:23])):
                 (workplace / place).mkdir(parents=True, exist_ok=True)

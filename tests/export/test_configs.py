@@ -15,7 +15,12 @@ from torch import nn
 
 from medfl.core.errors import InputError
 from medfl.export import network as exported
-from medfl.export.configs import EditedConfig, network_of_method, network_with_weights, network_without_weights
+from medfl.export.configs import (
+    EditedConfig,
+    network_of_method,
+    network_with_weights,
+    network_without_weights,
+)
 from medfl.export.descriptions import _data_format
 from medfl.storage.files import save_weights
 
@@ -64,10 +69,15 @@ def test_ids_inside_are_changed_and_the_other_blocks_stay(file: Path) -> None:
     made.insert("new", {"a": [1, 2]}, before="network")
     made.insert("last", None, before="nothing")
     content, text = yaml.safe_load(made.text()), made.text()
-    assert content["train"]["transforms"] == [{"_target_": "First", "keys": "label"}, {"_target_": "Second"}]
+    assert content["train"]["transforms"] == [
+        {"_target_": "First", "keys": "label"},
+        {"_target_": "Second"},
+    ]
     assert content["validate#dataset#data"] == "$[]"
     assert list(content)[:3] == ["last", "new", "network"]
-    assert all(kept in text for kept in ("- one   # kept\n", "# or another", "\n# before the end\nrun:\n"))
+    assert all(
+        kept in text for kept in ("- one   # kept\n", "# or another", "\n# before the end\nrun:\n")
+    )
 
 
 def test_json_stays_json(tmp_path: Path) -> None:
@@ -110,7 +120,10 @@ def test_weights_of_the_stated_hash_are_loaded(tmp_path: Path) -> None:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     made = exported.network(linear(), weights=str(path), sha256=digest).state_dict()
     assert all(torch.equal(made[name], tensor) for name, tensor in state.items())
-    with pytest.raises(InputError, match="with sha256 .*; the recorded one is 000000000000; restore the file, or set "):
+    with pytest.raises(
+        InputError,
+        match="with sha256 .*; the recorded one is 000000000000; restore the file, or set ",
+    ):
         exported.network(linear(), weights=str(path), sha256="0" * 64)
     with pytest.raises(InputError, match=r"do not fit \(Error.* in loading state_dict for Linear"):
         exported.network(nn.Linear(4, 2), weights=str(path))
@@ -123,7 +136,9 @@ def test_weights_of_the_stated_hash_are_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["os.system", "tests.support.toy", "no_such"])
 def test_a_configuration_names_no_method_but_medfls(name: str) -> None:
-    with pytest.raises(InputError, match="in a configuration; an exported network names one of medfl's"):
+    with pytest.raises(
+        InputError, match="in a configuration; an exported network names one of medfl's"
+    ):
         exported.network(linear(), method=name)
 
 
@@ -141,8 +156,13 @@ def test_a_text_classifier_needs_only_the_shape_of_its_prompts() -> None:
 
 
 def test_a_range_that_names_all_values_becomes_one() -> None:
-    seen: Any = SimpleNamespace(shapes=[((1, 4, 8, 8), (1, 4))], spatial=lambda which: [8, 8] if which == 0 else [])
-    source = {"inputs": {"image": {"value_range": [0, 1]}}, "outputs": {"pred": {"value_range": [0, 1, 2, 3]}}}
+    seen: Any = SimpleNamespace(
+        shapes=[((1, 4, 8, 8), (1, 4))], spatial=lambda which: [8, 8] if which == 0 else []
+    )
+    source = {
+        "inputs": {"image": {"value_range": [0, 1]}},
+        "outputs": {"pred": {"value_range": [0, 1, 2, 3]}},
+    }
     written = _data_format(source, seen)
     assert written["inputs"]["image"]["value_range"] == [0, 1]
     assert written["outputs"]["pred"]["value_range"] == [0, 3]

@@ -16,7 +16,9 @@ import pytest
 import torch
 
 pytest.importorskip("nvflare")
-pytest.importorskip("tenseal", reason="homomorphic encryption needs TenSEAL: pip install 'medfl-monai[encryption]'")
+pytest.importorskip(
+    "tenseal", reason="homomorphic encryption needs TenSEAL: pip install 'medfl-monai[encryption]'"
+)
 
 import tenseal as ts
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
@@ -61,12 +63,17 @@ def example() -> Iterator[SimpleNamespace]:
 def keys() -> tuple[Any, Any]:
     """Contexts as FLARE's HEBuilder makes them: of a site, of the server."""
     made = ts.context(
-        ts.SCHEME_TYPE.CKKS, 8192, coeff_mod_bit_sizes=[60, 40, 40], encryption_type=ts.ENCRYPTION_TYPE.SYMMETRIC
+        ts.SCHEME_TYPE.CKKS,
+        8192,
+        coeff_mod_bit_sizes=[60, 40, 40],
+        encryption_type=ts.ENCRYPTION_TYPE.SYMMETRIC,
     )
     made.generate_relin_keys()
     made.global_scale = 2**40
     parts = {"save_galois_keys": False, "save_relin_keys": True}
-    site, server = (made.serialize(save_public_key=own, save_secret_key=own, **parts) for own in (True, False))
+    site, server = (
+        made.serialize(save_public_key=own, save_secret_key=own, **parts) for own in (True, False)
+    )
     return ts.context_from(site), ts.context_from(server)
 
 
@@ -77,15 +84,20 @@ def test_tensors_come_back_from_the_vector_and_integers_stay(example: SimpleName
     weights = {"b": torch.randn(2, 3), "a": torch.randn(4).double(), "count": torch.tensor(7)}
     vector = example.site.packed(weights)
     assert vector.shape == (10,)
-    found = example.site.unpacked(list(vector), {**weights, "a": torch.zeros(4).double(), "b": torch.zeros(2, 3)})
+    found = example.site.unpacked(
+        list(vector), {**weights, "a": torch.zeros(4).double(), "b": torch.zeros(2, 3)}
+    )
     assert found.keys() == weights.keys()
     assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in weights.items()
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in weights.items()
     )
 
 
 @pytest.mark.parametrize("value", [2.0**18 * 1.01, -(2.0**30), float("nan"), float("inf")])
-def test_numbers_that_the_keys_cannot_carry_do_not_leave(example: SimpleNamespace, value: float) -> None:
+def test_numbers_that_the_keys_cannot_carry_do_not_leave(
+    example: SimpleNamespace, value: float
+) -> None:
     with pytest.raises(RunError, match="the largest weight is"):
         example.site.packed({"w": torch.tensor([1.0, value])})
 
@@ -94,7 +106,11 @@ def test_the_keys_carry_the_largest_number_and_not_its_double(example: SimpleNam
     site, _ = keys()
     for factor, right in ((1, True), (2, False)):
         value = np.full(4096, example.site.MOST * factor)
-        mean = np.array(((ts.ckks_vector(site, value * 30) + ts.ckks_vector(site, value * 10)) * (1 / 40)).decrypt())
+        mean = np.array(
+            (
+                (ts.ckks_vector(site, value * 30) + ts.ckks_vector(site, value * 10)) * (1 / 40)
+            ).decrypt()
+        )
         assert bool(np.abs(mean / value - 1).max() < 1e-6) is right
 
 
@@ -106,10 +122,14 @@ def test_a_mean_of_another_length_is_refused(example: SimpleNamespace) -> None:
 # What the server sees
 
 
-def test_the_witness_tells_ciphertexts_from_numbers_and_sees_a_secret_key(example: SimpleNamespace) -> None:
+def test_the_witness_tells_ciphertexts_from_numbers_and_sees_a_secret_key(
+    example: SimpleNamespace,
+) -> None:
     site, server = keys()
     sealed = ts.ckks_vector_from(server, ts.ckks_vector(site, [1.0, 2.0]).serialize())
-    found = example.server.seen(DXO(DataKind.WEIGHTS, {"weights": sealed}, {"steps": 3}).to_shareable())
+    found = example.server.seen(
+        DXO(DataKind.WEIGHTS, {"weights": sealed}, {"steps": 3}).to_shareable()
+    )
     assert (found["kinds"]["CKKSVector"], found["numbers"], found["secret_keys"]) == (1, 2, 0)
     assert found["open"] == ["steps"]
     assert found["bytes"] > 100_000
@@ -121,10 +141,14 @@ def test_the_witness_tells_ciphertexts_from_numbers_and_sees_a_secret_key(exampl
     assert example.server.seen({"peer": context})["open"][0] == "told"
 
 
-def test_a_job_says_nothing_of_encryption_and_ships_no_code(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_job_says_nothing_of_encryption_and_ships_no_code(
+    example: SimpleNamespace, tmp_path: Path
+) -> None:
     carried = tmp_path / "run.json"
     carried.write_text("{}")
-    made = example.server.job(offer(), carried, SITES, example.site.RemoteEncryptedSite(), tmp_path / "log")
+    made = example.server.job(
+        offer(), carried, SITES, example.site.RemoteEncryptedSite(), tmp_path / "log"
+    )
     made.export_job(str(tmp_path))
     files = sorted(path.name for path in (tmp_path / made.name).rglob("*") if path.is_file())
     assert files == ["config_fed_client.json", "config_fed_server.json", "meta.json", "run.json"]
@@ -140,11 +164,22 @@ def test_a_job_says_nothing_of_encryption_and_ships_no_code(example: SimpleNames
 def context(run: Run, name: str, place: Path, data: Path) -> FLContext:
     """What FLARE tells an executor: the job's folder and the kit's."""
     (place / "app" / "config").mkdir(parents=True)
-    (place / "app" / "config" / "run.json").write_text(json.dumps({**run.to_dict(), "run_hash": run.run_hash}))
-    (place / "medfl.yaml").write_text(
-        json.dumps({"bundle": "mednist", "data": str(data), "folder": "own", "permits": ["network", "image_size"]})
+    (place / "app" / "config" / "run.json").write_text(
+        json.dumps({**run.to_dict(), "run_hash": run.run_hash})
     )
-    workspace = SimpleNamespace(get_app_dir=lambda _: str(place / "app"), get_site_config_dir=lambda: str(place))
+    (place / "medfl.yaml").write_text(
+        json.dumps(
+            {
+                "bundle": "mednist",
+                "data": str(data),
+                "folder": "own",
+                "permits": ["network", "image_size"],
+            }
+        )
+    )
+    workspace = SimpleNamespace(
+        get_app_dir=lambda _: str(place / "app"), get_site_config_dir=lambda: str(place)
+    )
     made = FLContext()
     for key, value in (
         (ReservedKey.ENGINE, SimpleNamespace(get_workspace=lambda: workspace)),
@@ -161,10 +196,14 @@ def asked(task: str, mean: Any, round_: int = 0) -> tuple[str, Shareable]:
     return task, question
 
 
-def test_sites_behind_a_plain_mean_give_fedavg_and_keep_the_last_mean(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_sites_behind_a_plain_mean_give_fedavg_and_keep_the_last_mean(
+    example: SimpleNamespace, tmp_path: Path
+) -> None:
     run = offer()
     scans = {
-        name: datasets.write_phantom("mednist", tmp_path / name / "scans", per_class=10 + 2 * i, size=16, seed=i)
+        name: datasets.write_phantom(
+            "mednist", tmp_path / name / "scans", per_class=10 + 2 * i, size=16, seed=i
+        )
         for i, name in enumerate(SITES)
     }
     contexts = {name: context(run, name, tmp_path / name, scans[name]) for name in SITES}
@@ -172,11 +211,15 @@ def test_sites_behind_a_plain_mean_give_fedavg_and_keep_the_last_mean(example: S
     mean: Any = None
     for round_ in range(run.rounds):
         told = [
-            from_shareable(s.execute(*asked("train", mean, round_), contexts[n], Signal())) for n, s in sites.items()
+            from_shareable(s.execute(*asked("train", mean, round_), contexts[n], Signal()))
+            for n, s in sites.items()
         ]
         assert all(list(dxo.data) == ["weights"] and len(dxo.meta) == 1 for dxo in told)
         samples = [dxo.get_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND) for dxo in told]
-        mean = list(sum(n * dxo.data["weights"] for n, dxo in zip(samples, told, strict=True)) / sum(samples))
+        mean = list(
+            sum(n * dxo.data["weights"] for n, dxo in zip(samples, told, strict=True))
+            / sum(samples)
+        )
     folder, _ = executed(tmp_path / "run", run, scans)
     plain = load_weights(folder.path / "weights.safetensors")
     for name, site in sites.items():
@@ -188,11 +231,22 @@ def test_sites_behind_a_plain_mean_give_fedavg_and_keep_the_last_mean(example: S
         assert max(float((kept[key] - plain[key]).abs().max()) for key in plain) < 1e-6
 
 
-def test_a_site_refuses_what_an_average_is_not_enough_for(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_site_refuses_what_an_average_is_not_enough_for(
+    example: SimpleNamespace, tmp_path: Path
+) -> None:
     data = datasets.write_phantom("mednist", tmp_path / "scans", per_class=10, size=16)
-    site, told = example.site.RemoteEncryptedSite(), context(offer("scaffold"), "north", tmp_path / "kit", data)
-    assert site.execute(*asked("train", None), told, Signal()).get_return_code() == ReturnCode.EXECUTION_EXCEPTION
-    assert site.execute(*asked("submit_model", None), told, Signal()).get_return_code() == ReturnCode.TASK_UNKNOWN
+    site, told = (
+        example.site.RemoteEncryptedSite(),
+        context(offer("scaffold"), "north", tmp_path / "kit", data),
+    )
+    assert (
+        site.execute(*asked("train", None), told, Signal()).get_return_code()
+        == ReturnCode.EXECUTION_EXCEPTION
+    )
+    assert (
+        site.execute(*asked("submit_model", None), told, Signal()).get_return_code()
+        == ReturnCode.TASK_UNKNOWN
+    )
     assert not methods.has_fedavg_server(methods.method_class("scaffold"))
     with pytest.raises(InputError, match="method 'scaffold' encrypted"):
         example.run.executed(tmp_path / "out", "mednist", {}, {"method": "scaffold"}, str)
@@ -204,7 +258,10 @@ def test_a_site_refuses_what_an_average_is_not_enough_for(example: SimpleNamespa
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_server_with_ciphertexts_only_gives_the_simulator_s_mean(
-    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    example: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", python_path())
     data = datasets.write_phantom("pneumonia", tmp_path / "data", per_class=20, size=16)

@@ -35,14 +35,18 @@ STAND_IN = "tests.support.failing_flare_site.StandIn"
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16
+    )
 
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalFederation]:
     """One for all tests: each puts back what it broke."""
     environment = {"PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-    with LocalFederation(tmp_path_factory.mktemp("federation"), SITES, [*SIMULATED, STAND_IN], environment) as made:
+    with LocalFederation(
+        tmp_path_factory.mktemp("federation"), SITES, [*SIMULATED, STAND_IN], environment
+    ) as made:
         made.start()
         made.ready(240)
         yield made
@@ -60,10 +64,14 @@ class Job:
         }  # fmt: skip
         launch.federate("mednist", config=CONFIG, requested=requested, out=self.twin, jobs=1)
         run, about = RunFolder(self.twin).read_run()
-        RunFolder.create(self.out).write_run(run, {k: v for k, v in about.items() if k != "run_hash"})
+        RunFolder.create(self.out).write_run(
+            run, {k: v for k, v in about.items() if k != "run_hash"}
+        )
         self.run = run
 
-    def exported(self, does: Mapping[int, str] | None = None, site: str = "site-2", **settings: Any) -> Path:
+    def exported(
+        self, does: Mapping[int, str] | None = None, site: str = "site-2", **settings: Any
+    ) -> Path:
         made, _ = flare_job.local_recipe(self.run, self.out, **settings)
         job = flare_job.write_job(made, self.place / f"job{len(list(self.place.glob('job*')))}")
         if does:
@@ -71,7 +79,10 @@ class Job:
             document = json.loads(path.read_text())
             executor = document["executors"][0]["executor"]
             executor["path"] = STAND_IN
-            executor["args"] |= {"site": site, "does": {str(round_): what for round_, what in does.items()}}
+            executor["args"] |= {
+                "site": site,
+                "does": {str(round_): what for round_, what in does.items()},
+            }
             path.write_text(json.dumps(document))
         return job
 
@@ -167,7 +178,10 @@ def test_law1_a_run_goes_on_after_a_full_disk_a_killed_job_and_a_killed_server(
         paths[1].write_text(json.dumps(theirs))
         other.start("site-1")
         until(
-            lambda: "CERTIFICATE_VERIFY_FAILED" in other.log("site-1") or "certificate" in other.log("site-1").lower(),
+            lambda: (
+                "CERTIFICATE_VERIFY_FAILED" in other.log("site-1")
+                or "certificate" in other.log("site-1").lower()
+            ),
             90,
         )
         assert federation.wait(federation.submit(job.exported())) == "FINISHED:COMPLETED"

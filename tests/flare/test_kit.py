@@ -57,12 +57,23 @@ def granted(kit: Path, right: str) -> list[str]:
     """The roles that FLARE gives a right, at a site of the submitter's own organisation."""
     judge = FLAuthorizer("org", json.loads((kit / "local" / "authorization.json").read_text()))
     people = {role: Person("somebody", "org", role) for role in ROLES}
-    return [role for role, who in people.items() if judge.authorize(AuthzContext(right, who, who))[0]]
+    return [
+        role for role, who in people.items() if judge.authorize(AuthzContext(right, who, who))[0]
+    ]
 
 
 def test_nobody_brings_code_or_gets_a_shell_at_a_site(kit: Path) -> None:
     secure(kit, "site", ALLOWED)
-    for right in ("byoc", "server-predeployed-flwr", "shell_commands", "cat", "ls", "show_errors", "restart", "call"):
+    for right in (
+        "byoc",
+        "server-predeployed-flwr",
+        "shell_commands",
+        "cat",
+        "ls",
+        "show_errors",
+        "restart",
+        "call",
+    ):
         assert granted(kit, right) == [], right
     assert granted(kit, "abort_job") == list(ROLES)
     secure(kit, "site", ALLOWED)
@@ -86,17 +97,28 @@ def test_at_a_server_nobody_brings_code_and_the_rest_is_as_it_came(kit: Path) ->
         {"lead": {"view": "any", "cat": "any"}},
     ],
 )
-def test_a_site_does_not_start_with_a_policy_that_grants_code_or_commands(kit: Path, permissions: Any) -> None:
+def test_a_site_does_not_start_with_a_policy_that_grants_code_or_commands(
+    kit: Path, permissions: Any
+) -> None:
     policy = {"format_version": "1.0", "permissions": permissions}
     (kit / "local" / "authorization.json").write_text(json.dumps(policy))
-    with pytest.raises(InputError, match=r"authorization\.json grants .*; set it to none, or remove the file"):
+    with pytest.raises(
+        InputError, match=r"authorization\.json grants .*; set it to none, or remove the file"
+    ):
         secure(kit, "site", ALLOWED)
     assert not (kit / "local" / "resources.json").exists()
 
 
-def test_policies_that_grant_nothing_are_taken_and_others_that_flare_cannot_read_are_not(kit: Path) -> None:
+def test_policies_that_grant_nothing_are_taken_and_others_that_flare_cannot_read_are_not(
+    kit: Path,
+) -> None:
     path = kit / "local" / "authorization.json"
-    for lead in ("none", {"byoc": "none", "view": "any"}, {"byoc": ["not any", "o:site"]}, {"byoc": ["none", "no"]}):
+    for lead in (
+        "none",
+        {"byoc": "none", "view": "any"},
+        {"byoc": ["not any", "o:site"]},
+        {"byoc": ["none", "no"]},
+    ):
         path.write_text(json.dumps({"format_version": "1.0", "permissions": {"lead": lead}}))
         secure(kit, "site", ALLOWED)
     for text in ("{", "[]", '{"format_version": "1.0", "permissions": {"lead": 3}}'):
@@ -133,7 +155,11 @@ def test_the_site_s_file_names_further_classes_in_full(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("jobs") / "out"
-    asked: dict[str, Any] = {"config": {"network": "small_cnn"}, "requested": {"rounds": 1}, "rehearsal": True}
+    asked: dict[str, Any] = {
+        "config": {"network": "small_cnn"},
+        "requested": {"rounds": 1},
+        "rehearsal": True,
+    }
     return Path(flare_offer.export("mednist", ["north"], out, **asked)["job"]) / "app"
 
 
@@ -145,9 +171,17 @@ def test_medfl_s_jobs_pass_the_sentry_and_code_does_not(job: Path, commands: lis
     client = job / "config" / "config_fed_client.json"
     text = client.read_text()
     for change in (
-        text.replace('"components": []', '"components": [{"id": "x", "path": "subprocess.Popen", "args": {}}]'),
-        text.replace('"components": []', '"components": [{"id": "x", "name": "Popen", "args": {}}]'),
-        text.replace('"components": []', '"components": [{"id": "x", "path": ["subprocess.Popen"], "args": {}}]'),
+        text.replace(
+            '"components": []',
+            '"components": [{"id": "x", "path": "subprocess.Popen", "args": {}}]',
+        ),
+        text.replace(
+            '"components": []', '"components": [{"id": "x", "name": "Popen", "args": {}}]'
+        ),
+        text.replace(
+            '"components": []',
+            '"components": [{"id": "x", "path": ["subprocess.Popen"], "args": {}}]',
+        ),
         text.replace('"args": {}', '"args": {"a": [{"class_path": "os.system"}]}'),
         text.replace(ALLOWED[1], "medfl.flare.parts.MedflExecutor"),
     ):

@@ -50,8 +50,16 @@ SITES = ["north", "south"]
 
 
 def offer(method: str = "fedavg", **changes: Any) -> Run:
-    requested = {"method": method, "rounds": 2, "local_epochs": 1, "batch_size": 8, **changes.pop("requested", {})}
-    return flare_offer.offer("mednist", SITES, config=CONFIG, requested=requested, rehearsal=True, **changes)
+    requested = {
+        "method": method,
+        "rounds": 2,
+        "local_epochs": 1,
+        "batch_size": 8,
+        **changes.pop("requested", {}),
+    }
+    return flare_offer.offer(
+        "mednist", SITES, config=CONFIG, requested=requested, rehearsal=True, **changes
+    )
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +73,12 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def own(scans: dict[str, Path], name: str = "north", **changes: Any) -> SiteConfig:
-    values = {"bundle": "mednist", "folder": "unused", "data": str(scans[name]), "permits": ("network", "image_size")}
+    values = {
+        "bundle": "mednist",
+        "folder": "unused",
+        "data": str(scans[name]),
+        "permits": ("network", "image_size"),
+    }
     return SiteConfig(**{**values, **changes})
 
 
@@ -79,7 +92,10 @@ def test_a_job_has_numbers_and_names_and_no_code(tmp_path: Path) -> None:
     )
     job = Path(document["job"])
     files = sorted(str(path.relative_to(job)) for path in job.rglob("*") if path.is_file())
-    configuration = [f"app/config/{name}" for name in ("config_fed_client.json", "config_fed_server.json", "run.json")]
+    configuration = [
+        f"app/config/{name}"
+        for name in ("config_fed_client.json", "config_fed_server.json", "run.json")
+    ]
     assert files == [*configuration, "meta.json"]
     server, client = (json.loads((job / name).read_text()) for name in (files[1], files[0]))
     assert server["workflows"][0]["path"] == ALLOWED[0]
@@ -98,11 +114,17 @@ def test_a_job_has_numbers_and_names_and_no_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"requested": {"method": "central"}}, "method 'central', which needs everybody's images in one place"),
+        (
+            {"requested": {"method": "central"}},
+            "method 'central', which needs everybody's images in one place",
+        ),
         ({"requested": {"method": "tests.nowhere"}}, "tests.nowhere"),
         ({"requested": {"rounds": 0}}, "--rounds 0"),
         ({"options": {"nonsense": "1"}}, "nonsense"),
-        ({"method": "fedlora", "options": {"layers": "attn.qkv"}}, "layers that fit are body.0, body.3, body.6; "),
+        (
+            {"method": "fedlora", "options": {"layers": "attn.qkv"}},
+            "layers that fit are body.0, body.3, body.6; ",
+        ),
         (
             {"method": "fedlora", "options": {"rank": 10}},
             "rank=10 for body.0.weight, which is 32 x 9; a rank is at most",
@@ -141,7 +163,9 @@ def test_adapters_have_the_ranks_of_the_sites(scans: dict[str, Path]) -> None:
 
 def test_an_init_file_of_another_network_is_not_offered(tmp_path: Path) -> None:
     save_file({"conv.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match=r"--init of another network .*: 'body.0.weight' is missing; .*\(6 more\)"):
+    with pytest.raises(
+        InputError, match=r"--init of another network .*: 'body.0.weight' is missing; .*\(6 more\)"
+    ):
         offer(requested={"init": str(tmp_path / "other.safetensors")})
 
 
@@ -223,7 +247,11 @@ def test_a_jobs_expression_does_not_run_at_the_server(tmp_path: Path) -> None:
     """Nor does a name in it become a folder: the run is refused before it has one."""
     mark = tmp_path / "mark"
     code = f"$__import__('pathlib').Path({str(mark)!r}).touch() or 'small_cnn'"
-    for change in (changed(config={"network": code}), changed(config={"network": [code]}), changed(bundle="../../x")):
+    for change in (
+        changed(config={"network": code}),
+        changed(config={"network": [code]}),
+        changed(bundle="../../x"),
+    ):
         with pytest.raises(InputError, match="the server refuses the run"):
             open_server(change(offer()), SiteConfig("mednist", str(tmp_path)))
     assert not mark.exists()
@@ -238,7 +266,9 @@ def test_a_device_that_trains_nothing_is_refused_at_the_server(device: str, tmp_
 def test_items_and_other_sites_are_refused(scans: dict[str, Path]) -> None:
     run = offer()
     items = replace(run, partition=replace(run.partition, sites={"north": {"train": ["a"]}}))
-    with pytest.raises(InputError, match="site 'north' refuses the run: partition.sites.north.train is"):
+    with pytest.raises(
+        InputError, match="site 'north' refuses the run: partition.sites.north.train is"
+    ):
         accepted_run(items, "north", own(scans))
     with pytest.raises(InputError, match="site 'east' refuses the run: it is not one of its sites"):
         accepted_run(run, "east", own(scans))
@@ -270,8 +300,14 @@ def test_a_job_that_the_policy_does_not_agree_to_is_refused(
 
 
 def test_a_job_with_a_site_that_is_not_in_the_servers_roster_is_refused(tmp_path: Path) -> None:
-    accepted_run(offer(), None, SiteConfig("mednist", str(tmp_path), roster={"north": 9, "south": 9, "west": 9}))
-    with pytest.raises(InputError, match="the server refuses the run: its site 'south' is not in the roster"):
+    accepted_run(
+        offer(),
+        None,
+        SiteConfig("mednist", str(tmp_path), roster={"north": 9, "south": 9, "west": 9}),
+    )
+    with pytest.raises(
+        InputError, match="the server refuses the run: its site 'south' is not in the roster"
+    ):
         open_server(offer(), SiteConfig("mednist", str(tmp_path), roster={"north": 9}))
 
 
@@ -293,14 +329,18 @@ def test_a_portable_run_is_refused_in_a_process_that_was_not_begun_for_one(
     assert accepted_run(run, name, own(scans)).portable
 
 
-def test_nothing_of_the_bundle_may_be_set_unless_the_site_permits_it(scans: dict[str, Path]) -> None:
+def test_nothing_of_the_bundle_may_be_set_unless_the_site_permits_it(
+    scans: dict[str, Path],
+) -> None:
     with pytest.raises(InputError, match="config network=small_cnn; the bundle as it is"):
         accepted_run(offer(), "north", own(scans, permits=()))
 
 
 def test_phantoms_are_not_taken_for_images_nor_images_for_phantoms(scans: dict[str, Path]) -> None:
     run = replace(offer(), data=replace(offer().data, source="real"))
-    with pytest.raises(InputError, match="site 'north' has phantom images; the run is one with real ones"):
+    with pytest.raises(
+        InputError, match="site 'north' has phantom images; the run is one with real ones"
+    ):
         open_site(run, "north", own(scans))
 
 
@@ -311,7 +351,9 @@ def test_a_site_s_file_is_read_with_paths_from_its_folder(tmp_path: Path) -> Non
     path = tmp_path / "medfl.yaml"
     path.write_text("bundle: mednist\ndata: images\nfolder: /var/medfl\npermits: [network]\n")
     found = SiteConfig.read(path)
-    assert found == SiteConfig("mednist", "/var/medfl", str(tmp_path / "images"), permits=("network",))
+    assert found == SiteConfig(
+        "mednist", "/var/medfl", str(tmp_path / "images"), permits=("network",)
+    )
     path.write_text("bundle: own/bundle\nfolder: states\n")
     assert SiteConfig.read(path).bundle == str(tmp_path / "own" / "bundle")
 
@@ -328,13 +370,21 @@ def test_a_site_s_file_is_read_with_paths_from_its_folder(tmp_path: Path) -> Non
         ("bundle: x\nfolder: y\nroster: [north]\n", "roster; a dict"),
         ("bundle: x\nfolder: y\nroster: {north: 0}\n", "roster: north; sites with whole numbers"),
         ("bundle: x\nfolder: y\nroster: {../x: 3}\n", "roster: ../x; sites with whole numbers"),
-        ("bundle: x\nfolder: y\nlabels: []\n", "labels; names of the bundle's structures, or auto; as labels: [NAME"),
+        (
+            "bundle: x\nfolder: y\nlabels: []\n",
+            "labels; names of the bundle's structures, or auto; as labels: [NAME",
+        ),
         ("bundle: x\nfolder: y\nlabels: {liver: 1}\n", "labels; a list"),
-        ("bundle: x\nfolder: y\nchannels: ['T1;south=T2']\n", "channels; names of the bundle's channels; as channels:"),
+        (
+            "bundle: x\nfolder: y\nchannels: ['T1;south=T2']\n",
+            "channels; names of the bundle's channels; as channels:",
+        ),
         ("bundle: !!python/object/apply:os.system [ls]\nfolder: y\n", "plain YAML"),
     ],
 )
-def test_a_site_s_file_that_says_something_else_is_refused(tmp_path: Path, text: str, what: str) -> None:
+def test_a_site_s_file_that_says_something_else_is_refused(
+    tmp_path: Path, text: str, what: str
+) -> None:
     path = tmp_path / "medfl.yaml"
     path.write_text(text)
     with pytest.raises(InputError) as caught:
@@ -342,9 +392,13 @@ def test_a_site_s_file_that_says_something_else_is_refused(tmp_path: Path, text:
     assert what in str(caught.value)
 
 
-def test_a_bundle_that_is_not_the_pinned_one_is_refused(scans: dict[str, Path], tmp_path: Path) -> None:
+def test_a_bundle_that_is_not_the_pinned_one_is_refused(
+    scans: dict[str, Path], tmp_path: Path
+) -> None:
     policy = tmp_path / "policy.yaml"
-    policy.write_text(yaml.safe_dump({"bundle": "mednist", "files": {"configs/train.yaml": "0" * 64}}))
+    policy.write_text(
+        yaml.safe_dump({"bundle": "mednist", "files": {"configs/train.yaml": "0" * 64}})
+    )
     with pytest.raises(InputError, match="'mednist' is refused"):
         open_site(offer(), "north", own(scans, policy=str(policy)))
 
@@ -356,7 +410,12 @@ class Apart(Near):
     """Sites that each know their own images only."""
 
     def __init__(
-        self, run: Run, scans: dict[str, Path], place: Path, config: Callable[..., SiteConfig], say: Print
+        self,
+        run: Run,
+        scans: dict[str, Path],
+        place: Path,
+        config: Callable[..., SiteConfig],
+        say: Print,
     ) -> None:
         self.asked: list[tuple[str, list[str]]] = []
         self.dropped: list[int] = []
@@ -366,7 +425,9 @@ class Apart(Near):
         self.sites = {
             name: FlareSite(
                 MedflClientAlgo(
-                    lambda name=name: open_site(run, name, config(scans, name), say=say), name, folder=place / name
+                    lambda name=name: open_site(run, name, config(scans, name), say=say),
+                    name,
+                    folder=place / name,
                 ),
                 name,
             )
@@ -384,7 +445,10 @@ def executed(
 ) -> tuple[ReportedRunFolder, Apart]:
     federation = open_server(run, server or SiteConfig("mednist", str(out)))
     RunFolder.create(out)
-    folder, link = ReportedRunFolder(out), Apart(run, scans, out.parent / f"{out.name}-states", config, say)
+    folder, link = (
+        ReportedRunFolder(out),
+        Apart(run, scans, out.parent / f"{out.name}-states", config, say),
+    )
     folder.write_run(run, {})
 
     def workers(made: Federation, _: int) -> FlareWorkers:
@@ -414,7 +478,9 @@ def test_a_server_without_images_has_what_the_sites_tell(
         assert entry["train_loss"] == pytest.approx(sum(losses))
         told = [site["told"] for site in entry["sites"].values()]
         cases = [t["validate/cases"] for t in told]
-        mean = sum(t["validate/accuracy"] * n for t, n in zip(told, cases, strict=True)) / sum(cases)
+        mean = sum(t["validate/accuracy"] * n for t, n in zip(told, cases, strict=True)) / sum(
+            cases
+        )
         assert entry["told"]["validate/accuracy"] == pytest.approx(mean)
         assert (entry["val"], entry["val_global"]) == ({}, None)
     summary = json.loads((folder.path / "summary.json").read_text())
@@ -448,7 +514,9 @@ def test_a_server_with_images_of_its_own_scores_the_global_model_on_them(
     scans: dict[str, Path], tmp_path: Path
 ) -> None:
     held = datasets.write_phantom("mednist", tmp_path / "held", per_class=10, size=16, seed=7)
-    folder, _ = executed(tmp_path / "run", offer(), scans, SiteConfig("mednist", str(tmp_path), str(held)))
+    folder, _ = executed(
+        tmp_path / "run", offer(), scans, SiteConfig("mednist", str(tmp_path), str(held))
+    )
     summary = json.loads((folder.path / "summary.json").read_text())
     assert set(summary["last"]) > {"round", "balanced_accuracy"}
     assert summary["best"]["round"] in (1, 2)
@@ -463,11 +531,17 @@ class Joined(Prepared):
 
     def __init__(self, parts: Mapping[str, Prepared]) -> None:
         super().__init__(
-            [{**item, "id": f"{name}/{item['id']}"} for name, part in parts.items() for item in part.items]
+            [
+                {**item, "id": f"{name}/{item['id']}"}
+                for name, part in parts.items()
+                for item in part.items
+            ]
         )
         self.parts = parts
 
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         start = 0
         for part in self.parts.values():
             here = indices[(indices >= start) & (indices < start + len(part))] - start
@@ -476,7 +550,9 @@ class Joined(Prepared):
             start += len(part)
 
 
-def together(run: Run, scans: dict[str, Path], config: Callable[..., SiteConfig] = own) -> Federation:
+def together(
+    run: Run, scans: dict[str, Path], config: Callable[..., SiteConfig] = own
+) -> Federation:
     """The same sites in one place: the images of all folders, each of them its site's."""
     apart = {name: open_site(run, name, config(scans, name)) for name in SITES}
     prepared: dict[str, Prepared] = {}
@@ -484,10 +560,15 @@ def together(run: Run, scans: dict[str, Path], config: Callable[..., SiteConfig]
     for section in SECTIONS:
         prepared[section] = Joined({name: made.sections[section] for name, made in apart.items()})
         for name in SITES:
-            sites[name][section] = [i["id"] for i in prepared[section].items if i["id"].startswith(f"{name}/")]
+            sites[name][section] = [
+                i["id"] for i in prepared[section].items if i["id"].startswith(f"{name}/")
+            ]
     partition = replace(run.partition, sites=sites)
     return Federation(
-        apart["north"].bundle, apart["north"].method, replace(run, partition=partition), prepared=prepared
+        apart["north"].bundle,
+        apart["north"].method,
+        replace(run, partition=partition),
+        prepared=prepared,
     )
 
 
@@ -509,25 +590,41 @@ def test_law1_a_federation_of_own_folders_gives_the_simulator_s_bits(
             assert {k: mine["sites"][name][k] for k in ("train_loss", "steps")} == {
                 k: other["sites"][name][k] for k in ("train_loss", "steps")
             }
-    servers = [load_state(next((folder.path / "state").glob("*3-server.safetensors"))) for folder in (far, near)]
+    servers = [
+        load_state(next((folder.path / "state").glob("*3-server.safetensors")))
+        for folder in (far, near)
+    ]
     assert bits(servers[0]) == bits(servers[1])
     states = [
-        [load_state(next(tmp_path.glob(f"apart-states/{name}/*/{name}/000003.safetensors"))) for name in SITES],
+        [
+            load_state(next(tmp_path.glob(f"apart-states/{name}/*/{name}/000003.safetensors")))
+            for name in SITES
+        ],
         [load_state(state.path) if (state := near.newest_state(name)) else {} for name in SITES],
     ]
     assert bits(states[0]) == bits(states[1])
     assert bool(states[0][0]) == (method != "fedavg")
 
 
-def test_a_site_s_reply_is_that_of_a_site_of_a_host_of_monai_fl(scans: dict[str, Path], tmp_path: Path) -> None:
+def test_a_site_s_reply_is_that_of_a_site_of_a_host_of_monai_fl(
+    scans: dict[str, Path], tmp_path: Path
+) -> None:
     """`launch.site_algo` gives the same site: seeds depend on the run's seed, the round and the name alone."""
     run = offer("scaffold")
     federation = open_server(run, SiteConfig("mednist", str(tmp_path)))
     with federation.scope():
         server = federation.method.init_server(federation.host(0), federation.networks.initial, {})
         message = federation.method.broadcast(federation.host(1), server, "north")
-        down = wire.message_payload(message, wire.question_numbers(1), wire.state_rounds({"north": 0}))
-    requested = {"method": "scaffold", "data": str(scans["north"]), "rounds": 2, "local_epochs": 1, "batch_size": 8}
+        down = wire.message_payload(
+            message, wire.question_numbers(1), wire.state_rounds({"north": 0})
+        )
+    requested = {
+        "method": "scaffold",
+        "data": str(scans["north"]),
+        "rounds": 2,
+        "local_epochs": 1,
+        "batch_size": 8,
+    }
     hosted = launch.site_algo("mednist", "north", config=CONFIG, requested=requested)
     sites = [MedflClientAlgo(lambda: open_site(run, "north", own(scans)), "north"), hosted]
     answers = [FlareSite(algo, "north").answer(wire.TRAIN, down) for algo in sites]
@@ -540,7 +637,12 @@ def test_means_of_what_was_told_are_weighted_by_cases() -> None:
         "a": {"validate/cases": 1, "validate/dice": 0.0, "test/dice": 0.3, "test/cases": 3},
         "b": {"validate/cases": 3, "validate/dice": 1.0},
     }
-    assert mean_reported(told) == {"validate/cases": 4, "validate/dice": 0.75, "test/dice": 0.3, "test/cases": 3}
+    assert mean_reported(told) == {
+        "validate/cases": 4,
+        "validate/dice": 0.75,
+        "test/dice": 0.3,
+        "test/cases": 3,
+    }
 
 
 def test_a_run_is_found_again_whatever_its_rounds() -> None:
@@ -561,7 +663,11 @@ def test_a_job_carries_the_text_embeddings(scans: dict[str, Path], tmp_path: Pat
     values = unit(torch.randn(6, 24, 16, generator=torch.Generator().manual_seed(0)))
     file = tmp_path / "e.safetensors"
     Embeddings(values, "drawn", "0" * 64, Bundle("mednist").text).save(file)
-    asked = {"config": CONFIG, "requested": {"method": "fedcb", "rounds": 1}, "options": {"plm": str(file)}}
+    asked = {
+        "config": CONFIG,
+        "requested": {"method": "fedcb", "rounds": 1},
+        "options": {"plm": str(file)},
+    }
     made = flare_offer.export("mednist", SITES, tmp_path / "job", rehearsal=True, **asked)
     file.unlink()
     configs = sorted((tmp_path / "job").rglob(text_record.JOB_FILE))
@@ -569,7 +675,10 @@ def test_a_job_carries_the_text_embeddings(scans: dict[str, Path], tmp_path: Pat
     assert all(path.parent.name == "config" for path in configs)
     run, folder = read_run(str(configs[0].parent.parent)), configs[0].parent
     assert (run.options["plm"], run.run_hash) == ("drawn", made["run_hash"])
-    for federation in (open_site(run, "north", own(scans), folder), open_server(run, own(scans), folder)):
+    for federation in (
+        open_site(run, "north", own(scans), folder),
+        open_server(run, own(scans), folder),
+    ):
         assert text_record.fingerprint(federation.task.embeddings("drawn")) == run.text.sha256
     with pytest.raises(InputError, match="language model 'drawn'"):
         open_site(run, "north", own(scans))

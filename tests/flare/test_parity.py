@@ -40,13 +40,17 @@ CONFIG = {"network": "small_cnn", "image_size": 16}
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16
+    )
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Public images."""
-    return datasets.write_phantom("mnist", tmp_path_factory.mktemp("digits") / "data", per_class=10, size=28)
+    return datasets.write_phantom(
+        "mnist", tmp_path_factory.mktemp("digits") / "data", per_class=10, size=28
+    )
 
 
 def run(scans: Path, out: Path, method: str, runtime: str, **changes: Any) -> dict[str, Any]:
@@ -56,7 +60,14 @@ def run(scans: Path, out: Path, method: str, runtime: str, **changes: Any) -> di
         "local_epochs": 1, "batch_size": 8, **changes,
     }  # fmt: skip
     return launch.federate(
-        "mednist", options=options, config=CONFIG, requested=requested, out=out, jobs=1, runtime=runtime, resume=resume
+        "mednist",
+        options=options,
+        config=CONFIG,
+        requested=requested,
+        out=out,
+        jobs=1,
+        runtime=runtime,
+        resume=resume,
     )
 
 
@@ -65,16 +76,28 @@ def left(out: Path) -> dict[str, Any]:
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     return {
-        "rounds": [{k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds],
-        "summary": {k: v for k, v in summary.items() if not k.startswith("seconds") and k != "peak_memory_bytes"},
+        "rounds": [
+            {k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds
+        ],
+        "summary": {
+            k: v
+            for k, v in summary.items()
+            if not k.startswith("seconds") and k != "peak_memory_bytes"
+        },
         "tables": {path.name: path.read_text() for path in sorted(out.glob("*.csv"))},
-        "weights": {path.name: bits(load_weights(path)) for path in sorted(out.glob("*.safetensors"))},
-        "server": {p.name: bits(load_state(p)) for p in sorted((out / "state").glob("*server.safetensors"))},
+        "weights": {
+            path.name: bits(load_weights(path)) for path in sorted(out.glob("*.safetensors"))
+        },
+        "server": {
+            p.name: bits(load_state(p)) for p in sorted((out / "state").glob("*server.safetensors"))
+        },
     }
 
 
 @pytest.mark.parametrize("method", OPTIONS)
-def test_law1_flare_gives_the_simulator_s_bits(scans: Path, digits: Path, tmp_path: Path, method: str) -> None:
+def test_law1_flare_gives_the_simulator_s_bits(
+    scans: Path, digits: Path, tmp_path: Path, method: str
+) -> None:
     options = {**OPTIONS[method], **({"public": f"mnist:{digits}"} if method == "fedhelp" else {})}
     for runtime in ("simulator", "flare"):
         run(scans, tmp_path / runtime, method, runtime, options=options)
@@ -83,7 +106,9 @@ def test_law1_flare_gives_the_simulator_s_bits(scans: Path, digits: Path, tmp_pa
     assert not (tmp_path / "flare" / "flare").exists()
 
 
-def test_files_that_a_process_writes_after_the_end_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_a_process_writes_after_the_end_go_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a run that was killed the processes end some seconds later."""
     place, remove = tmp_path / "flare", shutil.rmtree
     place.mkdir()
@@ -136,10 +161,16 @@ def test_law1_a_run_killed_in_a_round_goes_on_with_resume(scans: Path, tmp_path:
     os.killpg(child.pid, signal.SIGTERM)
     assert child.wait(30) != 0
     assert json.loads(manifest.read_text())["round"] < 3
-    with pytest.raises(InputError, match="--resume with --runtime simulator; the sites of a run on FLARE keep their"):
+    with pytest.raises(
+        InputError,
+        match="--resume with --runtime simulator; the sites of a run on FLARE keep their",
+    ):
         run(scans, out, "ditto", "simulator", rounds=3, resume=True)
     again = run(scans, out, "ditto", "flare", rounds=3, resume=True)
-    assert (again["run_hash"], again["weights_sha256"]) == (whole["run_hash"], whole["weights_sha256"])
+    assert (again["run_hash"], again["weights_sha256"]) == (
+        whole["run_hash"],
+        whole["weights_sha256"],
+    )
     assert left(out) == left(tmp_path / "whole")
 
 
@@ -152,7 +183,9 @@ def test_a_segmentation_with_odd_names_and_predictions_is_the_same(tmp_path: Pat
         for item in datasets.datalist("skin_lesion", data, part)
     ]
     table = tmp_path / "sites.csv"
-    table.write_text("id,site\n" + "".join(f"{ident},St. {'AB'[i % 2]}\n" for i, ident in enumerate(items)))
+    table.write_text(
+        "id,site\n" + "".join(f"{ident},St. {'AB'[i % 2]}\n" for i, ident in enumerate(items))
+    )
     for runtime in ("simulator", "flare"):
         launch.federate(
             "skin_lesion", config={"network": "unet8", "image_size": 16}, out=tmp_path / runtime, jobs=1,
@@ -167,7 +200,9 @@ def test_a_segmentation_with_odd_names_and_predictions_is_the_same(tmp_path: Pat
 
 
 def test_a_failure_at_a_site_is_one_line(scans: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"^site 'site-\d', round 1: the training loss is (nan|inf) at step \d+"):
+    with pytest.raises(
+        RunError, match=r"^site 'site-\d', round 1: the training loss is (nan|inf) at step \d+"
+    ):
         run(scans, tmp_path / "run", "fedavg", "flare", lr=1e30)
 
 
@@ -175,7 +210,18 @@ def test_the_command_line_refuses_what_it_cannot_do(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = ["run", "mednist", "--data", str(scans), "--sites", "2", "--rounds", "1", "--out", str(out)]
+    command = [
+        "run",
+        "mednist",
+        "--data",
+        str(scans),
+        "--sites",
+        "2",
+        "--rounds",
+        "1",
+        "--out",
+        str(out),
+    ]
     for more, text in (
         (["--jobs", "2"], "error: --jobs 2 with --runtime flare; each of its sites is a process"),
         (["--profile"], "error: --profile with --runtime flare"),
@@ -185,8 +231,12 @@ def test_the_command_line_refuses_what_it_cannot_do(
         assert not out.exists()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_federation_with_certificates_on_this_machine_is_the_same(scans: Path, tmp_path: Path) -> None:
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)
+def test_a_federation_with_certificates_on_this_machine_is_the_same(
+    scans: Path, tmp_path: Path
+) -> None:
     for runtime in ("simulator", "flare-poc"):
         run(scans, tmp_path / runtime, "fedper", runtime, rounds=1)
     assert left(tmp_path / "flare-poc") == left(tmp_path / "simulator")

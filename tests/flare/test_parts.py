@@ -45,7 +45,11 @@ CONFIG = {"network": "small_cnn", "image_size": 16}
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("jobs") / "out"
-    asked = {"config": CONFIG, "requested": {"rounds": 1, "local_epochs": 1, "batch_size": 8}, "rehearsal": True}
+    asked = {
+        "config": CONFIG,
+        "requested": {"rounds": 1, "local_epochs": 1, "batch_size": 8},
+        "rehearsal": True,
+    }
     return Path(flare_offer.export("mednist", ["north", "south"], out, **asked)["job"])
 
 
@@ -64,12 +68,16 @@ class Workspace:
 
 def context(workspace: Workspace, name: str = "north") -> Any:
     engine = SimpleNamespace(get_workspace=lambda: workspace)
-    return SimpleNamespace(get_engine=lambda: engine, get_job_id=lambda: "1", get_identity_name=lambda: name)
+    return SimpleNamespace(
+        get_engine=lambda: engine, get_job_id=lambda: "1", get_identity_name=lambda: name
+    )
 
 
 def local(place: Path, **values: Any) -> Path:
     place.mkdir(exist_ok=True)
-    (place / "medfl.yaml").write_text(yaml.safe_dump({"bundle": "mednist", "folder": str(place / "kept"), **values}))
+    (place / "medfl.yaml").write_text(
+        yaml.safe_dump({"bundle": "mednist", "folder": str(place / "kept"), **values})
+    )
     return place
 
 
@@ -88,14 +96,18 @@ def controller(made: Any, workspace: Workspace) -> Any:
 # The server
 
 
-def test_a_server_refuses_a_run_that_it_has_unless_it_is_to_go_on(job: Path, tmp_path: Path) -> None:
+def test_a_server_refuses_a_run_that_it_has_unless_it_is_to_go_on(
+    job: Path, tmp_path: Path
+) -> None:
     workspace, run = Workspace(job, local(tmp_path / "local")), read_run(str(job / "app"))
     first = controller(RemoteController(), workspace)
     path = first._open_run_folder()
     assert path.parent == tmp_path / "local" / "kept"
     assert path.name == f"mednist-fedavg-{without_round_limit(run).run_hash[:16]}"
     (path / "run.json").write_text("{}")
-    with pytest.raises(InputError, match="the server has this run in .*; export the job with --resume"):
+    with pytest.raises(
+        InputError, match="the server has this run in .*; export the job with --resume"
+    ):
         controller(RemoteController(), workspace)._open_run_folder()
     assert controller(RemoteController(resume=True), workspace)._open_run_folder() == path
 
@@ -136,7 +148,9 @@ def test_what_ends_a_run_is_written_and_told_to_flare(job: Path, tmp_path: Path)
 
 
 def test_a_run_that_the_server_refuses_gets_no_folder(job: Path, tmp_path: Path) -> None:
-    made = controller(RemoteController(), Workspace(job, local(tmp_path / "local", bundle="pneumonia")))
+    made = controller(
+        RemoteController(), Workspace(job, local(tmp_path / "local", bundle="pneumonia"))
+    )
     made.run()
     assert [panic.partition(":")[0] for panic in made.panics] == ["the server refuses the run"]
     assert not list((tmp_path / "local" / "kept").glob("*"))
@@ -150,25 +164,42 @@ def test_a_server_without_a_file_of_its_own_says_so(job: Path, tmp_path: Path) -
 
 
 def test_an_error_is_the_same_after_it_was_written() -> None:
-    for error, kind in ((InputError("a", "b", "c"), InputError), (RunError("d"), RunError), (OSError("e"), RunError)):
+    for error, kind in (
+        (InputError("a", "b", "c"), InputError),
+        (RunError("d"), RunError),
+        (OSError("e"), RunError),
+    ):
         document = json.loads(json.dumps(error_document(error)))
         with pytest.raises(kind) as caught:
             raise_error(document)
-        assert str(caught.value) == (f"OSError: {error}" if isinstance(error, OSError) else str(error))
+        assert str(caught.value) == (
+            f"OSError: {error}" if isinstance(error, OSError) else str(error)
+        )
 
 
-def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(job: Path, tmp_path: Path) -> None:
+def test_one_task_goes_to_all_and_its_answers_are_put_where_they_are_waited_for(
+    job: Path, tmp_path: Path
+) -> None:
     made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
     made._flare_names = {"St. A": "participant-1", "b": "participant-2"}
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    number = made.ask(wire.TRAIN, ["St. A", "b"], Payload({"message/weights/a": torch.ones(2)}, {"round": 1}), answers)
+    number = made.ask(
+        wire.TRAIN,
+        ["St. A", "b"],
+        Payload({"message/weights/a": torch.ones(2)}, {"round": 1}),
+        answers,
+    )
     ((task, targets),) = made.sent
     assert (task.name, targets) == (wire.TRAIN, ["participant-1", "participant-2"])
     assert from_model(FLModelUtils.from_shareable(task.data), "x").whole_number(wire.ROUND) == 1
     good = FLModelUtils.to_shareable(to_model(Payload({}, {"steps": 2})))
     for called, result, text in (
         ("participant-1", good, ""),
-        ("participant-2", make_reply(ReturnCode.EXECUTION_EXCEPTION), "FLARE says EXECUTION_EXCEPTION"),
+        (
+            "participant-2",
+            make_reply(ReturnCode.EXECUTION_EXCEPTION),
+            "FLARE says EXECUTION_EXCEPTION",
+        ),
     ):
         client_task = SimpleNamespace(client=SimpleNamespace(name=called), result=result)
         task.result_received_cb(client_task, None)
@@ -191,7 +222,9 @@ def test_a_task_that_somebody_still_works_on_is_cancelled(job: Path, tmp_path: P
     assert made.cancelled == [made.sent[0][0]]
 
 
-def test_sites_that_went_away_and_a_job_that_is_aborted_are_known(job: Path, tmp_path: Path) -> None:
+def test_sites_that_went_away_and_a_job_that_is_aborted_are_known(
+    job: Path, tmp_path: Path
+) -> None:
     made = controller(MedflController(str(tmp_path), str(tmp_path)), Workspace(job, tmp_path))
     made._flare_names = {"a": "participant-1", "b": "participant-2"}
     made.handle_event("_client_disconnected", SimpleNamespace(get_prop=lambda key: "participant-2"))
@@ -204,24 +237,37 @@ def test_sites_that_went_away_and_a_job_that_is_aborted_are_known(job: Path, tmp
 # A site
 
 
-def asked(part: Any, word: str, payload: Payload, workspace: Workspace, name: str = "north") -> Payload:
+def asked(
+    part: Any, word: str, payload: Payload, workspace: Workspace, name: str = "north"
+) -> Payload:
     question = FLModelUtils.to_shareable(to_model(payload))
     return from_model(
-        FLModelUtils.from_shareable(part.execute(word, question, context(workspace, name), Signal())), name
+        FLModelUtils.from_shareable(
+            part.execute(word, question, context(workspace, name), Signal())
+        ),
+        name,
     )
 
 
 def test_a_site_with_images_of_its_own_answers_from_its_file(job: Path, tmp_path: Path) -> None:
     data = datasets.write_phantom("mednist", tmp_path / "data", per_class=10, size=16)
-    place = local(tmp_path / "local", data=str(data), permits=["network", "image_size"], audit="audit.jsonl")
+    place = local(
+        tmp_path / "local", data=str(data), permits=["network", "image_size"], audit="audit.jsonl"
+    )
     told = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, place))
     assert (told.failure_reason, told.whole_number(wire.SAMPLES)) == ("", 42)
     assert (place / "audit.jsonl").is_file()
     strict = local(tmp_path / "strict", data=str(data))
-    refused = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, strict))
+    refused = asked(
+        RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, strict)
+    )
     assert refused.failure_reason.startswith("site 'north' refuses the run: config ")
-    other = asked(RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, place), "east")
-    assert other.failure_reason.startswith("site 'east' refuses the run: it is not one of its sites")
+    other = asked(
+        RemoteExecutor(), wire.INTRODUCE, Payload({}, {"round": 0}), Workspace(job, place), "east"
+    )
+    assert other.failure_reason.startswith(
+        "site 'east' refuses the run: it is not one of its sites"
+    )
 
 
 def test_a_site_without_its_file_answers_instead_of_dying(job: Path, tmp_path: Path) -> None:
@@ -247,17 +293,23 @@ def test_a_list_of_classes_is_added_to_and_the_rest_kept(tmp_path: Path) -> None
 
 def test_the_recipe_registers_nothing_and_ships_nothing(job: Path, tmp_path: Path) -> None:
     run = read_run(str(job / "app"))
-    made = recipe(run, [job / "app" / "config" / "run.json"], RemoteController(), RemoteExecutor(), 1)
+    made = recipe(
+        run, [job / "app" / "config" / "run.json"], RemoteController(), RemoteExecutor(), 1
+    )
     made.export(str(tmp_path / "out"))
     assert not list((tmp_path / "out").rglob("custom"))
     assert not list((tmp_path / "out").rglob("*.py"))
 
 
-def test_a_tensor_that_cannot_be_read_is_refused_by_its_name_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_that_cannot_be_read_is_refused_by_its_name_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = flare_tensors.Tensors().native_decompose(torch.ones(3))
     assert torch.equal(flare_tensors.Tensors().native_recompose(whole), torch.ones(3))
     read = flare_tensors.Tensors().native_recompose(whole[:20])
-    with pytest.raises(RunError, match="site 'x': 'message/a' is a Unreadable; expected a dense tensor"):
+    with pytest.raises(
+        RunError, match="site 'x': 'message/a' is a Unreadable; expected a dense tensor"
+    ):
         from_model(FLModel(params={"message/a": read}), "site 'x'")
     for fails in (True, False):
 

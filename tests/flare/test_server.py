@@ -43,9 +43,13 @@ NEED_A_BUNDLE = {"fedhelp"}
 """Methods whose sites have different networks."""
 
 
-def federation(method: str = "fedavg", bundle: ToyBundle | None = None, **changes: Any) -> Federation:
+def federation(
+    method: str = "fedavg", bundle: ToyBundle | None = None, **changes: Any
+) -> Federation:
     made = load(method, WITHOUT_IMAGES.get(method))
-    return Federation(bundle or ToyBundle(), made, run_record(method=method, **changes), public=public_blobs())
+    return Federation(
+        bundle or ToyBundle(), made, run_record(method=method, **changes), public=public_blobs()
+    )
 
 
 class Near:
@@ -56,7 +60,10 @@ class Near:
     """
 
     def __init__(
-        self, made: Federation, folder: RunFolder, change: Callable[[str, str, Payload], Payload | None] | None = None
+        self,
+        made: Federation,
+        folder: RunFolder,
+        change: Callable[[str, str, Payload], Payload | None] | None = None,
     ) -> None:
         self.asked: list[tuple[str, list[str]]] = []
         self.dropped: list[int] = []
@@ -68,7 +75,9 @@ class Near:
             for name in made.participants
         }
 
-    def ask(self, word: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]) -> int:
+    def ask(
+        self, word: str, sites: Sequence[str], payload: Payload, answers: queue.SimpleQueue[Answer]
+    ) -> int:
         self.asked.append((word, list(sites)))
         question = from_model(to_model(payload), "the server")
         for site in sites:
@@ -100,20 +109,34 @@ def executed(
     folder = RunFolder(out) if (out / "run.json").is_file() else RunFolder.create(out)
     folder.write_run(made.run, {})
     bearing = tolerance or Tolerance()
-    launch = Launch(resume=True, min_replies=bearing.min_replies, deadline=bearing.deadline, **settings)
+    launch = Launch(
+        resume=True, min_replies=bearing.min_replies, deadline=bearing.deadline, **settings
+    )
     Simulator(Execution(made, folder, launch, bearing.max_share), workers).execute()
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     return {
-        "rounds": [{k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds],
-        "summary": {k: v for k, v in summary.items() if not k.startswith("seconds") and k != "peak_memory_bytes"},
+        "rounds": [
+            {k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds
+        ],
+        "summary": {
+            k: v
+            for k, v in summary.items()
+            if not k.startswith("seconds") and k != "peak_memory_bytes"
+        },
         "tables": {path.name: path.read_text() for path in sorted(out.glob("*.csv"))},
-        "weights": {path.name: bits(load_weights(path)) for path in sorted(out.glob("*.safetensors"))},
-        "server": {p.name: bits(load_state(p)) for p in sorted((out / "state").glob("*server.safetensors"))},
+        "weights": {
+            path.name: bits(load_weights(path)) for path in sorted(out.glob("*.safetensors"))
+        },
+        "server": {
+            p.name: bits(load_state(p)) for p in sorted((out / "state").glob("*server.safetensors"))
+        },
     }
 
 
-def near(out: Path, change: Callable[[str, str, Payload], Payload | None] | None = None, **seen: Any) -> Any:
+def near(
+    out: Path, change: Callable[[str, str, Payload], Payload | None] | None = None, **seen: Any
+) -> Any:
     """Return what makes the workers; `seen` takes the link and the workers."""
 
     def workers(made: Federation, _: int) -> FlareWorkers:
@@ -126,7 +149,9 @@ def near(out: Path, change: Callable[[str, str, Payload], Payload | None] | None
 # The same results as the simulator's
 
 
-@pytest.mark.parametrize("method", mostly_slow(sorted(set(CLASSIFYING) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto")))
+@pytest.mark.parametrize(
+    "method", mostly_slow(sorted(set(CLASSIFYING) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto"))
+)
 def test_every_method_leaves_what_the_simulator_leaves(tmp_path: Path, method: str) -> None:
     settings = {"rounds": 2, "cohort": 0.67, "eval_every": 2}
     expected = executed(tmp_path / "simulator", federation(method, **settings), Workers)
@@ -147,7 +172,10 @@ def test_adapters_of_several_ranks_too(tmp_path: Path, share: str) -> None:
     assert found == expected
     size = 0
     for rank in (1, 2, 2):
-        factors = {f"0.weight.lora_A.{rank}": torch.zeros(rank, 8), f"0.weight.lora_B.{rank}": torch.zeros(6, rank)}
+        factors = {
+            f"0.weight.lora_A.{rank}": torch.zeros(rank, 8),
+            f"0.weight.lora_B.{rank}": torch.zeros(6, rank),
+        }
         if share == "a":
             del factors[f"0.weight.lora_B.{rank}"]
         head = {"4.weight": torch.zeros(3, 6), "4.bias": torch.zeros(3)}
@@ -175,7 +203,11 @@ def test_one_question_a_round_goes_to_all_sites_that_are_told_the_same(tmp_path:
 
 def test_sites_that_are_told_something_else_are_asked_one_by_one(tmp_path: Path) -> None:
     links: list[Near] = []
-    executed(tmp_path, federation("fedavg", Wide(), rounds=1, messages="int8"), near(tmp_path, links=links))
+    executed(
+        tmp_path,
+        federation("fedavg", Wide(), rounds=1, messages="int8"),
+        near(tmp_path, links=links),
+    )
     trained = [sites for word, sites in links[0].asked if word == "train"]
     assert trained == [["x"], ["y"], ["z"]]
 
@@ -196,11 +228,16 @@ def test_a_run_goes_on_after_its_server_was_lost_in_a_round(tmp_path: Path) -> N
     with pytest.raises(Killed):
         executed(out, federation("ditto", rounds=3), near(out, kill))
     assert json.loads((out / "state" / "manifest.json").read_text())["round"] == 1
-    assert sorted(p.stem for p in next((out / "sites").rglob("x")).iterdir()) == ["000001", "000002"]
+    assert sorted(p.stem for p in next((out / "sites").rglob("x")).iterdir()) == [
+        "000001",
+        "000002",
+    ]
     assert executed(out, federation("ditto", rounds=3), near(out)) == whole
 
 
-def test_a_run_that_ends_where_its_server_was_lost_tries_from_the_last_committed_state(tmp_path: Path) -> None:
+def test_a_run_that_ends_where_its_server_was_lost_tries_from_the_last_committed_state(
+    tmp_path: Path,
+) -> None:
     """FedAvg's sites have no State, SCAFFOLD's have: round 2 was trained there, but never happened."""
     whole = executed(tmp_path / "whole", federation("scaffold", rounds=1), near(tmp_path / "whole"))
     out = tmp_path / "cut"
@@ -221,19 +258,29 @@ def test_a_run_that_ends_where_its_server_was_lost_tries_from_the_last_committed
 # Sites that fail
 
 
-def training(change: Callable[[Payload], Payload | None]) -> Callable[[str, str, Payload], Payload | None]:
+def training(
+    change: Callable[[Payload], Payload | None],
+) -> Callable[[str, str, Payload], Payload | None]:
     """Change what site y says of its training."""
-    return lambda site, word, payload: change(payload) if (site, word) == ("y", "train") else payload
+    return lambda site, word, payload: (
+        change(payload) if (site, word) == ("y", "train") else payload
+    )
 
 
 def tensors(**changes: Any) -> Callable[[Payload], Payload]:
     return lambda payload: replace(
-        payload, tensors={**payload.tensors, **{f"message/{k.replace('__', '/')}": v for k, v in changes.items()}}
+        payload,
+        tensors={
+            **payload.tensors,
+            **{f"message/{k.replace('__', '/')}": v for k, v in changes.items()},
+        },
     )
 
 
 def without(name: str) -> Callable[[Payload], Payload]:
-    return lambda payload: replace(payload, tensors={k: v for k, v in payload.tensors.items() if k != name})
+    return lambda payload: replace(
+        payload, tensors={k: v for k, v in payload.tensors.items() if k != name}
+    )
 
 
 BAD: Mapping[str, tuple[Callable[[Payload], Payload], str]] = {
@@ -269,7 +316,9 @@ BAD: Mapping[str, tuple[Callable[[Payload], Payload], str]] = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_a_bad_answer_ends_a_strict_run_and_is_left_out_of_a_tolerant_one(tmp_path: Path, what: str) -> None:
+def test_a_bad_answer_ends_a_strict_run_and_is_left_out_of_a_tolerant_one(
+    tmp_path: Path, what: str
+) -> None:
     change, text = BAD[what]
     strict, lenient = tmp_path / "strict", tmp_path / "lenient"
     with pytest.raises(RunError) as caught:
@@ -277,7 +326,12 @@ def test_a_bad_answer_ends_a_strict_run_and_is_left_out_of_a_tolerant_one(tmp_pa
     assert text in str(caught.value)
     assert str(caught.value).startswith("site 'y'")
     assert "\n" not in str(caught.value)
-    left = executed(lenient, federation(rounds=1), near(lenient, training(change)), tolerance=Tolerance(min_replies=2))
+    left = executed(
+        lenient,
+        federation(rounds=1),
+        near(lenient, training(change)),
+        tolerance=Tolerance(min_replies=2),
+    )
     (entry,) = left["rounds"]
     assert list(entry["left_out"]) == ["y"]
     assert text in entry["left_out"]["y"]
@@ -310,7 +364,10 @@ def test_a_site_may_not_grow_beyond_what_it_told_at_its_introduction(tmp_path: P
     """Whole numbers all: site y has 5 images, or says that it has 6, and then more of them; also after a resume."""
     tolerance = {"tolerance": Tolerance(min_replies=2)}
     told = executed(
-        tmp_path / "told", federation(rounds=2), apart(tmp_path / "told", counting("y", 6, 6, 6)), **tolerance
+        tmp_path / "told",
+        federation(rounds=2),
+        apart(tmp_path / "told", counting("y", 6, 6, 6)),
+        **tolerance,
     )
     assert all("left_out" not in entry for entry in told["rounds"])
     out = tmp_path / "grown"
@@ -324,15 +381,23 @@ def test_a_site_may_not_grow_beyond_what_it_told_at_its_introduction(tmp_path: P
 
 def test_a_reply_that_claims_more_than_is_told_beside_it_is_refused(tmp_path: Path) -> None:
     change = training(tensors(scalars__samples=torch.tensor(1e12, dtype=torch.float64)))
-    left = executed(tmp_path, federation(rounds=1), apart(tmp_path, change), tolerance=Tolerance(min_replies=2))
+    left = executed(
+        tmp_path, federation(rounds=1), apart(tmp_path, change), tolerance=Tolerance(min_replies=2)
+    )
     assert "expected a whole number from 1 to 5" in left["rounds"][0]["left_out"]["y"]
 
 
 @pytest.mark.parametrize("cases", [-1.0, 2.5])
 def test_numbers_of_cases_are_whole_ones(tmp_path: Path, cases: float) -> None:
     """They weigh the metrics that sites tell of their own images."""
-    change = training(lambda payload: replace(payload, metrics={"validate/cases": cases, "validate/accuracy": 1.0}))
-    left = executed(tmp_path, federation(rounds=1), apart(tmp_path, change), tolerance=Tolerance(min_replies=2))
+    change = training(
+        lambda payload: replace(
+            payload, metrics={"validate/cases": cases, "validate/accuracy": 1.0}
+        )
+    )
+    left = executed(
+        tmp_path, federation(rounds=1), apart(tmp_path, change), tolerance=Tolerance(min_replies=2)
+    )
     assert "'validate/cases' is" in left["rounds"][0]["left_out"]["y"]
 
 
@@ -355,7 +420,9 @@ def test_a_site_that_never_answers_misses_the_deadline(tmp_path: Path) -> None:
 
 def test_a_site_that_has_vanished_is_not_waited_for(tmp_path: Path) -> None:
     made, links = federation(), []
-    workers = near(tmp_path, lambda site, word, payload: None if site == "y" else payload, links=links)(made, 1)
+    workers = near(
+        tmp_path, lambda site, word, payload: None if site == "y" else payload, links=links
+    )(made, 1)
     links[0].gone["y"] = "it has vanished"
     found = dict(workers.run([partial(Introduce, name) for name in "xyz"]))
     assert found[1] == FailedReply("y", "site 'y': it has vanished")
@@ -379,7 +446,9 @@ class Spoilt(Workers):
 
     def run(self, tasks: Sequence[Any], sizes: Sequence[float] | None = None) -> Any:
         made = [make() for make in tasks]
-        for index, answer in super().run([partial(lambda task: task, task) for task in made], sizes):
+        for index, answer in super().run(
+            [partial(lambda task: task, task) for task in made], sizes
+        ):
             if isinstance(made[index], Train) and (made[index].round, made[index].site) == (2, "y"):
                 result, saved = answer
                 weights = {n: t for n, t in result.reply["weights"].items() if n != "0.bias"}
@@ -388,7 +457,9 @@ class Spoilt(Workers):
             yield index, answer
 
 
-def second(change: Callable[[Payload], Payload | None]) -> Callable[[str, str, Payload], Payload | None]:
+def second(
+    change: Callable[[Payload], Payload | None],
+) -> Callable[[str, str, Payload], Payload | None]:
     """Change what site y says of its second training."""
     said = []
 
@@ -405,8 +476,12 @@ def outcome(left: dict[str, Any]) -> dict[str, Any]:
     return {**left, "rounds": rounds}
 
 
-@pytest.mark.parametrize("method", ["scaffold", "ditto", pytest.param("fedrep", marks=pytest.mark.slow)])
-def test_a_site_goes_on_from_the_state_before_a_reply_that_was_refused(tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["scaffold", "ditto", pytest.param("fedrep", marks=pytest.mark.slow)]
+)
+def test_a_site_goes_on_from_the_state_before_a_reply_that_was_refused(
+    tmp_path: Path, method: str
+) -> None:
     """The same as in the simulator, whether the server refused it, or it came too late, or the server was replaced."""
     bearing = {"tolerance": Tolerance(min_replies=2)}
     expected = executed(tmp_path / "simulator", federation(method, rounds=4), Spoilt, **bearing)
@@ -421,14 +496,24 @@ def test_a_site_goes_on_from_the_state_before_a_reply_that_was_refused(tmp_path:
     assert outcome(left) == outcome(expected)
 
     out = tmp_path / "replaced"
-    executed(out, federation(method, rounds=2), near(out, second(without("message/weights/0.bias"))), **bearing)
+    executed(
+        out,
+        federation(method, rounds=2),
+        near(out, second(without("message/weights/0.bias"))),
+        **bearing,
+    )
     assert executed(out, federation(method, rounds=4), near(out), **bearing) == expected
 
 
 def test_the_state_of_a_refused_reply_would_make_a_difference(tmp_path: Path) -> None:
     """So that the test above cannot pass by chance."""
     whole = executed(tmp_path / "whole", federation("ditto", rounds=4), Workers)
-    spoilt = executed(tmp_path / "spoilt", federation("ditto", rounds=4), Spoilt, tolerance=Tolerance(min_replies=2))
+    spoilt = executed(
+        tmp_path / "spoilt",
+        federation("ditto", rounds=4),
+        Spoilt,
+        tolerance=Tolerance(min_replies=2),
+    )
     assert whole["weights"] != spoilt["weights"]
 
 
@@ -442,7 +527,9 @@ def test_a_site_that_has_lost_its_state_says_so_and_is_left_out(tmp_path: Path) 
         file.unlink()
         return workers
 
-    left = executed(tmp_path, federation("ditto", rounds=2), losing, tolerance=Tolerance(min_replies=2))
+    left = executed(
+        tmp_path, federation("ditto", rounds=2), losing, tolerance=Tolerance(min_replies=2)
+    )
     assert left["rounds"][1]["left_out"] == {
         "y": "the server goes on from this site's State of round 1, which is not here (those that are: none); "
         "put back the folder of the States, or start the run anew"
@@ -453,7 +540,11 @@ def test_the_server_knows_from_its_own_folder_which_states_count(tmp_path: Path)
     out, bearing = tmp_path / "run", {"tolerance": Tolerance(min_replies=2)}
     executed(out, federation("ditto", rounds=2), near(out, second(wire.failure)), **bearing)
     counted = json.loads((out / "state" / "manifest.json").read_text())["sites"]
-    assert {name: file[:6] for name, file in counted.items()} == {"x": "000002", "y": "000001", "z": "000002"}
+    assert {name: file[:6] for name, file in counted.items()} == {
+        "x": "000002",
+        "y": "000001",
+        "z": "000002",
+    }
     assert not list((out / "state").glob("*-site-*"))
     executed(tmp_path / "without", federation("fedavg", rounds=1), near(tmp_path / "without"))
     assert json.loads((tmp_path / "without" / "state" / "manifest.json").read_text())["sites"] == {}
@@ -472,7 +563,9 @@ def down(made: Federation, round_: int = 1, sections: Sequence[str] = ()) -> Pay
     with made.scope():
         server = made.method.init_server(made.host(0), made.networks.initial, {})
         message = made.method.broadcast(made.host(round_), server, "x")
-        return wire.message_payload(message, wire.question_numbers(round_, sections), wire.state_rounds({"x": 0}))
+        return wire.message_payload(
+            message, wire.question_numbers(round_, sections), wire.state_rounds({"x": 0})
+        )
 
 
 def test_a_site_with_its_own_data_tells_numbers_and_nothing_of_single_cases() -> None:
@@ -491,7 +584,9 @@ def test_a_site_with_its_own_data_tells_numbers_and_nothing_of_single_cases() ->
 @pytest.mark.parametrize("word", [wire.SCORE_ON_ALL, wire.COPY_WEIGHTS, wire.SEGMENT])
 def test_what_only_a_simulation_shows_is_refused_elsewhere(word: str) -> None:
     told = site().answer(word, down(federation()))
-    assert told.failure_reason.startswith(f"site 'x' is asked for {word}; sites of a simulation alone answer it")
+    assert told.failure_reason.startswith(
+        f"site 'x' is asked for {word}; sites of a simulation alone answer it"
+    )
     assert not told.tensors
 
 
@@ -515,10 +610,22 @@ def kept(round_: int | Tensor, **more: Tensor) -> Payload:
         (wire.TRAIN, kept(0), "site 'x' could not answer; its administrator finds failure"),
         (wire.TRAIN, kept(1), "its round is 1, after a State of round 1"),
         (wire.TRAIN, kept(-1), "does not say from which of the site's States"),
-        (wire.TRAIN, kept(torch.zeros(2, dtype=torch.int64)), "does not say from which of the site's States"),
+        (
+            wire.TRAIN,
+            kept(torch.zeros(2, dtype=torch.int64)),
+            "does not say from which of the site's States",
+        ),
         (wire.TRAIN, kept(torch.tensor(0.0)), "does not say from which of the site's States"),
-        (wire.SCORE_SITE, kept(1), "site 'x': the server goes on from this site's State of round 1, which is not here"),
-        (wire.SCORE_SITE, kept(0, **{"message/weights/0.bias": torch.ones(1)}), "missing 'weights/"),
+        (
+            wire.SCORE_SITE,
+            kept(1),
+            "site 'x': the server goes on from this site's State of round 1, which is not here",
+        ),
+        (
+            wire.SCORE_SITE,
+            kept(0, **{"message/weights/0.bias": torch.ones(1)}),
+            "missing 'weights/",
+        ),
     ],
 )
 def test_a_bad_question_is_answered_in_one_line(word: str, payload: Payload, text: str) -> None:
@@ -558,18 +665,28 @@ def test_a_site_stops_when_the_job_does() -> None:
     made = federation(bundle=bundle, batch_size=1)
     begun.clear()
     told = FlareSite(MedflClientAlgo(made, "x"), "x").answer(wire.TRAIN, down(made), begun.is_set)
-    assert told.failure_reason == "site 'x': training aborted; its State is that of the round before"
+    assert (
+        told.failure_reason == "site 'x': training aborted; its State is that of the round before"
+    )
 
 
 # What crosses
 
 
 def test_a_parcel_is_the_same_after_the_wire() -> None:
-    sent = Payload({"message/weights/a": torch.arange(3)}, {"round": 2, "train": 1}, "", {"validate/dice": 0.5})
+    sent = Payload(
+        {"message/weights/a": torch.arange(3)}, {"round": 2, "train": 1}, "", {"validate/dice": 0.5}
+    )
     arrived = from_model(to_model(sent), "x")
-    assert (bits(arrived.tensors), arrived.numbers, arrived.metrics) == (bits(sent.tensors), sent.numbers, sent.metrics)
+    assert (bits(arrived.tensors), arrived.numbers, arrived.metrics) == (
+        bits(sent.tensors),
+        sent.numbers,
+        sent.metrics,
+    )
     assert arrived.sections == ("train",)
-    assert from_model(to_model(wire.failure("why\nnot\x1b[31m")), "x").failure_reason == "why not?[31m"
+    assert (
+        from_model(to_model(wire.failure("why\nnot\x1b[31m")), "x").failure_reason == "why not?[31m"
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,11 +58,15 @@ def asked(scans: Path, partition: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16
+    )
 
 
 def options(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"run": None, "bundle": None, "data": None, "rounds": None, "policy": None, **given})
+    return argparse.Namespace(
+        **{"run": None, "bundle": None, "data": None, "rounds": None, "policy": None, **given}
+    )
 
 
 def averaged(example: SimpleNamespace, run: Path, rounds: int) -> dict[str, Tensor]:
@@ -72,7 +76,10 @@ def averaged(example: SimpleNamespace, run: Path, rounds: int) -> dict[str, Tens
         site.initialize()
     weights = dict(sites[0].get_weights().weights)
     for round_ in range(rounds):
-        replies = [example.client.replied(site, FLModel(params=weights, current_round=round_)) for site in sites]
+        replies = [
+            example.client.replied(site, FLModel(params=weights, current_round=round_))
+            for site in sites
+        ]
         assert all(0 <= reply.metrics["accuracy"] <= 1 for reply in replies)
         helper = WeightedAggregationHelper()
         for site, reply in zip(sites, replies, strict=True):
@@ -81,14 +88,26 @@ def averaged(example: SimpleNamespace, run: Path, rounds: int) -> dict[str, Tens
     return weights
 
 
-def test_equal_sites_give_the_simulator_s_bits(example: SimpleNamespace, scans: Path, tmp_path: Path) -> None:
-    federate("mednist", config=CONFIG, requested=asked(scans, "iid", cohort=1.0), out=tmp_path / "run", jobs=1)
+def test_equal_sites_give_the_simulator_s_bits(
+    example: SimpleNamespace, scans: Path, tmp_path: Path
+) -> None:
+    federate(
+        "mednist",
+        config=CONFIG,
+        requested=asked(scans, "iid", cohort=1.0),
+        out=tmp_path / "run",
+        jobs=1,
+    )
     expected = load_weights(tmp_path / "run" / "weights.safetensors")
     mean = averaged(example, tmp_path / "run", 2)
-    assert bits({name: mean[name].to(tensor.dtype) for name, tensor in expected.items()}) == bits(expected)
+    assert bits({name: mean[name].to(tensor.dtype) for name, tensor in expected.items()}) == bits(
+        expected
+    )
 
 
-def test_other_sites_give_them_but_for_ties(example: SimpleNamespace, scans: Path, tmp_path: Path) -> None:
+def test_other_sites_give_them_but_for_ties(
+    example: SimpleNamespace, scans: Path, tmp_path: Path
+) -> None:
     """FLARE weighs by 23 and 19 and divides by 42, medfl weighs by 23/42 and 19/42: halfway cases round differently."""
     requested = asked(scans, "dirichlet:0.5", rounds=1, cohort=1.0)
     federate("mednist", config=CONFIG, requested=requested, out=tmp_path / "run", jobs=1)
@@ -117,10 +136,14 @@ def test_flare_s_recipe_gives_the_simulator_s_weights(
     """In FLARE's simulator, with its processes; the job carries the script and no other code."""
     monkeypatch.setenv("PYTHONPATH", python_path())
     found = example.job.executed(tmp_path / "out", "mednist", CONFIG, asked(scans, "dirichlet:0.5"))
-    assert found["difference"] < 1e-5, "a weight by steps, another round or other initial weights give more than 1e-3"
+    assert found["difference"] < 1e-5, (
+        "a weight by steps, another round or other initial weights give more than 1e-3"
+    )
     assert found["moved"] > 1e-3
     assert len(set(found["samples"].values())) == 2
     server = Path(found["model"]).parent
     assert [path.name for path in (server / "custom").rglob("*") if path.is_file()] == ["client.py"]
-    (controller,) = json.loads((server / "config" / "config_fed_server.json").read_text())["workflows"]
+    (controller,) = json.loads((server / "config" / "config_fed_server.json").read_text())[
+        "workflows"
+    ]
     assert controller["path"] == "nvflare.app_common.workflows.fedavg.FedAvg"

@@ -16,18 +16,28 @@ from medfl.flare.server import reported_metrics
 
 @pytest.mark.parametrize(
     ("part", "value"),
-    [("params", torch.zeros(2)), ("meta", torch.zeros(2)), ("metrics", [1, 2]), ("params", "x"), ("meta", 0)],
+    [
+        ("params", torch.zeros(2)),
+        ("meta", torch.zeros(2)),
+        ("metrics", [1, 2]),
+        ("params", "x"),
+        ("meta", 0),
+    ],
 )
 def test_a_part_that_has_no_names(part: str, value: Any) -> None:
     model = SimpleNamespace(**{"params": {}, "meta": {}, "metrics": {}, part: value})
-    with pytest.raises(RunError, match=f"site 'a': a {type(value).__name__} in the place of names and values"):
+    with pytest.raises(
+        RunError, match=f"site 'a': a {type(value).__name__} in the place of names and values"
+    ):
         wire.from_model(model, "site 'a'")
 
 
 @pytest.mark.parametrize("value", [10**400, float("nan"), float("inf"), "3", None])
 def test_a_number_that_is_none(value: Any) -> None:
     for part in ("meta", "metrics"):
-        model = SimpleNamespace(**{"params": None, "meta": None, "metrics": None, part: {wire.ROUND: value}})
+        model = SimpleNamespace(
+            **{"params": None, "meta": None, "metrics": None, part: {wire.ROUND: value}}
+        )
         with pytest.raises(RunError, match="site 'a': the number 'round' is "):
             wire.from_model(model, "site 'a'")
 
@@ -50,7 +60,9 @@ def test_a_whole_number_that_no_file_takes(value: float) -> None:
         ({f"test/{number}": 1.0 for number in range(10_001)}, "it tells 10001 metrics"),
     ],
 )
-def test_metrics_that_a_run_folder_would_not_be_read_with(metrics: dict[Any, float], what: str) -> None:
+def test_metrics_that_a_run_folder_would_not_be_read_with(
+    metrics: dict[Any, float], what: str
+) -> None:
     model = SimpleNamespace(params=None, meta=None, metrics=metrics)
     with pytest.raises(RunError, match=f"site 'a': {what}"):
         wire.from_model(model, "site 'a'")
@@ -59,13 +71,17 @@ def test_metrics_that_a_run_folder_would_not_be_read_with(metrics: dict[Any, flo
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_tensor_of_tensors_is_not_dense() -> None:
     model = SimpleNamespace(
-        params={"message/weights/a": torch.nested.nested_tensor([torch.ones(2)])}, meta={}, metrics={}
+        params={"message/weights/a": torch.nested.nested_tensor([torch.ones(2)])},
+        meta={},
+        metrics={},
     )
     with pytest.raises(RunError, match="expected a dense tensor"):
         wire.from_model(model, "site 'a'")
 
 
-@pytest.mark.parametrize("document", [[], None, {}, {"parts": 3}, {"parts": ["a"]}, {"parts": [1, 2, 3]}, {"text": []}])
+@pytest.mark.parametrize(
+    "document", [[], None, {}, {"parts": 3}, {"parts": ["a"]}, {"parts": [1, 2, 3]}, {"text": []}]
+)
 def test_an_error_of_another_form_is_an_error_too(document: Any) -> None:
     with pytest.raises(RunError):
         raise_error(document)

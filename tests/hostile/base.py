@@ -24,7 +24,11 @@ TRAIN: dict[str, Any] = {
 }
 
 
-def write(root: Path, train: Mapping[str, Any] | None = None, files: Mapping[str, str | bytes] | None = None) -> Path:
+def write(
+    root: Path,
+    train: Mapping[str, Any] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
+) -> Path:
     """Write the bundle with further ids in its training configuration and further files; return its folder."""
     content: dict[str, str | bytes] = {
         "configs/train.json": json.dumps({**TRAIN, **(train or {})}),

@@ -35,8 +35,14 @@ def _runs(expression: str, says: str, word: str = "") -> Hostile:
     return Hostile(says, {"x": f"${expression}"}, word=word)
 
 
-def _imports(statement: str, uses: str = "1", says: str = "not on the list", word: str = "") -> Hostile:
-    return Hostile(says, {"imports": ["$import glob", "$import os", f"${statement}"], "x": f"${uses}"}, word=word)
+def _imports(
+    statement: str, uses: str = "1", says: str = "not on the list", word: str = ""
+) -> Hostile:
+    return Hostile(
+        says,
+        {"imports": ["$import glob", "$import os", f"${statement}"], "x": f"${uses}"},
+        word=word,
+    )
 
 
 def _yaml(text: str, says: str) -> Hostile:
@@ -50,14 +56,22 @@ def _metadata(says: str, **more: Any) -> Hostile:
 _BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
 )
-_MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
+_MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
 _BIDI = "\u202e"
 
 HOSTILE: dict[str, Hostile] = {
     # memory taken for numbers, and numbers for objects
-    "pointers_of_objects": _runs("torch.frombuffer(np.ones(2), dtype=torch.int64)", "torch.frombuffer"),
-    "strides_beyond_memory": _runs("torch.as_strided(torch.ones(2), (9,), (9,))", "torch.as_strided"),
-    "indices_beyond_memory": _runs("torch.sparse_coo_tensor([[9]], [1.0], (2,))", "torch.sparse_coo_tensor"),
+    "pointers_of_objects": _runs(
+        "torch.frombuffer(np.ones(2), dtype=torch.int64)", "torch.frombuffer"
+    ),
+    "strides_beyond_memory": _runs(
+        "torch.as_strided(torch.ones(2), (9,), (9,))", "torch.as_strided"
+    ),
+    "indices_beyond_memory": _runs(
+        "torch.sparse_coo_tensor([[9]], [1.0], (2,))", "torch.sparse_coo_tensor"
+    ),
     "written_into_memory": _runs("torch.fill_(torch.ones(2), 1)", "torch.fill_"),
     # components
     "os_system": _target("os.system", command="id"),
@@ -73,9 +87,13 @@ HOSTILE: dict[str, Hostile] = {
     "through_torch_to_os": _target("torch.os.system", command="id"),
     "through_torch_nn_to_os": _target("torch.nn.modules.module.os.system", command="id"),
     "through_a_transform_to_sympy": _target(
-        "monai.transforms.transform.torch._higher_order_ops.triton_kernel_wrap.sympy.Lambda", signature="x", expr="1"
+        "monai.transforms.transform.torch._higher_order_ops.triton_kernel_wrap.sympy.Lambda",
+        signature="x",
+        expr="1",
     ),
-    "through_a_loss_to_torchvision": _target("monai.losses.perceptual.torchvision.models.resnet18", weights="DEFAULT"),
+    "through_a_loss_to_torchvision": _target(
+        "monai.losses.perceptual.torchvision.models.resnet18", weights="DEFAULT"
+    ),
     "through_networks_to_numpy": _target("monai.networks.utils.np.Dataset"),
     "listed_name_of_another_package": _target("torch.utils.data.dataset.Generator"),
     "listed_name_in_a_module_of_medfl": _target("medfl.bundle.configuration.Dataset"),
@@ -101,19 +119,25 @@ HOSTILE: dict[str, Hostile] = {
     "perceptual_loss_runs_hub_code": _target("PerceptualLoss", spatial_dims=2),
     "mlflow_talks_to_a_server": _target("MLFlowHandler", tracking_uri="x"),
     "torchvision_fetches_weights": Hostile(
-        "'weights'", {"x": {"_target_": "TorchVisionFCModel", "model_name": "resnet18", "weights": "DEFAULT"}}
+        "'weights'",
+        {"x": {"_target_": "TorchVisionFCModel", "model_name": "resnet18", "weights": "DEFAULT"}},
     ),
     "torchvision_looks_up_a_name": Hostile(
-        "none of torchvision's networks", {"x": {"_target_": "TorchVisionFCModel", "model_name": "get_model"}}
+        "none of torchvision's networks",
+        {"x": {"_target_": "TorchVisionFCModel", "model_name": "get_model"}},
     ),
-    "torchvision_transform_of_any_name": Hostile("'Lambda'", {"x": {"_target_": "TorchVision", "name": "Lambda"}}),
+    "torchvision_transform_of_any_name": Hostile(
+        "'Lambda'", {"x": {"_target_": "TorchVision", "name": "Lambda"}}
+    ),
     "torchvision_network_with_weights": Hostile(
         "'weights'", {"x": {"_target_": "torchvision.models.resnet18", "weights": "DEFAULT"}}
     ),
     "pretrained_by_a_reference": Hostile(
         "'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": "@wanted"}, "wanted": True}
     ),
-    "key_with_a_slash_beside_a_relative_reference": Hostile("no plain name", {"a/b": {"b": 2, "x": "$@#b"}}),
+    "key_with_a_slash_beside_a_relative_reference": Hostile(
+        "no plain name", {"a/b": {"b": 2, "x": "$@#b"}}
+    ),
     "reader_by_a_reference_to_two_things": Hostile(
         "'reader'",
         {
@@ -128,13 +152,22 @@ HOSTILE: dict[str, Hostile] = {
         {"configs/evaluate.json": '{"rd": {"_target_": "IterableDataset", "data": ["os.system"]}}'},
     ),
     "reader_by_a_reference": Hostile(
-        "'reader'", {"x": {"_target_": "LoadImaged", "keys": "a", "reader": "@wanted"}, "wanted": "os.mkdir"}
+        "'reader'",
+        {"x": {"_target_": "LoadImaged", "keys": "a", "reader": "@wanted"}, "wanted": "os.mkdir"},
     ),
     "table_from_an_address": _runs("[n for n in ['s3://a/b.csv']]", "URL"),
-    "csv_dataset_reads_urls": Hostile("URL", {"x": {"_target_": "CSVDataset", "src": "https://example.org/a.csv"}}),
+    "csv_dataset_reads_urls": Hostile(
+        "URL", {"x": {"_target_": "CSVDataset", "src": "https://example.org/a.csv"}}
+    ),
     "csv_dataset_reads_as_told": Hostile(
         "'storage_options'",
-        {"x": {"_target_": "CSVDataset", "src": "x", "kwargs_read_csv": {"storage_options": {"a": 1}}}},
+        {
+            "x": {
+                "_target_": "CSVDataset",
+                "src": "x",
+                "kwargs_read_csv": {"storage_options": {"a": 1}},
+            }
+        },
     ),
     "fire": _target("fire.Fire", component="x"),
     "functools_partial": _target("functools.partial", func="x"),
@@ -147,37 +180,63 @@ HOSTILE: dict[str, Hostile] = {
     "target_of_another_type": _target(["os.system"]),
     "target_in_fullwidth_letters": _target("\uff4f\uff53.system", command="id"),
     "target_with_a_cyrillic_letter": _target("\u041eneOf", transforms=[]),
-    "target_by_an_override_from_another_key": Hostile("_target_", {"network_def#_target_": "os.system"}),
-    "target_by_an_override_with_colons": Hostile("_target_", {"network_def::_target_": "os.system"}),
+    "target_by_an_override_from_another_key": Hostile(
+        "_target_", {"network_def#_target_": "os.system"}
+    ),
+    "target_by_an_override_with_colons": Hostile(
+        "_target_", {"network_def::_target_": "os.system"}
+    ),
     "target_in_evaluate_only": _yaml("network_def#_target_: os.system\n", "_target_"),
     "target_in_federated_settings": Hostile(
         "_target_",
-        files={"configs/federated.yaml": "presets: {p: {config: {optimizer: {_target_: os.system, command: id}}}}\n"},
+        files={
+            "configs/federated.yaml": "presets: {p: {config: {optimizer: {_target_: os.system, command: id}}}}\n"
+        },
     ),
-    "target_in_the_description": _metadata("in a description", network={"_target_": "os.system", "command": "id"}),
+    "target_in_the_description": _metadata(
+        "in a description", network={"_target_": "os.system", "command": "id"}
+    ),
     "disabled_today": _target("os.system", command="id", _disabled_=True),
     "mode_debug": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "debug"}}),
     "mode_callable": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "callable"}}),
     "mode_by_reference": Hostile("_mode_", {"x": {"_target_": "UNet", "_mode_": "@mode"}}),
     "debug_argument": Hostile("'_debug_'", {"x": {"_target_": "UNet", "_debug_": True}}),
     "required_first": Hostile(
-        "two underscores", {"x": {"_target_": "UNet", "_requires_": ["$__import__('os').system('id')"]}}
+        "two underscores",
+        {"x": {"_target_": "UNet", "_requires_": ["$__import__('os').system('id')"]}},
     ),
-    "disabled_by_running": Hostile("the name exec", {"x": {"_target_": "UNet", "_disabled_": "$exec('1')"}}),
-    "described_by_running": Hostile("the name eval", {"x": {"_target_": "UNet", "_desc_": "$eval('1')"}}),
+    "disabled_by_running": Hostile(
+        "the name exec", {"x": {"_target_": "UNet", "_disabled_": "$exec('1')"}}
+    ),
+    "described_by_running": Hostile(
+        "the name eval", {"x": {"_target_": "UNet", "_desc_": "$eval('1')"}}
+    ),
     # arguments that MONAI imports, or that fetch
     "reader_that_is_a_program": Hostile(
         "'reader'", {"x": {"_target_": "LoadImage", "reader": "subprocess.Popen", "args": ["id"]}}
     ),
-    "reader_in_a_list": Hostile("'reader'", {"x": {"_target_": "LoadImaged", "keys": "a", "reader": ["exec"]}}),
-    "reader_by_reference": Hostile("'reader'", {"r": "os.mkdir", "x": {"_target_": "LoadImage", "reader": "@r"}}),
-    "reader_by_an_override": Hostile("'reader'", {"x": {"_target_": "LoadImage"}, "x#reader": "os.mkdir"}),
-    "reader_by_an_override_of_an_item": Hostile(
-        "'reader'", {"x": {"_target_": "LoadImage", "reader": ["ITKReader"]}, "x#reader#0": "os.mkdir"}
+    "reader_in_a_list": Hostile(
+        "'reader'", {"x": {"_target_": "LoadImaged", "keys": "a", "reader": ["exec"]}}
     ),
-    "writer_that_is_a_program": Hostile("'writer'", {"x": {"_target_": "SaveImage", "writer": "os.mkdir"}}),
-    "merger_that_is_a_program": Hostile("'merger_cls'", {"x": {"_target_": "PatchInferer", "merger_cls": "os.mkdir"}}),
-    "pickled_arrays": Hostile("'allow_pickle'", {"x": {"_target_": "LoadImage", "allow_pickle": True}}),
+    "reader_by_reference": Hostile(
+        "'reader'", {"r": "os.mkdir", "x": {"_target_": "LoadImage", "reader": "@r"}}
+    ),
+    "reader_by_an_override": Hostile(
+        "'reader'", {"x": {"_target_": "LoadImage"}, "x#reader": "os.mkdir"}
+    ),
+    "reader_by_an_override_of_an_item": Hostile(
+        "'reader'",
+        {"x": {"_target_": "LoadImage", "reader": ["ITKReader"]}, "x#reader#0": "os.mkdir"},
+    ),
+    "writer_that_is_a_program": Hostile(
+        "'writer'", {"x": {"_target_": "SaveImage", "writer": "os.mkdir"}}
+    ),
+    "merger_that_is_a_program": Hostile(
+        "'merger_cls'", {"x": {"_target_": "PatchInferer", "merger_cls": "os.mkdir"}}
+    ),
+    "pickled_arrays": Hostile(
+        "'allow_pickle'", {"x": {"_target_": "LoadImage", "allow_pickle": True}}
+    ),
     "images_opened_to_be_changed": Hostile(
         "how a file is opened",
         {"x": {"_target_": "LoadImaged", "keys": "a", "reader": "NumpyReader", "mmap_mode": "r+"}},
@@ -188,19 +247,34 @@ HOSTILE: dict[str, Hostile] = {
     "reader_with_a_number_for_a_name": Hostile(
         "how a file is opened", files={"configs/evaluate.yaml": "x: {_target_: PILReader, 1: 2}\n"}
     ),
-    "attributes_by_the_keys_of_a_dictionary": _target("torch.nn.ParameterDict", parameters={"forward": 1}),
-    "cache_of_pickles": Hostile("'weights_only'", {"x": {"_target_": "PersistentDataset", "weights_only": False}}),
-    "download_of_data": Hostile("'download'", {"x": {"_target_": "DecathlonDataset", "download": True}}),
+    "attributes_by_the_keys_of_a_dictionary": _target(
+        "torch.nn.ParameterDict", parameters={"forward": 1}
+    ),
+    "cache_of_pickles": Hostile(
+        "'weights_only'", {"x": {"_target_": "PersistentDataset", "weights_only": False}}
+    ),
+    "download_of_data": Hostile(
+        "'download'", {"x": {"_target_": "DecathlonDataset", "download": True}}
+    ),
     "pretrained_by_a_reference_in_inference": Hostile(
         "'pretrained'",
-        files={"configs/inference.yaml": "wanted: true\nx: {_target_: DenseNet121, pretrained: '@wanted'}\n"},
+        files={
+            "configs/inference.yaml": "wanted: true\nx: {_target_: DenseNet121, pretrained: '@wanted'}\n"
+        },
     ),
-    "download_of_weights": Hostile("'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": True}}),
-    "download_of_weights_by_default": Hostile("would fetch", {"x": {"_target_": "EfficientNetBN", "model_name": "b0"}}),
+    "download_of_weights": Hostile(
+        "'pretrained'", {"x": {"_target_": "DenseNet121", "pretrained": True}}
+    ),
+    "download_of_weights_by_default": Hostile(
+        "would fetch", {"x": {"_target_": "EfficientNetBN", "model_name": "b0"}}
+    ),
     "download_of_weights_by_a_full_name": Hostile(
-        "would fetch", {"x": {"_target_": "monai.networks.nets.resnet.ResNetFeatures", "model_name": "resnet18"}}
+        "would fetch",
+        {"x": {"_target_": "monai.networks.nets.resnet.ResNetFeatures", "model_name": "resnet18"}},
     ),
-    "download_of_weights_by_an_override": Hostile("would fetch", {"network_def#_target_": "EfficientNetBN"}),
+    "download_of_weights_by_an_override": Hostile(
+        "would fetch", {"network_def#_target_": "EfficientNetBN"}
+    ),
     "url": Hostile("a URL", {"x": {"_target_": "Dataset", "data": "http://example.org/a.json"}}),
     "url_in_an_expression": _runs("@dataset_dir + 'ftp://example.org'", "a URL"),
     # expressions
@@ -217,11 +291,17 @@ HOSTILE: dict[str, Hostile] = {
     "environment": _runs("dict(os.environ)", "os.environ"),
     "moved_by_the_class_of_paths": Hostile(
         "pathlib.Path.replace",
-        {"imports": ["$import glob", "$import os", "$import pathlib"], "x": "$pathlib.Path.replace(@a, @b)"},
+        {
+            "imports": ["$import glob", "$import os", "$import pathlib"],
+            "x": "$pathlib.Path.replace(@a, @b)",
+        },
     ),
     "moved_by_an_imported_class": Hostile(
         "pathlib.Path.replace",
-        {"imports": ["$import glob", "$import os", "$from pathlib import Path"], "x": "$Path.replace(@a, @b)"},
+        {
+            "imports": ["$import glob", "$import os", "$from pathlib import Path"],
+            "x": "$Path.replace(@a, @b)",
+        },
     ),
     "renamed_by_a_path": _runs("@bundle_root.rename('b')", ".rename"),
     "removed_by_a_path": _runs("@bundle_root.unlink()", ".unlink"),
@@ -252,7 +332,9 @@ HOSTILE: dict[str, Hostile] = {
     "operators_of_torch": _runs("torch.ops.load_library('a.so')", "torch.ops"),
     "classes_of_torch": _runs("torch.classes.load_library('a.so')", "torch.classes"),
     "from_file_of_torch": _runs("torch.from_file('a', shared=True, size=1)", "torch.from_file"),
-    "hook_of_a_network": _runs("@network_def.register_forward_hook(print)", ".register_forward_hook"),
+    "hook_of_a_network": _runs(
+        "@network_def.register_forward_hook(print)", ".register_forward_hook"
+    ),
     "apply_of_a_network": _runs("@network_def.apply(os.system)", "os.system"),
     "format_with_an_index": _runs("'{0[0]}'.format(@images)", "reaches into"),
     "format_map": _runs("'{a}'.format_map(@images)", ".format_map"),
@@ -267,20 +349,26 @@ HOSTILE: dict[str, Hostile] = {
     "walrus_in_a_comprehension": _runs("[(y := i) for i in @images]", "NamedExpr"),
     "asynchronous_comprehension": _runs("[i async for i in @images]", "an asynchronous"),
     "public_data_by_a_path": Hostile(
-        "by their names only", files={"configs/federated.yaml": "methods: {fedmd: {public: data/inner}}\n"}
+        "by their names only",
+        files={"configs/federated.yaml": "methods: {fedmd: {public: data/inner}}\n"},
     ),
     "teacher_by_a_path": Hostile(
-        "by their names only", files={"configs/federated.yaml": "methods: {fedhelp: {teachers: 'bundle:inner'}}\n"}
+        "by their names only",
+        files={"configs/federated.yaml": "methods: {fedhelp: {teachers: 'bundle:inner'}}\n"},
     ),
     "public_data_in_a_list": Hostile(
-        "by their names only", files={"configs/federated.yaml": "methods: {fedmd: {public: [data/inner]}}\n"}
+        "by their names only",
+        files={"configs/federated.yaml": "methods: {fedmd: {public: [data/inner]}}\n"},
     ),
     "teacher_of_a_preset_in_a_list": Hostile(
         "by their names only",
-        files={"configs/federated.yaml": "presets: {p: {methods: {fedhelp: {teachers: {a: ['run:x']}}}}}\n"},
+        files={
+            "configs/federated.yaml": "presets: {p: {methods: {fedhelp: {teachers: {a: ['run:x']}}}}}\n"
+        },
     ),
     "partition_by_a_path": Hostile(
-        "a table that only a user names", files={"configs/federated.yaml": "partition: file:/etc/passwd\n"}
+        "a table that only a user names",
+        files={"configs/federated.yaml": "partition: file:/etc/passwd\n"},
     ),
     "deleted_files": _runs("os.remove('a')", "os.remove"),
     "moved_files": _runs("os.replace('a', 'b')", "os.replace"),
@@ -295,21 +383,29 @@ HOSTILE: dict[str, Hostile] = {
     "private_attribute": _runs("@images._modules", "._modules"),
     "dunder_in_a_text": _runs("'{0.__class__}'", "two underscores"),
     "format": _runs("'{0.name}'.format(@images)", "reaches into"),
-    "format_of_a_text_that_is_computed": _runs("(@a + '}').format(@images)", "a text that is computed"),
-    "format_of_its_own": _runs("f'{@images:>10000}'", "a format that is computed or wide, or a conversion"),
+    "format_of_a_text_that_is_computed": _runs(
+        "(@a + '}').format(@images)", "a text that is computed"
+    ),
+    "format_of_its_own": _runs(
+        "f'{@images:>10000}'", "a format that is computed or wide, or a conversion"
+    ),
     "conversion": _runs("f'{@images!r}'", "a format that is computed or wide, or a conversion"),
     "walrus": _runs("(y := @images)", "NamedExpr"),
     "await": _runs("(lambda: (yield 1))", "Yield"),
     "lambda_with_a_hostile_default": _runs("lambda x=os.remove: x", "os.remove"),
     "lambda_that_takes_a_module_s_name": _runs("(lambda os: os.getcwd)", "takes the name os"),
-    "comprehension_that_takes_a_module_s_name": _runs("[torch for torch in @images]", "takes the name torch"),
+    "comprehension_that_takes_a_module_s_name": _runs(
+        "[torch for torch in @images]", "takes the name torch"
+    ),
     "comprehension_that_assigns": _runs("[0 for @images[0] in [1]]", "more than names"),
     "module_as_a_value": _runs("os", "os, which is not on the list"),
     "module_in_a_list": _runs("[os][0].getcwd()", "not on the list"),
     "monai_bundle_as_a_value": _runs("monai.bundle", "monai.bundle"),
     "monai_download": _runs("monai.apps.download_url('a', 'b')", "monai.apps.download_url"),
     "monai_config_parser": _runs("monai.bundle.ConfigParser({})", "monai.bundle.ConfigParser"),
-    "monai_transform_made_by_hand": _runs("monai.transforms.LoadImage('subprocess.Popen')", "LoadImage"),
+    "monai_transform_made_by_hand": _runs(
+        "monai.transforms.LoadImage('subprocess.Popen')", "LoadImage"
+    ),
     "torch_hub": _runs("torch.hub.load('a/b', 'c')", "torch.hub.load"),
     "torch_load_by_name": _runs("torch.load(@bundle_root + '/a.pt')", "'pickle'", word="pickle"),
     "torch_save": _runs("torch.save(1, 'a')", "torch.save"),
@@ -344,18 +440,28 @@ HOSTILE: dict[str, Hostile] = {
     "right_to_left_by_an_escape": _yaml('x: "\\u202e"\n', "U+202E"),
     "zero_width_in_a_key": Hostile("U+200B", {"a\u200bb": 1}),
     "terminal_escape_in_a_key": Hostile("U+001B", {"a\u001b[2Jb": 1}),
-    "statement_list_that_is_referred_to": Hostile(".mkdir", {"run": ["$@bundle_root.mkdir()"], "x": "$[1, @run]"}),
-    "statement_list_with_a_danger": Hostile("os.system", {"initialize": ["$os.system('id')"], "x": "$@initialize"}),
+    "statement_list_that_is_referred_to": Hostile(
+        ".mkdir", {"run": ["$@bundle_root.mkdir()"], "x": "$[1, @run]"}
+    ),
+    "statement_list_with_a_danger": Hostile(
+        "os.system", {"initialize": ["$os.system('id')"], "x": "$@initialize"}
+    ),
     "list_of_another_name_that_is_referred_to": Hostile(
         "os.system", {"evaluate": ["$os.system('id')"], "x": "$[1, @evaluate#0]"}
     ),
     "list_of_an_id_that_is_asked_for": Hostile("os.system", {"inferer": ["$os.system('id')"]}),
-    "list_of_another_name_with_more_than_expressions": Hostile("os.system", {"test": ["$os.system('id')", 1]}),
-    "list_in_settings": Hostile("os.system", files={"configs/federated.yaml": "test: [\"$os.system('id')\"]\n"}),
+    "list_of_another_name_with_more_than_expressions": Hostile(
+        "os.system", {"test": ["$os.system('id')", 1]}
+    ),
+    "list_in_settings": Hostile(
+        "os.system", files={"configs/federated.yaml": "test: [\"$os.system('id')\"]\n"}
+    ),
     # references and macros
     "reference_to_everything": _runs("[@]", "whole configuration"),
     "reference_to_an_import": _runs("@imports#1.getcwd()", "an import"),
-    "reference_from_an_import": Hostile("valid Python", {"imports": ["$import os", "$@#0.remove('a')"]}),
+    "reference_from_an_import": Hostile(
+        "valid Python", {"imports": ["$import os", "$@#0.remove('a')"]}
+    ),
     "reference_to_an_import_by_steps": Hostile("an import", {"a": {"b": "$@###imports#0"}}),
     "reference_inside_a_text": _runs("'@images'", "inside a text"),
     "reference_that_runs_into_a_name": _runs("x@images", "the name x_reference_0"),
@@ -374,7 +480,9 @@ HOSTILE: dict[str, Hostile] = {
     "macro_of_a_file_in_capitals": Hostile("the macro", {"x": "%other.YAML::net"}),
     "macro_of_everything": Hostile("the macro", {"x": "%"}),
     "macro_of_an_import": Hostile("an import", {"x": "%imports#1"}),
-    "macro_of_macros": Hostile("a macro of a macro", {"a": [1, 2], "b": ["%a", "%a"], "c": ["%b", "%b"]}),
+    "macro_of_macros": Hostile(
+        "a macro of a macro", {"a": [1, 2], "b": ["%a", "%a"], "c": ["%b", "%b"]}
+    ),
     "macro_of_itself": Hostile("a macro of a macro", {"a": {"b": "%a"}}),
     "macro_that_is_relative": Hostile("the macro", {"a": {"b": 1, "c": "%#b"}}),
     "macro_in_an_expression": _runs("@images %#b", "a macro inside"),
@@ -389,7 +497,10 @@ HOSTILE: dict[str, Hostile] = {
     "import_monai_bundle": _imports("from monai import bundle", "bundle.run()"),
     "import_sys": _imports("import sys", "sys.path.append('x')", "'sys.path'", word="sys.path"),
     "import_distributed": _imports(
-        "import torch.distributed as dist", "dist.init_process_group()", "'distributed'", word="distributed"
+        "import torch.distributed as dist",
+        "dist.init_process_group()",
+        "'distributed'",
+        word="distributed",
     ),
     "import_of_a_function": _imports("from os import system", "system('id')"),
     "import_of_load": _imports("from torch import load", "load('x.pt')", "'pickle'", word="pickle"),
@@ -397,18 +508,24 @@ HOSTILE: dict[str, Hostile] = {
     "import_that_is_relative": _imports("from . import x", says="relative import"),
     "import_of_two": _imports("import glob, subprocess", says="several imports"),
     "import_and_more": _imports("import glob; import subprocess", says="exactly one"),
-    "import_under_another_module_s_name": _imports("import os as torch", says="takes the name torch"),
+    "import_under_another_module_s_name": _imports(
+        "import os as torch", says="takes the name torch"
+    ),
     "import_under_a_builtin_s_name": _imports("import os as len", says="takes the name len"),
     "import_under_two_names": _imports("import json as os", says="takes the name os"),
     "import_of_own_code_that_is_not_there": _imports("import scripts", "scripts.x()"),
     # paths
     "path_upwards": Hostile("leads upwards", {"x": "../../other/data"}),
-    "path_upwards_in_an_expression": _runs("os.path.join(@bundle_root, '..', 'other')", "leads upwards"),
+    "path_upwards_in_an_expression": _runs(
+        "os.path.join(@bundle_root, '..', 'other')", "leads upwards"
+    ),
     "path_of_the_system": Hostile("folder of the system", {"x": "/etc/passwd"}),
     "path_upwards_inside_of_data": Hostile("leads upwards", {"dataset_dir": "../a/../../b"}),
     "path_upwards_of_another_id": Hostile("leads upwards", {"output_dir": "../a"}),
     "path_of_the_system_as_data": Hostile("folder of the system", {"dataset_dir": "/etc"}),
-    "path_of_the_system_behind_a_reference": _runs("@bundle_root + '/etc/passwd'", "folder of the system"),
+    "path_of_the_system_behind_a_reference": _runs(
+        "@bundle_root + '/etc/passwd'", "folder of the system"
+    ),
     "path_that_is_absolute": Hostile("'paths'", {"x": "/data/other"}, word="paths"),
     "path_by_join": _runs("os.path.join(@bundle_root, '/data')", "an absolute path"),
     "path_in_a_listing": _runs("os.listdir('/')", "an absolute path"),
@@ -425,16 +542,24 @@ HOSTILE: dict[str, Hostile] = {
     "yaml_key_that_is_a_list": _yaml("? [a, b]\n: 1\n", "no text"),
     "yaml_documents": _yaml("x: 1\n---\nx: $eval('1')\n", "not valid YAML"),
     "yaml_levels": _yaml("[" * 500 + "]" * 500, "levels"),
-    "json_key_twice": Hostile("twice", files={"configs/evaluate.json": '{"x": 1, "x": "$eval(1)"}'}),
+    "json_key_twice": Hostile(
+        "twice", files={"configs/evaluate.json": '{"x": 1, "x": "$eval(1)"}'}
+    ),
     "json_levels": Hostile("levels", files={"configs/evaluate.json": "[" * 100_000}),
     "json_that_is_a_list": Hostile("keys and values", files={"configs/evaluate.json": "[1]"}),
     "json_not_a_number": Hostile("NaN", files={"configs/evaluate.json": '{"x": NaN}'}),
-    "json_with_an_ending_in_capitals": Hostile("in capitals", files={"configs/evaluate.JSON": "{}"}),
+    "json_with_an_ending_in_capitals": Hostile(
+        "in capitals", files={"configs/evaluate.JSON": "{}"}
+    ),
     "half_a_surrogate": Hostile("U+D800", files={"configs/evaluate.json": '{"x": "\\ud800"}'}),
     "not_text": Hostile("not UTF-8", files={"configs/evaluate.json": b"\xff\xfe{}"}),
     "many_values": Hostile("more than", {"x": [0] * 30_000}),
-    "huge_configuration": Hostile("at most", files={"configs/evaluate.json": '{"x": "' + "a" * 1_100_000 + '"}'}),
-    "own_python_with_a_module_s_name": Hostile("name of another module", files={"glob.py": "print('here')\n"}),
+    "huge_configuration": Hostile(
+        "at most", files={"configs/evaluate.json": '{"x": "' + "a" * 1_100_000 + '"}'}
+    ),
+    "own_python_with_a_module_s_name": Hostile(
+        "name of another module", files={"glob.py": "print('here')\n"}
+    ),
     "compiled_python": Hostile("compiled", files={"scripts/__pycache__/net.cpython-311.pyc": b"x"}),
     "shared_library": Hostile("compiled", files={"libx.so": b"\x7fELF"}),
     "file_name_with_right_to_left": Hostile("U+202E", files={f"docs/a{_BIDI}txt.md": "x"}),

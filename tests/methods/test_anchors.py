@@ -34,7 +34,9 @@ LOSSES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
 }
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not (ANCHORS.is_dir() and PIXELS.is_file()), reason=f"no {ANCHORS} or no {PIXELS}"),
+    pytest.mark.skipif(
+        not (ANCHORS.is_dir() and PIXELS.is_file()), reason=f"no {ANCHORS} or no {PIXELS}"
+    ),
 ]
 
 
@@ -56,12 +58,18 @@ class Net(nn.Module):
 def sites() -> dict[str, dict[str, TensorDataset]]:
     """Six sites of two classes; every test image is at one of them, as validation image."""
     with np.load(PIXELS) as arrays:
-        known = {name: arrays[name] for name in ("train_images", "train_labels", "test_images", "test_labels")}
+        known = {
+            name: arrays[name]
+            for name in ("train_images", "train_labels", "test_images", "test_labels")
+        }
     with (ANCHORS / "partition_mednist.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["split"] == "train"]
 
     def items(section: str, indices: list[int]) -> TensorDataset:
-        small = [Image.fromarray(known[f"{section}_images"][i]).resize((28, 28), Image.BILINEAR) for i in indices]
+        small = [
+            Image.fromarray(known[f"{section}_images"][i]).resize((28, 28), Image.BILINEAR)
+            for i in indices
+        ]
         pixels = torch.tensor(np.stack([np.asarray(one) for one in small]), dtype=torch.float32)
         labels = torch.tensor([int(known[f"{section}_labels"][i, 0]) for i in indices])
         return TensorDataset(((pixels / 255 - 0.5) / 0.5)[:, None], labels)
@@ -70,7 +78,11 @@ def sites() -> dict[str, dict[str, TensorDataset]]:
     for site in range(6):
         tested = items("test", list(range(site, 720, 6)))
         train = items("train", [int(row["image"]) for row in rows if row["site"] == str(site)])
-        found[f"site-{site}"] = {"train": train, "validate": tested, "test": TensorDataset(*tested[:1])}
+        found[f"site-{site}"] = {
+            "train": train,
+            "validate": tested,
+            "test": TensorDataset(*tested[:1]),
+        }
     return found
 
 
@@ -85,6 +97,8 @@ def test_the_losses_of_other_peoples_code(method: str, tmp_path: Path) -> None:
         parts, method, out=tmp_path / "run", options=options, init=str(ANCHORS / "init_mednist.safetensors"),
         rounds=ROUNDS[len(expected) - 1], local_epochs=5, jobs=1, say=str,
     )  # fmt: skip
-    rows = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    ]
     found = [rows[round_ - 1]["val"]["loss"] for round_ in ROUNDS[: len(expected)]]
     assert found == pytest.approx(expected, abs=1e-5)

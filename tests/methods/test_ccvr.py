@@ -52,10 +52,17 @@ def test_the_heads_momentum(momentum: float) -> None:
     toy = Toy({"a": (x, y)}, lambda: nn.Sequential(nn.Identity(), nn.Linear(1, 2)), cross_entropy)
     for tensor in toy.networks.initial.values():
         tensor.zero_()
-    options = {"virtual": 2, "calibration_epochs": 2, "calibration_lr": 1.0, "calibration_momentum": momentum}
+    options = {
+        "virtual": 2,
+        "calibration_epochs": 2,
+        "calibration_lr": 1.0,
+        "calibration_momentum": momentum,
+    }
     calibrated = simulate(load("ccvr", options), toy).server["calibrated"]
     second = torch.sigmoid(torch.tensor(-1.0)).item()
-    assert calibrated["1.weight"][0].item() == pytest.approx(0.5 + second + momentum * 0.5, abs=1e-5)
+    assert calibrated["1.weight"][0].item() == pytest.approx(
+        0.5 + second + momentum * 0.5, abs=1e-5
+    )
     assert load("ccvr").calibration_momentum == 0.9
 
 
@@ -88,7 +95,9 @@ def test_the_order_of_sites_is_no_matter(classes: Toy) -> None:
     """Check 3."""
     outcome = simulate(METHOD, classes, 2)
     turned = dict(reversed(outcome.replies.items()))
-    assert bits(METHOD.aggregate(classes.host(2), outcome.history[1], turned, 3)) == bits(outcome.server)
+    assert bits(METHOD.aggregate(classes.host(2), outcome.history[1], turned, 3)) == bits(
+        outcome.server
+    )
 
 
 def test_training_is_fedavgs_bit_for_bit(classes: Toy) -> None:
@@ -111,7 +120,10 @@ def test_the_size_of_the_statistics() -> None:
 
 def test_statistics_travel_every_so_many_rounds(classes: Toy) -> None:
     method = load("ccvr", calibrate_every=2)
-    kinds = [{"statistics" in r for r in simulate(method, classes, rounds).replies.values()} for rounds in (1, 2, 3)]
+    kinds = [
+        {"statistics" in r for r in simulate(method, classes, rounds).replies.values()}
+        for rounds in (1, 2, 3)
+    ]
     assert kinds == [{False}, {True}, {False}]
     first, second, third = (simulate(method, classes, rounds).server for rounds in (1, 2, 3))
     assert "calibrated" not in first
@@ -133,15 +145,21 @@ def test_a_class_with_fewer_than_two_items_is_skipped(classes: Toy) -> None:
 
     means, covariances = torch.zeros(3, 6), torch.zeros(3, 6, 6)
     method = CCVR()
-    method._calibrated(classes.host(), classes.initial, Seen(torch.tensor([5, 1, 2]), means, covariances))
+    method._calibrated(
+        classes.host(), classes.initial, Seen(torch.tensor([5, 1, 2]), means, covariances)
+    )
     assert drawn == [0, 2]
-    none = method._calibrated(classes.host(), classes.initial, Seen(torch.tensor([1, 0, 1]), means, covariances))
+    none = method._calibrated(
+        classes.host(), classes.initial, Seen(torch.tensor([1, 0, 1]), means, covariances)
+    )
     assert bits(none) == bits(classes.initial)
 
 
 def test_calibration_repairs_a_biased_head() -> None:
     """Two sites, each short of a class; the received head always says class 2: calibrated it tells all three apart."""
-    toy = Toy(blobs({"a": 60, "b": 60}, labels={"a": (0, 1), "b": (1, 2)}), classifier(), cross_entropy)
+    toy = Toy(
+        blobs({"a": 60, "b": 60}, labels={"a": (0, 1), "b": (1, 2)}), classifier(), cross_entropy
+    )
     biased = {**toy.initial, "4.bias": torch.tensor([-5.0, -5.0, 5.0])}
     method = load("ccvr", calibration_epochs=40, calibration_lr=0.05)
     replies = {}

@@ -32,9 +32,14 @@ def test_one_step_by_hand() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_full_step_equals_fedavgs(dtype: torch.dtype) -> None:
     """sum_k (n_k / n) grad f_k = grad f, without BatchNorm and dropout."""
-    data = {name: (x.to(dtype), y.to(dtype)) for name, (x, y) in regression({"a": 3, "b": 10, "c": 7}).items()}
+    data = {
+        name: (x.to(dtype), y.to(dtype))
+        for name, (x, y) in regression({"a": 3, "b": 10, "c": 7}).items()
+    }
     toy = Toy(data, lambda: torch.nn.Linear(3, 1, dtype=dtype), optimizer=sgd(0.1))
-    pooled, averaged = (simulate(load(name), toy, 3).server["weights"] for name in ("central", "fedavg"))
+    pooled, averaged = (
+        simulate(load(name), toy, 3).server["weights"] for name in ("central", "fedavg")
+    )
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
     for name, tensor in pooled.items():
         torch.testing.assert_close(averaged[name], tensor, rtol=0, atol=tolerance)
@@ -42,7 +47,10 @@ def test_a_full_step_equals_fedavgs(dtype: torch.dtype) -> None:
 
 def test_how_the_pool_was_split_is_no_matter(classes: Toy) -> None:
     x, y = (torch.cat(parts) for parts in zip(*classes.data.values(), strict=True))
-    split = {name: (x[part], y[part]) for name, part in (("p", slice(0, 2)), ("q", slice(2, 20)), ("r", slice(20, 26)))}
+    split = {
+        name: (x[part], y[part])
+        for name, part in (("p", slice(0, 2)), ("q", slice(2, 20)), ("r", slice(20, 26)))
+    }
     other = replace(classes, data=split)
     assert bits(simulate(METHOD, other, 3).server) == bits(simulate(METHOD, classes, 3).server)
 
@@ -53,7 +61,9 @@ def test_the_optimiser_lives_over_the_whole_run_or_a_round(keep: bool, same: boo
     toy = Toy(regression({"a": 5, "b": 7}), optimizer=sgd(0.05, momentum=0.9), epochs=2)
     rounds = simulate(load("central", keep_optimizer=keep), toy, 6)
     at_once = simulate(METHOD, replace(toy, epochs=12), 1)
-    close = torch.allclose(rounds.server["weights"]["weight"], at_once.server["weights"]["weight"], rtol=0, atol=1e-12)
+    close = torch.allclose(
+        rounds.server["weights"]["weight"], at_once.server["weights"]["weight"], rtol=0, atol=1e-12
+    )
     assert close is same
     assert bool(rounds.states["central"]) is keep
 
@@ -67,7 +77,9 @@ def test_rebuilding_the_optimiser_every_round_is_fedavg_at_one_site(classes: Toy
 
 def test_the_kept_state_of_plain_descent_changes_nothing() -> None:
     toy = Toy(regression({"a": 8}), optimizer=sgd(0.1), batch_size=3)
-    kept, rebuilt = (simulate(load("central", keep_optimizer=keep), toy, 3).server for keep in (True, False))
+    kept, rebuilt = (
+        simulate(load("central", keep_optimizer=keep), toy, 3).server for keep in (True, False)
+    )
     assert bits(kept) == bits(rebuilt)
 
 

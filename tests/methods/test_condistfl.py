@@ -38,7 +38,9 @@ def test_two_voxels_by_hand() -> None:
     liver's odds say nothing.
     """
     student, teacher = odds((1, 1, 7), (3, 1, 0.1)), odds((1, 3, 2), (1, 1, 0.5))
-    assert conditional(student, teacher, mask(0, 0), SPLEEN_UNKNOWN, 1.0).item() == pytest.approx(0.5, abs=1e-4)
+    assert conditional(student, teacher, mask(0, 0), SPLEEN_UNKNOWN, 1.0).item() == pytest.approx(
+        0.5, abs=1e-4
+    )
 
 
 def test_what_is_annotated_or_predicted_as_such_does_not_count() -> None:
@@ -82,7 +84,10 @@ def masks_in_channels(y: Tensor) -> Tensor:
 def test_masks_may_be_channels() -> None:
     student, teacher, y = odds((1, 1, 7), (3, 1, 1)), odds((1, 3, 2), (1, 1, 0.5)), mask(0, 2)
     expected = conditional(student, teacher, y, SPLEEN_UNKNOWN, 2.0)
-    assert conditional(student, teacher, masks_in_channels(y), SPLEEN_UNKNOWN, 2.0).item() == expected.item()
+    assert (
+        conditional(student, teacher, masks_in_channels(y), SPLEEN_UNKNOWN, 2.0).item()
+        == expected.item()
+    )
     assert conditional(student, teacher, y[:, 0], SPLEEN_UNKNOWN, 2.0).item() == expected.item()
 
 
@@ -102,7 +107,10 @@ def squares() -> Data:
     for name, value in (("a", 1), ("b", 2)):
         full = torch.zeros(4, 1, 16, 16, dtype=torch.int64)
         full[:, :, 2:7, 2:7], full[:, :, 8:14, 8:14] = 1, 2
-        data[name] = (full + 0.3 * torch.randn(full.shape, generator=generator), torch.where(full == value, full, 0))
+        data[name] = (
+            full + 0.3 * torch.randn(full.shape, generator=generator),
+            torch.where(full == value, full, 0),
+        )
     return data
 
 
@@ -116,12 +124,19 @@ class Partial(Toy):
 
 def toy(kind: type[Toy]) -> Toy:
     return kind(
-        squares(), lambda: build("unet8", 1, 3, 2), DiceCELoss(to_onehot_y=True, softmax=True), sgd(0.05), batch_size=2
+        squares(),
+        lambda: build("unet8", 1, 3, 2),
+        DiceCELoss(to_onehot_y=True, softmax=True),
+        sgd(0.05),
+        batch_size=2,
     )
 
 
 def test_without_weight_or_with_all_annotated_it_is_fedavg_bit_for_bit() -> None:
-    fedavg = {kind: bits(simulate(load("fedavg"), toy(kind), 2).server["weights"]) for kind in (Toy, Partial)}
+    fedavg = {
+        kind: bits(simulate(load("fedavg"), toy(kind), 2).server["weights"])
+        for kind in (Toy, Partial)
+    }
     assert bits(simulate(load("condistfl", rounds=2), toy(Toy), 2).server["weights"]) == fedavg[Toy]
     off = load("condistfl", lam_first=0.0, lam_last=0.0)
     assert bits(simulate(off, toy(Partial), 2).server["weights"]) == fedavg[Partial]
@@ -136,7 +151,10 @@ def test_the_code_s_defaults() -> None:
 
 def test_masks_in_channels_that_nobody_marked_stay_masks_of_one_channel() -> None:
     """Two images of masks in channels: only where the liver's channel is set, in its own image, nothing counts."""
-    student, teacher = (torch.cat([odds(a), odds(b)]) for a, b in (((1, 1, 7), (3, 1, 0.1)), ((1, 3, 2), (1, 1, 0.5))))
+    student, teacher = (
+        torch.cat([odds(a), odds(b)])
+        for a, b in (((1, 1, 7), (3, 1, 0.1)), ((1, 3, 2), (1, 1, 0.5)))
+    )
     y = torch.cat([mask(0), mask(2)])
     alone = conditional(student[:1], teacher[:1], y[:1], SPLEEN_UNKNOWN, 1.0)
     both = conditional(student, teacher, masks_in_channels(y), SPLEEN_UNKNOWN, 1.0)
@@ -172,7 +190,9 @@ def test_a_step_descends_the_loss_plus_the_weighted_distillation_of_the_first_ou
     loss = z.square().mean() + 0.8 * conditional(z, t, y, site.known, 2.0)
     slopes = torch.autograd.grad(loss, list(network.parameters()))
     for (name, parameter), slope in zip(network.named_parameters(), slopes, strict=True):
-        torch.testing.assert_close(reply["weights"][name], (parameter - 0.1 * slope).detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            reply["weights"][name], (parameter - 0.1 * slope).detach(), rtol=0, atol=1e-6
+        )
 
 
 def test_the_received_model_stays_as_it_was() -> None:
@@ -185,5 +205,7 @@ def test_the_received_model_stays_as_it_was() -> None:
 
 def test_channels_of_yes_and_no_are_refused() -> None:
     site = replace(toy(Partial).site("a"), known=AnnotatedClasses((1,), 3, exclusive=False))
-    with pytest.raises(InputError, match="condistfl at site 'a', whose network says yes or no in each channel"):
+    with pytest.raises(
+        InputError, match="condistfl at site 'a', whose network says yes or no in each channel"
+    ):
         load("condistfl").check(site)

@@ -91,7 +91,17 @@ def participants(method: Method, toy: Toy) -> list[str]:
 def test_the_names_are_the_files_and_packages_of_the_folder() -> None:
     entries = {path.stem for path in Path(methods.__file__).parent.glob("[a-z]*")} - {"base"}
     assert set(methods.names()) == entries
-    assert entries >= {"local", "central", "fedavg", "fedprox", "scaffold", "fedbn", "ditto", "fedhelp", "fedlora"}
+    assert entries >= {
+        "local",
+        "central",
+        "fedavg",
+        "fedprox",
+        "scaffold",
+        "fedbn",
+        "ditto",
+        "fedhelp",
+        "fedlora",
+    }
 
 
 @every_method
@@ -104,7 +114,9 @@ def test_it_says_what_it_is(name: str) -> None:
     assert cls.judged in ("global", "personal")
     assert len(module.__doc__.strip().splitlines()) > 1
     assert cls.__doc__
-    assert not cls.__doc__.startswith(f"{cls.__name__}("), "the docstring is the one dataclass makes up"
+    assert not cls.__doc__.startswith(f"{cls.__name__}("), (
+        "the docstring is the one dataclass makes up"
+    )
     assert dataclasses.is_dataclass(cls)
     assert cls.__dataclass_params__.frozen
 
@@ -146,11 +158,15 @@ def test_it_repeats_bit_for_bit_on_networks_used_before(name: str, classes: Toy)
     torch.rand(3)
     second, fresh = simulate(method, classes, 2), simulate(method, replace(classes), 2)
     for other in (second, fresh):
-        assert bits([other.server, other.states, other.replies]) == bits([first.server, first.states, first.replies])
+        assert bits([other.server, other.states, other.replies]) == bits(
+            [first.server, first.states, first.replies]
+        )
 
 
 @every_method
-def test_states_survive_files_and_messages_the_wire(name: str, classes: Toy, tmp_path: Path) -> None:
+def test_states_survive_files_and_messages_the_wire(
+    name: str, classes: Toy, tmp_path: Path
+) -> None:
     method, outcome = load(name), played(name)
     for index, state in enumerate([outcome.server, *outcome.states.values()]):
         save_state(tmp_path / str(index), state)
@@ -162,7 +178,9 @@ def test_states_survive_files_and_messages_the_wire(name: str, classes: Toy, tmp
     wired = simulate(method, classes, 2, wire=True)
     assert bits([wired.server, wired.states]) == bits([outcome.server, outcome.states])
     for site in participants(method, classes):
-        assert bits(judged(method, classes, wired, site)) == bits(judged(method, classes, outcome, site))
+        assert bits(judged(method, classes, wired, site)) == bits(
+            judged(method, classes, outcome, site)
+        )
 
 
 @every_method
@@ -180,7 +198,9 @@ def test_a_run_continues_from_saved_states(name: str, classes: Toy, tmp_path: Pa
     for site in participants(method, toy):
         with restarted.networks.scope():
             down = method.broadcast(restarted.host(3), server, site)
-            states[site], replies[site] = method.local_update(restarted.site(site, 3), states[site], down)
+            states[site], replies[site] = method.local_update(
+                restarted.site(site, 3), states[site], down
+            )
     with restarted.networks.scope():
         server = method.aggregate(restarted.host(3), server, replies, len(states))
     assert bits([server, states]) == bits([three.server, three.states])
@@ -240,11 +260,17 @@ def test_it_declares_the_groups_of_its_messages(name: str, classes: Toy) -> None
         declared = {group.name: group for group in method.groups()}
         outcome = simulate(method, classes, 2)
         for reply in outcome.replies.values():
-            assert reply.tensors.keys() - {"weights"} == {group.name for group in declared.values() if group.up}
+            assert reply.tensors.keys() - {"weights"} == {
+                group.name for group in declared.values() if group.up
+            }
         for down in outcome.down.values():
-            assert down.tensors.keys() - {"weights"} <= {group.name for group in declared.values() if group.down}
+            assert down.tensors.keys() - {"weights"} <= {
+                group.name for group in declared.values() if group.down
+            }
         for message in [*outcome.down.values(), *outcome.replies.values()]:
-            for group in (group for group in declared if declared[group].like_weights and group in message):
+            for group in (
+                group for group in declared if declared[group].like_weights and group in message
+            ):
                 assert all((t.shape, t.dtype) == forms[key] for key, t in message[group].items())
 
 
@@ -253,7 +279,9 @@ def test_it_declares_the_groups_of_its_messages(name: str, classes: Toy) -> None
 def test_one_sample_an_absent_class_and_a_last_batch_of_one_are_fine(name: str, norm: bool) -> None:
     data = blobs({"a": 1, "b": 5, "c": 9}, labels={"b": (0, 2), "c": (1,)})
     method = load(name)
-    toy = Toy(data, classifier(norm=norm), cross_entropy, sgd(0.1), batch_size=4, public=public_blobs()).adapted(method)
+    toy = Toy(
+        data, classifier(norm=norm), cross_entropy, sgd(0.1), batch_size=4, public=public_blobs()
+    ).adapted(method)
     outcome = simulate(method, toy, 2)
     assert finite(outcome.server)
     assert finite(outcome.states)
@@ -297,14 +325,22 @@ def test_counters_are_never_averaged_and_statistics_are(name: str, classes: Toy)
 @every_method
 def test_the_predictor_is_usable_before_and_after_training(name: str, classes: Toy) -> None:
     options = [entry["name"] for entry in methods.options_of(methods.method_class(name))]
-    start = {"personal_start": "zero"} if name == "fedrod" else {}  # else a copy of the generic head
-    method = load(name, {**start, **{option: 0 for option in options if option.startswith("finetune")}})
+    start = (
+        {"personal_start": "zero"} if name == "fedrod" else {}
+    )  # else a copy of the generic head
+    method = load(
+        name, {**start, **{option: 0 for option in options if option.startswith("finetune")}}
+    )
     for rounds in (0, 2):
         outcome = simulate(method, classes, rounds)
         for site in participants(method, classes):
             weights = judged(method, classes, outcome, site)
             for prefix in prefixes(name, site):
-                part = {key.removeprefix(prefix): value for key, value in weights.items() if key.startswith(prefix)}
+                part = {
+                    key.removeprefix(prefix): value
+                    for key, value in weights.items()
+                    if key.startswith(prefix)
+                }
                 assert set(part) == set(classes.initial)
                 assert rounds or bits(part) == bits(classes.initial)
         with classes.networks.scope():

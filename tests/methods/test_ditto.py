@@ -8,7 +8,17 @@ import pytest
 import torch
 
 from medfl.methods import load
-from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
+from tests.support.toy import (
+    Toy,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    quadratic,
+    sgd,
+    simulate,
+)
 
 
 def test_two_rounds_by_hand() -> None:
@@ -45,7 +55,10 @@ def test_lambda_zero_is_local_training_bit_for_bit(classes: Toy, settings: dict)
 def test_the_global_model_is_fedavgs_bit_for_bit(classes: Toy, lam: float) -> None:
     toy = replace(classes, optimizer=sgd(0.1, momentum=0.9))
     cohorts = [["a", "b"], ["b", "c"], ["a", "b", "c"]]
-    ditto, average = simulate(load("ditto", lam=lam), toy, 3, cohorts), simulate(load("fedavg"), toy, 3, cohorts)
+    ditto, average = (
+        simulate(load("ditto", lam=lam), toy, 3, cohorts),
+        simulate(load("fedavg"), toy, 3, cohorts),
+    )
     assert bits(ditto.server) == bits(average.server)
     assert bits(ditto.replies) == bits(average.replies)
 
@@ -59,7 +72,9 @@ def test_the_fixed_point_on_a_quadratic(lines: Toy, lam: float) -> None:
     for name, (x, y) in toy.data.items():
         a, b = quadratic(x, y)
         fixed = torch.linalg.solve(a + lam * torch.eye(3, dtype=torch.float64), b + lam * received)
-        torch.testing.assert_close(outcome.states[name]["personal"]["weight"][0], fixed, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            outcome.states[name]["personal"]["weight"][0], fixed, rtol=0, atol=1e-12
+        )
 
 
 def test_a_strong_pull_gives_the_received_model(lines: Toy) -> None:
@@ -71,7 +86,9 @@ def test_a_strong_pull_gives_the_received_model(lines: Toy) -> None:
 
 def test_the_personal_model_trains_only_when_sampled_and_never_leaves(classes: Toy) -> None:
     method = load("ditto")
-    first, second = (simulate(method, classes, rounds, [["a", "b"], ["b", "c"]]) for rounds in (1, 2))
+    first, second = (
+        simulate(method, classes, rounds, [["a", "b"], ["b", "c"]]) for rounds in (1, 2)
+    )
     assert bits(second.states["a"]) == bits(first.states["a"])
     assert bits(second.states["b"]) != bits(first.states["b"])
     assert all(set(reply.tensors) == {"weights"} for reply in second.replies.values())

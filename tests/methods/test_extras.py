@@ -35,7 +35,11 @@ def test_sites_have_the_bundles_network_unless_options_say_otherwise(name: str) 
         ("sends", lambda self: ("control",), r"declare the groups with groups\(\)"),
         ("has_site_models", lambda self: True, "derive from medfl.methods.SiteModels too"),
         ("site_networks", lambda self, names: {}, "derive from medfl.methods.SiteNetworks too"),
-        ("language_model", property(lambda self: "minilm"), "derive from medfl.methods.TextEmbeddings too"),
+        (
+            "language_model",
+            property(lambda self: "minilm"),
+            "derive from medfl.methods.TextEmbeddings too",
+        ),
     ],
 )
 def test_a_hook_that_nobody_would_call_is_refused(

@@ -20,7 +20,18 @@ from medfl.methods import load
 from medfl.methods.fccl import collaboration, cross_correlation, standardised
 from medfl.training.network_pool import Networks
 from medfl.training.site import Site
-from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
+from tests.support.toy import (
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    public_blobs,
+    sgd,
+    simulate,
+)
 
 METHOD = load("fccl")
 
@@ -34,7 +45,9 @@ def asked(number: int, mean: Tensor | None = None) -> Message:
     positions = torch.arange(number)
     if mean is None:
         return Message({"positions": {"asked": positions}})
-    return Message({"positions": {"asked": positions, "scored": positions}, "scores": {"public": mean}})
+    return Message(
+        {"positions": {"asked": positions, "scored": positions}, "scores": {"public": mean}}
+    )
 
 
 # The correlation
@@ -44,7 +57,9 @@ def test_logits_that_are_the_same_correlate_up_to_the_unbiased_deviation() -> No
     """The card's check, K = 8 and B = 64: the diagonal is (B - 1) / B and its terms sum to K / B^2 = 0.001953125."""
     z = drawn(64, 8)
     diagonal = cross_correlation(z, z).diagonal()
-    torch.testing.assert_close(diagonal, torch.full((8,), 63 / 64, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        diagonal, torch.full((8,), 63 / 64, dtype=torch.float64), rtol=0, atol=1e-12
+    )
     assert collaboration(z, 3 * z + 1, 0.0).item() == pytest.approx(0.001953125, abs=1e-12)
 
 
@@ -52,7 +67,9 @@ def test_logits_of_opposite_sign_correlate_negatively() -> None:
     """The card's check."""
     z = drawn(64, 8)
     diagonal = cross_correlation(z, -z).diagonal()
-    torch.testing.assert_close(diagonal, torch.full((8,), -63 / 64, dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        diagonal, torch.full((8,), -63 / 64, dtype=torch.float64), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -99,7 +116,9 @@ def test_a_class_without_variance_gives_no_nan() -> None:
 def test_maps_are_standardised_over_batch_and_cells() -> None:
     z, other = drawn(2, 3, 4, 5), drawn(2, 3, 4, 5, seed=1)
     rows = [value.movedim(1, -1).reshape(-1, 3) for value in (z, other)]
-    torch.testing.assert_close(collaboration(z, other, 0.3), collaboration(*rows, 0.3), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        collaboration(z, other, 0.3), collaboration(*rows, 0.3), rtol=0, atol=1e-12
+    )
     assert standardised(z).shape == (40, 3)
     one = drawn(1, 3, 4, 5)
     assert torch.isfinite(cross_correlation(one, one)).all()
@@ -122,7 +141,14 @@ def test_a_public_step_descends_the_loss(lam: float) -> None:
     x, w, mean = drawn(9, 8), drawn(3, 8, seed=1), drawn(9, 3, seed=2)
     public = Public("made", Shard.of(Stacked([{}] * 9, x, torch.zeros(9)), range(9)), Task())
     data = {"a": (x, torch.zeros(9, dtype=torch.int64))}
-    toy = Toy(data, lambda: nn.Linear(8, 3, bias=False).double(), cross_entropy, sgd(0.1), epochs=0, public=public)
+    toy = Toy(
+        data,
+        lambda: nn.Linear(8, 3, bias=False).double(),
+        cross_entropy,
+        sgd(0.1),
+        epochs=0,
+        public=public,
+    )
     with toy.networks.scope():
         state = {"weights": {"weight": w}, "frozen": {"weight": w}}
         after, _ = load("fccl", lam=lam).local_update(toy.site("a"), state, asked(9, mean))
@@ -139,7 +165,9 @@ def test_a_last_item_alone_joins_the_batch_before(classes: Toy) -> None:
     with toy.networks.scope():
         state = {"weights": toy.initial, "frozen": toy.initial}
         mean = drawn(9, 3).float()
-        after, reply = load("fccl", public_batch_size=4).local_update(toy.site("a"), state, asked(9, mean))
+        after, reply = load("fccl", public_batch_size=4).local_update(
+            toy.site("a"), state, asked(9, mean)
+        )
     assert all(torch.isfinite(value).all() for value in after["weights"].values())
     assert reply["scores"]["public"].shape == (9, 3)
     assert bits(after["weights"]) != bits(toy.initial)
@@ -149,19 +177,25 @@ def test_the_mean_has_a_sites_own_previous_logits_in_its_own_slot(classes: Toy) 
     """The card's reading of the public code: those that its model of the previous round gave."""
     for toy in (classes, replace(classes, data={"a": classes.data["a"]})):
         outcome = simulate(METHOD, toy, 2)
-        mean = torch.stack([outcome.replies[name]["scores"]["public"] for name in toy.names]).mean(0)
+        mean = torch.stack([outcome.replies[name]["scores"]["public"] for name in toy.names]).mean(
+            0
+        )
         torch.testing.assert_close(outcome.server["consensus"]["scores"], mean)
         down = METHOD.broadcast(toy.host(3), outcome.server, "a")
         assert torch.equal(down["positions"]["scored"], outcome.down["a"]["positions"]["asked"])
 
 
 @pytest.mark.parametrize(("choice", "moved"), [("track", True), ("no_track", False)])
-def test_public_batches_move_running_statistics_or_not(classes: Toy, choice: str, moved: bool) -> None:
+def test_public_batches_move_running_statistics_or_not(
+    classes: Toy, choice: str, moved: bool
+) -> None:
     toy = replace(classes, epochs=0)
     with toy.networks.scope():
         state = {"weights": toy.initial, "frozen": toy.initial}
         mean = drawn(10, 3).float()
-        after, _ = load("fccl", public_bn=choice).local_update(toy.site("a"), state, asked(10, mean))
+        after, _ = load("fccl", public_bn=choice).local_update(
+            toy.site("a"), state, asked(10, mean)
+        )
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
         assert torch.equal(after["weights"][name], toy.initial[name]) is not moved
     assert not torch.equal(after["weights"]["4.weight"], toy.initial["4.weight"])
@@ -178,9 +212,15 @@ def test_a_private_step_by_hand() -> None:
     """
     data = {"a": (torch.ones(1, 1).double(), torch.tensor([0]))}
     network = lambda: nn.Linear(1, 2, bias=False).double()  # noqa: E731
-    public = Public("made", Shard.of(Stacked([{}] * 2, torch.ones(2, 1).double(), torch.zeros(2)), range(2)), Task())
+    public = Public(
+        "made",
+        Shard.of(Stacked([{}] * 2, torch.ones(2, 1).double(), torch.zeros(2)), range(2)),
+        Task(),
+    )
     toy = Toy(data, network, cross_entropy, sgd(1.0), public=public)
-    w, q = (torch.tensor(value, dtype=torch.float64)[:, None] for value in ([0, math.log(3)], [0, 0]))
+    w, q = (
+        torch.tensor(value, dtype=torch.float64)[:, None] for value in ([0, math.log(3)], [0, 0])
+    )
     with toy.networks.scope():
         state = {"weights": {"weight": w}, "frozen": {"weight": q}}
         after, _ = METHOD.local_update(toy.site("a"), state, asked(2))
@@ -191,11 +231,23 @@ def test_a_private_step_by_hand() -> None:
 
 @pytest.mark.parametrize("optimizer", [sgd(0.2, momentum=0.9), adam(0.01)])
 @pytest.mark.parametrize(("frozen", "previous"), [(1.0, 1.0), (0.5, 0.0), (0.0, 2.0)])
-def test_both_references_hold_the_model(optimizer: Callable, frozen: float, previous: float) -> None:
+def test_both_references_hold_the_model(
+    optimizer: Callable, frozen: float, previous: float
+) -> None:
     """A private phase without a public one, against a loop of its own; the previous model is the State's."""
     x, y = blobs({"a": 10})["a"]
-    toy = Toy({"a": (x.double(), y)}, lambda: classifier()().double(), cross_entropy, optimizer, epochs=2, batch_size=4)
-    toy = replace(toy, public=Public("made", Shard.of(Stacked([{}] * 3, x[:3].double(), y[:3]), range(3)), Task()))
+    toy = Toy(
+        {"a": (x.double(), y)},
+        lambda: classifier()().double(),
+        cross_entropy,
+        optimizer,
+        epochs=2,
+        batch_size=4,
+    )
+    toy = replace(
+        toy,
+        public=Public("made", Shard.of(Stacked([{}] * 3, x[:3].double(), y[:3]), range(3)), Task()),
+    )
     first = {name: value + 0.3 * drawn(*value.shape, seed=1) for name, value in toy.initial.items()}
     with toy.networks.scope():
         method = load("fccl", frozen_weight=frozen, previous_weight=previous)
@@ -231,8 +283,12 @@ def test_without_both_phases_it_is_local_training_bit_for_bit(classes: Toy, sett
     for part in neutral:
         method = load("fccl", {key: value for key, value in neutral.items() if key != part})
         first, second = (simulate(method, toy, rounds) for rounds in (1, 2))
-        assert bits(first.states["a"]["weights"]) == bits(simulate(local, toy, 1).states["a"]["weights"])
-        assert bits(second.states["a"]["weights"]) != bits(simulate(local, toy, 2).states["a"]["weights"])
+        assert bits(first.states["a"]["weights"]) == bits(
+            simulate(local, toy, 1).states["a"]["weights"]
+        )
+        assert bits(second.states["a"]["weights"]) != bits(
+            simulate(local, toy, 2).states["a"]["weights"]
+        )
 
 
 def test_the_frozen_model_is_the_first_rounds_and_stays(classes: Toy) -> None:
@@ -244,14 +300,18 @@ def test_the_frozen_model_is_the_first_rounds_and_stays(classes: Toy) -> None:
         assert bits(three.states[name]["frozen"]) == bits(state["weights"])
         assert bits(three.states[name]["weights"]) != bits(state["weights"])
     local = simulate(load("local"), classes, 2, cohorts)
-    assert bits(two.states["c"]["weights"]) == bits(local.states["c"]["weights"]), "it has no public phase at first"
+    assert bits(two.states["c"]["weights"]) == bits(local.states["c"]["weights"]), (
+        "it has no public phase at first"
+    )
 
 
 def test_the_journal_tells_of_private_training_only(classes: Toy) -> None:
     outcome = simulate(METHOD, classes, 1)
     with classes.networks.scope():
         site = classes.site("a", 2)
-        METHOD.local_update(site, outcome.states["a"], METHOD.broadcast(classes.host(2), outcome.server, "a"))
+        METHOD.local_update(
+            site, outcome.states["a"], METHOD.broadcast(classes.host(2), outcome.server, "a")
+        )
         load("fccl", initial_epochs=2).local_update(site, {"weights": classes.initial}, asked(4))
     assert [report.steps for report in site.journal] == [3, 3]
 
@@ -264,7 +324,10 @@ class Bodies(Toy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        other = lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
+        def other():
+            return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
         self.other = Networks(other, 1, torch.device("cpu"))
 
     def site(self, name: str, round_: int = 1) -> Site:
@@ -304,13 +367,16 @@ def test_it_trains_with_mixed_precision(classes: Toy) -> None:
 @pytest.mark.parametrize("name", ["alignment", "public_batch_size"])
 def test_one_public_item_at_a_time_is_refused(name: str) -> None:
     with pytest.raises(
-        InputError, match=f"{name}=1; logits are standardised over 2 public items or more; take at least 2"
+        InputError,
+        match=f"{name}=1; logits are standardised over 2 public items or more; take at least 2",
     ):
         load("fccl", {name: 1})
 
 
 def test_public_data_of_one_item_or_none_are_refused(classes: Toy) -> None:
-    with pytest.raises(InputError, match=r"1 public item of 'toy-public'; standardising takes 2 or more"):
+    with pytest.raises(
+        InputError, match=r"1 public item of 'toy-public'; standardising takes 2 or more"
+    ):
         METHOD.check(replace(classes, public=public_blobs(1)).site("a"))
     with pytest.raises(InputError, match="a run without public data"):
         METHOD.check(replace(classes, public=None).site("a"))

@@ -45,7 +45,10 @@ def test_one_step_by_hand() -> None:
 def test_shares_sum_to_one_and_equal_models_are_returned(classes: Toy) -> None:
     outcome = simulate(METHOD, classes)
     assert sum(sample_shares(outcome.replies).values()) == pytest.approx(1, abs=1e-15)
-    same = {name: replace(reply, tensors=outcome.replies["a"].tensors) for name, reply in outcome.replies.items()}
+    same = {
+        name: replace(reply, tensors=outcome.replies["a"].tensors)
+        for name, reply in outcome.replies.items()
+    }
     averaged = METHOD.aggregate(classes.host(), outcome.server, same, 3)["weights"]
     for name, tensor in outcome.replies["a"]["weights"].items():
         torch.testing.assert_close(averaged[name], tensor, rtol=1e-6, atol=1e-7)
@@ -57,7 +60,9 @@ def test_one_full_step_a_site_is_centralised_descent_and_finds_the_minimiser(lin
     outcome = simulate(METHOD, lines, rounds=500)
     start, first = lines.initial["weight"][0], outcome.history[1]["weights"]["weight"][0]
     torch.testing.assert_close(first, start - 0.1 * (a @ start - b), rtol=0, atol=1e-15)
-    torch.testing.assert_close(outcome.server["weights"]["weight"][0], torch.linalg.solve(a, b), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        outcome.server["weights"]["weight"][0], torch.linalg.solve(a, b), rtol=0, atol=1e-13
+    )
 
 
 def test_five_local_steps_drift_to_another_fixed_point(lines: Toy) -> None:
@@ -67,10 +72,15 @@ def test_five_local_steps_drift_to_another_fixed_point(lines: Toy) -> None:
     """
     toy = replace(lines, epochs=5)
     eye = torch.eye(3, dtype=torch.float64)
-    a, b, left, right = (torch.zeros(shape, dtype=torch.float64) for shape in ((3, 3), 3, (3, 3), 3))
+    a, b, left, right = (
+        torch.zeros(shape, dtype=torch.float64) for shape in ((3, 3), 3, (3, 3), 3)
+    )
     for p, a_k, b_k in pooled(lines).values():
         map_k = torch.linalg.matrix_power(eye - 0.1 * a_k, 5)
-        left, right = left + p * (eye - map_k), right + p * (eye - map_k) @ torch.linalg.solve(a_k, b_k)
+        left, right = (
+            left + p * (eye - map_k),
+            right + p * (eye - map_k) @ torch.linalg.solve(a_k, b_k),
+        )
         a, b = a + p * a_k, b + p * b_k
     fixed, minimiser = torch.linalg.solve(left, right), torch.linalg.solve(a, b)
     reached = simulate(METHOD, toy, rounds=150).server["weights"]["weight"][0]
@@ -98,7 +108,9 @@ def test_every_reply_is_the_local_training_of_the_received_model(classes: Toy) -
 def test_shares_are_those_of_the_participants(lines: Toy) -> None:
     outcome = simulate(METHOD, lines, cohorts=[["a", "c"]])
     a, c = (outcome.replies[name]["weights"]["weight"] for name in ("a", "c"))
-    torch.testing.assert_close(outcome.server["weights"]["weight"], (6 * a + 18 * c) / 24, rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        outcome.server["weights"]["weight"], (6 * a + 18 * c) / 24, rtol=0, atol=1e-15
+    )
 
 
 def test_sites_keep_nothing_and_are_judged_by_the_global_model(classes: Toy) -> None:

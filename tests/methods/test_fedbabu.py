@@ -41,7 +41,10 @@ def test_one_round_by_hand() -> None:
     for name in ("body.weight", "head.weight"):
         toy.networks.initial[name].fill_(1)
     for weights, value in (("uniform", 1.25), ("samples", 1.625)):
-        assert simulate(load("fedbabu", weights=weights), toy).server["weights"]["body.weight"].item() == value
+        assert (
+            simulate(load("fedbabu", weights=weights), toy).server["weights"]["body.weight"].item()
+            == value
+        )
     tuned = judged(load("fedbabu", finetune_epochs=1), toy, simulate(METHOD, toy), "a")
     assert (tuned["body.weight"].item(), tuned["head.weight"].item()) == (0.625, 0.21875)
 
@@ -51,7 +54,9 @@ def everything(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(network.parameters(), 0.01, weight_decay=0.01)
 
 
-@pytest.mark.parametrize("optimizer", [sgd(0.1, momentum=0.9, weight_decay=0.1), adam(0.01), everything])
+@pytest.mark.parametrize(
+    "optimizer", [sgd(0.1, momentum=0.9, weight_decay=0.1), adam(0.01), everything]
+)
 def test_the_head_is_the_initial_one_everywhere_and_always(classes: Toy, optimizer) -> None:
     """With weight decay too, on networks that were fine-tuned before; and no message has it."""
     toy = replace(classes, optimizer=optimizer)
@@ -63,7 +68,9 @@ def test_the_head_is_the_initial_one_everywhere_and_always(classes: Toy, optimiz
     with toy.networks.scope():
         whole = snapshot(METHOD.global_predictor(toy.host(), outcome.server))
     for weights in (whole, *(state["weights"] for state in outcome.states.values())):
-        assert bits({name: weights[name] for name in sorted(HEAD)}) == bits({n: head[n] for n in sorted(HEAD)})
+        assert bits({name: weights[name] for name in sorted(HEAD)}) == bits(
+            {n: head[n] for n in sorted(HEAD)}
+        )
     for name in ("0.weight", "1.weight", "1.running_mean"):
         assert bits(whole[name]) != bits(toy.initial[name])
 
@@ -90,7 +97,10 @@ def test_fine_tuning_is_plain_training_of_the_whole_network(classes: Toy) -> Non
 
 
 def test_fine_tuning_does_not_touch_training(classes: Toy) -> None:
-    tuned, plain = simulate(METHOD, classes, 2), simulate(load("fedbabu", finetune_epochs=0), classes, 2)
+    tuned, plain = (
+        simulate(METHOD, classes, 2),
+        simulate(load("fedbabu", finetune_epochs=0), classes, 2),
+    )
     assert bits([tuned.server, tuned.states]) == bits([plain.server, plain.states])
 
 

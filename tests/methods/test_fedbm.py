@@ -36,12 +36,18 @@ def test_without_generator_it_is_diagonal_fedcb_bit_for_bit(classes: Toy) -> Non
     diagonal = load("fedcb", covariance="diag")
     reference = run(diagonal, 3)
     off = run(quick(generator=False), 3)
-    assert bits([off.server["weights"], off.replies]) == bits([reference.server["weights"], reference.replies])
+    assert bits([off.server["weights"], off.replies]) == bits(
+        [reference.server["weights"], reference.replies]
+    )
     later = run(quick(g_start=3), 3)
-    assert bits([later.server["weights"], later.replies]) == bits([reference.server["weights"], reference.replies])
+    assert bits([later.server["weights"], later.replies]) == bits(
+        [reference.server["weights"], reference.replies]
+    )
     assert later.server["version"] == 1
     vectors = load("fedbm", generator=False)
-    ours, theirs = (simulate(m, classes.adapted(m), 2).server["weights"] for m in (vectors, diagonal))
+    ours, theirs = (
+        simulate(m, classes.adapted(m), 2).server["weights"] for m in (vectors, diagonal)
+    )
     assert bits(ours) == bits(theirs)
 
 
@@ -59,7 +65,9 @@ def test_the_default_schedule_leaves_five_rounds_to_real_images() -> None:
 
 def test_a_trainable_head_without_generator_is_fedavg_bit_for_bit() -> None:
     ours, average = run(quick(classifier="trainable", generator=False), 3), run(load("fedavg"), 3)
-    assert bits([ours.server["weights"], ours.replies]) == bits([average.server["weights"], average.replies])
+    assert bits([ours.server["weights"], ours.replies]) == bits(
+        [average.server["weights"], average.replies]
+    )
 
 
 def test_synthetic_images_change_training_from_the_round_after() -> None:
@@ -81,7 +89,8 @@ def test_messages() -> None:
         outcome = run(method, rounds, cohorts)
         sent.append(
             {
-                name: sorted(set(m.tensors) - {"weights"}) + ([int(m.scalars["version"])] if m.scalars else [])
+                name: sorted(set(m.tensors) - {"weights"})
+                + ([int(m.scalars["version"])] if m.scalars else [])
                 for name, m in outcome.down.items()
             }
         )
@@ -95,7 +104,11 @@ def test_messages() -> None:
         {"a": ["generator", 2], "b": ["generator", 2]},
         {"c": ["generator", 2]},
     ]
-    assert {name: state.get("version") for name, state in outcome.states.items()} == {"a": 2, "b": 2, "c": 2}
+    assert {name: state.get("version") for name, state in outcome.states.items()} == {
+        "a": 2,
+        "b": 2,
+        "c": 2,
+    }
     assert outcome.server["informed"] == {"a": 2, "b": 2, "c": 2}
 
 
@@ -105,9 +118,16 @@ def test_every_message_is_the_cards_table() -> None:
     W_fe each way 4 (11,176,512 + 513 D + 9,600) + 20 * 8 = 45,795,232 bytes; once E, 4 K M D = 458,752; the generator
     19,036,980 where the copy is stale, with its version and three sides; up N_c besides. Encoded, the header is added.
     """
-    embeddings = nn.functional.normalize(torch.randn(8, 28, 512, generator=torch.Generator().manual_seed(0)), dim=2)
+    embeddings = nn.functional.normalize(
+        torch.randn(8, 28, 512, generator=torch.Generator().manual_seed(0)), dim=2
+    )
     task, method = Task("classification", tuple("abcdefgh"), lambda plm: embeddings), load("fedbm")
-    toy = Toy(images({"a": 2}, 32, 3), lambda: method.adapt(build("resnet18", 3, 8), task), cross_entropy, sgd(0.01))
+    toy = Toy(
+        images({"a": 2}, 32, 3),
+        lambda: method.adapt(build("resnet18", 3, 8), task),
+        cross_entropy,
+        sgd(0.01),
+    )
     with toy.networks.scope():
         site = toy.site("a")
         server = method.init_server(toy.host(), toy.networks.initial, {"a": method.introduce(site)})
@@ -115,14 +135,22 @@ def test_every_message_is_the_cards_table() -> None:
         state, reply = method.local_update(site, {}, first)
         server = method.aggregate(replace(toy.host(), round=1), server, {"a": reply}, 1)
         later = method.broadcast(toy.host(), server, "a")
-        server |= {"version": 1, "generator": Generator(512, 3, 128, 128).state_dict(), "image": [3, 128, 128]}
+        server |= {
+            "version": 1,
+            "generator": Generator(512, 3, 128, 128).state_dict(),
+            "image": [3, 128, 128],
+        }
         stale = method.broadcast(toy.host(), server, "a")
     w_fe = 4 * (11_176_512 + 513 * 512 + 9_600) + 20 * 8
     assert w_fe == 45_795_232
     for message, groups, scalars in (
         (first, {"weights": w_fe, "text": 4 * 8 * 28 * 512}, {}),
         (later, {"weights": w_fe}, {}),
-        (stale, {"weights": w_fe, "generator": 19_036_980}, {"version": 1, "channels": 3, "height": 128, "width": 128}),
+        (
+            stale,
+            {"weights": w_fe, "generator": 19_036_980},
+            {"version": 1, "channels": 3, "height": 128, "width": 128},
+        ),
         (reply, {"weights": w_fe}, {"samples": 2}),
     ):
         sizes = {
@@ -132,7 +160,11 @@ def test_every_message_is_the_cards_table() -> None:
         assert (sizes, dict(message.scalars)) == (groups, scalars)
         encoded = message.encode()
         header = int.from_bytes(encoded[:8], "little")
-        assert message.num_bytes == len(encoded) == 8 + header + sum(groups.values()) + 8 * len(scalars)
+        assert (
+            message.num_bytes
+            == len(encoded)
+            == 8 + header + sum(groups.values()) + 8 * len(scalars)
+        )
         assert header < 0.001 * len(encoded)
     assert set(state) == {"embeddings"}
 
@@ -184,7 +216,9 @@ def test_the_classifier_is_diagonal_and_frozen() -> None:
         assert wanted.spread.shape == (3, 12)
         assert bits(embeddings_of(model)) == bits(EMBEDDINGS)
         kept = {id(t) for t in (embeddings_of(model), head(model).mean, head(model).spread)}
-        assert not kept & {id(p) for group in toy.optimizer(model).param_groups for p in group["params"]}
+        assert not kept & {
+            id(p) for group in toy.optimizer(model).param_groups for p in group["params"]
+        }
         assert {n for n, _ in model.named_parameters()} == set(toy.initial) - {
             n for n in toy.initial if "running" in n or "num_batches" in n
         }
@@ -199,13 +233,19 @@ def test_aggregation() -> None:
 
     def reply(value: float, samples: int) -> Message:
         return Message(
-            {"weights": {k: torch.full_like(t, value) for k, t in toy.initial.items()}}, {"samples": samples}
+            {"weights": {k: torch.full_like(t, value) for k, t in toy.initial.items()}},
+            {"samples": samples},
         )
 
     server = simulate(method, toy, 0).server
     with toy.networks.scope():
-        after = method.aggregate(toy.host(), server, {"b": reply(5.0, 300), "a": reply(1.0, 100)}, 3)
-    assert all(set(after["weights"][k].flatten().tolist()) == {4.0} for k in ("0.weight", "1.running_var", "5.bias"))
+        after = method.aggregate(
+            toy.host(), server, {"b": reply(5.0, 300), "a": reply(1.0, 100)}, 3
+        )
+    assert all(
+        set(after["weights"][k].flatten().tolist()) == {4.0}
+        for k in ("0.weight", "1.running_var", "5.bias")
+    )
 
 
 def test_sites_outside_the_cohort_have_no_influence() -> None:
@@ -223,7 +263,10 @@ def test_sites_outside_the_cohort_have_no_influence() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"pool_per_round": True, "g_start": 0, "g_every": 2}, marks=pytest.mark.slow)],
+    [
+        {},
+        pytest.param({"pool_per_round": True, "g_start": 0, "g_every": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_it_repeats_over_the_wire_and_continues_from_files(options: dict, tmp_path: Path) -> None:
     method = quick(**options)
@@ -231,7 +274,9 @@ def test_it_repeats_over_the_wire_and_continues_from_files(options: dict, tmp_pa
     reference = simulate(method, toy, 3)
     wired = simulate(method, replace(toy), 3, wire=True)
     assert bits([wired.server, wired.states]) == bits([reference.server, reference.states])
-    assert [one["version"] for one in reference.history] == ([1, 1, 2, 2] if options else [0, 1, 2, 3])
+    assert [one["version"] for one in reference.history] == (
+        [1, 1, 2, 2] if options else [0, 1, 2, 3]
+    )
     for message in [*reference.down.values(), *reference.replies.values()]:
         assert message.num_bytes == len(message.encode())
     two = simulate(method, toy, 2)
@@ -243,7 +288,9 @@ def test_it_repeats_over_the_wire_and_continues_from_files(options: dict, tmp_pa
         save_state(tmp_path / name, two.states[name])
         with fresh.networks.scope():
             down = method.broadcast(fresh.host(3), server, name)
-            states[name], replies[name] = method.local_update(fresh.site(name, 3), load_state(tmp_path / name), down)
+            states[name], replies[name] = method.local_update(
+                fresh.site(name, 3), load_state(tmp_path / name), down
+            )
     with fresh.networks.scope():
         turned = dict(reversed(replies.items()))
         assert bits(method.aggregate(fresh.host(3), server, turned, 3)) == bits(reference.server)
@@ -281,14 +328,24 @@ def test_one_sample_and_an_empty_site_are_fine() -> None:
 
 def test_bad_input(classes: Toy) -> None:
     method = load("fedbm")
-    with pytest.raises(InputError, match=r"site 'a' has items of shape \(8,\); .*; set generator=false"):
+    with pytest.raises(
+        InputError, match=r"site 'a' has items of shape \(8,\); .*; set generator=false"
+    ):
         simulate(method, classes.adapted(method), 1)
     toy = federation(method)
-    for size, text in ((28, "images of 28 x 28 pixels; .* image_size=32"), (8, "images of 8 x 8 pixels")):
+    for size, text in (
+        (28, "images of 28 x 28 pixels; .* image_size=32"),
+        (8, "images of 8 x 8 pixels"),
+    ):
         with pytest.raises(InputError, match=text):
             simulate(method, replace(toy, data=images({"a": 4, "b": 4}, size)), 1)
-    told = {name: Message(scalars={"channels": 1, "height": n, "width": n}) for name, n in (("a", 16), ("b", 32))}
-    with pytest.raises(InputError, match=r"site 'b' has images of shape \[1, 32, 32\], site 'a' of \[1, 16, 16\]"):
+    told = {
+        name: Message(scalars={"channels": 1, "height": n, "width": n})
+        for name, n in (("a", 16), ("b", 32))
+    }
+    with pytest.raises(
+        InputError, match=r"site 'b' has images of shape \[1, 32, 32\], site 'a' of \[1, 16, 16\]"
+    ):
         method.init_server(toy.host(), toy.networks.initial, told)
     with pytest.raises(InputError, match=r"has items of shape \(8,\)"):
         Federation(ToyBundle(), method, run_record(method="fedbm"))
@@ -299,15 +356,22 @@ def test_bad_input(classes: Toy) -> None:
     quick().check(toy.site("a"))
     with pytest.raises(InputError, match="images without transforms; .* normalise=MEAN/SD"):
         load("fedbm").check(toy.site("a"))
-    with pytest.raises(InputError, match=r"normalise=0.485,0.456,0.406/0.229,.* for images of 1 channel; .* for 3"):
+    with pytest.raises(
+        InputError, match=r"normalise=0.485,0.456,0.406/0.229,.* for images of 1 channel; .* for 3"
+    ):
         load("fedbm", normalise="imagenet").check(toy.site("a"))
     quick(normalise="none").check(toy.site("a"))
     colours = replace(toy, data=unit({"a": 4}, channels=3)).site("a")
     load("fedbm", normalise="imagenet").check(colours)
     for text in ("quarter", "0.5", "0.5/0", "0.5,0.5/0.5", "/", "nan/1", "0.5/0.5/0.5"):
-        with pytest.raises(InputError, match=f"normalise={text}; read, imagenet, half, none or MEAN/SD"):
+        with pytest.raises(
+            InputError, match=f"normalise={text}; read, imagenet, half, none or MEAN/SD"
+        ):
             load("fedbm", normalise=text)
-    for options, text in (({"prompt_fraction": 2}, "prompt_fraction=2;"), ({"tau": 0}, "tau=0; .* above 0")):
+    for options, text in (
+        ({"prompt_fraction": 2}, "prompt_fraction=2;"),
+        ({"tau": 0}, "tau=0; .* above 0"),
+    ):
         with pytest.raises(InputError, match=text):
             load("fedbm", options)
     with pytest.raises(InputError, match="no site has a training image"):
@@ -324,13 +388,17 @@ def test_images_that_the_constants_do_not_bring_back_are_refused() -> None:
     ramp = torch.linspace(-2, 2, 256).view(1, 1, 16, 16).repeat(4, 1, 1, 1)
     site = replace(federation(quick()), data={"a": (ramp, torch.zeros(4).long())}).site("a")
     quick(normalise="0.5/0.25").check(site)
-    with pytest.raises(InputError, match=r"normalise=0.5/0.5 for images that it brings back to -0.5..1.5; pictures"):
+    with pytest.raises(
+        InputError, match=r"normalise=0.5/0.5 for images that it brings back to -0.5..1.5; pictures"
+    ):
         quick(normalise="half").check(site)
     known = replace(site, task=replace(site.task, intensities=lambda: ((0.5,), (0.25,))))
     read = quick(normalise="read")
     read.check(known)
     source = read._source(known.task, torch.eye(12).reshape(3, 4, 12), torch.Generator())
-    assert source.augmentation.normalised(torch.tensor([0.0, 1.0]).view(2, 1, 1, 1)).flatten().tolist() == [-2, 2]
+    assert source.augmentation.normalised(
+        torch.tensor([0.0, 1.0]).view(2, 1, 1, 1)
+    ).flatten().tolist() == [-2, 2]
 
 
 # What a site takes of a server
@@ -345,7 +413,9 @@ def received(method: FedBM) -> tuple[Toy, Message]:
         return toy, method.broadcast(toy.host(), server, "b")
 
 
-def changed(message: Message, group: str, tensors: dict[str, torch.Tensor], **scalars: float) -> Message:
+def changed(
+    message: Message, group: str, tensors: dict[str, torch.Tensor], **scalars: float
+) -> Message:
     groups = {**message.tensors, group: {**message.tensors[group], **tensors}}
     return Message(groups, {**message.scalars, **scalars})
 
@@ -354,9 +424,19 @@ def changed(message: Message, group: str, tensors: dict[str, torch.Tensor], **sc
     ("group", "change", "scalars", "said"),
     [
         ("text", lambda e: {"embeddings": e["embeddings"][:, :1]}, {}, "text embeddings are"),
-        ("text", lambda e: {"embeddings": e["embeddings"].long()}, {}, "text embeddings are .*int64; expected"),
+        (
+            "text",
+            lambda e: {"embeddings": e["embeddings"].long()},
+            {},
+            "text embeddings are .*int64; expected",
+        ),
         ("generator", lambda g: {"linear.bias": g["linear.bias"][:-1]}, {}, "'linear.bias' of"),
-        ("generator", lambda g: {"linear.bias": g["linear.bias"].double()}, {}, "'linear.bias' of .*float64"),
+        (
+            "generator",
+            lambda g: {"linear.bias": g["linear.bias"].double()},
+            {},
+            "'linear.bias' of .*float64",
+        ),
         ("generator", lambda g: {"more": torch.zeros(1)}, {}, "'more'"),
         ("generator", lambda g: {}, {"height": 4096.0}, "height 4096, not "),
         ("generator", lambda g: {}, {"width": -16.0}, "width -16"),
@@ -364,16 +444,22 @@ def changed(message: Message, group: str, tensors: dict[str, torch.Tensor], **sc
         ("generator", lambda g: {}, {"version": -3.0}, "version -3"),
     ],
 )
-def test_what_does_not_fit_the_site_is_refused(group: str, change, scalars: dict[str, float], said: str) -> None:
+def test_what_does_not_fit_the_site_is_refused(
+    group: str, change, scalars: dict[str, float], said: str
+) -> None:
     method = quick(g_start=0)
     toy, down = received(method)
     bad = changed(down, group, change(down[group]), **scalars)
     with toy.networks.scope(), pytest.raises(RunError, match=said) as caught:
         method.local_update(toy.site("b"), method.init_site(toy.site("b")), bad)
     assert caught.value.safe_to_send
-    state, _ = method.local_update(toy.site("b"), {}, Message(down.tensors, {**down.scalars, "more": 1.0}))
+    state, _ = method.local_update(
+        toy.site("b"), {}, Message(down.tensors, {**down.scalars, "more": 1.0})
+    )
     assert set(state) == {"embeddings", "generator", "version", "channels", "height", "width"}
-    without = Message(down.tensors, {name: value for name, value in down.scalars.items() if name != "version"})
+    without = Message(
+        down.tensors, {name: value for name, value in down.scalars.items() if name != "version"}
+    )
     with toy.networks.scope(), pytest.raises(RunError, match="version -1"):
         method.local_update(toy.site("b"), method.init_site(toy.site("b")), without)
 

@@ -77,7 +77,12 @@ def _synthetic(method: FedBM, epochs: int = 1, round_: int = 2) -> list[tuple[Te
 
     site = toy.site("c", round_)
     with toy.networks.scope():
-        fit(site.model(outcome.server["weights"]), site, objective=objective, feed=method.mixing(site, state))
+        fit(
+            site.model(outcome.server["weights"]),
+            site,
+            objective=objective,
+            feed=method.mixing(site, state),
+        )
     assert bits(state) == kept, "check 11: the site's generator is used, never changed"
     return rows
 
@@ -91,7 +96,9 @@ def test_synthetic_images_are_fresh_each_step_of_all_classes_and_of_the_generato
     assert len(labels) == 192
     assert set(labels.tolist()) == {0, 1, 2}
     assert 40 < min(torch.bincount(labels)) <= max(torch.bincount(labels)) < 90
-    assert all(x.abs().max() <= 1 for x, _ in rows), "of a sigmoid, normalised by mean and deviation 0.5"
+    assert all(x.abs().max() <= 1 for x, _ in rows), (
+        "of a sigmoid, normalised by mean and deviation 0.5"
+    )
     assert not torch.equal(rows[0][0], rows[1][0])
     assert torch.equal(rows[0][0], _synthetic(method)[0][0])
     assert not torch.equal(rows[0][0], _synthetic(method, round_=3)[0][0])
@@ -155,7 +162,13 @@ def test_the_generator_step_leaves_the_global_model_untouched() -> None:
     class Watching(FedBM):
         def generator_loss(self, teacher, images, z, labels, augment):
             loss = super().generator_loss(teacher, images, z, labels, augment)
-            seen.append((bits(dict(teacher.state_dict())), [p.grad for p in teacher.parameters()], teacher.training))
+            seen.append(
+                (
+                    bits(dict(teacher.state_dict())),
+                    [p.grad for p in teacher.parameters()],
+                    teacher.training,
+                )
+            )
             assert not any(p.requires_grad for p in teacher.parameters())
             assert images.requires_grad
             assert not z.requires_grad
@@ -206,27 +219,41 @@ def test_the_generator_loss_is_the_sum_of_its_parts() -> None:
     assert loss(lambda_div=0, lambda_dis=0) == pytest.approx(semantic, rel=1e-6)
     features, _ = features_and_output(teacher, x)
     full = head(teacher).gaussians.surrogate(head(teacher).unit(features), labels).mean().item()
-    assert loss(lambda_div=0, lambda_dis=0, semantic_loss="surrogate") == pytest.approx(full, rel=1e-6)
+    assert loss(lambda_div=0, lambda_dis=0, semantic_loss="surrogate") == pytest.approx(
+        full, rel=1e-6
+    )
     assert full > semantic
     diversity = diversity_loss(x, z, labels, 3).item()
     assert loss(lambda_div=2, lambda_dis=0) == pytest.approx(semantic + 2 * diversity, rel=1e-5)
     with statistics_gap(teacher) as gaps:
         teacher(x)
     assert len(gaps) == 1
-    assert loss(lambda_div=0, lambda_dis=3) == pytest.approx(semantic + 3 * gaps[0].item(), rel=1e-5)
+    assert loss(lambda_div=0, lambda_dis=3) == pytest.approx(
+        semantic + 3 * gaps[0].item(), rel=1e-5
+    )
     head(teacher).unscaled_evaluation = True
-    assert loss(lambda_div=0, lambda_dis=0) == pytest.approx(semantic, rel=1e-6), "tau also where tests leave it out"
+    assert loss(lambda_div=0, lambda_dis=0) == pytest.approx(semantic, rel=1e-6), (
+        "tau also where tests leave it out"
+    )
 
 
 def test_the_diversity_loss_sees_images_before_augmentation() -> None:
     toy = federation(quick())
-    teacher, z, labels = _teacher(quick(), toy.initial, toy), torch.randn(4, 12), torch.zeros(4, dtype=torch.int64)
+    teacher, z, labels = (
+        _teacher(quick(), toy.initial, toy),
+        torch.randn(4, 12),
+        torch.zeros(4, dtype=torch.int64),
+    )
     x = torch.rand(4, 1, 16, 16)
     with_it, without = (
-        quick(lambda_div=weight, lambda_dis=0).generator_loss(teacher, x, z, labels, lambda v: 0 * v).item()
+        quick(lambda_div=weight, lambda_dis=0)
+        .generator_loss(teacher, x, z, labels, lambda v: 0 * v)
+        .item()
         for weight in (1000, 0)
     )
-    assert with_it - without == pytest.approx(1000 * diversity_loss(x, z, labels, 3).item(), rel=1e-5)
+    assert with_it - without == pytest.approx(
+        1000 * diversity_loss(x, z, labels, 3).item(), rel=1e-5
+    )
 
 
 def test_a_resnet18_has_20_layers_in_the_distance() -> None:
@@ -239,7 +266,8 @@ def test_a_resnet18_has_20_layers_in_the_distance() -> None:
         teacher(x)
     assert len(gaps) == 20
     plain, more = (
-        quick(lambda_div=0, lambda_dis=d).generator_loss(teacher, x, z, labels, lambda v: v).item() for d in (0, 1)
+        quick(lambda_div=0, lambda_dis=d).generator_loss(teacher, x, z, labels, lambda v: v).item()
+        for d in (0, 1)
     )
     assert more - plain == pytest.approx(float(torch.stack(gaps).sum()), rel=1e-4)
     assert not any(m._forward_pre_hooks for m in teacher.modules())
@@ -296,11 +324,17 @@ def test_noise_knows_no_label_and_onehot_does() -> None:
     labels = torch.arange(3000) % 3
     draws = torch.Generator()
     for kind in ("noise", "noise+onehot"):
-        z = quick(condition=kind)._source(Task(), EMBEDDINGS, draws.manual_seed(0)).conditions(labels)
+        z = (
+            quick(condition=kind)
+            ._source(Task(), EMBEDDINGS, draws.manual_seed(0))
+            .conditions(labels)
+        )
         noise = z[:, :12]
         assert (noise.T.cov() - torch.eye(12)).abs().max() < 0.1
         assert max(noise[labels == c].mean(0).abs().max() for c in range(3)) < 0.12
-        assert torch.equal(z[:, 12:], nn.functional.one_hot(labels, 3).float()[:, : z.shape[1] - 12])
+        assert torch.equal(
+            z[:, 12:], nn.functional.one_hot(labels, 3).float()[:, : z.shape[1] - 12]
+        )
     concept = quick()._source(Task(), EMBEDDINGS, draws.manual_seed(0)).conditions(labels)
     assert torch.equal(torch.cdist(concept, EMBEDDINGS.mean(1)).argmin(1), labels)
 
@@ -326,7 +360,9 @@ def test_the_generator_works_with_every_classifier(classifier: str) -> None:
 def test_the_covariance_of_z(covariance: str, off_diagonal: bool) -> None:
     """Sigma_y + 1e-4 I, or its diagonal."""
     embeddings = torch.tensor([[[1.0, 0, 0], [0, 1, 0]], [[0, 0.6, 0.8], [0, 0.8, 0.6]]])
-    source = quick(z_covariance=covariance)._source(Task(), embeddings, torch.Generator().manual_seed(0))
+    source = quick(z_covariance=covariance)._source(
+        Task(), embeddings, torch.Generator().manual_seed(0)
+    )
     z = source.conditions(torch.zeros(40_000, dtype=torch.int64))
     expected = torch.cov(embeddings[0].T)
     assert expected[0, 1] == -0.5

@@ -14,7 +14,9 @@ from medfl.networks import build
 from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, simulate
 
 METHOD, FEDAVG = load("fedbn"), load("fedavg")
-NORM = {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+NORM = {
+    f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+}
 
 
 class Shortcut(nn.Module):
@@ -32,7 +34,11 @@ class Shortcut(nn.Module):
 
 def by_statistics(network: nn.Module) -> set[str]:
     """Find BatchNorm layers by their running mean instead of their type."""
-    prefixes = {name.removesuffix("running_mean") for name in network.state_dict() if name.endswith("running_mean")}
+    prefixes = {
+        name.removesuffix("running_mean")
+        for name in network.state_dict()
+        if name.endswith("running_mean")
+    }
     return {name for name in network.state_dict() if name[: name.rfind(".") + 1] in prefixes}
 
 
@@ -42,15 +48,24 @@ def test_one_step_by_hand() -> None:
     Site a sees x = (0, 2): batch mean 1, unbiased variance 2: running mean 0.1, variance 0.9 + 0.2 = 1.1.
     Site b sees x = (0, 6): mean 3, variance 18: 0.3 and 2.7. After a round w is common, the four numbers are not.
     """
-    data = {name: (torch.tensor([[0.0], [x]]), torch.zeros(2)) for name, x in (("a", 2.0), ("b", 6.0))}
-    toy = Toy(data, lambda: nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)), lambda o, t: o.square().mean(), sgd(0.1))
+    data = {
+        name: (torch.tensor([[0.0], [x]]), torch.zeros(2)) for name, x in (("a", 2.0), ("b", 6.0))
+    }
+    toy = Toy(
+        data,
+        lambda: nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)),
+        lambda o, t: o.square().mean(),
+        sgd(0.1),
+    )
     outcome = simulate(METHOD, toy)
     for name, mean, variance in (("a", 0.1, 1.1), ("b", 0.3, 2.7)):
         own = judged(METHOD, toy, outcome, name)
         assert own["0.running_mean"].item() == pytest.approx(mean)
         assert own["0.running_var"].item() == pytest.approx(variance)
         assert bits(own["1.weight"]) == bits(outcome.server["weights"]["1.weight"])
-    expected = (outcome.replies["a"]["weights"]["1.weight"] + outcome.replies["b"]["weights"]["1.weight"]) / 2
+    expected = (
+        outcome.replies["a"]["weights"]["1.weight"] + outcome.replies["b"]["weights"]["1.weight"]
+    ) / 2
     torch.testing.assert_close(outcome.server["weights"]["1.weight"], expected)
 
 
@@ -69,10 +84,14 @@ def test_batch_norm_is_in_no_message_and_the_rest_is_equal_everywhere(classes: T
 
 def test_batch_norm_changes_by_local_training_only(classes: Toy) -> None:
     """A site that is absent for a round has the very same BatchNorm after it; a site that trains continues its own."""
-    first, second = (simulate(METHOD, classes, rounds, [["a", "b"], ["b", "c"]]) for rounds in (1, 2))
+    first, second = (
+        simulate(METHOD, classes, rounds, [["a", "b"], ["b", "c"]]) for rounds in (1, 2)
+    )
     assert bits(second.states["a"]) == bits(first.states["a"])
     assert set(first.states["a"]["weights"]) == NORM
-    assert int(second.states["b"]["weights"]["1.num_batches_tracked"]) == 4  # 6 items in batches of 4, two rounds
+    assert (
+        int(second.states["b"]["weights"]["1.num_batches_tracked"]) == 4
+    )  # 6 items in batches of 4, two rounds
     assert int(first.states["b"]["weights"]["1.num_batches_tracked"]) == 2
 
 
@@ -81,9 +100,15 @@ def test_a_site_continues_with_its_own_batch_norm(classes: Toy) -> None:
     toy = replace(classes, optimizer=sgd(0.0))
     federated, local = simulate(METHOD, toy, 3), simulate(load("local"), toy, 3)
     for name in toy.names:
-        for key, tensor in federated.states[name]["weights"].items():  # not to the bit: averaging equal weights rounds
-            torch.testing.assert_close(tensor, local.states[name]["weights"][key], rtol=1e-5, atol=1e-6)
-        assert not torch.equal(federated.states[name]["weights"]["1.running_mean"], toy.initial["1.running_mean"])
+        for key, tensor in federated.states[name][
+            "weights"
+        ].items():  # not to the bit: averaging equal weights rounds
+            torch.testing.assert_close(
+                tensor, local.states[name]["weights"][key], rtol=1e-5, atol=1e-6
+            )
+        assert not torch.equal(
+            federated.states[name]["weights"]["1.running_mean"], toy.initial["1.running_mean"]
+        )
 
 
 def test_without_batch_norm_it_is_fedavg_bit_for_bit(classes: Toy) -> None:
@@ -124,7 +149,11 @@ def test_names_prove_nothing() -> None:
 
 def test_other_norms_stay_only_if_asked() -> None:
     network = nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.LayerNorm(4), nn.BatchNorm2d(4)
+        nn.Conv2d(1, 4, 3),
+        nn.GroupNorm(2, 4),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.LayerNorm(4),
+        nn.BatchNorm2d(4),
     )
     every = load("fedbn", norms="all").personal_names(network)
     assert {name[0] for name in METHOD.personal_names(network)} == {"4"}
@@ -137,4 +166,6 @@ def test_the_mean_is_by_samples_or_uniform() -> None:
     for weights, share in (("samples", 0.25), ("uniform", 0.5)):
         outcome = simulate(load("fedbn", weights=weights), toy)
         a, b = (outcome.replies[name]["weights"]["0.weight"] for name in "ab")
-        torch.testing.assert_close(outcome.server["weights"]["0.weight"], share * a + (1 - share) * b)
+        torch.testing.assert_close(
+            outcome.server["weights"]["0.weight"], share * a + (1 - share) * b
+        )

@@ -70,7 +70,10 @@ def test_bytes_are_those_of_the_card() -> None:
     assert projection == 262_656
     assert sum(p.numel() for p in adapted.parameters()) - projection == 11_176_512
     layers = [m for m in adapted.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert (len(layers), sum(m.running_mean.numel() + m.running_var.numel() for m in layers)) == (20, 9_600)
+    assert (len(layers), sum(m.running_mean.numel() + m.running_var.numel() for m in layers)) == (
+        20,
+        9_600,
+    )
     assert (plain, size, size - plain) == (44_761_024, 45_795_232, 4 * 513 * (512 - 8))
     embeddings = embeddings_of(adapted)
     assert embeddings.numel() * embeddings.element_size() == 4 * 8 * 28 * 512 == 458_752
@@ -84,8 +87,12 @@ def test_the_classifier_is_frozen(toy: Toy) -> None:
     with toy.networks.scope():
         network = METHOD.global_predictor(toy.host(3), outcome.server)
         wanted = TextGaussians.of(EMBEDDINGS, 12.5, "full")
-        assert bits([head(network).mean, head(network).spread]) == bits([wanted.mean, wanted.spread])
-        tensors = {id(t) for t in (head(network).mean, head(network).spread, embeddings_of(network))}
+        assert bits([head(network).mean, head(network).spread]) == bits(
+            [wanted.mean, wanted.spread]
+        )
+        tensors = {
+            id(t) for t in (head(network).mean, head(network).spread, embeddings_of(network))
+        }
         assert not tensors & {id(p) for p in network.parameters()}
         grouped = {id(p) for group in toy.optimizer(network).param_groups for p in group["params"]}
         assert not tensors & grouped
@@ -98,7 +105,9 @@ def test_a_site_uses_the_embeddings_that_it_received(toy: Toy) -> None:
     with toy.networks.scope():
         server = METHOD.init_server(toy.host(), toy.networks.initial, {})
         down = METHOD.broadcast(toy.host(), server, "a")
-    other = nn.functional.normalize(torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(5)), dim=2)
+    other = nn.functional.normalize(
+        torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(5)), dim=2
+    )
     replies = []
     for embeddings in (EMBEDDINGS, other):
         message = Message({"weights": down["weights"], "text": {"embeddings": embeddings}})
@@ -117,7 +126,11 @@ def test_a_site_uses_the_embeddings_that_it_received(toy: Toy) -> None:
 
 def test_one_step_by_hand(classes: Toy) -> None:
     """One full batch, SGD of rate 0.1: w - 0.1 times the gradient of the mean bound, through h = normalise(W f + b)."""
-    toy = replace(classes, network=lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)), batch_size=100)
+    toy = replace(
+        classes,
+        network=lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)),
+        batch_size=100,
+    )
     toy = toy.adapted(METHOD)
     outcome = simulate(METHOD, toy)
     gaussians = TextGaussians.of(EMBEDDINGS, 12.5)
@@ -130,7 +143,9 @@ def test_one_step_by_hand(classes: Toy) -> None:
         (cross_entropy(logits, y) + 0.5 * 12.5**2 * q).backward()
         for key, tensor in w.items():
             wanted = (tensor - 0.1 * tensor.grad).detach()
-            torch.testing.assert_close(outcome.replies[name]["weights"][key], wanted, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                outcome.replies[name]["weights"][key], wanted, rtol=1e-4, atol=1e-5
+            )
 
 
 def test_aggregation_by_samples_or_uniform(toy: Toy) -> None:
@@ -142,7 +157,10 @@ def test_aggregation_by_samples_or_uniform(toy: Toy) -> None:
         return Message({"weights": weights}, {"samples": samples})
 
     replies = {"a": reply(1.0, 100), "b": reply(5.0, 300)}
-    for weighed, wanted in ((replies, 4.0), (with_effective_counts(replies, run_record(site_weights="uniform")), 3.0)):
+    for weighed, wanted in (
+        (replies, 4.0),
+        (with_effective_counts(replies, run_record(site_weights="uniform")), 3.0),
+    ):
         with toy.networks.scope():
             server = METHOD.aggregate(toy.host(), outcome.history[0], weighed, 3)
         for key in ("0.weight", "1.running_mean", "1.running_var", "4.bias"):
@@ -157,7 +175,9 @@ def test_a_trainable_head_is_fedavg_bit_for_bit(classes: Toy, options: dict) -> 
     method = load("fedcb", classifier="trainable")
     toy = replace(classes, optimizer=sgd(0.1, **options))
     ours, average = simulate(method, toy.adapted(method), 3), simulate(load("fedavg"), toy, 3)
-    assert bits([ours.server, ours.replies, ours.states]) == bits([average.server, average.replies, average.states])
+    assert bits([ours.server, ours.replies, ours.states]) == bits(
+        [average.server, average.replies, average.states]
+    )
 
 
 def test_a_random_frozen_head_never_moves(classes: Toy) -> None:
@@ -166,10 +186,15 @@ def test_a_random_frozen_head_never_moves(classes: Toy) -> None:
     outcome = simulate(method, toy, 3)
     for name in ("4.weight", "4.bias"):
         assert bits(outcome.server["weights"][name]) == bits(toy.initial[name])
-        assert all(bits(reply["weights"][name]) == bits(toy.initial[name]) for reply in outcome.replies.values())
+        assert all(
+            bits(reply["weights"][name]) == bits(toy.initial[name])
+            for reply in outcome.replies.values()
+        )
     assert not torch.equal(outcome.server["weights"]["0.weight"], toy.initial["0.weight"])
     plain = simulate(load("fedavg"), replace(classes, optimizer=adam(0.01)))
-    assert bits(toy.initial) == bits(dict(plain.history[0]["weights"])), "the head starts as the network's own"
+    assert bits(toy.initial) == bits(dict(plain.history[0]["weights"])), (
+        "the head starts as the network's own"
+    )
 
 
 def test_without_variance_the_loss_is_cross_entropy_over_the_means(classes: Toy) -> None:
@@ -177,7 +202,9 @@ def test_without_variance_the_loss_is_cross_entropy_over_the_means(classes: Toy)
     method = load("fedcb", classifier="text_mean")
     toy = classes.adapted(method)
     ours = simulate(method, toy, 2)
-    average = simulate(load("fedavg"), toy, 2)  # the same network, plain cross-entropy over its logits
+    average = simulate(
+        load("fedavg"), toy, 2
+    )  # the same network, plain cross-entropy over its logits
     for name, tensor in ours.server["weights"].items():
         torch.testing.assert_close(tensor, average.server["weights"][name], rtol=1e-4, atol=1e-5)
     none = load("fedcb", covariance="none")
@@ -206,9 +233,13 @@ def test_parts_of_the_prompts_are_drawn_from_the_seed_and_sent(classes: Toy) -> 
     assert sent[0].shape == (3, 3, 12)
     assert torch.equal(sent[0], sent[1])
     assert not torch.equal(sent[0], sent[2])
-    assert {tuple(row) for row in sent[0][1].tolist()} < {tuple(row) for row in EMBEDDINGS[1].tolist()}
+    assert {tuple(row) for row in sent[0][1].tolist()} < {
+        tuple(row) for row in EMBEDDINGS[1].tolist()
+    }
     whole = classes.adapted(METHOD)
-    assert bits(dict(first.networks.initial)) == bits(dict(whole.networks.initial)), "the network starts the same"
+    assert bits(dict(first.networks.initial)) == bits(dict(whole.networks.initial)), (
+        "the network starts the same"
+    )
 
 
 def test_options_reach_the_head() -> None:
@@ -234,7 +265,9 @@ def test_the_scale_of_test_logits_changes_no_decision(classes: Toy) -> None:
         toy = classes.adapted(method)
         outcome = simulate(method, toy, 2)
         with toy.networks.scope():
-            outputs.append(method.global_predictor(toy.host(), outcome.server).eval()(toy.data["c"][0]))
+            outputs.append(
+                method.global_predictor(toy.host(), outcome.server).eval()(toy.data["c"][0])
+            )
     torch.testing.assert_close(outputs[0], 12.5 * outputs[1], rtol=1e-5, atol=1e-5)
     assert torch.equal(outputs[0].argmax(1), outputs[1].argmax(1))
 
@@ -244,12 +277,18 @@ def test_the_scale_of_test_logits_changes_no_decision(classes: Toy) -> None:
 
 def test_bad_input() -> None:
     for options, text in (
-        ({"prompt_fraction": 1.5}, "prompt_fraction=1.5; a part of the prompts, above 0 and at most 1"),
+        (
+            {"prompt_fraction": 1.5},
+            "prompt_fraction=1.5; a part of the prompts, above 0 and at most 1",
+        ),
         ({"prompt_fraction": 0}, "prompt_fraction=0;"),
         ({"tau": 0}, "tau=0; an inverse temperature, above 0"),
         ({"tau": "inf"}, "tau=inf for method 'fedcb'; tau is float >= 0, finite"),
         ({"loss": "finite", "classifier": "trainable"}, "loss=finite with classifier=trainable"),
-        ({"classifier": "fancy"}, "classifier=fancy .*one of trainable, random_frozen, text_mean, text_distribution"),
+        (
+            {"classifier": "fancy"},
+            "classifier=fancy .*one of trainable, random_frozen, text_mean, text_distribution",
+        ),
     ):
         with pytest.raises(InputError, match=text):
             load("fedcb", options)
@@ -270,10 +309,19 @@ def test_the_cards_defaults_and_limits() -> None:
     assert numbers("fedcb") == {
         "tau": (12.5, 0.0), "prompt_fraction": (1.0, 0.0), "renormalise_mean": (False,), "raw_test_logits": (False,),
     }  # fmt: skip
-    assert (METHOD.covariance, METHOD.loss, METHOD.classifier) == ("full", "surrogate", "text_distribution")
+    assert (METHOD.covariance, METHOD.loss, METHOD.classifier) == (
+        "full",
+        "surrogate",
+        "text_distribution",
+    )
 
 
 def test_text_is_asked_for_where_the_head_is_built_from_it() -> None:
-    wanted = {"text_distribution": "minilm", "text_mean": "minilm", "trainable": "", "random_frozen": ""}
+    wanted = {
+        "text_distribution": "minilm",
+        "text_mean": "minilm",
+        "trainable": "",
+        "random_frozen": "",
+    }
     assert {name: load("fedcb", classifier=name).language_model for name in wanted} == wanted
     assert load("fedcb", plm="bert").language_model == "bert"

@@ -23,7 +23,9 @@ def close(actual: Tensor, expected: Tensor, atol: float = 1e-12) -> None:
 
 
 def run(toy: Toy, rounds: int, cohorts: list | None = None, **options: object) -> Outcome:
-    return simulate(load("feddc", **{"alpha": ALPHA, "max_norm": 0.0, **options}), toy, rounds, cohorts)
+    return simulate(
+        load("feddc", **{"alpha": ALPHA, "max_norm": 0.0, **options}), toy, rounds, cohorts
+    )
 
 
 def value(state: State | Message, group: str) -> Tensor:
@@ -50,7 +52,10 @@ def test_two_rounds_by_hand() -> None:
     c_b = -3 + 1 + 1.5 = -0.5.
     Server: w = 1.75 + 0.25 = 2, the minimiser of both, c = (1.5 - 0.5) / 2 = 0.5.
     """
-    data = {name: (torch.ones(1, 1).double(), torch.tensor([y]).double()) for name, y in (("a", 0.0), ("b", 4.0))}
+    data = {
+        name: (torch.ones(1, 1).double(), torch.tensor([y]).double())
+        for name, y in (("a", 0.0), ("b", 4.0))
+    }
     toy = Toy(data, lambda: linear(1), optimizer=sgd(0.5))
     toy.networks.initial["weight"].fill_(1)
     expected = {
@@ -62,7 +67,10 @@ def test_two_rounds_by_hand() -> None:
         assert tuple(value(outcome.replies[name], "weights").item() for name in "ab") == trained
         assert tuple(value(outcome.states[name], "drift").item() for name in "ab") == drift
         assert tuple(value(outcome.states[name], "control").item() for name in "ab") == control
-        assert tuple(value(outcome.server, group).item() for group in ("weights", "drift", "control")) == server
+        assert (
+            tuple(value(outcome.server, group).item() for group in ("weights", "drift", "control"))
+            == server
+        )
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 1e6])
@@ -70,9 +78,14 @@ def test_round_one_is_fedprox_bit_for_bit(classes: Toy, max_norm: float) -> None
     """Check 1, local training; a norm that is never reached changes nothing."""
     for optimizer in (sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.01), adam(0.01)):
         toy = replace(classes, optimizer=optimizer, epochs=2)
-        corrected, proximal = run(toy, 1, max_norm=max_norm), simulate(load("fedprox", mu=ALPHA), toy)
+        corrected, proximal = (
+            run(toy, 1, max_norm=max_norm),
+            simulate(load("fedprox", mu=ALPHA), toy),
+        )
         for name in toy.names:
-            assert bits(corrected.replies[name]["weights"]) == bits(proximal.replies[name]["weights"])
+            assert bits(corrected.replies[name]["weights"]) == bits(
+                proximal.replies[name]["weights"]
+            )
 
 
 def test_round_one_without_penalty_trains_as_fedavg_bit_for_bit(classes: Toy) -> None:
@@ -91,13 +104,17 @@ def test_round_one_goes_twice_the_mean_way(lines: Toy) -> None:
 
 @pytest.mark.parametrize("cohorts", [None, HALVES])
 @pytest.mark.parametrize("control", ["difference", "gradient"])
-def test_c_and_the_mean_drift_are_means_over_all_sites(lines: Toy, cohorts: list | None, control: str) -> None:
+def test_c_and_the_mean_drift_are_means_over_all_sites(
+    lines: Toy, cohorts: list | None, control: str
+) -> None:
     """Checks 2 and 3: c = (1/m) sum_k c_k; the mean of h grows by (1/m) sum over participants of w_k - w^t."""
     outcome = run(replace(lines, epochs=3), 5, cohorts, control=control)
     close(value(outcome.server, "control"), mean(outcome.states, "control"))
     close(value(outcome.server, "drift"), mean(outcome.states, "drift"))
     before, after = outcome.history[-2:]
-    moved = sum(value(reply, "weights") - value(before, "weights") for reply in outcome.replies.values())
+    moved = sum(
+        value(reply, "weights") - value(before, "weights") for reply in outcome.replies.values()
+    )
     close(value(after, "drift") - value(before, "drift"), moved / 4)
     assert mean(outcome.states, "control").norm() > 1e-3
 
@@ -124,14 +141,20 @@ def test_the_fixed_point(lines: Toy, momentum: float) -> None:
 
     The three terms are grad f_k + alpha (w* + h_k - w*) + 0 - c_k = 0: nothing moves, c_k+ = c_k - 0 - 0.
     """
-    toy, method = replace(lines, epochs=4, optimizer=sgd(0.1, momentum=momentum)), load("feddc", alpha=ALPHA)
+    toy, method = (
+        replace(lines, epochs=4, optimizer=sgd(0.1, momentum=momentum)),
+        load("feddc", alpha=ALPHA),
+    )
     best = minimiser(toy)
     drifts = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     zero = {"weight": torch.zeros(1, 3).double()}
     down = Message({"weights": {"weight": best[None]}, "control": zero})
     for name, h in zip(toy.names, drifts - drifts.mean(0), strict=True):
         a, b = quadratic(*toy.data[name])
-        state = {"drift": {"weight": h[None]}, "control": {"weight": (a @ best - b + ALPHA * h)[None]}}
+        state = {
+            "drift": {"weight": h[None]},
+            "control": {"weight": (a @ best - b + ALPHA * h)[None]},
+        }
         with toy.networks.scope():
             after, reply = method.local_update(toy.site(name), state, down)
         close(value(reply, "weights"), best)
@@ -153,7 +176,9 @@ def test_the_terms_are_terms_of_the_loss(lines: Toy) -> None:
         correction = first.server["control"]["weight"] - state["control"]["weight"]
         for _ in range(5):
             optimizer.zero_grad()
-            penalty = ALPHA / 2 * (model.weight + state["drift"]["weight"] - received).square().sum()
+            penalty = (
+                ALPHA / 2 * (model.weight + state["drift"]["weight"] - received).square().sum()
+            )
             (toy.loss(model(x), y) + penalty + (correction * model.weight).sum()).backward()
             optimizer.step()
         close(second.replies[name]["weights"]["weight"], model.weight.detach())
@@ -185,7 +210,9 @@ def test_with_momentum_the_steps_are_fednovas(lines: Toy) -> None:
 def test_auto_takes_the_gradients_where_the_optimiser_is_not_sgd(lines: Toy) -> None:
     """One step of Adam: the gradient at w^0 (no penalty yet), not the way of 0.01 that it goes in every direction."""
     toy = replace(lines, optimizer=adam(0.01))
-    auto, gradient, difference = (run(toy, 1, control=how) for how in ("auto", "gradient", "difference"))
+    auto, gradient, difference = (
+        run(toy, 1, control=how) for how in ("auto", "gradient", "difference")
+    )
     assert bits(auto.states) == bits(gradient.states)
     for name in toy.names:
         a, b = quadratic(*toy.data[name])
@@ -201,7 +228,9 @@ def test_the_gradient_is_clipped_after_the_terms_are_added(lines: Toy) -> None:
         assert moved.norm().item() == pytest.approx(0.05, rel=1e-4)
 
 
-def test_corrections_cover_trainable_parameters_only_and_buffers_follow_fedavg(classes: Toy) -> None:
+def test_corrections_cover_trainable_parameters_only_and_buffers_follow_fedavg(
+    classes: Toy,
+) -> None:
     toy = replace(classes, optimizer=sgd(0.0))
     method = load("feddc", control="gradient")  # a rate of 0 has no difference to divide by
     corrected, average = simulate(method, toy, 2), simulate(load("fedavg"), toy, 2)
@@ -209,7 +238,9 @@ def test_corrections_cover_trainable_parameters_only_and_buffers_follow_fedavg(c
     for tree in (corrected.server, *corrected.states.values()):
         assert set(tree["drift"]) == set(tree["control"]) == trainable
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
-        torch.testing.assert_close(corrected.server["weights"][name], average.server["weights"][name])
+        torch.testing.assert_close(
+            corrected.server["weights"][name], average.server["weights"][name]
+        )
 
 
 def test_absent_sites_keep_drift_and_control(lines: Toy) -> None:

@@ -42,7 +42,10 @@ class Exact(Toy):
         site = super().site(name, round_)
         a, _ = quadratic(*self.data[name])
         inverse = torch.linalg.inv(a + self.alpha * torch.eye(len(a), dtype=a.dtype))
-        return replace(site, settings=replace(site.settings, optimizer=lambda network: Newton(network, inverse)))
+        return replace(
+            site,
+            settings=replace(site.settings, optimizer=lambda network: Newton(network, inverse)),
+        )
 
 
 def g(state: dict, alpha: float = Exact.alpha) -> Tensor:
@@ -56,7 +59,9 @@ def exact(lines: Toy) -> Toy:
 
 
 def run(toy: Toy, rounds: int, cohorts: list | None = None, **options: object) -> Outcome:
-    return simulate(load("feddyn", alpha=Exact.alpha, max_norm=0.0, **options), toy, rounds, cohorts)
+    return simulate(
+        load("feddyn", alpha=Exact.alpha, max_norm=0.0, **options), toy, rounds, cohorts
+    )
 
 
 def test_two_rounds_by_hand() -> None:
@@ -68,7 +73,10 @@ def test_two_rounds_by_hand() -> None:
     b: gradient -2 + 1.5 = -0.5, w_b = 2.25, g_b = -1.5 - 0.25 = -1.75.
     h = -0.5 - (1/2)(-0.75 + 0.25) = -0.25; w = 1.75 + 0.25 = 2, the minimiser of both.
     """
-    data = {name: (torch.ones(1, 1).double(), torch.tensor([y]).double()) for name, y in (("a", 0.0), ("b", 4.0))}
+    data = {
+        name: (torch.ones(1, 1).double(), torch.tensor([y]).double())
+        for name, y in (("a", 0.0), ("b", 4.0))
+    }
     toy = Toy(data, lambda: linear(1), optimizer=sgd(0.5))
     toy.networks.initial["weight"].fill_(1)
     expected = {1: (0.5, 2.5, 0.5, -1.5, -0.5, 2.0), 2: (1.25, 2.25, 1.25, -1.75, -0.25, 2.0)}
@@ -94,7 +102,9 @@ def test_at_an_exact_minimiser_the_gradient_is_the_new_g(exact: Toy) -> None:
         outcome = run(exact, rounds)
         for name in exact.names:
             a, b = quadratic(*exact.data[name])
-            close(a @ outcome.replies[name]["weights"]["weight"][0] - b, g(outcome.states[name]), 1e-9)
+            close(
+                a @ outcome.replies[name]["weights"]["weight"][0] - b, g(outcome.states[name]), 1e-9
+            )
 
 
 def test_round_one_goes_twice_the_mean_way(lines: Toy) -> None:
@@ -137,21 +147,32 @@ def test_the_gradient_is_clipped_after_the_terms_are_added(lines: Toy) -> None:
     toy = replace(lines, optimizer=sgd(1.0))
     outcome = simulate(load("feddyn", max_norm=0.25), toy)
     for reply in outcome.replies.values():
-        assert (reply["weights"]["weight"] - toy.initial["weight"]).norm().item() == pytest.approx(0.25, rel=1e-4)
+        assert (reply["weights"]["weight"] - toy.initial["weight"]).norm().item() == pytest.approx(
+            0.25, rel=1e-4
+        )
     small = replace(lines, optimizer=sgd(0.01))
-    assert bits(simulate(load("feddyn"), small).server) == bits(simulate(load("feddyn", max_norm=0.0), small).server)
+    assert bits(simulate(load("feddyn"), small).server) == bits(
+        simulate(load("feddyn", max_norm=0.0), small).server
+    )
 
 
 def test_alpha_by_size() -> None:
     """n = 6 and 18: mean 12, so alpha is doubled at a and 2/3 at b; equal sizes change nothing."""
-    data = {name: (torch.ones(n, 1).double(), torch.zeros(n).double()) for name, n in (("a", 6), ("b", 18))}
+    data = {
+        name: (torch.ones(n, 1).double(), torch.zeros(n).double())
+        for name, n in (("a", 6), ("b", 18))
+    }
     toy = Toy(data, lambda: linear(1), optimizer=sgd(0.5), epochs=2)
     toy.networks.initial["weight"].fill_(1)
     outcome = simulate(load("feddyn", alpha=0.3, alpha_scaling="by_size"), toy)
     for name, alpha in (("a", 0.6), ("b", 0.2)):  # 1 -> 0.5 -> 0.5 - 0.5 (0.5 + alpha (0.5 - 1))
-        assert outcome.replies[name]["weights"]["weight"].item() == pytest.approx(0.25 + 0.25 * alpha, abs=1e-15)
+        assert outcome.replies[name]["weights"]["weight"].item() == pytest.approx(
+            0.25 + 0.25 * alpha, abs=1e-15
+        )
     same = replace(toy, data={"a": data["a"], "b": data["a"]})
-    plain, scaled = (simulate(load("feddyn", alpha_scaling=how), same, 2) for how in ("none", "by_size"))
+    plain, scaled = (
+        simulate(load("feddyn", alpha_scaling=how), same, 2) for how in ("none", "by_size")
+    )
     assert bits(plain.server["weights"]) == bits(scaled.server["weights"])
 
 
@@ -167,10 +188,19 @@ def test_the_model_judged(lines: Toy) -> None:
         close(smooth.weight.detach(), mean)
 
 
-def test_corrections_cover_trainable_parameters_only_and_buffers_follow_fedavg(classes: Toy) -> None:
+def test_corrections_cover_trainable_parameters_only_and_buffers_follow_fedavg(
+    classes: Toy,
+) -> None:
     toy = replace(classes, optimizer=sgd(0.0))
     dyn, average = simulate(load("feddyn"), toy, 2), simulate(load("fedavg"), toy, 2)
-    assert set(dyn.server["history"]) == {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
+    assert set(dyn.server["history"]) == {
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+        "4.weight",
+        "4.bias",
+    }
     for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
         torch.testing.assert_close(dyn.server["weights"][name], average.server["weights"][name])
 

@@ -57,9 +57,14 @@ def test_one_step_by_hand() -> None:
     0.063379. The mean gradient on tau is (1, -1) . (p - y) averaged: (1 - 2q) - (1/3) = 0.539909; rate 0.1: tau =
     0.946009. The projection does not move: its gradient is across the unit direction, where both logits are flat.
     """
-    adapted = Toy({"a": (torch.zeros(3, 2), torch.tensor([0, 0, 1]))}, lambda: nn.Sequential(nn.Linear(2, 2)))
+    adapted = Toy(
+        {"a": (torch.zeros(3, 2), torch.tensor([0, 0, 1]))}, lambda: nn.Sequential(nn.Linear(2, 2))
+    )
     method = load("fedetf")
-    network = lambda: method.adapt(nn.Sequential(nn.Linear(2, 2)), Task("classification", ("p", "q")))  # noqa: E731
+
+    def network():
+        return method.adapt(nn.Sequential(nn.Linear(2, 2)), Task("classification", ("p", "q")))  # noqa: E731
+
     m = head(replace(adapted, network=network).networks.fresh()).etf[:, 0]
     toy = Toy({"a": (m.repeat(3, 1), torch.tensor([0, 0, 1]))}, network, cross_entropy, sgd(0.1))
     toy.networks.initial["0.weight"].copy_(torch.eye(2))
@@ -81,7 +86,11 @@ def test_the_simplex_never_moves_and_is_never_sent(toy: Toy) -> None:
         model = site.model(outcome.server["weights"])
         METHOD.train(model, site, {}, outcome.down["a"])
         METHOD.predictor(site, {}, outcome.down["a"])
-        networks = [model, toy.networks.fresh(), METHOD.global_predictor(toy.host(), outcome.server)]
+        networks = [
+            model,
+            toy.networks.fresh(),
+            METHOD.global_predictor(toy.host(), outcome.server),
+        ]
         assert [bits(head(network).etf) for network in networks] == [before] * 3
     assert bits(head(replace(toy, seed=1).networks.fresh()).etf) != before
 
@@ -89,7 +98,9 @@ def test_the_simplex_never_moves_and_is_never_sent(toy: Toy) -> None:
 def test_body_projection_and_temperature_are_averaged_by_samples(toy: Toy) -> None:
     outcome = simulate(METHOD, toy)
     for name in ("0.weight", "4.weight", "4.temperature", "1.running_mean"):
-        parts = [n * outcome.replies[s]["weights"][name] for s, n in (("a", 9), ("b", 6), ("c", 11))]
+        parts = [
+            n * outcome.replies[s]["weights"][name] for s, n in (("a", 9), ("b", 6), ("c", 11))
+        ]
         torch.testing.assert_close(outcome.server["weights"][name], sum(parts) / 26)
     assert outcome.server["weights"]["4.temperature"].item() != 1
 
@@ -97,7 +108,9 @@ def test_body_projection_and_temperature_are_averaged_by_samples(toy: Toy) -> No
 def test_without_prior_it_is_fedavg_on_the_adapted_network_bit_for_bit(toy: Toy) -> None:
     plain = simulate(load("fedetf", gamma=0.0), toy, 2)
     assert bits(plain.server) == bits(simulate(load("fedavg"), toy, 2).server)
-    uneven = replace(toy, data={**toy.data, "a": (toy.data["a"][0], torch.tensor([0] * 7 + [1, 2]))})
+    uneven = replace(
+        toy, data={**toy.data, "a": (toy.data["a"][0], torch.tensor([0] * 7 + [1, 2]))}
+    )
     assert bits(simulate(METHOD, uneven).server) != bits(simulate(load("fedavg"), uneven).server)
 
 
@@ -111,12 +124,21 @@ def test_the_personal_model_has_a_simplex_of_its_own(toy: Toy) -> None:
         METHOD.train(local, site, {}, Message(), "finetune")
         tuned = load("fedetf", finetune_rounds=2).predictor(site, {}, down)
         weights, own = snapshot(local), snapshot(tuned)
-    assert [report.steps for report in site.journal] == [3, 3, 9, 9, 9, 9]  # then 3 epochs of 3 batches a phase
+    assert [report.steps for report in site.journal] == [
+        3,
+        3,
+        9,
+        9,
+        9,
+        9,
+    ]  # then 3 epochs of 3 batches a phase
     assert not torch.equal(own.pop("4.etf"), common)
     for name, tensor in own.items():
         moved = name in ("4.weight", "4.bias")
         assert (bits(tensor) == bits(weights[name])) != moved, name
-    assert bits(judged(load("fedetf", finetune_rounds=0), toy, outcome, "a")) == bits(outcome.server["weights"])
+    assert bits(judged(load("fedetf", finetune_rounds=0), toy, outcome, "a")) == bits(
+        outcome.server["weights"]
+    )
 
 
 def test_the_phases_alone(toy: Toy) -> None:
@@ -125,7 +147,12 @@ def test_the_phases_alone(toy: Toy) -> None:
     start = METHOD.broadcast(toy.host(), outcome.server, "a")
     common = bits(head(toy.networks.fresh()).etf)
     for rates, simplex_moves in (((0.1, 0.0), True), ((0.0, 0.05), False)):
-        method = load("fedetf", finetune_rounds=1, finetune_simplex_lr=rates[0], finetune_projection_lr=rates[1])
+        method = load(
+            "fedetf",
+            finetune_rounds=1,
+            finetune_simplex_lr=rates[0],
+            finetune_projection_lr=rates[1],
+        )
         with toy.networks.scope():
             model = method.predictor(toy.site("a"), {}, start)
             local = toy.site("a").model(outcome.server["weights"])

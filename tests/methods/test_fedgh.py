@@ -22,7 +22,17 @@ from medfl.networks.heads import features_and_output
 from medfl.training.loop import fit
 from medfl.training.network_pool import Networks
 from medfl.training.site import Site
-from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, sgd, shaken, simulate
+from tests.support.toy import (
+    Toy,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    sgd,
+    shaken,
+    simulate,
+)
 
 METHOD = load("fedgh")
 CLASSES = Task("classification", ("p", "q", "r"))
@@ -31,12 +41,20 @@ CPU = torch.device("cpu")
 
 def server(weight: Tensor, bias: Tensor) -> tuple[Toy, dict]:
     """A server whose network is a body of no layers and a header of this form, and its State."""
-    network = lambda: nn.Sequential(nn.Identity(), nn.Linear(weight.shape[1], len(weight), dtype=weight.dtype))  # noqa: E731
+
+    def network():
+        return nn.Sequential(
+            nn.Identity(), nn.Linear(weight.shape[1], len(weight), dtype=weight.dtype)
+        )  # noqa: E731
+
     return Toy({}, network), {"header": {"weight": weight, "bias": bias}}
 
 
 def replies(means: Mapping[str, Mapping[int, Tensor]]) -> dict[str, Message]:
-    return {name: Message({"prototypes": {str(c): r for c, r in own.items()}}) for name, own in means.items()}
+    return {
+        name: Message({"prototypes": {str(c): r for c, r in own.items()}})
+        for name, own in means.items()
+    }
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -52,7 +70,9 @@ def test_a_server_step_by_hand() -> None:
     With rate 1: W = ((1/2, 1), (-1/2, -1)), b = (1/2, -1/2).
     """
     toy, state = server(torch.zeros(2, 2), torch.zeros(2))
-    after = load("fedgh", server_lr=1.0).aggregate(toy.host(), state, replies({"a": {0: torch.tensor([1.0, 2])}}), 1)
+    after = load("fedgh", server_lr=1.0).aggregate(
+        toy.host(), state, replies({"a": {0: torch.tensor([1.0, 2])}}), 1
+    )
     assert after["header"]["weight"].tolist() == [[0.5, 1], [-0.5, -1]]
     assert after["header"]["bias"].tolist() == [0.5, -0.5]
 
@@ -65,12 +85,18 @@ def test_the_headers_gradient() -> None:
     after = load("fedgh", server_lr=0.3, server_batch_size=0).aggregate(toy.host(), state, sent, 2)
     p = (r @ weight.T + bias).softmax(1)
     gap = p - torch.eye(3, dtype=torch.float64)[[1, 2, 0, 2]]
-    torch.testing.assert_close(after["header"]["weight"], weight - 0.3 * gap.T @ r / 4, rtol=0, atol=1e-12)
-    torch.testing.assert_close(after["header"]["bias"], bias - 0.3 * gap.mean(0), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        after["header"]["weight"], weight - 0.3 * gap.T @ r / 4, rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(
+        after["header"]["bias"], bias - 0.3 * gap.mean(0), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("epochs", "size"), [(1, 1), (3, 1), (2, 3)])
-def test_it_takes_one_step_for_each_batch_of_class_means_in_random_order(epochs: int, size: int) -> None:
+def test_it_takes_one_step_for_each_batch_of_class_means_in_random_order(
+    epochs: int, size: int
+) -> None:
     """Plain SGD without momentum; the order is the server's own, not that of the replies."""
     weight, bias, r = drawn(3, 4), drawn(3, seed=1), drawn(5, 4, seed=2)
     sent = {"a": {0: r[0], 1: r[1]}, "b": {0: r[2], 1: r[3], 2: r[4]}}
@@ -81,8 +107,13 @@ def test_it_takes_one_step_for_each_batch_of_class_means_in_random_order(epochs:
     with stream(toy.host(4).seed, "header") as generator:
         for _ in range(epochs):
             for batch in torch.randperm(5, generator=generator).split(size):
-                gap = (r[batch] @ weight.T + bias).softmax(1) - torch.eye(3, dtype=torch.float64)[label[batch]]
-                weight, bias = weight - 0.3 * gap.T @ r[batch] / len(batch), bias - 0.3 * gap.mean(0)
+                gap = (r[batch] @ weight.T + bias).softmax(1) - torch.eye(3, dtype=torch.float64)[
+                    label[batch]
+                ]
+                weight, bias = (
+                    weight - 0.3 * gap.T @ r[batch] / len(batch),
+                    bias - 0.3 * gap.mean(0),
+                )
     torch.testing.assert_close(after["weight"], weight, rtol=0, atol=1e-12)
     torch.testing.assert_close(after["bias"], bias, rtol=0, atol=1e-12)
     turned = {name: dict(reversed(own.items())) for name, own in reversed(sent.items())}
@@ -101,7 +132,10 @@ def test_eleven_classes_keep_their_order_on_the_wire() -> None:
 
 def test_the_server_step_changes_the_header_and_no_body(classes: Toy) -> None:
     """The card's check. The State given stays, as do the sites' bodies and the pool's initial weights."""
-    first, second = simulate(METHOD, classes, 1), simulate(METHOD, classes, 2, [["a", "b", "c"], ["b"]])
+    first, second = (
+        simulate(METHOD, classes, 1),
+        simulate(METHOD, classes, 2, [["a", "b", "c"], ["b"]]),
+    )
     kept = bits([first.states, dict(classes.networks.initial)])
     with classes.networks.scope():
         after = METHOD.aggregate(classes.host(2), first.server, second.replies, 3)
@@ -114,7 +148,11 @@ def test_the_server_step_changes_the_header_and_no_body(classes: Toy) -> None:
 
 def test_rate_zero_keeps_the_header(classes: Toy) -> None:
     outcome = simulate(load("fedgh", server_lr=0.0), classes, 2)
-    initial = {name.removeprefix("4."): value for name, value in classes.initial.items() if name.startswith("4.")}
+    initial = {
+        name.removeprefix("4."): value
+        for name, value in classes.initial.items()
+        if name.startswith("4.")
+    }
     assert bits(outcome.server["header"]) == bits(initial)
 
 
@@ -124,10 +162,15 @@ def test_rate_zero_keeps_the_header(classes: Toy) -> None:
 def test_the_payload_is_class_means_up_and_the_header_down() -> None:
     """The card's check and its numbers: d = 64 and K = 8, own classes x 64 up, (64 + 1) 8 floats = 2,080 B down."""
     data = {
-        name: (torch.randn(6, 5, generator=torch.Generator().manual_seed(i)), torch.tensor(own).repeat(2))
+        name: (
+            torch.randn(6, 5, generator=torch.Generator().manual_seed(i)),
+            torch.tensor(own).repeat(2),
+        )
         for i, (name, own) in enumerate({"a": [0, 3, 7], "b": [1, 2, 3]}.items())
     }
-    toy = Toy(data, lambda: nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 8)), cross_entropy)
+    toy = Toy(
+        data, lambda: nn.Sequential(nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 8)), cross_entropy
+    )
     outcome = simulate(METHOD, toy, 2)
     for name, (_, y) in data.items():
         reply, down = outcome.replies[name], outcome.down[name]
@@ -151,7 +194,9 @@ def test_replies_are_the_class_means_of_the_trained_body(classes: Toy) -> None:
         sent = outcome.replies[name]["prototypes"]
         assert set(sent) == {str(c) for c in set(y.tolist())}
         for c, r in sent.items():
-            torch.testing.assert_close(r.double(), values[y == int(c)].mean(0), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                r.double(), values[y == int(c)].mean(0), rtol=1e-5, atol=1e-6
+            )
 
 
 # The site
@@ -162,7 +207,11 @@ def test_the_first_round_trains_as_local_bit_for_bit(classes: Toy) -> None:
     toy = replace(classes, optimizer=sgd(0.1, momentum=0.9, weight_decay=0.01), epochs=2)
     shared, alone = simulate(METHOD, toy), simulate(load("local"), toy)
     for name in toy.names:
-        weights = {key: value for key, value in alone.states[name]["weights"].items() if not key.startswith("4.")}
+        weights = {
+            key: value
+            for key, value in alone.states[name]["weights"].items()
+            if not key.startswith("4.")
+        }
         assert bits(shared.states[name]) == bits({"body": weights})
 
 
@@ -176,14 +225,18 @@ def test_the_next_round_trains_the_own_body_from_the_received_header(classes: To
             trained = {key: value.clone() for key, value in model.state_dict().items()}
         body = {key: value for key, value in trained.items() if key not in header}
         assert bits(second.states[name]["body"]) == bits(body)
-        assert not torch.equal(trained["4.weight"], header["4.weight"]), "the header is trained with the body"
+        assert not torch.equal(trained["4.weight"], header["4.weight"]), (
+            "the header is trained with the body"
+        )
 
 
 def test_a_site_is_judged_by_its_body_with_the_newest_header(classes: Toy) -> None:
     outcome = simulate(METHOD, classes, 2)
     header = {f"4.{key}": value for key, value in outcome.server["header"].items()}
     for name in classes.names:
-        assert bits(judged(METHOD, classes, outcome, name)) == bits({**outcome.states[name]["body"], **header})
+        assert bits(judged(METHOD, classes, outcome, name)) == bits(
+            {**outcome.states[name]["body"], **header}
+        )
     with classes.networks.scope():
         assert METHOD.global_predictor(classes.host(), outcome.server) is None
 
@@ -202,7 +255,12 @@ class Odd(Toy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = lambda: nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, self.length), nn.Linear(self.length, 3))  # noqa: E731
+
+        def layers():
+            return nn.Sequential(
+                nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, self.length), nn.Linear(self.length, 3)
+            )  # noqa: E731
+
         self.other = Networks(layers, 0, CPU)
 
 
@@ -213,7 +271,9 @@ def test_bodies_may_differ_where_features_have_one_length() -> None:
     outcome = simulate(method, toy, 2)
     assert set(outcome.states["c"]["body"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     with toy.other.scope():
-        network = method.predictor(toy.site("c"), outcome.states["c"], Message({"header": outcome.server["header"]}))
+        network = method.predictor(
+            toy.site("c"), outcome.states["c"], Message({"header": outcome.server["header"]})
+        )
         assert bits(dict(network[3].state_dict())) == bits(outcome.server["header"])
         assert network(toy.data["c"][0]).shape == (6, 3)
 
@@ -224,7 +284,8 @@ def test_features_of_other_lengths_are_refused() -> None:
 
     toy = Longer(blobs({"a": 6, "b": 6, "c": 6}), classifier(), cross_entropy)
     with pytest.raises(
-        InputError, match="features of length 4 at c; length 6 at a, b, the server; networks may differ"
+        InputError,
+        match="features of length 4 at c; length 6 at a, b, the server; networks may differ",
     ):
         simulate(load("fedgh", bodies="one,other"), toy, 0)
     short = replies({"c": {0: torch.zeros(4)}})
@@ -269,7 +330,9 @@ def test_class_means_of_pixels_are_those_of_the_map_before_the_last_convolution(
         torch.testing.assert_close(means[c], own, rtol=0, atol=1e-12)
     assert counts.tolist() == [(y == 0).sum(), (y == 1).sum()]
     layer = network.final_conv
-    torch.testing.assert_close(logits(layer, maps.movedim(1, -1).reshape(-1, 8)), output.movedim(1, -1).reshape(-1, 2))
+    torch.testing.assert_close(
+        logits(layer, maps.movedim(1, -1).reshape(-1, 8)), output.movedim(1, -1).reshape(-1, 2)
+    )
 
 
 def test_a_convolution_learns_as_the_linear_layer_of_its_weights() -> None:
@@ -294,11 +357,17 @@ def test_a_convolution_learns_as_the_linear_layer_of_its_weights() -> None:
         (nn.Linear(4, 2), Task("segmentation", ("p", "q")), "a convolution of size 1"),
         (nn.Conv2d(4, 2, 3), Task("segmentation", ("p", "q")), "a convolution of size 1"),
         (nn.Conv2d(4, 3, 1), Task("segmentation", ("p", "q")), "a convolution of size 1"),
-        (nn.Conv3d(4, 1, 1), Task("segmentation", ()), "one output for each class, the background among them"),
+        (
+            nn.Conv3d(4, 1, 1),
+            Task("segmentation", ()),
+            "one output for each class, the background among them",
+        ),
         (nn.ConvTranspose2d(4, 2, 1), Task("segmentation", ("p", "q")), "a convolution of size 1"),
     ],
 )
-def test_heads_that_cannot_be_trained_on_class_means_are_refused(layer: nn.Module, task: Task, text: str) -> None:
+def test_heads_that_cannot_be_trained_on_class_means_are_refused(
+    layer: nn.Module, task: Task, text: str
+) -> None:
     with pytest.raises(InputError, match=text):
         METHOD.adapt(nn.Sequential(nn.Identity(), layer), task)
 

@@ -17,7 +17,13 @@ from medfl.core.message import Message
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.public import untracked
 from medfl.methods.fedhelp import FedHelp, top_set
-from medfl.methods.fedhelp.lesson import Contribution, Lesson, distributions, divergence_from, mixture
+from medfl.methods.fedhelp.lesson import (
+    Contribution,
+    Lesson,
+    distributions,
+    divergence_from,
+    mixture,
+)
 from medfl.networks import build
 from medfl.runs.public_data import plan_public
 from medfl.training.network_pool import Networks
@@ -50,7 +56,9 @@ def logits(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(4, 5), (2, 5, 3, 4), (2, 5, 2, 3, 2)])
 @pytest.mark.parametrize("size", [1, 3, 5])
-def test_the_backward_loss_is_the_sum_over_the_top_classes(shape: tuple[int, ...], size: int) -> None:
+def test_the_backward_loss_is_the_sum_over_the_top_classes(
+    shape: tuple[int, ...], size: int
+) -> None:
     z, z_proxy = logits(*shape), logits(*shape, seed=1)
     loss = set_loss(z, top_set(z_proxy, size))
     log_p = log_softmax(z, 1)
@@ -69,7 +77,9 @@ def test_its_gradient_reaches_the_large_network_only() -> None:
     z, z_proxy = logits(4, 6).requires_grad_(), logits(4, 6, seed=1).requires_grad_()
     sets = top_set(z_proxy, 3)
     set_loss(z, sets).backward()
-    torch.testing.assert_close(z.grad, (3 * z.detach().softmax(1) - sets.double()) / 4, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        z.grad, (3 * z.detach().softmax(1) - sets.double()) / 4, rtol=0, atol=1e-10
+    )
     assert z_proxy.grad is None
 
 
@@ -77,7 +87,9 @@ def test_it_sees_the_proxys_order_only_and_is_bounded() -> None:
     """Any increasing transform of z~ and any shift of z change nothing; the least value is |Omega| log |Omega|."""
     z, z_proxy = logits(4, 6), logits(4, 6, seed=1)
     loss = set_loss(z, top_set(z_proxy, 3))
-    assert set_loss(z + 5, top_set((3 * z_proxy + 1).exp(), 3)) == pytest.approx(float(loss), abs=1e-10)
+    assert set_loss(z + 5, top_set((3 * z_proxy + 1).exp(), 3)) == pytest.approx(
+        float(loss), abs=1e-10
+    )
     assert 3 * math.log(3) == pytest.approx(3.295837, abs=1e-6)
     assert loss > 3 * math.log(3)
     free = z.clone().requires_grad_()
@@ -90,7 +102,9 @@ def test_it_sees_the_proxys_order_only_and_is_bounded() -> None:
     torch.testing.assert_close(inside, torch.full_like(inside, 1 / 3), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(("label", "best"), [(0, [0.75, 0.125, 0.125, 0, 0]), (4, [0.125, 0.125, 0.125, 0, 0.625])])
+@pytest.mark.parametrize(
+    ("label", "best"), [(0, [0.75, 0.125, 0.125, 0, 0]), (4, [0.125, 0.125, 0.125, 0, 0.625])]
+)
 def test_with_labels_it_smooths_over_the_top_classes(label: int, best: list[float]) -> None:
     """L + 0.2 <-KD = 1.6 H(t*, p), t* = (onehot(y) + 0.2 1_Omega) / 1.6 with |Omega| = 3."""
     sets = torch.tensor([[True, True, True, False, False]])
@@ -104,7 +118,9 @@ def test_with_labels_it_smooths_over_the_top_classes(label: int, best: list[floa
         optimizer.zero_grad()
         (cross_entropy(z, y) + 0.2 * set_loss(z, sets)).backward()
         optimizer.step()
-    torch.testing.assert_close(z.detach().softmax(1)[0], torch.tensor(best, dtype=torch.float64), rtol=0, atol=1e-3)
+    torch.testing.assert_close(
+        z.detach().softmax(1)[0], torch.tensor(best, dtype=torch.float64), rtol=0, atol=1e-3
+    )
 
 
 def test_equal_logits_are_ranked_by_class() -> None:
@@ -174,7 +190,10 @@ def test_in_turns_by_hand() -> None:
             large.train(turn == 0)
             proxy.train(turn == 1)
             z, z_proxy = large(x), proxy(x)
-            parts = cross_entropy(z, y) + 0.2 * set_loss(z, top_set(z_proxy, 2)), divergence(z_proxy, z)
+            parts = (
+                cross_entropy(z, y) + 0.2 * set_loss(z, top_set(z_proxy, 2)),
+                divergence(z_proxy, z),
+            )
             network.zero_grad()
             parts[turn].backward()
             steps[turn].step()
@@ -182,7 +201,9 @@ def test_in_turns_by_hand() -> None:
     assert bits(snapshot(large)) == bits(dict(after["weights"]))
     assert bits(snapshot(proxy)) == bits(dict(reply["weights"]))
     assert site.journal[-1].steps == 2
-    assert site.journal[-1].loss == pytest.approx((losses[0] + losses[2]) / 2)  # the large network's
+    assert site.journal[-1].loss == pytest.approx(
+        (losses[0] + losses[2]) / 2
+    )  # the large network's
 
 
 @pytest.mark.parametrize("warm", [1.0, 2.0])
@@ -196,9 +217,13 @@ def test_both_divergences_at_a_temperature(warm: float) -> None:
 
     method = fedhelp(temperature=warm, lambda_f=3, backward="symmetric", proxy_ce=0.7)
     forward = 3 * warmed(z_proxy, z) + 0.7 * cross_entropy(z_proxy, y)
-    torch.testing.assert_close(method._proxy_loss(cross_entropy, z, z_proxy, y), forward, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        method._proxy_loss(cross_entropy, z, z_proxy, y), forward, rtol=0, atol=1e-10
+    )
     back = cross_entropy(z, y) + 0.2 * warmed(z, z_proxy)
-    torch.testing.assert_close(method._large_loss(cross_entropy, z, z_proxy, y), back, rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        method._large_loss(cross_entropy, z, z_proxy, y), back, rtol=0, atol=1e-10
+    )
 
 
 def test_labels_alone_may_teach_the_proxy() -> None:
@@ -209,7 +234,14 @@ def test_labels_alone_may_teach_the_proxy() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "top", "size"),
-    [((2, 3), 0, 2), ((2, 4), 0, 3), ((2, 8), 0, 3), ((2, 2), 0, 1), ((2, 8), 5, 5), ((2, 3, 4, 4), 0, 1)],
+    [
+        ((2, 3), 0, 2),
+        ((2, 4), 0, 3),
+        ((2, 8), 0, 3),
+        ((2, 2), 0, 1),
+        ((2, 8), 5, 5),
+        ((2, 3, 4, 4), 0, 1),
+    ],
 )
 def test_omega_is_a_part_of_the_classes(shape: tuple[int, ...], top: int, size: int) -> None:
     assert fedhelp(top=top)._size(torch.zeros(shape)) == size
@@ -236,7 +268,9 @@ def test_without_the_backward_part_the_large_network_trains_alone() -> None:
     helped = simulate(fedhelp(lambda_b=0), federation, 2)
     alone = simulate(methods.load("local"), federation, 2)
     assert bits(helped.states["a"]["weights"]) == bits(alone.states["a"]["weights"])
-    assert bits(simulate(fedhelp(), federation, 2).states["a"]["weights"]) != bits(alone.states["a"]["weights"])
+    assert bits(simulate(fedhelp(), federation, 2).states["a"]["weights"]) != bits(
+        alone.states["a"]["weights"]
+    )
 
 
 def test_the_variants_of_the_large_sites_differ() -> None:
@@ -251,7 +285,10 @@ def test_the_variants_of_the_large_sites_differ() -> None:
     )
     for options in variants:
         outcome = simulate(fedhelp(**options), toy(epochs=2), 1)
-        seen.add(str(bits(outcome.states["a"]["weights"])) + str(bits(dict(outcome.replies["a"]["weights"]))))
+        seen.add(
+            str(bits(outcome.states["a"]["weights"]))
+            + str(bits(dict(outcome.replies["a"]["weights"])))
+        )
     assert len(seen) == len(variants)
 
 
@@ -264,7 +301,9 @@ def test_in_turns_with_nothing_to_learn_the_proxy_stays() -> None:
 def test_large_sites_never_touch_public_data() -> None:
     method = fedhelp()
     site = replace(toy().site("a"), public=None)
-    state, reply = method.local_update(site, method.init_site(site), Message({"weights": site.initial_weights}))
+    state, reply = method.local_update(
+        site, method.init_site(site), Message({"weights": site.initial_weights})
+    )
     assert set(state) == {"weights"}
     assert set(reply.tensors) == {"weights"}
 
@@ -281,9 +320,14 @@ def test_shares_sum_to_one_and_start_equal() -> None:
 @pytest.mark.parametrize(("rule", "teachers"), [("uniform", 3), ("table", 1), ("gate", 1)])
 def test_shares_that_nothing_can_teach_are_equal_and_stay(rule: str, teachers: int) -> None:
     contribution = Contribution(rule, Contribution.start(rule, 5, teachers, 2), teachers, 0.5)
-    answers, log_q = logits(teachers, 2, 4).softmax(2).float(), log_softmax(logits(2, 4, seed=5).float(), 1)
+    answers, log_q = (
+        logits(teachers, 2, 4).softmax(2).float(),
+        log_softmax(logits(2, 4, seed=5).float(), 1),
+    )
     for _ in range(2):
-        t = contribution.mix(torch.tensor([0, 4]), torch.zeros(2, 2), answers, log_q, torch.zeros(2).long())
+        t = contribution.mix(
+            torch.tensor([0, 4]), torch.zeros(2, 2), answers, log_q, torch.zeros(2).long()
+        )
         torch.testing.assert_close(t, answers.mean(0))
     assert contribution.state == {}
 
@@ -306,26 +350,41 @@ def test_teachers_that_agree_leave_the_shares_alone() -> None:
     contribution = Contribution("table", {"table": torch.tensor([[0.3, -0.2], [0.0, 1.0]])}, 2, 0.5)
     log_q = log_softmax(logits(2, 4, seed=5).float(), 1)
     before = contribution.alpha(torch.arange(2), torch.zeros(2, 1)).detach()
-    contribution.mix(torch.arange(2), torch.zeros(2, 1), one.repeat(2, 1, 1), log_q, torch.zeros(2, dtype=torch.int64))
+    contribution.mix(
+        torch.arange(2),
+        torch.zeros(2, 1),
+        one.repeat(2, 1, 1),
+        log_q,
+        torch.zeros(2, dtype=torch.int64),
+    )
     t = mixture(contribution.alpha(torch.arange(2), torch.zeros(2, 1)), one.repeat(2, 1, 1))
     divergence_from(t, log_q).sum().backward()
-    torch.testing.assert_close(contribution.values["table"].grad.to_dense(), torch.zeros(2, 2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        contribution.values["table"].grad.to_dense(), torch.zeros(2, 2), rtol=0, atol=1e-6
+    )
     assert before.shape == (2, 2)
     assert Contribution.start("table", 5, 1, 2) == {}, "one teacher has nothing to learn"
 
 
 def test_saturated_teachers_give_numbers() -> None:
     """One-hot answers have zeros, whose logarithm is none."""
-    answers = torch.stack([one_hot(torch.tensor([0, 1]), 4), one_hot(torch.tensor([0, 2]), 4)]).float()
+    answers = torch.stack(
+        [one_hot(torch.tensor([0, 1]), 4), one_hot(torch.tensor([0, 2]), 4)]
+    ).float()
     contribution = Contribution("table", Contribution.start("table", 2, 2, 1), 2, 0.1)
     t = contribution.mix(
-        torch.arange(2), torch.zeros(2, 1), answers, log_softmax(torch.randn(2, 4), 1), torch.tensor([0, 1])
+        torch.arange(2),
+        torch.zeros(2, 1),
+        answers,
+        log_softmax(torch.randn(2, 4), 1),
+        torch.tensor([0, 1]),
     )
     assert t.isfinite().all()
     assert divergence_from(t, torch.full((2, 4), -1.0)).isfinite().all()
     assert contribution.state["table"].isfinite().all()
     outcome = simulate(
-        fedhelp(), toy(public=replace(public_blobs(), answers=(torch.eye(4)[torch.arange(10) % 4],) * 2))
+        fedhelp(),
+        toy(public=replace(public_blobs(), answers=(torch.eye(4)[torch.arange(10) % 4],) * 2)),
     )
     assert all(tensor.isfinite().all() for tensor in outcome.states["b"]["weights"].values())
 
@@ -350,7 +409,11 @@ def test_only_the_rows_of_a_batch_move() -> None:
     answers = logits(2, 2, 3).softmax(2).float()
     for _ in range(3):
         contribution.mix(
-            torch.tensor([1, 4]), torch.zeros(2, 1), answers, log_softmax(torch.randn(2, 3), 1), torch.zeros(2).long()
+            torch.tensor([1, 4]),
+            torch.zeros(2, 1),
+            answers,
+            log_softmax(torch.randn(2, 3), 1),
+            torch.zeros(2).long(),
         )
     moved = contribution.state["table"].abs().sum(1) > 0
     assert moved.tolist() == [False, True, False, False, True, False]
@@ -387,7 +450,9 @@ def test_the_public_loss_leaves_the_private_head_alone_and_moves_the_body() -> N
     assert one.head.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(("public_bn", "moves"), [("no_track", False), ("shared", True), ("separate", False)])
+@pytest.mark.parametrize(
+    ("public_bn", "moves"), [("no_track", False), ("shared", True), ("separate", False)]
+)
 def test_public_batches_and_running_statistics(public_bn: str, moves: bool) -> None:
     one, network = lesson(toy(), public_bn=public_bn)
     before = bits(dict(network.named_buffers()))
@@ -422,7 +487,10 @@ def test_the_public_loss_by_hand(warm: float) -> None:
     z = twin.head(features)
     answers = federation.public.answered(positions) ** (1 / warm)
     t = (answers / answers.sum(2, keepdim=True)).mean(0)
-    expected = cross_entropy(z, y) + 0.1 * warm**2 * (t * (t.log() - log_softmax(z / warm, 1))).sum(1).mean()
+    expected = (
+        cross_entropy(z, y)
+        + 0.1 * warm**2 * (t * (t.log() - log_softmax(z / warm, 1))).sum(1).mean()
+    )
     torch.testing.assert_close(one.loss(*items(federation)), expected, rtol=0, atol=1e-6)
 
 
@@ -499,7 +567,12 @@ def test_a_wrong_large_network_is_an_error_of_this_option(network: str) -> None:
 
 @pytest.mark.parametrize(
     ("large", "said"),
-    [("", "no large site"), ("auto", "no large site"), ("a,b", "no small site"), ("a,z", "'z'; sites are a, b")],
+    [
+        ("", "no large site"),
+        ("auto", "no large site"),
+        ("a,b", "no small site"),
+        ("a,z", "'z'; sites are a, b"),
+    ],
 )
 def test_a_wrong_list_of_large_sites_is_one_line(large: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
@@ -533,11 +606,18 @@ def test_without_public_data_it_says_what_to_do() -> None:
     ("options", "uses"),
     [({}, (True, True)), ({"lambda_r": 0}, (True, False)), ({"lambda_j": 0}, (False, False))],
 )
-def test_what_has_no_weight_is_not_asked_for(options: dict[str, float], uses: tuple[bool, bool]) -> None:
+def test_what_has_no_weight_is_not_asked_for(
+    options: dict[str, float], uses: tuple[bool, bool]
+) -> None:
     """Neither public data nor teachers have to be at hand."""
     method = fedhelp(**options)
     assert (method.uses_public, method.uses_teachers) == uses
-    given = {**methods.values_of(method), "public": "mnist:phantom", "public_items": 3, "teachers": "nobody"}
+    given = {
+        **methods.values_of(method),
+        "public": "mnist:phantom",
+        "public_items": 3,
+        "teachers": "nobody",
+    }
     if uses[1]:
         with pytest.raises(InputError, match="'nobody'"):
             plan_public(method, given, Bundle("mnist"), "cpu", say=str)
@@ -552,14 +632,21 @@ def test_what_travels_is_resnet20() -> None:
     """K = 8: 269,592 parameters and 1,376 floats of BatchNorm, 19 counters of 8 bytes; 84.40 % less than ResNet-110."""
     small, large = build("resnet20", 3, 8), build("resnet110", 3, 8)
     federation = Toy(
-        {"a": (torch.randn(4, 3, 16, 16), torch.arange(4)), "b": (torch.randn(4, 3, 16, 16), torch.arange(4))}
+        {
+            "a": (torch.randn(4, 3, 16, 16), torch.arange(4)),
+            "b": (torch.randn(4, 3, 16, 16), torch.arange(4)),
+        }
     )
     federation.networks = Networks(lambda: build("resnet20", 3, 8), 0, torch.device("cpu"))
-    federation = replace(federation, network=lambda: build("resnet20", 3, 8), loss=cross_entropy, optimizer=sgd(0.1))
+    federation = replace(
+        federation, network=lambda: build("resnet20", 3, 8), loss=cross_entropy, optimizer=sgd(0.1)
+    )
     method = fedhelp(lambda_j=0)
     pool = Networks(lambda: build("resnet110", 3, 8), 0, torch.device("cpu"))
     site = replace(federation.site("a"), networks=pool, common=federation.networks)
-    state, reply = method.local_update(site, method.init_site(site), Message({"weights": federation.initial}))
+    state, reply = method.local_update(
+        site, method.init_site(site), Message({"weights": federation.initial})
+    )
     sent = reply["weights"]
     assert set(sent) == set(small.state_dict())
     parameters = sum(p.numel() for p in small.parameters())
@@ -574,10 +661,15 @@ def test_what_travels_is_resnet20() -> None:
 
 def test_a_learned_share_leaves_one_half() -> None:
     """An item is visited about once a round: after 20 rounds the teacher that agrees with the student counts most."""
-    state, answers = Contribution.start("table", 4, 2, 3), torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]])
+    state, answers = (
+        Contribution.start("table", 4, 2, 3),
+        torch.tensor([[[0.9, 0.1]], [[0.1, 0.9]]]),
+    )
     for _ in range(20):
         contribution = Contribution("table", state, 2, methods.load("fedhelp").lr_alpha)
-        contribution.mix(torch.tensor([2]), torch.zeros(1, 3), answers, answers[0].log(), torch.tensor([0]))
+        contribution.mix(
+            torch.tensor([2]), torch.zeros(1, 3), answers, answers[0].log(), torch.tensor([0])
+        )
         state = contribution.state
     shares = state["table"].softmax(1)[:, 0]
     assert shares[2] > 0.9
@@ -602,7 +694,9 @@ def test_the_fed_isic_sites_count_by_their_images() -> None:
     shares = (0.58516, 0.18639, 0.15852, 0.03860, 0.02068, 0.01061)
     weights = {name: t.double() for name, t in toy().initial.items() if t.is_floating_point()}
     replies = {
-        name: Message({"weights": {key: t * 10 ** int(name) for key, t in weights.items()}}, {"samples": n})
+        name: Message(
+            {"weights": {key: t * 10 ** int(name) for key, t in weights.items()}}, {"samples": n}
+        )
         for name, n in counts.items()
     }
     merged = fedhelp().aggregate(toy().host(), {"weights": weights}, replies, 6)["weights"]

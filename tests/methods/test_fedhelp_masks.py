@@ -30,7 +30,10 @@ def toy(dims: int) -> Toy:
 
 def lesson(dims: int, **options: object) -> tuple[Lesson, torch.nn.Module, Toy]:
     made = toy(dims)
-    method, site = methods.load("fedhelp", {"large": "a", "mask_loss": "weighted", **options}), made.site("b")
+    method, site = (
+        methods.load("fedhelp", {"large": "a", "mask_loss": "weighted", **options}),
+        made.site("b"),
+    )
     network = site.model(made.initial)
     return Lesson(method, site, method.init_site(site), network), network, made
 
@@ -71,7 +74,9 @@ def test_a_small_site_without_public_data_trains_on_weighted_pixels() -> None:
     torch.testing.assert_close(balance, class_balance([y], 2))
     loss = weighted._loss(site, balance)
     z = made.network()(x)
-    by_hand = (beta(y[:, 0], balance, Border()) * cross_entropy(z, y[:, 0], reduction="none")).mean()
+    by_hand = (
+        beta(y[:, 0], balance, Border()) * cross_entropy(z, y[:, 0], reduction="none")
+    ).mean()
     torch.testing.assert_close(loss(z, y), by_hand)
 
 
@@ -79,13 +84,17 @@ def test_a_small_site_without_public_data_trains_on_weighted_pixels() -> None:
 def test_a_large_site_trains_on_weighted_pixels(schedule: str) -> None:
     """Without what the two networks say to each other the large one learns by the mean of beta CE alone."""
     made = toy(2)
-    method = methods.load("fedhelp", large="a", lambda_f=0, lambda_b=0, schedule=schedule, mask_loss="weighted")
+    method = methods.load(
+        "fedhelp", large="a", lambda_f=0, lambda_b=0, schedule=schedule, mask_loss="weighted"
+    )
     site, down = made.site("a"), Message({"weights": made.initial})
     balance, network = class_balance([made.data["a"][1]], 2), made.site("a").network()
     state, _ = method.local_update(site, method.init_site(site), down)
 
     def by_hand(net: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (beta(y[:, 0], balance, Border()) * cross_entropy(net(x), y[:, 0], reduction="none")).mean()
+        return (
+            beta(y[:, 0], balance, Border()) * cross_entropy(net(x), y[:, 0], reduction="none")
+        ).mean()
 
     fit(network, made.site("a"), objective=by_hand)
     for name, tensor in network.state_dict().items():
@@ -96,7 +105,10 @@ def test_a_large_site_trains_on_weighted_pixels(schedule: str) -> None:
 def test_the_balance_is_that_of_whole_masks() -> None:
     """Whatever patches training draws of them; bits as without random transforms."""
     made = toy(2)
-    site, method = made.site("b"), methods.load("fedhelp", large="a", lambda_j=0, mask_loss="weighted")
+    site, method = (
+        made.site("b"),
+        methods.load("fedhelp", large="a", lambda_j=0, mask_loss="weighted"),
+    )
     kept = site.train.prepared
     patches = Augmented(kept.items, kept, BatchRecipe((Crop(("image", "label"), (4, 4)),), True))
     drawn = replace(site, train=Shard(patches, site.train.indices))

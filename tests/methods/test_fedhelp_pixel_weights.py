@@ -48,7 +48,9 @@ def test_the_gap_between_two_squares() -> None:
     torch.testing.assert_close(border[20, 25:29], torch.full((4,), 10 * math.exp(-0.5)))
     assert float(border[20, 25]) == pytest.approx(6.065307, abs=1e-6)
     assert not border[squares() > 0].any()
-    assert Border(inside=True)(squares()[None])[0][20, 24] == pytest.approx(10 * math.exp(-((0 + 5) ** 2) / 50))
+    assert Border(inside=True)(squares()[None])[0][20, 24] == pytest.approx(
+        10 * math.exp(-((0 + 5) ** 2) / 50)
+    )
 
 
 def test_two_objects_in_a_volume_and_corners_that_do_not_join() -> None:
@@ -64,7 +66,9 @@ def test_an_empty_and_a_full_mask_are_finite() -> None:
     for mask in masks:
         weights = beta(mask[None], class_balance(mask[None], 2), Border(single="d2_equals_d1"))
         assert weights.isfinite().all()
-        torch.testing.assert_close(weights, torch.full((1, 6, 6), 0.5))  # N / (2 N): the absent class has no pixel
+        torch.testing.assert_close(
+            weights, torch.full((1, 6, 6), 0.5)
+        )  # N / (2 N): the absent class has no pixel
     assert class_balance(masks[:1], 2).tolist() == [0.5, 0]
 
 
@@ -77,7 +81,9 @@ def test_rare_classes_are_capped() -> None:
 def test_borders_are_computed_once_for_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     border, calls = Border(), []
     computed = Border._computed
-    monkeypatch.setattr(Border, "_computed", lambda self, mask: calls.append(1) or computed(self, mask))
+    monkeypatch.setattr(
+        Border, "_computed", lambda self, mask: calls.append(1) or computed(self, mask)
+    )
     first = border(squares()[None])
     again = border(torch.stack([squares(), squares()]))
     assert len(calls) == 1

@@ -19,7 +19,18 @@ from medfl.data.public import Public
 from medfl.methods import load
 from medfl.methods._parts.distillation import ensemble
 from medfl.training import Networks, Site
-from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
+from tests.support.toy import (
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    public_blobs,
+    sgd,
+    simulate,
+)
 
 METHOD = load("fedkemf")
 
@@ -36,7 +47,9 @@ def public_of(x: Tensor, y: Tensor | None = None) -> Public:
 def two_logits(public: Public | None = None) -> Toy:
     """One site with x = 1 of class 0; a network of two weights, which are its logits."""
     data = {"a": (torch.ones(1, 1).double(), torch.tensor([0]))}
-    return Toy(data, lambda: nn.Linear(1, 2, bias=False).double(), cross_entropy, sgd(1.0), public=public)
+    return Toy(
+        data, lambda: nn.Linear(1, 2, bias=False).double(), cross_entropy, sgd(1.0), public=public
+    )
 
 
 def column(*values: float) -> dict[str, Tensor]:
@@ -51,11 +64,21 @@ def doubled(optimizer: Callable) -> Toy:
     """Two sites and public items in double precision, without dropout or norm."""
     data = {name: (x.double(), y) for name, (x, y) in blobs({"a": 10, "b": 5}).items()}
     public = public_of(drawn(10, 8, seed=3))
-    return Toy(data, lambda: classifier()().double(), cross_entropy, optimizer, epochs=2, batch_size=4, public=public)
+    return Toy(
+        data,
+        lambda: classifier()().double(),
+        cross_entropy,
+        optimizer,
+        epochs=2,
+        batch_size=4,
+        public=public,
+    )
 
 
 def moved(toy: Toy, seed: int, size: float = 0.3) -> dict[str, Tensor]:
-    return {name: value + size * drawn(*value.shape, seed=seed) for name, value in toy.initial.items()}
+    return {
+        name: value + size * drawn(*value.shape, seed=seed) for name, value in toy.initial.items()
+    }
 
 
 # The sites
@@ -83,7 +106,9 @@ def test_identical_networks_have_nothing_to_tell_each_other() -> None:
     with toy.networks.scope():
         for lam in (0.0, 1.0, 5.0):
             method = load("fedkemf", lam=lam)
-            state, reply = method.local_update(toy.site("a"), {"private": weights}, Message({"weights": weights}))
+            state, reply = method.local_update(
+                toy.site("a"), {"private": weights}, Message({"weights": weights})
+            )
             found += [state["private"], reply["weights"]]
     for other in found[1:]:
         for name, value in found[0].items():
@@ -118,7 +143,9 @@ def test_both_models_step_from_the_same_forward_passes(optimizer: Callable, lam:
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
-def test_without_mutual_learning_local_models_are_locals_bit_for_bit(classes: Toy, settings: dict) -> None:
+def test_without_mutual_learning_local_models_are_locals_bit_for_bit(
+    classes: Toy, settings: dict
+) -> None:
     """With BatchNorm, dropout and short batches too."""
     toy = replace(classes, optimizer=sgd(0.1, **settings), epochs=2)
     off, local = load("fedkemf", lam=0.0), load("local")
@@ -132,10 +159,14 @@ def test_without_mutual_learning_local_models_are_locals_bit_for_bit(classes: To
 # The server
 
 
-def aggregated(options: dict, toy: Toy, k: dict[str, Tensor], *sites: dict[str, Tensor]) -> dict[str, Tensor]:
+def aggregated(
+    options: dict, toy: Toy, k: dict[str, Tensor], *sites: dict[str, Tensor]
+) -> dict[str, Tensor]:
     replies = {f"s{i}": Message({"weights": weights}) for i, weights in enumerate(sites)}
     with toy.networks.scope():
-        return load("fedkemf", options).aggregate(toy.host(), {"weights": k}, replies, len(sites))["weights"]
+        return load("fedkemf", options).aggregate(toy.host(), {"weights": k}, replies, len(sites))[
+            "weights"
+        ]
 
 
 def test_a_fusion_step_by_hand() -> None:
@@ -157,15 +188,24 @@ def test_one_site_that_says_what_k_says_changes_nothing() -> None:
         after = aggregated({"server_lr": 1.0, "server_epochs": 3}, toy, k, *sites)
         for name, value in after.items():
             torch.testing.assert_close(value, k[name], rtol=0, atol=1e-12)
-    assert not torch.allclose(aggregated({"server_lr": 1.0}, toy, k, moved(toy, 2))["0.weight"], k["0.weight"])
+    assert not torch.allclose(
+        aggregated({"server_lr": 1.0}, toy, k, moved(toy, 2))["0.weight"], k["0.weight"]
+    )
 
 
 @pytest.mark.parametrize(("optimizer", "builder"), [("sgd", sgd(0.3)), ("adam", adam(0.3))])
-def test_the_ensemble_is_distilled_in_batches_of_public_items(optimizer: str, builder: Callable) -> None:
+def test_the_ensemble_is_distilled_in_batches_of_public_items(
+    optimizer: str, builder: Callable
+) -> None:
     """Two passes of three steps, against a loop of its own; the order is drawn from the server's stream."""
     toy = doubled(sgd(0.1))
     k, sites = moved(toy, 1), [moved(toy, seed, 1.0) for seed in (2, 3, 4)]
-    options = {"server_lr": 0.3, "server_epochs": 2, "server_batch_size": 4, "server_optimizer": optimizer}
+    options = {
+        "server_lr": 0.3,
+        "server_epochs": 2,
+        "server_batch_size": 4,
+        "server_optimizer": optimizer,
+    }
     after = aggregated(options, toy, k, *sites)
     student, teachers = toy.networks.fresh(), [toy.networks.fresh() for _ in sites]
     for network, weights in zip((student, *teachers), (k, *sites), strict=True):
@@ -185,7 +225,9 @@ def test_the_ensemble_is_distilled_in_batches_of_public_items(optimizer: str, bu
 
 def test_public_labels_are_not_looked_at(classes: Toy) -> None:
     x, y = classes.public.at(torch.arange(10))
-    found = [simulate(METHOD, replace(classes, public=public_of(x, labels)), 2) for labels in (y, 3 - y)]
+    found = [
+        simulate(METHOD, replace(classes, public=public_of(x, labels)), 2) for labels in (y, 3 - y)
+    ]
     assert bits([found[0].server, found[0].states]) == bits([found[1].server, found[1].states])
 
 
@@ -197,7 +239,9 @@ def test_without_a_pass_over_public_items_k_stays(classes: Toy) -> None:
 
 def test_statistics_of_k_come_from_public_batches_or_from_the_sites(classes: Toy) -> None:
     """Three steps of four public items; or the mean of the replies, with k's parameters distilled either way."""
-    track, without = (load("fedkemf", public_bn=choice, server_batch_size=4) for choice in ("track", "no_track"))
+    track, without = (
+        load("fedkemf", public_bn=choice, server_batch_size=4) for choice in ("track", "no_track")
+    )
     names = ("1.running_mean", "1.running_var")
     outcome = simulate(track, classes, 1)
     weights = outcome.server["weights"]
@@ -207,7 +251,9 @@ def test_statistics_of_k_come_from_public_batches_or_from_the_sites(classes: Toy
     with classes.networks.scope():
         other = without.aggregate(classes.host(), outcome.history[0], outcome.replies, 3)["weights"]
     for name in names:
-        mean = torch.stack([outcome.replies[site]["weights"][name] for site in classes.names]).mean(0)
+        mean = torch.stack([outcome.replies[site]["weights"][name] for site in classes.names]).mean(
+            0
+        )
         torch.testing.assert_close(other[name], mean)
     assert other["1.num_batches_tracked"].item() == 3  # of the site with the most batches
     for name, value in weights.items():
@@ -236,7 +282,9 @@ def test_the_ensemble_of_single_channels_is_that_of_sigmoids() -> None:
 
 def test_the_ensemble_of_certain_networks_is_finite() -> None:
     """Half precision too: probabilities of 0 have no logarithm, but are never taken."""
-    found = ensemble([torch.tensor([[60000.0, -60000.0]]).half(), torch.tensor([[-60000.0, 60000.0]]).half()])
+    found = ensemble(
+        [torch.tensor([[60000.0, -60000.0]]).half(), torch.tensor([[-60000.0, 60000.0]]).half()]
+    )
     assert found.dtype == torch.float32
     assert found.softmax(1).tolist() == [[0.5, 0.5]]
 
@@ -249,7 +297,10 @@ class Bodies(Toy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        other = lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
+        def other():
+            return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
         self.other = Networks(other, 1, torch.device("cpu"))
 
     def site(self, name: str, round_: int = 1) -> Site:
@@ -265,15 +316,24 @@ def test_local_models_of_any_architecture_learn_and_never_leave() -> None:
     outcome = simulate(method, toy, 3, wire=True)
     size = sum(value.numel() * value.element_size() for value in toy.initial.values())
     for name in toy.names:
-        initial, private = toy.initial if name == "a" else dict(toy.other.initial), outcome.states[name]["private"]
+        initial, private = (
+            toy.initial if name == "a" else dict(toy.other.initial),
+            outcome.states[name]["private"],
+        )
         for message in (outcome.replies[name], outcome.down[name]):
             sent = message.flat()
             assert set(sent) == {f"weights/{key}" for key in toy.initial}
             assert sum(value.numel() * value.element_size() for value in sent.values()) == size
         assert private.keys() == initial.keys()
         assert bits(private) != bits(initial)
-        left = {str(bits(value)) for value in outcome.replies[name]["weights"].values() if value.is_floating_point()}
-        assert not left & {str(bits(value)) for value in private.values() if value.is_floating_point()}
+        left = {
+            str(bits(value))
+            for value in outcome.replies[name]["weights"].values()
+            if value.is_floating_point()
+        }
+        assert not left & {
+            str(bits(value)) for value in private.values() if value.is_floating_point()
+        }
     assert method.keeps_network({"network": "other"})
 
 

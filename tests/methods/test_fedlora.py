@@ -15,7 +15,17 @@ from medfl.methods import load, site_networks
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import _trained, site_step
 from medfl.storage.files import State
-from tests.support.toy import Toy, ToyBundle, bits, blobs, classifier, cross_entropy, run_record, sgd, simulate
+from tests.support.toy import (
+    Toy,
+    ToyBundle,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    run_record,
+    sgd,
+    simulate,
+)
 
 A, B = "0.weight.lora_A.{}", "0.weight.lora_B.{}"
 SHARES = ("both", "a", "b", "stack", "svd")
@@ -27,8 +37,14 @@ def close(actual: Tensor, expected: Any) -> None:
 
 def square() -> Toy:
     """Two sites with one and three items, a 3 x 3 matrix and a head, all in float64."""
-    data = {name: (torch.ones(n, 3).double(), torch.zeros(n).double()) for name, n in (("a", 1), ("b", 3))}
-    network = lambda: nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)).double()  # noqa: E731
+    data = {
+        name: (torch.ones(n, 3).double(), torch.zeros(n).double())
+        for name, n in (("a", 1), ("b", 3))
+    }
+
+    def network():
+        return nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False)).double()  # noqa: E731
+
     return Toy(data, network, optimizer=sgd(0.1))
 
 
@@ -37,10 +53,15 @@ def replied(samples: int, rank: int, a: list | None, b: list | None) -> Message:
     factors = {A.format(rank): a, B.format(rank): b}
     made = {name: torch.tensor(rows).double() for name, rows in factors.items() if rows is not None}
     made = {name: t.T.contiguous() if "_B" in name else t for name, t in made.items()}
-    return Message({"weights": {"1.weight": torch.zeros(1, 3).double()}, "adapters": made}, {"samples": samples})
+    return Message(
+        {"weights": {"1.weight": torch.zeros(1, 3).double()}, "adapters": made},
+        {"samples": samples},
+    )
 
 
-def aggregated(toy: Toy, replies: dict[str, Message], server: State | None = None, **options: Any) -> State:
+def aggregated(
+    toy: Toy, replies: dict[str, Message], server: State | None = None, **options: Any
+) -> State:
     method = load("fedlora", options)
     with toy.networks.scope():
         server = server or method.init_server(toy.host(0), toy.networks.initial, {})
@@ -57,9 +78,14 @@ PRODUCT = [[3.0, 3, 1.5], [1, 0, 2], [4.5, 6, 0]]
 def test_both_a_and_b_average_what_they_share() -> None:
     toy, pairs = square(), {"a": (1, ONE, OTHER), "b": (3, OTHER, ONE)}
     for share, has in (("both", (1, 1)), ("a", (1, 0)), ("b", (0, 1))):
-        replies = {s: replied(n, 1, a if has[0] else None, b if has[1] else None) for s, (n, a, b) in pairs.items()}
+        replies = {
+            s: replied(n, 1, a if has[0] else None, b if has[1] else None)
+            for s, (n, a, b) in pairs.items()
+        }
         found = aggregated(toy, replies, rank=1, share=share)["adapters"]
-        assert found.keys() == {name.format(1) for name, sent in zip((A, B), has, strict=True) if sent}
+        assert found.keys() == {
+            name.format(1) for name, sent in zip((A, B), has, strict=True) if sent
+        }
         for name, mean in ((A.format(1), MEAN_A), (B.format(1), torch.tensor(MEAN_B).T)):
             if name in found:
                 close(found[name], mean)
@@ -76,7 +102,10 @@ def test_stack_adds_the_mean_of_the_products_to_the_base_round_by_round() -> Non
 def test_svd_keeps_the_best_product_of_its_rank() -> None:
     """diag(0, 6) of 1/4 (0, 0, 8)'(0, 0, 3) and diag(3/4 * 4 * 1): of rank 1 the larger is left, of rank 2 both."""
     toy = square()
-    replies = {"a": replied(1, 1, [[0.0, 0, 3]], [[0.0, 0, 8]]), "b": replied(3, 1, [[1.0, 0, 0]], [[4.0, 0, 0]])}
+    replies = {
+        "a": replied(1, 1, [[0.0, 0, 3]], [[0.0, 0, 8]]),
+        "b": replied(3, 1, [[1.0, 0, 0]], [[4.0, 0, 0]]),
+    }
     found = aggregated(toy, replies, rank=1, share="svd")["adapters"]
     close(found[A.format(1)], [[0.0, 0, 1]])
     close(found[B.format(1)], [[0.0], [0], [6]])
@@ -90,7 +119,10 @@ def test_svd_at_full_rank_averages_the_whole_update() -> None:
     toy = square()
     outcome = simulate(load("fedlora", rank=3, alpha=1.5, share="svd"), toy, 3)
     start = outcome.history[-2]["adapters"]
-    sent = {s: r["adapters"][B.format(3)] @ r["adapters"][A.format(3)] for s, r in outcome.replies.items()}
+    sent = {
+        s: r["adapters"][B.format(3)] @ r["adapters"][A.format(3)]
+        for s, r in outcome.replies.items()
+    }
     assert (sent["a"] - start[B.format(3)] @ start[A.format(3)]).norm() > 1e-3
     found = outcome.server["adapters"]
     close(found[B.format(3)] @ found[A.format(3)], sent["a"] / 4 + 3 * sent["b"] / 4)
@@ -105,7 +137,10 @@ def test_a_local_step_is_that_of_the_sum_written_out(share: str) -> None:
     with toy.networks.scope():
         site, found = toy.site("b", 3), method.matrices(toy.networks.fresh())
         state = simulate(method, toy, 2).states["b"]
-        a, b = (t.clone().requires_grad_() for t in method.pairs(site, state, outcome.down["b"], found, 2)["0.weight"])
+        a, b = (
+            t.clone().requires_grad_()
+            for t in method.pairs(site, state, outcome.down["b"], found, 2)["0.weight"]
+        )
     head = before["weights"]["1.weight"].clone().requires_grad_()
     whole = base + before["delta"]["0.weight.delta"] if share == "stack" else base
     x, y = toy.data["b"]
@@ -125,7 +160,10 @@ def test_a_site_of_a_smaller_rank_has_and_sends_the_first_rows() -> None:
     for share in ("both", "svd", "stack", "a", "b"):
         method = load("fedlora", rank=3, ranks="a=1", share=share)
         outcome = simulate(method, toy, 3)
-        shapes = {s: {n: tuple(t.shape) for n, t in r["adapters"].items()} for s, r in outcome.replies.items()}
+        shapes = {
+            s: {n: tuple(t.shape) for n, t in r["adapters"].items()}
+            for s, r in outcome.replies.items()
+        }
         wanted = {A.format(1): (1, 3), B.format(1): (3, 1)}
         assert shapes["a"].items() <= wanted.items()
         assert all("_A.3" in name or "_B.3" in name for name in shapes["b"])
@@ -145,8 +183,14 @@ def test_bytes_up_are_the_factors_and_the_head(share: str) -> None:
         assert reply.num_bytes == len(data)
         assert len(data) - 8 - int.from_bytes(data[:8], "little") == 4 * (factors + 21) + 8
     base = toy.initial.keys() - {"4.weight", "4.bias"}
-    lasting = [t for group in (outcome.server, *outcome.states.values()) for t in group.get("adapters", {}).values()]
-    assert all(tensor.is_contiguous() for tensor in lasting)  # as read from a file: a product's bits depend on it
+    lasting = [
+        t
+        for group in (outcome.server, *outcome.states.values())
+        for t in group.get("adapters", {}).values()
+    ]
+    assert all(
+        tensor.is_contiguous() for tensor in lasting
+    )  # as read from a file: a product's bits depend on it
     for message in [*outcome.down.values(), *outcome.replies.values()]:
         assert not base & {name for group in message.tensors.values() for name in group}
 
@@ -178,11 +222,20 @@ def test_a_reply_is_scored_as_it_was_trained(share: str) -> None:
     [
         ({"layers": "attn.qkv"}, r"layers=attn\.qkv.*layers that fit are 0; name some"),
         ({"layers": "4"}, r"layers=4.*layers that fit are 0"),  # the head is trained whole
-        ({"layers": ","}, r"layers=: no layer of the network that fits; layers that fit are 0; name some"),
+        (
+            {"layers": ","},
+            r"layers=: no layer of the network that fits; layers that fit are 0; name some",
+        ),
         ({"full": "head,"}, r"full=: no layer of the network that fits"),
         ({"layers": "6"}, r"name some, all of a kind \(linear, conv\), or none"),
-        ({"full": "6"}, r"full=6.*layers that fit are 0, 1, 4.*all of a kind \(head, norm\), or none"),
-        ({"rank": 7}, r"rank=7 for 0\.weight, which is 6 x 8; a rank is at most the smaller side, 6"),
+        (
+            {"full": "6"},
+            r"full=6.*layers that fit are 0, 1, 4.*all of a kind \(head, norm\), or none",
+        ),
+        (
+            {"rank": 7},
+            r"rank=7 for 0\.weight, which is 6 x 8; a rank is at most the smaller side, 6",
+        ),
         ({"ranks": "a=7"}, r"rank=7 for 0\.weight"),
         ({"layers": "none", "full": "none"}, "at least one layer is trained"),
     ],
@@ -213,7 +266,8 @@ def test_the_defaults() -> None:
 def test_ranks_are_of_sites_that_are_there() -> None:
     for ranks in ("a=0", "a", "a=1,a=2"):
         with pytest.raises(
-            InputError, match=f"ranks={ranks}; ranks is SITE=RANK,... with ranks from 1, each site once"
+            InputError,
+            match=f"ranks={ranks}; ranks is SITE=RANK,... with ranks from 1, each site once",
         ):
             load("fedlora", ranks=ranks)
     with pytest.raises(InputError, match="there is no site 'd'.*the sites are a, b"):
@@ -224,7 +278,10 @@ def test_ranks_are_of_sites_that_are_there() -> None:
 def test_a_site_with_another_base_does_not_train() -> None:
     toy, other = square(), Toy(square().data, square().network, seed=1)
     down = simulate(load("fedlora", rank=1), toy).down["a"]
-    with other.networks.scope(), pytest.raises(RunError, match="site 'a': its base .* is not the server's"):
+    with (
+        other.networks.scope(),
+        pytest.raises(RunError, match="site 'a': its base .* is not the server's"),
+    ):
         load("fedlora", rank=1).local_update(other.site("a"), {}, down)
 
 

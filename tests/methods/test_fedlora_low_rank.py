@@ -30,20 +30,31 @@ class Attending(nn.Module):
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)), (3, 4)),
     "conv2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 2, 1)), (3, 2, 5, 5)),
-    "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 2, 1)), (3, 4, 5, 5)),
+    "grouped": (
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 2, 1)),
+        (3, 4, 5, 5),
+    ),
     "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.Conv3d(4, 2, 1)), (3, 2, 4, 4, 4)),
-    "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.Conv2d(3, 2, 1)), (3, 4, 3, 3)),
+    "transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.Conv2d(3, 2, 1)),
+        (3, 4, 3, 3),
+    ),
     "attention": (Attending, (3, 5, 4)),
 }
 
 
 def filled(found: dict[str, Tensor], rank: int = 2) -> Pairs:
     torch.manual_seed(1)
-    return {name: (torch.randn(rank, m.shape[1]), torch.randn(len(m), rank)) for name, m in found.items()}
+    return {
+        name: (torch.randn(rank, m.shape[1]), torch.randn(len(m), rank))
+        for name, m in found.items()
+    }
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_adapted_and_merged_networks_are_the_same_and_gradients_are_the_chain_rule_s(kind: str) -> None:
+def test_adapted_and_merged_networks_are_the_same_and_gradients_are_the_chain_rule_s(
+    kind: str,
+) -> None:
     """dL/dB = s G A', dL/dA = s B' G with G the gradient of the whole matrix."""
     build, shape = LAYERS[kind]
     network, x = build(), torch.randn(shape)
@@ -54,10 +65,15 @@ def test_adapted_and_merged_networks_are_the_same_and_gradients_are_the_chain_ru
     with adapting(network, pairs, 0.5, (), trains_a=True):
         y = network(x)
         y.square().sum().backward()
-        grads = {name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None}
+        grads = {
+            name: p.grad.clone() for name, p in network.named_parameters() if p.grad is not None
+        }
     assert len(grads) == 2 * len(found), "nothing else has a gradient"
     assert (bits(network.state_dict()), list(network.state_dict())) == (before, order)
-    assert all(type(layer).__module__.startswith(("torch.nn.modules", __name__)) for layer in network.modules())
+    assert all(
+        type(layer).__module__.startswith(("torch.nn.modules", __name__))
+        for layer in network.modules()
+    )
     merged = merge_into(network, pairs, 0.5)
     torch.testing.assert_close(merged(x), y, rtol=1e-5, atol=1e-5)
     merged.zero_grad()
@@ -100,7 +116,10 @@ def test_a_direction_without_a_singular_value_can_still_learn() -> None:
 
 def test_peft_computes_the_same_where_it_has_such_a_layer() -> None:
     peft = pytest.importorskip("peft", reason="the package peft is not installed")
-    network, x = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 3)), torch.randn(2, 2, 5, 5)
+    network, x = (
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.Linear(36, 3)),
+        torch.randn(2, 2, 5, 5),
+    )
     pairs = filled(matrices(network, ""))
     with adapting(network, pairs, 0.5, (), trains_a=True):
         ours = network(x)
@@ -118,7 +137,9 @@ def test_peft_computes_the_same_where_it_has_such_a_layer() -> None:
 
 def swin() -> nn.Module:
     pytest.importorskip("einops", reason="SwinUNETR needs the package einops")
-    return SwinUNETR(1, 2, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), feature_size=12, spatial_dims=2)
+    return SwinUNETR(
+        1, 2, depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2), feature_size=12, spatial_dims=2
+    )
 
 
 class Encoded(nn.Module):
@@ -130,22 +151,39 @@ class Encoded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         features = self.image_encoder(x)
-        return nn.functional.interpolate(self.head(getattr(features, "last_hidden_state", features)), x.shape[-2:])
+        return nn.functional.interpolate(
+            self.head(getattr(features, "last_hidden_state", features)), x.shape[-2:]
+        )
 
 
 def sam() -> nn.Module:
     """The encoder of the package segment_anything at toy width."""
-    package = pytest.importorskip("segment_anything.modeling", reason="the package segment_anything is not installed")
-    settings: dict[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 16, "depth": 2, "num_heads": 2}
+    package = pytest.importorskip(
+        "segment_anything.modeling", reason="the package segment_anything is not installed"
+    )
+    settings: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 8,
+        "embed_dim": 16,
+        "depth": 2,
+        "num_heads": 2,
+    }
     return Encoded(
-        package.ImageEncoderViT(**settings, out_chans=8, in_chans=1, window_size=2, global_attn_indexes=(1,))
+        package.ImageEncoderViT(
+            **settings, out_chans=8, in_chans=1, window_size=2, global_attn_indexes=(1,)
+        )
     )
 
 
 def medsam() -> nn.Module:
     """The same as transformers has it, with which medfl reads MedSAM."""
     transformers = pytest.importorskip("transformers")
-    settings: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 32}
+    settings: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "mlp_dim": 32,
+    }
     config = transformers.SamVisionConfig(
         **settings, num_channels=1, image_size=32, patch_size=8, output_channels=8, window_size=2,
         global_attn_indexes=[1], num_pos_feats=4, initializer_range=0.1,
@@ -154,7 +192,9 @@ def medsam() -> nn.Module:
 
 
 @pytest.mark.parametrize(("build", "count"), [(swin, 8), (sam, 4), (medsam, 4)])
-def test_attention_projections_of_transformers_learn_in_a_federation(build: Any, count: int) -> None:
+def test_attention_projections_of_transformers_learn_in_a_federation(
+    build: Any, count: int
+) -> None:
     generator = torch.Generator().manual_seed(0)
     side = 64 if build is swin else 32
     x = torch.randn(2, 1, side, side, generator=generator)
@@ -167,7 +207,9 @@ def test_attention_projections_of_transformers_learn_in_a_federation(build: Any,
     with toy.networks.scope():
         network = method.global_predictor(toy.host(), outcome.server)
         after = network.state_dict()  # type: ignore[union-attr]
-        changed = {name for name, tensor in after.items() if bits(tensor) != bits(toy.initial[name])}
+        changed = {
+            name for name, tensor in after.items() if bits(tensor) != bits(toy.initial[name])
+        }
     assert len(found) == count
     assert changed == {*found, *method.whole(toy.network())}
     numbers = sum(t.numel() for t in outcome.replies["a"].flat().values())

@@ -23,7 +23,9 @@ RANKS = {"site-1": 1, "site-2": 3}
 
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=20, size=28)
+    return datasets.write_phantom(
+        "pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=20, size=28
+    )
 
 
 def command(phantom: Path, out: Path, share: str) -> list[str]:
@@ -54,8 +56,12 @@ def left(out: Path) -> dict[str, Any]:
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
     return {
-        "rounds": [{k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds],
-        **{name: summary[name] for name in ("run_hash", "weights_sha256", "bytes_up", "bytes_down")},
+        "rounds": [
+            {k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds
+        ],
+        **{
+            name: summary[name] for name in ("run_hash", "weights_sha256", "bytes_up", "bytes_down")
+        },
     }
 
 
@@ -66,8 +72,16 @@ def bytes_of_a_round(weights: dict[str, torch.Tensor], share: str) -> int:
         factors = {}
         for name, tensor in weights.items():
             if tensor.ndim > 1 and not name.startswith(head):
-                factors |= {f"{name}.lora_A.{rank}": torch.zeros(rank, tensor[0].numel())} if share != "b" else {}
-                factors |= {f"{name}.lora_B.{rank}": torch.zeros(len(tensor), rank)} if share != "a" else {}
+                factors |= (
+                    {f"{name}.lora_A.{rank}": torch.zeros(rank, tensor[0].numel())}
+                    if share != "b"
+                    else {}
+                )
+                factors |= (
+                    {f"{name}.lora_B.{rank}": torch.zeros(len(tensor), rank)}
+                    if share != "a"
+                    else {}
+                )
         whole = {name: tensor for name, tensor in weights.items() if name.startswith(head)}
         total += len(Message({"weights": whole, "adapters": factors}, {"samples": 1}).encode())
     return total
@@ -79,11 +93,16 @@ def test_law1_a_run_killed_in_round_2_goes_on(phantom: Path, tmp_path: Path, sha
     """With `a` a site's B lies in its State, with `svd` everything at the server."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert cli.main(command(phantom, whole, share)) == 0
-    process = forked.start(killed_in_round_2, command(phantom, cut, share), output=tmp_path / "printed")
+    process = forked.start(
+        killed_in_round_2, command(phantom, cut, share), output=tmp_path / "printed"
+    )
     process.join(120)
     assert process.exitcode == -signal.SIGKILL, (tmp_path / "printed").read_text()
     assert json.loads((cut / "state" / "manifest.json").read_text())["round"] == 1
     assert cli.main([*command(phantom, cut, share), "--resume"]) == 0
     assert left(cut) == left(whole)
-    up = bytes_of_a_round(Bundle("pneumonia", {"network": "small_cnn", "image_size": 28}).network().state_dict(), share)
+    up = bytes_of_a_round(
+        Bundle("pneumonia", {"network": "small_cnn", "image_size": 28}).network().state_dict(),
+        share,
+    )
     assert [entry["bytes_up"] for entry in left(cut)["rounds"]] == [up] * 3

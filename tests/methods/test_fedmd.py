@@ -20,7 +20,18 @@ from medfl.methods._parts.score_exchange import batch_size, reduced
 from medfl.storage.files import State
 from medfl.training import Networks, Site, evaluating
 from medfl.training.loop import fit
-from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, public_blobs, sgd, simulate
+from tests.support.toy import (
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    public_blobs,
+    sgd,
+    simulate,
+)
 
 METHOD = load("fedmd")
 PQR = Task("classification", ("p", "q", "r"))
@@ -29,7 +40,11 @@ PQR = Task("classification", ("p", "q", "r"))
 def public_of(x: Tensor, y: Tensor | None = None, task: Task = PQR, depth: int = 0) -> Public:
     labels = torch.zeros(len(x), dtype=torch.int64) if y is None else y
     return Public(
-        "made", Shard.of(Stacked([{"id": f"{i}"} for i in range(len(x))], x, labels), range(len(x))), task, (), depth
+        "made",
+        Shard.of(Stacked([{"id": f"{i}"} for i in range(len(x))], x, labels), range(len(x))),
+        task,
+        (),
+        depth,
     )
 
 
@@ -37,7 +52,9 @@ def flat(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def update(options: dict, toy: Toy, name: str, state: State, down: Message, **site: object) -> tuple[State, Message]:
+def update(
+    options: dict, toy: Toy, name: str, state: State, down: Message, **site: object
+) -> tuple[State, Message]:
     with toy.networks.scope():
         return load("fedmd", options).local_update(replace(toy.site(name), **site), state, down)
 
@@ -47,7 +64,9 @@ def asked(number: int, consensus: Tensor | None = None) -> Message:
     positions = torch.arange(number)
     if consensus is None:
         return Message({"positions": {"asked": positions}})
-    return Message({"positions": {"asked": positions, "scored": positions}, "scores": {"public": consensus}})
+    return Message(
+        {"positions": {"asked": positions, "scored": positions}, "scores": {"public": consensus}}
+    )
 
 
 # Digest and revisit
@@ -69,7 +88,9 @@ def test_a_digest_step_by_hand(loss: str, expected: list[float]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [sgd(0.05, momentum=0.9), adam(0.01)])
-def test_a_site_digests_the_newest_consensus_and_then_revisits_its_data(classes: Toy, optimizer: Callable) -> None:
+def test_a_site_digests_the_newest_consensus_and_then_revisits_its_data(
+    classes: Toy, optimizer: Callable
+) -> None:
     """Round 2 against the two trainings, one after the other, each with an optimiser of its own."""
     toy = replace(classes, optimizer=optimizer, epochs=2)
     options = {"digest_batch_size": 4, "digest_epochs": 2, "alignment": 7}
@@ -84,7 +105,12 @@ def test_a_site_digests_the_newest_consensus_and_then_revisits_its_data(classes:
         pairs = Shard.of(Stacked([{}] * 7, x, consensus["scores"]), range(7))
         settings = replace(site.settings, epochs=2, batch_size=4)
         distance = lambda net, x, y: (net(x) - y).abs().mean()  # noqa: E731
-        fit(model, replace(site, train=pairs, settings=settings), objective=distance, purpose="digest")
+        fit(
+            model,
+            replace(site, train=pairs, settings=settings),
+            objective=distance,
+            purpose="digest",
+        )
         fit(model, site)
         expected = dict(model.state_dict())
         for name, value in second.states["b"]["weights"].items():
@@ -103,7 +129,9 @@ def test_without_digest_it_is_local_training_bit_for_bit(classes: Toy, settings:
     for rounds, same in ((1, True), (2, False)):
         with_digest, alone = simulate(METHOD, toy, rounds), simulate(local, toy, rounds)
         for name in toy.names:
-            assert (bits(judged(METHOD, toy, with_digest, name)) == bits(alone.states[name]["weights"])) is same
+            assert (
+                bits(judged(METHOD, toy, with_digest, name)) == bits(alone.states[name]["weights"])
+            ) is same
 
 
 def whole_numbers() -> nn.Module:
@@ -117,10 +145,14 @@ def whole_numbers() -> nn.Module:
 
 def test_a_site_alone_agrees_with_itself() -> None:
     """The card's check: the consensus is its own scores, and the digest, of loss 0, moves nothing."""
-    public = public_of(torch.randint(-3, 4, (9, 8), generator=torch.Generator().manual_seed(0)).float())
+    public = public_of(
+        torch.randint(-3, 4, (9, 8), generator=torch.Generator().manual_seed(0)).float()
+    )
     toy = Toy(blobs({"a": 6}), whole_numbers, cross_entropy, sgd(0.5), epochs=0, public=public)
     outcome = simulate(load("fedmd", digest_epochs=3, digest_batch_size=4), toy, 3)
-    assert bits(outcome.server["consensus"]["scores"]) == bits(outcome.replies["a"]["scores"]["public"])
+    assert bits(outcome.server["consensus"]["scores"]) == bits(
+        outcome.replies["a"]["scores"]["public"]
+    )
     assert bits(outcome.states["a"]["weights"]) == bits(toy.initial)
     other = Toy(blobs({"a": 6, "b": 6}), whole_numbers, cross_entropy, sgd(0.5), public=public)
     assert bits(simulate(METHOD, other, 2).states["a"]) != bits(
@@ -133,7 +165,9 @@ def test_the_journal_tells_of_private_training_only(classes: Toy) -> None:
     with classes.networks.scope():
         site = classes.site("a", 2)
         load("fedmd", initial_epochs=2).local_update(site, {"weights": classes.initial}, asked(4))
-        load("fedmd").local_update(site, outcome.states["a"], METHOD.broadcast(classes.host(2), outcome.server, "a"))
+        load("fedmd").local_update(
+            site, outcome.states["a"], METHOD.broadcast(classes.host(2), outcome.server, "a")
+        )
     assert [report.steps for report in site.journal] == [3, 3]
 
 
@@ -143,10 +177,15 @@ def test_the_journal_tells_of_private_training_only(classes: Toy) -> None:
 def test_the_consensus_is_the_plain_mean_of_the_participants_in_any_order(classes: Toy) -> None:
     """The card's check; how many items a site has is no matter."""
     scores = {"c": flat([1, 2], [4, 0]), "a": flat([0, 1], [5, -3]), "b": flat([5, 0], [0, 0])}
-    replies = {name: Message({"scores": {"public": value}}, {"samples": len(name)}) for name, value in scores.items()}
+    replies = {
+        name: Message({"scores": {"public": value}}, {"samples": len(name)})
+        for name, value in scores.items()
+    }
     server = {"positions": torch.tensor([2, 5])}
     found = [
-        METHOD.aggregate(classes.host(), server, {name: replies[name] for name in order}, 9)["consensus"]
+        METHOD.aggregate(classes.host(), server, {name: replies[name] for name in order}, 9)[
+            "consensus"
+        ]
         for order in ("abc", "cab", "bca")
     ]
     torch.testing.assert_close(found[0]["scores"], flat([2, 1], [3, -1]), rtol=0, atol=1e-12)
@@ -204,7 +243,9 @@ def test_each_round_has_its_own_draw_of_public_items(classes: Toy) -> None:
         assert set(positions) <= set(range(40))
     assert len({tuple(positions) for positions in draws}) == 4
     for number in (0, 40, 5000):
-        assert simulate(load("fedmd", alignment=number), toy, 0).server["positions"].tolist() == list(range(40))
+        assert simulate(load("fedmd", alignment=number), toy, 0).server[
+            "positions"
+        ].tolist() == list(range(40))
 
 
 class Bodies(Toy):
@@ -212,7 +253,10 @@ class Bodies(Toy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        other = lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
+        def other():
+            return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
         self.other = Networks(other, 1, torch.device("cpu"))
 
     def site(self, name: str, round_: int = 1) -> Site:
@@ -236,7 +280,9 @@ def test_networks_of_any_architecture_learn_and_nothing_of_them_leaves() -> None
 
 def test_a_run_without_public_data_is_refused() -> None:
     toy = Toy(blobs({"a": 5}), classifier(), cross_entropy)
-    text = r"a run without public data; this method learns from some; add --set public=BUNDLE\[:DIR\]"
+    text = (
+        r"a run without public data; this method learns from some; add --set public=BUNDLE\[:DIR\]"
+    )
     with pytest.raises(InputError, match=text):
         METHOD.check(toy.site("a"))
     with pytest.raises(InputError, match=text):
@@ -250,15 +296,27 @@ def test_public_labels_of_the_sites_classes_are_learned_first() -> None:
     """One step of rate 1 from w = 0 on x = 1, 1 of classes 1, 2: w = mean of (onehot - 1/3)."""
     public = public_of(torch.ones(2, 1).double(), torch.tensor([1, 2]))
     data = {"a": (torch.ones(1, 1).double(), torch.tensor([0]))}
-    toy = Toy(data, lambda: nn.Linear(1, 3, bias=False).double(), cross_entropy, sgd(1.0), epochs=0, public=public)
+    toy = Toy(
+        data,
+        lambda: nn.Linear(1, 3, bias=False).double(),
+        cross_entropy,
+        sgd(1.0),
+        epochs=0,
+        public=public,
+    )
     start = {"weights": {"weight": torch.zeros(3, 1).double()}}
     options = {"pretrain_epochs": 1}
     state, _ = update(options, toy, "a", start, asked(2), task=PQR)
-    torch.testing.assert_close(state["weights"]["weight"][:, 0], flat([-1 / 3, 1 / 6, 1 / 6])[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        state["weights"]["weight"][:, 0], flat([-1 / 3, 1 / 6, 1 / 6])[0], rtol=0, atol=1e-12
+    )
     again, _ = update(options, toy, "a", state, asked(2), task=PQR)
     assert bits(again) == bits(state), "once"
     others = (("q", "p", "r"), ("p", "q"), ())
-    for task in (*(Task("classification", names) for names in others), Task("segmentation", PQR.classes)):
+    for task in (
+        *(Task("classification", names) for names in others),
+        Task("segmentation", PQR.classes),
+    ):
         skipped, _ = update(options, toy, "a", start, asked(2), task=task)
         assert bits(skipped["weights"]) == bits(start["weights"])
 
@@ -280,12 +338,18 @@ def test_a_first_participation_may_train_longer(classes: Toy) -> None:
 
 
 @pytest.mark.parametrize(("choice", "moved"), [("track", True), ("no_track", False)])
-def test_public_batches_move_running_statistics_or_not(classes: Toy, choice: str, moved: bool) -> None:
+def test_public_batches_move_running_statistics_or_not(
+    classes: Toy, choice: str, moved: bool
+) -> None:
     toy = replace(classes, epochs=0)
     state = {"weights": toy.initial, "started": True}
     options = {"public_bn": choice, "digest_batch_size": 3}
     after, _ = update(
-        options, toy, "a", state, asked(10, torch.randn(10, 3, generator=torch.Generator().manual_seed(1)))
+        options,
+        toy,
+        "a",
+        state,
+        asked(10, torch.randn(10, 3, generator=torch.Generator().manual_seed(1))),
     )
     for name, value in after["weights"].items():
         buffer = "running" in name or "num_batches" in name
@@ -315,9 +379,14 @@ def test_half_precision_is_left_before_scores_are_compared() -> None:
 def test_maps_of_scores_travel_at_the_reduced_size(depth: int) -> None:
     """Flat public images for networks of images and of volumes."""
     kind = nn.Conv3d if depth else nn.Conv2d
-    public = public_of(torch.randn(5, 1, 8, 12, generator=torch.Generator().manual_seed(0)), depth=depth)
+    public = public_of(
+        torch.randn(5, 1, 8, 12, generator=torch.Generator().manual_seed(0)), depth=depth
+    )
     sides = (6,) * (3 if depth else 2)
-    data = {name: (torch.randn(3, 1, *sides), torch.zeros(3, *sides, dtype=torch.int64)) for name in "ab"}
+    data = {
+        name: (torch.randn(3, 1, *sides), torch.zeros(3, *sides, dtype=torch.int64))
+        for name in "ab"
+    }
     toy = Toy(data, lambda: kind(1, 2, 3, padding=1), cross_entropy, sgd(0.1), public=public)
     outcome = simulate(load("fedmd", map_size=4), toy, 2)
     for name in toy.names:

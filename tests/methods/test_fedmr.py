@@ -16,7 +16,17 @@ from medfl.methods._parts.prototypes import collect
 from medfl.networks.heads import features_and_output
 from medfl.training.site import snapshot
 from tests.support.options import numbers
-from tests.support.toy import WHOLE, Outcome, Toy, bits, blobs, classifier, cross_entropy, sgd, simulate
+from tests.support.toy import (
+    WHOLE,
+    Outcome,
+    Toy,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    sgd,
+    simulate,
+)
 
 METHOD, FEDAVG = load("fedmr"), load("fedavg")
 DISJOINT = {"a": (0, 1), "b": (1,), "c": (0, 2)}
@@ -27,7 +37,14 @@ DISJOINT = {"a": (0, 1), "b": (1,), "c": (0, 2)}
 def toy() -> Toy:
     """Three sites, none with all classes; BatchNorm, dropout, momentum, several batches, the last one short."""
     data = blobs({"a": 18, "b": 9, "c": 13}, labels=DISJOINT)
-    return Toy(data, classifier(norm=True, dropout=0.3), cross_entropy, sgd(0.1, momentum=0.9), 2, batch_size=8)
+    return Toy(
+        data,
+        classifier(norm=True, dropout=0.3),
+        cross_entropy,
+        sgd(0.1, momentum=0.9),
+        2,
+        batch_size=8,
+    )
 
 
 class Smooth(nn.Module):
@@ -35,7 +52,10 @@ class Smooth(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(8, 6, dtype=torch.float64), nn.Linear(6, 3, dtype=torch.float64)
+        self.body, self.head = (
+            nn.Linear(8, 6, dtype=torch.float64),
+            nn.Linear(6, 3, dtype=torch.float64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.body(x.double()).tanh())
@@ -84,7 +104,9 @@ def test_two_rounds_of_the_inter_class_loss_by_hand() -> None:
     assert by_class(second.server["prototypes"]) == {"0": [1, 0], "1": [5, 0]}
 
 
-@pytest.mark.parametrize(("scale", "factor"), [("paper", 1.0), ("mean_offdiag", 1.0), ("released", 11**2 / 12)])
+@pytest.mark.parametrize(
+    ("scale", "factor"), [("paper", 1.0), ("mean_offdiag", 1.0), ("released", 11**2 / 12)]
+)
 def test_one_step_of_the_intra_class_loss(scale: str, factor: float) -> None:
     """mu1 / (d (d - 1)) times the mean over classes of ||M||_F^2, written with torch.corrcoef; 12 of each class."""
     toy = Toy(blobs({"a": 36}), Smooth, cross_entropy, sgd(0.5))
@@ -96,7 +118,9 @@ def test_one_step_of_the_intra_class_loss(scale: str, factor: float) -> None:
     squares = [torch.corrcoef(z[y == c].T).square().sum() for c in range(3)]
     (cross_entropy(output, y) + 0.3 * factor * sum(squares) / 3 / (6 * 5)).backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(reply[name], parameter.detach() - 0.5 * parameter.grad, rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            reply[name], parameter.detach() - 0.5 * parameter.grad, rtol=0, atol=1e-6
+        )
     plain = simulate(FEDAVG, toy).replies["a"]["weights"]
     assert (reply["body.weight"] - plain["body.weight"]).norm() > 1e-4
 
@@ -127,7 +151,9 @@ def test_the_first_round_has_no_prototypes(toy: Toy) -> None:
     """Its weights are those of the intra-class loss alone; nothing is sent down."""
     both, intra = simulate(METHOD, toy), simulate(load("fedmr", mu2=0), toy)
     assert weights(both) == weights(intra)
-    assert all("prototypes" not in Message.decode(message.encode()) for message in both.down.values())
+    assert all(
+        "prototypes" not in Message.decode(message.encode()) for message in both.down.values()
+    )
     assert weights(simulate(METHOD, toy, 2)) != weights(simulate(load("fedmr", mu2=0), toy, 2))
 
 
@@ -150,10 +176,17 @@ def test_a_class_is_weighed_by_its_samples_at_the_sites_that_send_it(toy: Toy) -
     sent = simulate(METHOD, toy).replies["a"]["weights"]
 
     def reply(value: float, count: int) -> Message:
-        groups = {"prototypes": {"1": torch.full((6,), value)}, "counts": {"1": torch.tensor(count)}}
+        groups = {
+            "prototypes": {"1": torch.full((6,), value)},
+            "counts": {"1": torch.tensor(count)},
+        }
         return Message({"weights": sent, **groups}, {"samples": 100 // count})
 
-    replies = {"a": reply(1.0, 3), "b": reply(5.0, 1), "c": Message({"weights": sent}, {"samples": 7})}
+    replies = {
+        "a": reply(1.0, 3),
+        "b": reply(5.0, 1),
+        "c": Message({"weights": sent}, {"samples": 7}),
+    }
     old = {"0": torch.arange(6.0), "1": torch.zeros(6)}
     server = {"weights": sent, "prototypes": old}
     for stale, expected in (
@@ -209,11 +242,16 @@ def test_only_a_part_of_the_sites_sends_prototypes(share: float, number: int) ->
     for rounds in (1, 2, 3):
         outcome = simulate(method, toy, rounds, wire=True)
         senders.add(tuple(name for name, reply in outcome.replies.items() if "prototypes" in reply))
-        assert all(bits(message.tensors) == bits(outcome.down["a"].tensors) for message in outcome.down.values())
+        assert all(
+            bits(message.tensors) == bits(outcome.down["a"].tensors)
+            for message in outcome.down.values()
+        )
     (chosen,) = senders
     assert len(chosen) == number
     assert all(("counts" in reply) == (name in chosen) for name, reply in outcome.replies.items())
-    others = {tuple(simulate(method, replace(toy, seed=seed)).server["sharing"]) for seed in range(9)}
+    others = {
+        tuple(simulate(method, replace(toy, seed=seed)).server["sharing"]) for seed in range(9)
+    }
     assert len(others) > 1
     everyone = simulate(METHOD, toy, 2)
     assert "sharing" not in everyone.server
@@ -227,11 +265,16 @@ def test_a_class_that_no_site_shares_is_left_out() -> None:
         toy
         for seed in range(20)
         if simulate(
-            load("fedmr", share_prototypes=0.5), toy := Toy(data, Smooth, cross_entropy, sgd(0.1), seed=seed)
+            load("fedmr", share_prototypes=0.5),
+            toy := Toy(data, Smooth, cross_entropy, sgd(0.1), seed=seed),
         ).server["sharing"]
         == ["a"]
     )
-    options = {"mu1": 0, "margin": False, "share_prototypes": 0.5}  # without margin every sample of a counts
+    options = {
+        "mu1": 0,
+        "margin": False,
+        "share_prototypes": 0.5,
+    }  # without margin every sample of a counts
     inter, plain = (simulate(load("fedmr", options, mu2=mu2), toy, 2) for mu2 in (5.0, 0.0))
     assert set(inter.server["prototypes"]) == {"0", "1"}
     assert bits(inter.replies["b"]["weights"]) == bits(plain.replies["b"]["weights"])
@@ -256,8 +299,13 @@ def test_each_option_does_something(toy: Toy, options: dict) -> None:
 def test_a_stale_prototype_is_kept_or_dropped(toy: Toy) -> None:
     """Class 2 is at c alone, absent in round 2."""
     cohorts = [["a", "b", "c"], ["a", "b"]]
-    kept, dropped = (simulate(load("fedmr", stale=stale), toy, 2, cohorts) for stale in ("keep", "drop"))
-    assert (set(kept.server["prototypes"]), set(dropped.server["prototypes"])) == ({"0", "1", "2"}, {"0", "1"})
+    kept, dropped = (
+        simulate(load("fedmr", stale=stale), toy, 2, cohorts) for stale in ("keep", "drop")
+    )
+    assert (set(kept.server["prototypes"]), set(dropped.server["prototypes"])) == (
+        {"0", "1", "2"},
+        {"0", "1"},
+    )
     assert bits(kept.server["prototypes"]["2"]) == bits(kept.history[1]["prototypes"]["2"])
 
 
@@ -304,7 +352,10 @@ def test_lite_draws_anew_in_every_step() -> None:
     """Two samples of one class, rate 0: of lite = 1 each is drawn in some of 20 steps."""
     data = {"a": (torch.tensor([[1.0, 0], [0, 3]]), torch.tensor([0, 0]))}
     toy = Toy(data, Scaled, cross_entropy, sgd(0.0), epochs=20)
-    method, table = load("fedmr", mu1=0, mu2=1, lite=1), {"0": torch.zeros(2), "1": torch.full((2,), 1.0)}
+    method, table = (
+        load("fedmr", mu1=0, mu2=1, lite=1),
+        {"0": torch.zeros(2), "1": torch.full((2,), 1.0)},
+    )
     site = toy.site("a")
     model = site.model(toy.initial)
     pushed = method._sharing.pushed(site, Message({"prototypes": table}), model).penalty
@@ -342,21 +393,42 @@ def test_features_of_another_size_name_the_sites(toy: Toy) -> None:
     outcome = simulate(METHOD, toy, 1)
     replies = dict(outcome.replies)
     for name in ("b", "c"):
-        groups = {**replies[name].tensors, "prototypes": {"1": torch.zeros(5)}, "counts": {"1": torch.tensor(4)}}
+        groups = {
+            **replies[name].tensors,
+            "prototypes": {"1": torch.zeros(5)},
+            "counts": {"1": torch.tensor(4)},
+        }
         replies[name] = Message(groups, replies[name].scalars)
     with pytest.raises(InputError, match="length 5 at b, c; length 6 at a"):
         METHOD.aggregate(toy.host(), outcome.history[0], replies, 3)
-    down = Message({**METHOD.broadcast(toy.host(2), outcome.server, "b").tensors, "prototypes": {"0": torch.zeros(9)}})
-    with pytest.raises(InputError, match="length 6 at b; length 9 at the server"), toy.networks.scope():
+    down = Message(
+        {
+            **METHOD.broadcast(toy.host(2), outcome.server, "b").tensors,
+            "prototypes": {"0": torch.zeros(9)},
+        }
+    )
+    with (
+        pytest.raises(InputError, match="length 6 at b; length 9 at the server"),
+        toy.networks.scope(),
+    ):
         METHOD.local_update(toy.site("b", 2), {}, down)
 
 
 def test_eight_rounds_of_hard_data_stay_finite() -> None:
     """[15] A site with one class, one with one sample, batches with single samples of a class, and of one sample."""
     data = blobs({"a": 1, "b": 5, "c": 13}, labels={"b": (2,), "c": (0, 1, 2)})
-    toy = Toy(data, classifier(norm=True, dropout=0.3), cross_entropy, sgd(0.1, momentum=0.9), 2, batch_size=4)
+    toy = Toy(
+        data,
+        classifier(norm=True, dropout=0.3),
+        cross_entropy,
+        sgd(0.1, momentum=0.9),
+        2,
+        batch_size=4,
+    )
     outcome = simulate(load("fedmr", mu1=1, mu2=1), toy, 8)
-    assert all(is_finite(tensor) for reply in outcome.replies.values() for tensor in reply.flat().values())
+    assert all(
+        is_finite(tensor) for reply in outcome.replies.values() for tensor in reply.flat().values()
+    )
 
 
 def test_mixed_precision(toy: Toy) -> None:
@@ -376,18 +448,28 @@ def test_averaging_two_class_optima_turns_the_head() -> None:
     root = 3**0.5
     pairs = {"a": (0, 1, (0.5, -root / 2)), "b": (0, 2, (0.5, root / 2)), "c": (1, 2, (0.0, 1.0))}
     toy = Toy(
-        blobs(dict.fromkeys(pairs, 3)), lambda: nn.Linear(2, 3, bias=False).double(), cross_entropy, batch_size=WHOLE
+        blobs(dict.fromkeys(pairs, 3)),
+        lambda: nn.Linear(2, 3, bias=False).double(),
+        cross_entropy,
+        batch_size=WHOLE,
     )
     replies = {}
     for name, (i, j, row) in pairs.items():
         head = torch.zeros(3, 2).double()
-        head[i], head[j] = torch.tensor(row, dtype=torch.float64), -torch.tensor(row, dtype=torch.float64)
+        head[i], head[j] = (
+            torch.tensor(row, dtype=torch.float64),
+            -torch.tensor(row, dtype=torch.float64),
+        )
         replies[name] = Message({"weights": {"weight": head}}, {"samples": 10})
     server = METHOD.init_server(toy.host(0), snapshot(toy.networks.fresh()), {})
     mean = METHOD.aggregate(toy.host(), server, replies, 3)["weights"]["weight"]
-    expected = torch.tensor([[1 / 3, 0], [-1 / 6, (root + 2) / 6], [-1 / 6, -(root + 2) / 6]], dtype=torch.float64)
+    expected = torch.tensor(
+        [[1 / 3, 0], [-1 / 6, (root + 2) / 6], [-1 / 6, -(root + 2) / 6]], dtype=torch.float64
+    )
     torch.testing.assert_close(mean, expected, rtol=0, atol=1e-12)
-    angle = torch.rad2deg(torch.acos(torch.cosine_similarity(mean[1], torch.tensor([-root / 2, 0.5]).double(), dim=0)))
+    angle = torch.rad2deg(
+        torch.acos(torch.cosine_similarity(mean[1], torch.tensor([-root / 2, 0.5]).double(), dim=0))
+    )
     assert angle.item() == pytest.approx(45.0)
 
 

@@ -35,7 +35,8 @@ def reply(toy: Toy, means: list[list[float]], counts: list[int]) -> Message:
     rows = torch.zeros(3, 6)
     rows[:, :2] = torch.tensor(means)
     return Message(
-        {"weights": toy.initial, "prototypes": {"means": rows, "counts": torch.tensor(counts)}}, {"samples": 1}
+        {"weights": toy.initial, "prototypes": {"means": rows, "counts": torch.tensor(counts)}},
+        {"samples": 1},
     )
 
 
@@ -60,9 +61,16 @@ def test_one_server_step_by_hand(toy: Toy) -> None:
 def test_rows_have_norm_one_after_every_round(toy: Toy, rho: float) -> None:
     """Check 1, 1e-6, with partial participation and absent classes."""
     data = blobs({"a": 9, "b": 5, "c": 4}, labels={"b": (1,), "c": (0, 2)})
-    outcome = simulate(load("fednh", rho=rho), replace(toy, data=data), 4, [["a", "b"], ["b"], ["c"], ["a", "b", "c"]])
+    outcome = simulate(
+        load("fednh", rho=rho),
+        replace(toy, data=data),
+        4,
+        [["a", "b"], ["b"], ["c"], ["a", "b", "c"]],
+    )
     for server in outcome.history:
-        torch.testing.assert_close(server["weights"][W].norm(dim=1), torch.ones(3), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            server["weights"][W].norm(dim=1), torch.ones(3), rtol=0, atol=1e-6
+        )
     second, first = outcome.history[2]["weights"][W], outcome.history[1]["weights"][W]
     assert bits(second[[0, 2]]) == bits(first[[0, 2]])  # site b alone has class 1 only
     assert not torch.equal(second[1], first[1])
@@ -105,7 +113,9 @@ def test_a_site_sends_the_directions_of_its_class_means(toy: Toy) -> None:
     sent = outcome.replies["b"]
     with toy.networks.scope():
         model = toy.networks.lease(sent["weights"])
-        means, counts = collect(model, toy.site("b").train, 3, 3, torch.device("cpu"), normalised=True)
+        means, counts = collect(
+            model, toy.site("b").train, 3, 3, torch.device("cpu"), normalised=True
+        )
     torch.testing.assert_close(sent["prototypes"]["means"], means / means.norm(dim=1, keepdim=True))
     assert sent["prototypes"]["counts"].tolist() == counts.tolist() == [2, 2, 2]
 
@@ -117,7 +127,9 @@ def test_the_rest_moves_by_the_servers_rate_towards_the_plain_mean(toy: Toy) -> 
             mean = torch.stack([sent["weights"][name] for sent in outcome.replies.values()]).mean(0)
             expected = toy.initial[name] + rate * (mean - toy.initial[name])
             torch.testing.assert_close(outcome.server["weights"][name], expected)
-        mean = torch.stack([sent["weights"]["1.running_mean"] for sent in outcome.replies.values()]).mean(0)
+        mean = torch.stack(
+            [sent["weights"]["1.running_mean"] for sent in outcome.replies.values()]
+        ).mean(0)
         torch.testing.assert_close(outcome.server["weights"]["1.running_mean"], mean)
 
 
@@ -125,7 +137,9 @@ def test_options_of_the_scale(classes: Toy) -> None:
     fixed = load("fednh", scale=30.0, learn_scale=False)
     outcome = simulate(fixed, classes.adapted(fixed), 2)
     assert outcome.server["weights"]["4.scale"].item() == pytest.approx(30)
-    assert METHOD.adapt(classifier()(), Task("classification", ("p", "q", "r")))[4].scale.item() == 20
+    assert (
+        METHOD.adapt(classifier()(), Task("classification", ("p", "q", "r")))[4].scale.item() == 20
+    )
 
 
 def cosines(rows: Tensor) -> Tensor:
@@ -144,7 +158,11 @@ def test_initial_rows() -> None:
 
 
 def test_every_network_of_a_run_starts_with_the_same_rows(classes: Toy) -> None:
-    first, again, other = (classes.adapted(METHOD), classes.adapted(METHOD), replace(classes, seed=1).adapted(METHOD))
+    first, again, other = (
+        classes.adapted(METHOD),
+        classes.adapted(METHOD),
+        replace(classes, seed=1).adapted(METHOD),
+    )
     assert bits(first.initial) == bits(again.initial) == bits(snapshot(first.networks.fresh()))
     assert bits(first.initial[W]) != bits(other.initial[W])
     kept = {name: tensor for name, tensor in classes.initial.items() if not name.startswith("4")}

@@ -47,8 +47,14 @@ def uneven(lines: Toy, optimizer: Optimizer) -> Uneven:
     return Uneven(lines.data, optimizer=optimizer)
 
 
-def worth(steps: int, optimizer: Optimizer, mu: float = 0.0, lr_decay: float = 1.0, round_: int = 1) -> float:
-    toy = Toy({"a": (torch.ones(1, 3).double(), torch.ones(1).double())}, optimizer=optimizer, lr_decay=lr_decay)
+def worth(
+    steps: int, optimizer: Optimizer, mu: float = 0.0, lr_decay: float = 1.0, round_: int = 1
+) -> float:
+    toy = Toy(
+        {"a": (torch.ones(1, 3).double(), torch.ones(1).double())},
+        optimizer=optimizer,
+        lr_decay=lr_decay,
+    )
     with toy.networks.scope():
         site = toy.site("a", round_)
         return effective_steps(site, site.model(site.initial_weights), steps, mu)
@@ -61,7 +67,8 @@ def test_one_round_by_hand() -> None:
     tau_eff = 1/4 + 9/4 = 2.5; w = 1 - 2.5 (0.5 / 4 - 0.875 * 3 / 4) = 2.328125, where FedAvg has 2.84375.
     """
     data = {
-        name: (torch.ones(n, 1).double(), torch.full((n,), y).double()) for name, n, y in (("a", 1, 0.0), ("b", 3, 4.0))
+        name: (torch.ones(n, 1).double(), torch.full((n,), y).double())
+        for name, n, y in (("a", 1, 0.0), ("b", 3, 4.0))
     }
     toy = Toy(data, lambda: linear(1), optimizer=sgd(0.5), batch_size=1)
     toy.networks.initial["weight"].fill_(1)
@@ -75,15 +82,25 @@ def test_one_round_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [sgd(0.1), sgd(0.1, momentum=0.9), sgd(0.1, momentum=0.5, weight_decay=0.01), adam(0.01)]
+    "optimizer",
+    [sgd(0.1), sgd(0.1, momentum=0.9), sgd(0.1, momentum=0.5, weight_decay=0.01), adam(0.01)],
 )
 def test_equal_steps_are_fedavg_bit_for_bit(optimizer: Optimizer) -> None:
     """Check 1: 5, 8 and 7 items are two batches of four at most, whatever the optimiser, with BatchNorm and dropout."""
-    toy = Toy(blobs({"a": 5, "b": 8, "c": 7}), classifier(True, 0.3), cross_entropy, optimizer, epochs=3, batch_size=4)
+    toy = Toy(
+        blobs({"a": 5, "b": 8, "c": 7}),
+        classifier(True, 0.3),
+        cross_entropy,
+        optimizer,
+        epochs=3,
+        batch_size=4,
+    )
     nova, average = simulate(METHOD, toy, 3), simulate(FEDAVG, toy, 3)
     assert bits(nova.server["weights"]) == bits(average.server["weights"])
     uneven_sites = replace(toy, data=blobs({"a": 5, "b": 9}))
-    assert bits(simulate(METHOD, uneven_sites).server) != bits(simulate(FEDAVG, uneven_sites).server)
+    assert bits(simulate(METHOD, uneven_sites).server) != bits(
+        simulate(FEDAVG, uneven_sites).server
+    )
 
 
 def test_steps_with_momentum() -> None:
@@ -107,7 +124,9 @@ def test_steps_with_a_proximal_term() -> None:
     """a = [1 - (1 - eta mu)^K] / (eta mu) for plain SGD, eta the rate of the round: 0.1 * 0.5 in the second."""
     for round_, rate in ((1, 0.1), (2, 0.05)):
         closed = (1 - (1 - rate * 0.8) ** 6) / (rate * 0.8)
-        assert worth(6, sgd(0.1), 0.8, lr_decay=0.5, round_=round_) == pytest.approx(closed, rel=1e-12)
+        assert worth(6, sgd(0.1), 0.8, lr_decay=0.5, round_=round_) == pytest.approx(
+            closed, rel=1e-12
+        )
 
 
 @pytest.mark.parametrize("mu", [0.0, 0.7])
@@ -145,7 +164,9 @@ def test_it_stays_near_the_minimiser_and_fedavg_does_not(lines: Toy) -> None:
     assert far["fedavg"] > 0.3
 
 
-@pytest.mark.parametrize(("optimizer", "mu"), [(sgd(0.05), 0.0), (sgd(0.02, momentum=0.9), 0.0), (sgd(0.05), 0.6)])
+@pytest.mark.parametrize(
+    ("optimizer", "mu"), [(sgd(0.05), 0.0), (sgd(0.02, momentum=0.9), 0.0), (sgd(0.05), 0.6)]
+)
 def test_the_servers_step(lines: Toy, optimizer: Optimizer, mu: float) -> None:
     """w - tau_eff sum_k p_k (w - w_k) / a_k from the replies; with mu tau_eff = sum_k p_k K_k."""
     toy = uneven(lines, optimizer)
@@ -154,7 +175,9 @@ def test_the_servers_step(lines: Toy, optimizer: Optimizer, mu: float) -> None:
     shares = {name: len(x) / 60 for name, (x, _) in toy.data.items()}
     a = {name: reply.scalars["effective_steps"] for name, reply in outcome.replies.items()}
     reach = sum(p * (toy.steps[name] if mu else a[name]) for name, p in shares.items())
-    step = sum(p * (w - outcome.replies[name]["weights"]["weight"]) / a[name] for name, p in shares.items())
+    step = sum(
+        p * (w - outcome.replies[name]["weights"]["weight"]) / a[name] for name, p in shares.items()
+    )
     close(outcome.server["weights"]["weight"], w - reach * step)
     assert all(("steps" in reply.scalars) == bool(mu) for reply in outcome.replies.values())
 
@@ -190,6 +213,10 @@ def test_buffers_are_averaged_by_samples_and_frozen_parameters_stay() -> None:
     outcome = simulate(METHOD, toy)
     sent = {name: reply["weights"] for name, reply in outcome.replies.items()}
     for name in ("1.running_mean", "1.running_var"):
-        torch.testing.assert_close(outcome.server["weights"][name], 0.25 * sent["a"][name] + 0.75 * sent["b"][name])
+        torch.testing.assert_close(
+            outcome.server["weights"][name], 0.25 * sent["a"][name] + 0.75 * sent["b"][name]
+        )
     assert outcome.server["weights"]["1.num_batches_tracked"] == 3
-    torch.testing.assert_close(outcome.server["weights"]["0.weight"], toy.initial["0.weight"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        outcome.server["weights"]["0.weight"], toy.initial["0.weight"], rtol=1e-6, atol=0
+    )

@@ -10,7 +10,18 @@ from torch import Tensor, nn
 
 from medfl.core.errors import InputError
 from medfl.methods import load
-from tests.support.toy import Optimizer, Toy, adam, bits, blobs, classifier, cross_entropy, linear, sgd, simulate
+from tests.support.toy import (
+    Optimizer,
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    linear,
+    sgd,
+    simulate,
+)
 
 HALVES = [["a", "c"], ["b", "d"], ["a", "b"], ["c", "d"]]
 
@@ -25,7 +36,8 @@ def two_sites() -> Toy:
     A round has D = (-w + 3 (4 - w)) / 8 = (3 - w) / 2.
     """
     data = {
-        name: (torch.ones(n, 1).double(), torch.full((n,), y).double()) for name, n, y in (("a", 1, 0.0), ("b", 3, 4.0))
+        name: (torch.ones(n, 1).double(), torch.full((n,), y).double())
+        for name, n, y in (("a", 1, 0.0), ("b", 3, 4.0))
     }
     toy = Toy(data, lambda: linear(1), optimizer=sgd(0.5))
     toy.networks.initial["weight"].fill_(1)
@@ -39,11 +51,20 @@ def two_sites() -> Toy:
         ({"optimizer": "sgd", "momentum": 0.5, "server_lr": 1.0}, (2.0, 3.0)),
         # tau 1: v = 1 + 1, m = 0.5, w = 1 + 2 * 0.5 / (1.41421 + 1) = 1.41421
         # D = 0.79289, v = 2.62868, m = 0.64645, w = 1.41421 + 1.29289 / 2.62132 = 1.90744
-        ({"optimizer": "adagrad", "momentum": 0.5, "server_lr": 2.0, "tau": 1.0}, (1.41421356, 1.90743570)),
+        (
+            {"optimizer": "adagrad", "momentum": 0.5, "server_lr": 2.0, "tau": 1.0},
+            (1.41421356, 1.90743570),
+        ),
         # v = 0.75 + 0.25, m = 0.5, w = 1 + 1 / 2; D = 0.75, v = 0.75 + 0.140625, m = 0.625, w = 1.5 + 1.25 / 1.943729
-        ({"optimizer": "adam", "momentum": 0.5, "beta2": 0.75, "server_lr": 2.0, "tau": 1.0}, (1.5, 2.14309366)),
+        (
+            {"optimizer": "adam", "momentum": 0.5, "beta2": 0.75, "server_lr": 2.0, "tau": 1.0},
+            (1.5, 2.14309366),
+        ),
         # v - D^2 = 0: v = 1, w = 1.5; D = 0.75: v = 1 - 0.25 * 0.5625, m = 0.625, w = 1.5 + 1.25 / 1.927024
-        ({"optimizer": "yogi", "momentum": 0.5, "beta2": 0.75, "server_lr": 2.0, "tau": 1.0}, (1.5, 2.14866835)),
+        (
+            {"optimizer": "yogi", "momentum": 0.5, "beta2": 0.75, "server_lr": 2.0, "tau": 1.0},
+            (1.5, 2.14866835),
+        ),
     ],
 )
 def test_two_rounds_by_hand(options: dict, expected: tuple[float, float]) -> None:
@@ -62,7 +83,9 @@ def test_yogi_s_v_may_shrink_by_no_more_than_its_share_of_the_square() -> None:
 
 @pytest.mark.parametrize("optimizer", [sgd(0.1), sgd(0.1, momentum=0.9), adam(0.01)])
 @pytest.mark.parametrize("cohorts", [None, HALVES])
-def test_plain_sgd_of_rate_1_is_fedavg_bit_for_bit(optimizer: Optimizer, cohorts: list | None) -> None:
+def test_plain_sgd_of_rate_1_is_fedavg_bit_for_bit(
+    optimizer: Optimizer, cohorts: list | None
+) -> None:
     data = blobs({"a": 9, "b": 6, "c": 11, "d": 5})
     toy = Toy(data, classifier(norm=True), cross_entropy, optimizer, batch_size=4, epochs=2)
     neutral = load("fedopt", optimizer="sgd", server_lr=1.0, momentum=0.0)
@@ -74,17 +97,28 @@ def test_plain_sgd_of_rate_1_is_fedavg_bit_for_bit(optimizer: Optimizer, cohorts
 @pytest.mark.parametrize(
     ("options", "peer"),
     [
-        ({"optimizer": "sgd", "server_lr": 0.3, "momentum": 0.9}, lambda p: torch.optim.SGD(p, 0.3, momentum=0.9)),
-        ({"optimizer": "sgd", "server_lr": 0.3, "momentum": 0.0}, lambda p: torch.optim.SGD(p, 0.3)),
+        (
+            {"optimizer": "sgd", "server_lr": 0.3, "momentum": 0.9},
+            lambda p: torch.optim.SGD(p, 0.3, momentum=0.9),
+        ),
+        (
+            {"optimizer": "sgd", "server_lr": 0.3, "momentum": 0.0},
+            lambda p: torch.optim.SGD(p, 0.3),
+        ),
         (
             {"optimizer": "adagrad", "server_lr": 0.3, "tau": 0.1},
             lambda p: torch.optim.Adagrad(p, 0.3, initial_accumulator_value=0.01, eps=0.1),
         ),
     ],
 )
-def test_steps_are_pytorch_s(lines: Toy, options: dict, peer: Callable[[list], torch.optim.Optimizer]) -> None:
+def test_steps_are_pytorch_s(
+    lines: Toy, options: dict, peer: Callable[[list], torch.optim.Optimizer]
+) -> None:
     """PyTorch's optimiser, given minus the mean change as gradient, goes the same way for six rounds."""
-    history = [server["weights"]["weight"].clone() for server in simulate(load("fedopt", **options), lines, 6).history]
+    history = [
+        server["weights"]["weight"].clone()
+        for server in simulate(load("fedopt", **options), lines, 6).history
+    ]
     weight = history[0].clone().requires_grad_()
     optimizer = peer([weight])
     for ours in history:
@@ -98,7 +132,11 @@ def test_steps_are_pytorch_s(lines: Toy, options: dict, peer: Callable[[list], t
 
 def test_the_defaults_are_the_paper_s_and_ours() -> None:
     """Tau 1e-3 and beta2 0.99; a first step of rate 1 of sgd, 0.01 of the others: D = 1, m = 0.1 (of adagrad 1)."""
-    assert (load("fedopt").optimizer, load("fedopt").tau, load("fedopt").beta2) == ("adam", 1e-3, 0.99)
+    assert (load("fedopt").optimizer, load("fedopt").tau, load("fedopt").beta2) == (
+        "adam",
+        1e-3,
+        0.99,
+    )
     v = {"adam": 0.99e-6 + 0.01, "yogi": 1e-6 + 0.01, "adagrad": 1e-6 + 1}
     for optimizer, square in v.items():
         wanted = 1 + 0.01 * (1.0 if optimizer == "adagrad" else 0.1) / (square**0.5 + 1e-3)
@@ -117,7 +155,10 @@ def test_adam_s_steps_are_pytorch_s_without_its_corrections(lines: Toy) -> None:
     So PyTorch's own m and v, as it keeps them, give w + eta m / (sqrt(v + b2^t tau^2) + tau).
     """
     options = {"optimizer": "adam", "server_lr": 0.3, "momentum": 0.8, "beta2": 0.7, "tau": 0.1}
-    history = [server["weights"]["weight"].clone() for server in simulate(load("fedopt", **options), lines, 4).history]
+    history = [
+        server["weights"]["weight"].clone()
+        for server in simulate(load("fedopt", **options), lines, 4).history
+    ]
     weight = history[0].clone().requires_grad_()
     optimizer = torch.optim.Adam([weight], betas=(0.8, 0.7))
     for t, (ours, after) in enumerate(zip(history, history[1:], strict=False), 1):
@@ -133,7 +174,9 @@ def test_adam_s_steps_are_pytorch_s_without_its_corrections(lines: Toy) -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "yogi", "adagrad"])
 def test_buffers_are_averaged_and_kept_out_of_the_optimiser(optimizer: str) -> None:
     toy = Toy(blobs({"a": 9, "b": 6}), classifier(norm=True), cross_entropy, sgd(0.1), batch_size=4)
-    ours, fedavg = (simulate(m, toy).server for m in (load("fedopt", optimizer=optimizer), load("fedavg")))
+    ours, fedavg = (
+        simulate(m, toy).server for m in (load("fedopt", optimizer=optimizer), load("fedavg"))
+    )
     with toy.networks.scope():
         trained = {name for name, _ in toy.networks.lease(toy.initial).named_parameters()}
     assert ours["m"].keys() == trained
@@ -153,7 +196,9 @@ def test_a_tensor_with_two_names_moves_under_both() -> None:
     assert bits(weights["0.weight"]) == bits(weights["2.weight"])
 
 
-@pytest.mark.parametrize("options", [{"optimizer": "lamb"}, {"server_lr": -1.0}, {"momentum": 2.0}, {"tau": 0.0}])
+@pytest.mark.parametrize(
+    "options", [{"optimizer": "lamb"}, {"server_lr": -1.0}, {"momentum": 2.0}, {"tau": 0.0}]
+)
 def test_options_out_of_their_limits_are_refused(options: dict) -> None:
     with pytest.raises(InputError):
         load("fedopt", **options)

@@ -39,7 +39,8 @@ def test_two_rounds_by_hand() -> None:
     -0.16015625. b: error 3.25 - 3 = 0.25, t = 1.625 - 0.25 = 1.375, p = 2 - 0.5 * 0.25 * 1.625 = 1.796875.
     """
     data = {
-        name: (torch.ones(n, 1).double(), torch.full((n,), y).double()) for name, n, y in (("a", 1, 0.0), ("b", 3, 3.0))
+        name: (torch.ones(n, 1).double(), torch.full((n,), y).double())
+        for name, n, y in (("a", 1, 0.0), ("b", 3, 3.0))
     }
     toy = Toy(data, Chain, half_square, sgd(0.5))
     for name in ("body.weight", "head.weight"):
@@ -48,14 +49,22 @@ def test_two_rounds_by_hand() -> None:
     assert first.server["weights"]["body.weight"].item() == 1.625
     assert [first.states[name]["weights"]["head.weight"].item() for name in "ab"] == [0.5, 2]
     assert second.server["weights"]["body.weight"].item() == (1.421875 + 3 * 1.375) / 4
-    assert [second.states[name]["weights"]["head.weight"].item() for name in "ab"] == [-0.16015625, 1.796875]
+    assert [second.states[name]["weights"]["head.weight"].item() for name in "ab"] == [
+        -0.16015625,
+        1.796875,
+    ]
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
-def test_an_empty_head_is_fedavg_and_an_empty_body_local_bit_for_bit(classes: Toy, settings: dict) -> None:
+def test_an_empty_head_is_fedavg_and_an_empty_body_local_bit_for_bit(
+    classes: Toy, settings: dict
+) -> None:
     """Check 1; layer 2 is a ReLU."""
     toy = replace(classes, optimizer=sgd(0.1, **settings))
-    shared, average = simulate(load("fedper", head_layers="2"), toy, 3), simulate(load("fedavg"), toy, 3)
+    shared, average = (
+        simulate(load("fedper", head_layers="2"), toy, 3),
+        simulate(load("fedavg"), toy, 3),
+    )
     assert bits(shared.server) == bits(average.server)
     method, local = load("fedper", head_layers="0, 1, 4"), load("local")
     kept, alone = simulate(method, toy, 3), simulate(local, toy, 3)
@@ -80,25 +89,40 @@ def test_heads_stay_and_those_of_absent_sites_do_not_change(classes: Toy) -> Non
     for message in [*second.down.values(), *second.replies.values()]:
         assert set(message["weights"]) == set(classes.initial) - HEAD
     newest = second.server["weights"]
-    assert bits(judged(METHOD, classes, second, "a")) == bits(merged(newest, first.states["a"]["weights"]))
+    assert bits(judged(METHOD, classes, second, "a")) == bits(
+        merged(newest, first.states["a"]["weights"])
+    )
     initial = {name: classes.initial[name] for name in HEAD}
     assert bits(judged(METHOD, classes, second, "c")) == bits(merged(newest, initial))
     means = torch.stack([reply["weights"]["1.running_mean"] for reply in first.replies.values()])
-    torch.testing.assert_close(first.server["weights"]["1.running_mean"], (9 * means[0] + 6 * means[1]) / 15)
+    torch.testing.assert_close(
+        first.server["weights"]["1.running_mean"], (9 * means[0] + 6 * means[1]) / 15
+    )
 
 
 def test_the_papers_numbers_of_parameters() -> None:
     """Check 3: with both linear layers of the MNIST network personal, 20 sites send 20 (260 + 5,020)."""
     network = nn.Sequential(
-        nn.Conv2d(1, 10, 5), nn.Conv2d(10, 20, 5), nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Linear(50, 10)
+        nn.Conv2d(1, 10, 5),
+        nn.Conv2d(10, 20, 5),
+        nn.Flatten(),
+        nn.Linear(320, 50),
+        nn.ReLU(),
+        nn.Linear(50, 10),
     )
     personal = load("fedper", head_layers="3,5").personal_names(network)
-    assert 20 * sum(t.numel() for name, t in network.state_dict().items() if name not in personal) == 105600
+    assert (
+        20 * sum(t.numel() for name, t in network.state_dict().items() if name not in personal)
+        == 105600
+    )
     assert METHOD.personal_names(network) == {"5.weight", "5.bias"}
     shipped = build("two_conv", 1, 10)
     personal = METHOD.personal_names(shipped)
     assert personal == {"fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
-    assert 20 * sum(t.numel() for name, t in shipped.state_dict().items() if name not in personal) == 105600
+    assert (
+        20 * sum(t.numel() for name, t in shipped.state_dict().items() if name not in personal)
+        == 105600
+    )
     assert load("fedper", head_layers="fc2").personal_names(shipped) == {"fc2.weight", "fc2.bias"}
 
 

@@ -29,7 +29,10 @@ class Turning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.t, self.head = nn.Parameter(torch.zeros((), dtype=torch.float64)), nn.Linear(2, 3, dtype=torch.float64)
+        self.t, self.head = (
+            nn.Parameter(torch.zeros((), dtype=torch.float64)),
+            nn.Linear(2, 3, dtype=torch.float64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.stack([x[:, 0], x[:, 1] + self.t * x[:, 0]], 1))
@@ -82,14 +85,27 @@ def test_unknown_classes_are_no_rivals_and_their_items_count_as_zero() -> None:
 
 def test_alpha_falls_from_one_in_round_one_to_zero_in_the_last() -> None:
     """1 - t / (T - 1), t = round - 1."""
-    assert [load("fedproc", rounds=5).alpha_at(round_) for round_ in range(1, 8)] == [1, 0.75, 0.5, 0.25, 0, 0, 0]
+    assert [load("fedproc", rounds=5).alpha_at(round_) for round_ in range(1, 8)] == [
+        1,
+        0.75,
+        0.5,
+        0.25,
+        0,
+        0,
+        0,
+    ]
     assert load("fedproc", rounds=5, alpha=0.5).alpha_at(2) == 0.375
     assert load("fedproc", rounds=1).alpha_at(1) == 1
-    assert [load("fedproc", rounds=5).alpha_at(round_) for round_ in (1, 4)] == [1, 1 - 3 / 4]  # T = 4 by 1 - t / T
+    assert [load("fedproc", rounds=5).alpha_at(round_) for round_ in (1, 4)] == [
+        1,
+        1 - 3 / 4,
+    ]  # T = 4 by 1 - t / T
 
 
 def test_alpha_above_one_is_refused() -> None:
-    with pytest.raises(InputError, match=r"alpha=1\.5 for method 'fedproc'; alpha is float >= 0 and <= 1"):
+    with pytest.raises(
+        InputError, match=r"alpha=1\.5 for method 'fedproc'; alpha is float >= 0 and <= 1"
+    ):
         load("fedproc", alpha=1.5)
 
 
@@ -106,7 +122,10 @@ def test_one_step_by_hand(alpha: float) -> None:
     data = {"a": (torch.tensor([[1.0, 0]]).double(), torch.tensor([0]))}
     toy = Toy(data, Turning, lambda output, target: 5 * output[:, 0].mean(), sgd(0.1))
     toy.networks.initial["head.weight"].copy_(torch.tensor([[0.0, 1], [0, 0], [0, 0]]))
-    prototypes = {"means": torch.tensor([[0.0, 1], [1, 0], [0, 0]]).double(), "counts": torch.tensor([1, 1, 0])}
+    prototypes = {
+        "means": torch.tensor([[0.0, 1], [1, 0], [0, 0]]).double(),
+        "counts": torch.tensor([1, 1, 0]),
+    }
     method = load("fedproc", alpha=alpha, rounds=5, tau=0.5)
     with toy.networks.scope():
         down = Message({"weights": toy.initial, "prototypes": prototypes})
@@ -124,7 +143,10 @@ def test_alpha_zero_is_fedavg_bit_for_bit(classes: Toy, optimizer) -> None:
     for options in ({"alpha": 0.0}, {"rounds": 2}):
         outcome = simulate(load("fedproc", **options), toy, 3)
         assert bits(outcome.server["weights"]) == bits(average.server["weights"])
-        assert all(bits(outcome.replies[n]["weights"]) == bits(average.replies[n]["weights"]) for n in toy.names)
+        assert all(
+            bits(outcome.replies[n]["weights"]) == bits(average.replies[n]["weights"])
+            for n in toy.names
+        )
     assert bits(simulate(METHOD, toy, 3).server["weights"]) != bits(average.server["weights"])
 
 
@@ -137,10 +159,15 @@ def test_round_one_without_prototypes_is_fedavg_bit_for_bit(classes: Toy) -> Non
 # The prototypes
 
 
-def replies(toy: Toy, counts: dict[str, list[int]], values: dict[str, list[float]]) -> dict[str, Message]:
+def replies(
+    toy: Toy, counts: dict[str, list[int]], values: dict[str, list[float]]
+) -> dict[str, Message]:
     made = {}
     for name in counts:
-        prototypes = {"means": torch.tensor(values[name])[:, None].repeat(1, 6), "counts": torch.tensor(counts[name])}
+        prototypes = {
+            "means": torch.tensor(values[name])[:, None].repeat(1, 6),
+            "counts": torch.tensor(counts[name]),
+        }
         made[name] = Message({"weights": toy.initial, "prototypes": prototypes}, {"samples": 1})
     return made
 
@@ -174,11 +201,18 @@ def test_replies_are_the_trained_models_class_means(average: str) -> None:
             means, counts = collect(model, toy.site(name).train, 4, 3, torch.device("cpu"))
         assert bits(sent["means"]) == bits(means)
         assert torch.equal(sent["counts"], counts if average == "samples" else (counts > 0).long())
-    assert outcome.replies["b"]["prototypes"]["counts"].tolist() == ([2, 0, 2] if average == "samples" else [1, 0, 1])
+    assert outcome.replies["b"]["prototypes"]["counts"].tolist() == (
+        [2, 0, 2] if average == "samples" else [1, 0, 1]
+    )
 
 
 def test_absent_owners_leave_their_prototype() -> None:
-    toy = Toy(blobs({"a": 4, "b": 4}, labels={"a": (0,), "b": (1,)}), classifier(), cross_entropy, sgd(0.1))
+    toy = Toy(
+        blobs({"a": 4, "b": 4}, labels={"a": (0,), "b": (1,)}),
+        classifier(),
+        cross_entropy,
+        sgd(0.1),
+    )
     outcome = simulate(METHOD, toy, 2, [["a", "b"], ["b"]])
     first, second = (server["prototypes"]["means"] for server in outcome.history[1:])
     assert bits(first[0]) == bits(second[0])

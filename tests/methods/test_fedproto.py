@@ -77,7 +77,9 @@ def test_lambda_zero_is_local_training_bit_for_bit(classes: Toy, settings: dict)
 
 def replies(counts: dict[str, int], values: dict[str, float]) -> dict[str, Message]:
     return {
-        name: Message({"prototypes": {"1": torch.tensor([values[name]])}, "counts": {"1": torch.tensor(n)}})
+        name: Message(
+            {"prototypes": {"1": torch.tensor([values[name]])}, "counts": {"1": torch.tensor(n)}}
+        )
         for name, n in counts.items()
     }
 
@@ -87,10 +89,14 @@ def test_the_server_takes_the_plain_mean_over_owners(classes: Toy) -> None:
     by_samples = load("fedproto", weights="samples")
     for counts, expected in (({"a": 3, "b": 1}, 2), ({"a": 2, "b": 2}, 3)):
         sent = replies(counts, {"a": 1, "b": 5})
-        plain, weighted = (m.aggregate(classes.host(), {"prototypes": {}}, sent, 3) for m in (METHOD, by_samples))
+        plain, weighted = (
+            m.aggregate(classes.host(), {"prototypes": {}}, sent, 3) for m in (METHOD, by_samples)
+        )
         assert table(plain["prototypes"]) == {"1": [3]}
         assert table(weighted["prototypes"]) == {"1": [expected]}
-    same = METHOD.aggregate(classes.host(), {"prototypes": {}}, replies({"a": 1, "b": 9}, {"a": 7, "b": 7}), 3)
+    same = METHOD.aggregate(
+        classes.host(), {"prototypes": {}}, replies({"a": 1, "b": 9}, {"a": 7, "b": 7}), 3
+    )
     assert table(same["prototypes"]) == {"1": [7]}
 
 
@@ -119,7 +125,10 @@ def test_the_upload_is_own_classes_times_d() -> None:
         data[f"site{i:02}"] = (torch.randn(8, 6, generator=generator), own.repeat(2))
     network = lambda: nn.Sequential(nn.Linear(6, 50), nn.ReLU(), nn.Linear(50, 10))  # noqa: E731
     outcome = simulate(METHOD, Toy(data, network, cross_entropy))
-    sent = {name: sum(t.numel() for t in reply.flat().values()) for name, reply in outcome.replies.items()}
+    sent = {
+        name: sum(t.numel() for t in reply.flat().values())
+        for name, reply in outcome.replies.items()
+    }
     assert set(sent.values()) == {200}
     assert sum(sent.values()) == 4000
     assert outcome.server["prototypes"].keys() <= {str(c) for c in range(10)}
@@ -168,9 +177,15 @@ def test_a_site_is_judged_by_the_nearest_prototype_of_its_own_classes() -> None:
             plain = site.model(outcome.states[name]["weights"]).eval()
             with torch.no_grad():
                 got, (values, _) = network(x).argmax(1), features_and_output(plain, x)
-            by_classifier = load("fedproto", predict="classifier").predictor(site, outcome.states[name], down).eval()
+            by_classifier = (
+                load("fedproto", predict="classifier")
+                .predictor(site, outcome.states[name], down)
+                .eval()
+            )
             assert torch.equal(by_classifier(x), plain(x))
-        far = torch.stack([(values - outcome.server["prototypes"][str(c)]).square().mean(1) for c in allowed], 1)
+        far = torch.stack(
+            [(values - outcome.server["prototypes"][str(c)]).square().mean(1) for c in allowed], 1
+        )
         assert got.tolist() == [allowed[i] for i in far.argmin(1).tolist()]
     with toy.networks.scope():
         assert METHOD.global_predictor(toy.host(), outcome.server) is None

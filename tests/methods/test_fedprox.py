@@ -20,13 +20,17 @@ def test_one_step_by_hand() -> None:
     With the norm not squared, or mu for mu / 2, step 2 would differ.
     """
     data = {"a": (torch.ones(1, 1).double(), torch.zeros(1).double())}
-    toy = Toy(data, lambda: torch.nn.Linear(1, 1, bias=False).double(), optimizer=sgd(0.5), epochs=2)
+    toy = Toy(
+        data, lambda: torch.nn.Linear(1, 1, bias=False).double(), optimizer=sgd(0.5), epochs=2
+    )
     toy.networks.initial["weight"].fill_(1)
     outcome = simulate(load("fedprox", mu=2.0), toy)
     assert outcome.server["weights"]["weight"].item() == 0.75
 
 
-@pytest.mark.parametrize("settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01}]
+)
 def test_mu_zero_is_fedavg_bit_for_bit(classes: Toy, settings: dict) -> None:
     toy = replace(classes, optimizer=sgd(0.1, **settings), epochs=7)  # 14 to 21 steps a site
     prox, average = simulate(load("fedprox", mu=0.0), toy, 2), simulate(FEDAVG, toy, 2)
@@ -39,7 +43,9 @@ def test_the_first_step_of_a_round_has_no_pull(classes: Toy) -> None:
     prox, average = simulate(load("fedprox", mu=10.0), toy), simulate(FEDAVG, toy)
     assert bits(prox.replies) == bits(average.replies)
     longer = replace(toy, epochs=2)
-    assert bits(simulate(load("fedprox", mu=10.0), longer).replies) != bits(simulate(FEDAVG, longer).replies)
+    assert bits(simulate(load("fedprox", mu=10.0), longer).replies) != bits(
+        simulate(FEDAVG, longer).replies
+    )
 
 
 def test_a_constant_loss_leaves_the_received_weights(classes: Toy) -> None:
@@ -76,14 +82,18 @@ def test_the_pull_is_a_term_of_the_loss(lines: Toy) -> None:
             optimizer.zero_grad()
             (toy.loss(model(x), y) + 0.25 * (model.weight - start).square().sum()).backward()
             optimizer.step()
-        torch.testing.assert_close(replies[name]["weights"]["weight"], model.weight.detach(), rtol=0, atol=1e-13)
+        torch.testing.assert_close(
+            replies[name]["weights"]["weight"], model.weight.detach(), rtol=0, atol=1e-13
+        )
 
 
 def test_buffers_are_not_pulled(classes: Toy) -> None:
     """BatchNorm's statistics after one batch are those of FedAvg whatever mu is."""
     toy = replace(classes, batch_size=100)
     strong, average = simulate(load("fedprox", mu=100.0), toy), simulate(FEDAVG, toy)
-    assert bits(strong.server["weights"]["1.running_var"]) == bits(average.server["weights"]["1.running_var"])
+    assert bits(strong.server["weights"]["1.running_var"]) == bits(
+        average.server["weights"]["1.running_var"]
+    )
 
 
 def test_each_round_pulls_towards_what_it_received(lines: Toy) -> None:

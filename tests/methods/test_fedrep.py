@@ -41,7 +41,10 @@ def test_one_round_by_hand() -> None:
     b: head gradient (1 - 3) 1 = -2, p = 2; then body gradient (2 - 3) 2 = -2, t = 2.
     Server: t = (0.875 + 2) / 2 = 1.4375; the heads stay 0.5 and 2.
     """
-    data = {name: (torch.ones(1, 1).double(), torch.tensor([y]).double()) for name, y in (("a", 0.0), ("b", 3.0))}
+    data = {
+        name: (torch.ones(1, 1).double(), torch.tensor([y]).double())
+        for name, y in (("a", 0.0), ("b", 3.0))
+    }
     toy = Toy(data, Chain, half_square, sgd(0.5))
     for name in ("body.weight", "head.weight"):
         toy.networks.initial[name].fill_(1)
@@ -55,7 +58,9 @@ def everything(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), 0.1, momentum=0.9, weight_decay=0.01)
 
 
-@pytest.mark.parametrize("optimizer", [sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.01), everything])
+@pytest.mark.parametrize(
+    "optimizer", [sgd(0.1), sgd(0.1, momentum=0.9, weight_decay=0.01), everything]
+)
 def test_one_part_moves_at_a_time(classes: Toy, optimizer) -> None:
     """Check 1: the head phase alone leaves the body, its statistics too; the body phase alone leaves the head."""
     toy = replace(classes, optimizer=optimizer)
@@ -66,7 +71,9 @@ def test_one_part_moves_at_a_time(classes: Toy, optimizer) -> None:
         assert bits(both.states[name]["weights"]) == bits(head.states[name]["weights"])
         assert bits(both.states[name]["weights"]) != bits(part(toy.initial, head=True))
         for key, tensor in both.replies[name]["weights"].items():
-            assert key == "0.bias" or bits(tensor) != bits(toy.initial[key])  # BatchNorm takes the bias away
+            assert key == "0.bias" or bits(tensor) != bits(
+                toy.initial[key]
+            )  # BatchNorm takes the bias away
 
 
 def test_without_body_epochs_the_body_never_changes(classes: Toy) -> None:
@@ -120,7 +127,9 @@ def test_a_site_is_judged_by_the_newest_body_with_its_head_fitted(classes: Toy) 
 
 
 def test_heads_of_absent_sites_stay(classes: Toy) -> None:
-    first, second = (simulate(load("fedrep"), classes, rounds, [["a", "b"], ["b"]]) for rounds in (1, 2))
+    first, second = (
+        simulate(load("fedrep"), classes, rounds, [["a", "b"], ["b"]]) for rounds in (1, 2)
+    )
     assert bits(second.states["a"]) == bits(first.states["a"])
     assert bits(second.states["b"]) != bits(first.states["b"])
 
@@ -128,7 +137,11 @@ def test_heads_of_absent_sites_stay(classes: Toy) -> None:
 def test_head_layers() -> None:
     network = classifier(norm=True)()
     assert load("fedrep").personal_names(network) == HEAD
-    assert load("fedrep", head_layers="0, 4").personal_names(network) == {*HEAD, "0.weight", "0.bias"}
+    assert load("fedrep", head_layers="0, 4").personal_names(network) == {
+        *HEAD,
+        "0.weight",
+        "0.bias",
+    }
     with pytest.raises(InputError, match="'fc'"):
         load("fedrep", head_layers="fc").personal_names(network)
 
@@ -139,10 +152,18 @@ def test_only_puts_everything_back() -> None:
     network[1][0].bias.requires_grad_(False)
     before, flags = snapshot(network), [p.requires_grad for p in network.parameters()]
     for still in (True, False):
-        with suppress(KeyError), train_only(network, {"1.0.weight", "1.0.bias", "1.1.weight"}, restore_buffers=still):
-            assert [name for name, p in network.named_parameters() if p.requires_grad] == ["1.0.weight", "1.1.weight"]
+        with (
+            suppress(KeyError),
+            train_only(network, {"1.0.weight", "1.0.bias", "1.1.weight"}, restore_buffers=still),
+        ):
+            assert [name for name, p in network.named_parameters() if p.requires_grad] == [
+                "1.0.weight",
+                "1.1.weight",
+            ]
             network(torch.rand(4, 8))
             raise KeyError
-        changed = {name for name, tensor in snapshot(network).items() if bits(tensor) != bits(before[name])}
+        changed = {
+            name for name, tensor in snapshot(network).items() if bits(tensor) != bits(before[name])
+        }
         assert {name.rpartition(".")[0] for name in changed} == ({"1.1"} if still else {"0", "1.1"})
     assert [p.requires_grad for p in network.parameters()] == flags

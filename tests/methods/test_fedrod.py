@@ -53,7 +53,10 @@ def test_one_step_by_hand() -> None:
 
 def test_balanced_softmax_is_its_formula() -> None:
     """Check 1: -log(n_y e^(z_y) / sum_c n_c e^(z_c)); with gamma, n^gamma."""
-    z, y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 3, 1, 1, 0])
+    z, y = (
+        torch.randn(5, 4, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0, 3, 1, 1, 0]),
+    )
     n = torch.tensor([7, 2, 0, 30])
     for gamma in (1.0, 0.5):
         weight = n.double().clamp(min=1e-12) ** gamma
@@ -77,7 +80,9 @@ def test_the_personal_step_reaches_the_personal_head_only(toy: Toy) -> None:
     """Check 3: with an optimiser of the personal head alone everything else is bit-identical."""
 
     def only_personal(network: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD([p for name, p in network.named_parameters() if name in PERSONAL], 0.1)
+        return torch.optim.SGD(
+            [p for name, p in network.named_parameters() if name in PERSONAL], 0.1
+        )
 
     outcome = simulate(METHOD, replace(toy, optimizer=only_personal))
     for name in toy.names:
@@ -92,17 +97,26 @@ def test_the_personal_step_reaches_the_personal_head_only(toy: Toy) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
-def test_without_prior_body_and_generic_head_are_fedavgs_bit_for_bit(classes: Toy, settings: dict) -> None:
-    method, plain = load("fedrod", gamma=0.0), replace(classes, optimizer=sgd(0.1, **settings), epochs=2)
+def test_without_prior_body_and_generic_head_are_fedavgs_bit_for_bit(
+    classes: Toy, settings: dict
+) -> None:
+    method, plain = (
+        load("fedrod", gamma=0.0),
+        replace(classes, optimizer=sgd(0.1, **settings), epochs=2),
+    )
     toy = plain.adapted(method)
-    assert {name: bits(t) for name, t in toy.initial.items() if name not in PERSONAL} == bits(plain.initial)
+    assert {name: bits(t) for name, t in toy.initial.items() if name not in PERSONAL} == bits(
+        plain.initial
+    )
     assert bits(simulate(method, toy, 3).server) == bits(simulate(load("fedavg"), plain, 3).server)
 
 
 def test_the_generic_head_follows_the_prior_and_the_personal_one_the_site() -> None:
     """A site with 15 of 16 random items in class 0: its personal model says so, its generic one does not."""
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
-    toy = Toy({"a": (x, torch.tensor([0] * 15 + [1]))}, classifier(), cross_entropy, sgd(0.1), epochs=100)
+    toy = Toy(
+        {"a": (x, torch.tensor([0] * 15 + [1]))}, classifier(), cross_entropy, sgd(0.1), epochs=100
+    )
     toy = toy.adapted(METHOD)
     outcome = simulate(METHOD, toy)
     with toy.networks.scope():
@@ -123,7 +137,9 @@ def test_predictions(toy: Toy) -> None:
         personal = {}
         for name in toy.names:
             site, down = toy.site(name), METHOD.broadcast(toy.host(), outcome.server, name)
-            personal[name] = ZERO.predictor(site, outcome.states.get(name) or ZERO.init_site(site), down).eval()
+            personal[name] = ZERO.predictor(
+                site, outcome.states.get(name) or ZERO.init_site(site), down
+            ).eval()
         feature = whole[:4](x)
         generic = nn.functional.linear(
             feature, outcome.server["weights"]["4.weight"], outcome.server["weights"]["4.bias"]
@@ -131,7 +147,9 @@ def test_predictions(toy: Toy) -> None:
         assert torch.equal(whole(x), generic)
         assert torch.equal(personal["c"](x), generic)
         h = outcome.states["a"]["weights"]
-        expected = generic + nn.functional.linear(feature, h["4.personal.weight"], h["4.personal.bias"])
+        expected = generic + nn.functional.linear(
+            feature, h["4.personal.weight"], h["4.personal.bias"]
+        )
         torch.testing.assert_close(personal["a"](x), expected)
         assert bits(snapshot(whole)["4.personal.weight"]) == bits(torch.zeros(3, 6))
 
@@ -141,4 +159,6 @@ def test_the_personal_head_stays(toy: Toy) -> None:
     first, second = (simulate(METHOD, toy, rounds, [["a", "b"], ["b"]]) for rounds in (1, 2))
     assert set(first.states["a"]["weights"]) == PERSONAL
     assert bits(second.states["a"]) == bits(first.states["a"])
-    assert bits(judged(METHOD, toy, second, "a")["4.weight"]) == bits(second.server["weights"]["4.weight"])
+    assert bits(judged(METHOD, toy, second, "a")["4.weight"]) == bits(
+        second.server["weights"]["4.weight"]
+    )

@@ -26,7 +26,17 @@ from medfl.runs.plan import Request, make_plan
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.step import site_step
 from medfl.training.site import Site
-from tests.support.toy import Toy, ToyBundle, bits, blobs, classifier, run_record, sgd, simulate, three_classes
+from tests.support.toy import (
+    Toy,
+    ToyBundle,
+    bits,
+    blobs,
+    classifier,
+    run_record,
+    sgd,
+    simulate,
+    three_classes,
+)
 
 
 @dataclass
@@ -41,7 +51,12 @@ class Half(Toy):
 
 
 def half(**changes: Any) -> Half:
-    toy = Half(blobs({"a": 9, "b": 6, "c": 11}), classifier(norm=True, dropout=0.3), cross_entropy, sgd(0.1))
+    toy = Half(
+        blobs({"a": 9, "b": 6, "c": 11}),
+        classifier(norm=True, dropout=0.3),
+        cross_entropy,
+        sgd(0.1),
+    )
     return replace(toy, batch_size=4, **changes)
 
 
@@ -59,7 +74,9 @@ def test_a_site_without_labels_learns_what_the_teacher_is_sure_of(epochs: int) -
     """Two steps written out: pseudo-labels above the threshold, probabilities below, the teacher's mean."""
     x, y = blobs({"b": 12})["b"]
     toy = Half({"b": (x, y)}, classifier(), cross_entropy, sgd(0.5), epochs=epochs)
-    method = load("fedsemi", warmup=0, threshold=0.4, unsure=0.5, decay=0.75, strength=0.0, mirror=False)
+    method = load(
+        "fedsemi", warmup=0, threshold=0.4, unsure=0.5, decay=0.75, strength=0.0, mirror=False
+    )
     reply = simulate(method, toy).replies["b"]
     student, teacher = plain(toy, toy.initial), plain(toy, toy.initial)
     shares = []
@@ -80,7 +97,10 @@ def test_a_site_without_labels_learns_what_the_teacher_is_sure_of(epochs: int) -
             parameter.data -= 0.5 * slope
     for name, tensor in student.state_dict().items():
         torch.testing.assert_close(reply["weights"][name], tensor, rtol=0, atol=1e-6)
-    assert reply.scalars == {"samples": 12, "sure": pytest.approx(float(torch.stack(shares).mean()))}
+    assert reply.scalars == {
+        "samples": 12,
+        "sure": pytest.approx(float(torch.stack(shares).mean())),
+    }
 
 
 def test_the_defaults_of_fixmatch_and_mean_teacher() -> None:
@@ -105,7 +125,9 @@ def test_the_reply_has_the_received_buffers_and_the_teacher_is_in_evaluation_mod
         site = toy.site("b")
         _, reply = method.local_update(site, {}, Message({"weights": made}))
         assert all(torch.equal(reply["weights"][name], made[name]) for name in statistics)
-        assert any(not torch.equal(reply["weights"][name], made[name]) for name in made if "weight" in name)
+        assert any(
+            not torch.equal(reply["weights"][name], made[name]) for name in made if "weight" in name
+        )
         feed = method._lessons(site.model(made), site.model(made), site, seen)
         x = toy.data["b"][0]
         _, target, _ = feed(x, None)
@@ -136,7 +158,9 @@ def test_the_weight_of_sites_without_labels(options: dict, expected: float) -> N
     }
     method, toy = load("fedsemi", {"warmup": 0, **options}), half()
     server = {"weights": {"w": torch.full((1,), 7.0)}}
-    assert method.aggregate(toy.host(), server, replies, 2)["weights"]["w"].item() == pytest.approx(expected)
+    assert method.aggregate(toy.host(), server, replies, 2)["weights"]["w"].item() == pytest.approx(
+        expected
+    )
     alone = method.aggregate(toy.host(), server, {"b": replies["b"]}, 2)["weights"]["w"].item()
     assert alone == (7.0 if expected == 0 else 1.0)
     assert method.observed(server, replies) == {"sure": 1 / 3}
@@ -150,7 +174,10 @@ def test_where_all_have_labels_it_is_fedavg_bit_for_bit() -> None:
 @pytest.mark.parametrize("options", [{"weight": 0.0}, {"warmup": 3}])
 def test_what_counts_nothing_is_left_out_bit_for_bit_and_costs_a_step(options: dict) -> None:
     alone = replace(half(), data={name: part for name, part in half().data.items() if name != "b"})
-    left_out, fedavg = simulate(load("fedsemi", options), half(), 3), simulate(load("fedavg"), alone, 3)
+    left_out, fedavg = (
+        simulate(load("fedsemi", options), half(), 3),
+        simulate(load("fedavg"), alone, 3),
+    )
     assert bits(left_out.server) == bits(fedavg.server)
     assert left_out.replies["b"].scalars["samples"] == 6
     with (toy := half(epochs=3)).networks.scope():
@@ -162,10 +189,15 @@ def test_what_counts_nothing_is_left_out_bit_for_bit_and_costs_a_step(options: d
 def test_rounds_without_labels_repeat_and_go_on_from_states() -> None:
     method = load("fedsemi", warmup=1, threshold=0.4)
     first, again, wired = (simulate(method, half(), 3, wire=wire) for wire in (False, False, True))
-    assert all(bits([one.server, one.states]) == bits([first.server, first.states]) for one in (again, wired))
+    assert all(
+        bits([one.server, one.states]) == bits([first.server, first.states])
+        for one in (again, wired)
+    )
     two, toy = simulate(method, half(), 2), half()
     with toy.networks.scope():
-        _, reply = method.local_update(toy.site("b", 3), {}, method.broadcast(toy.host(3), two.server, "b"))
+        _, reply = method.local_update(
+            toy.site("b", 3), {}, method.broadcast(toy.host(3), two.server, "b")
+        )
         assert bits(reply) == bits(first.replies["b"])
 
 
@@ -182,7 +214,9 @@ def test_a_strong_view_changes_intensities_and_cuts_a_box_out(sides: tuple[int, 
         hidden = (where == 0).nonzero()
         lengths = hidden.max(0).values - hidden.min(0).values + 1
         assert len(hidden) == lengths.prod()  # a whole box
-        assert all(side / 4 <= length <= side / 2 for side, length in zip(sides, lengths, strict=True))
+        assert all(
+            side / 4 <= length <= side / 2 for side, length in zip(sides, lengths, strict=True)
+        )
         torch.testing.assert_close(one[:, where == 0], image.mean().expand_as(one[:, where == 0]))
         pair = torch.stack([one[:, where > 0].flatten(), image[:, where > 0].flatten()])
         assert torch.corrcoef(pair)[0, 1] > 0.6  # every pixel is where it was
@@ -192,7 +226,9 @@ def test_a_strong_view_changes_intensities_and_cuts_a_box_out(sides: tuple[int, 
 
 def test_a_mirrored_view_is_for_classification() -> None:
     x = torch.rand(40, 1, 8, 8)
-    views = [strong_view(x, 0.0, mirror, torch.Generator().manual_seed(3))[0] for mirror in (False, True)]
+    views = [
+        strong_view(x, 0.0, mirror, torch.Generator().manual_seed(3))[0] for mirror in (False, True)
+    ]
     turned = [bool(torch.equal(b, a.flip(-1))) for a, b in zip(*views, strict=True)]
     assert 5 < sum(turned) < 35
     assert all(flip or torch.equal(a, b) for flip, a, b in zip(turned, *views, strict=True))
@@ -227,8 +263,12 @@ def test_labels_of_such_a_site_reach_nothing() -> None:
         method = load("fedsemi", threshold=0.4, warmup=0)
         made = Federation(bundle, method, run_record(method="fedsemi", unlabelled=unlabelled))  # type: ignore[arg-type]
         site = made.site("y", 1)
-        assert site.train.labels == ([] if unlabelled else made.participant_shard("y", "train").labels)
-        return bits(site_step(made, 1, "y", None, Message({"weights": made.networks.initial})).reply)
+        assert site.train.labels == (
+            [] if unlabelled else made.participant_shard("y", "train").labels
+        )
+        return bits(
+            site_step(made, 1, "y", None, Message({"weights": made.networks.initial})).reply
+        )
 
     assert reply(ToyBundle(), "y") == reply(Wrong(), "y")
     assert reply(ToyBundle(), "") != reply(Wrong(), "")
@@ -236,7 +276,9 @@ def test_labels_of_such_a_site_reach_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=15, size=28)
+    return datasets.write_phantom(
+        "pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=15, size=28
+    )
 
 
 def run(phantom: Path, out: Path, **changes: Any) -> dict[str, Any]:
@@ -248,11 +290,15 @@ def run(phantom: Path, out: Path, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     config = {"network": "small_cnn", "image_size": 28}
     options = {"threshold": 0.5, "warmup": 1}
-    return federate("pneumonia", options=options, config=config, requested=requested, out=out, **called)
+    return federate(
+        "pneumonia", options=options, config=config, requested=requested, out=out, **called
+    )
 
 
 @pytest.mark.slow
-def test_law1_workers_a_resume_and_monai_fl_give_the_same_bits(phantom: Path, tmp_path: Path) -> None:
+def test_law1_workers_a_resume_and_monai_fl_give_the_same_bits(
+    phantom: Path, tmp_path: Path
+) -> None:
     whole = run(phantom, tmp_path / "whole")
     run(phantom, tmp_path / "cut", rounds=1)
     others = [
@@ -261,28 +307,44 @@ def test_law1_workers_a_resume_and_monai_fl_give_the_same_bits(phantom: Path, tm
         run(phantom, tmp_path / "monai", runtime="monai-fl"),
     ]
     for other in others:
-        assert (other["run_hash"], other["weights_sha256"]) == (whole["run_hash"], whole["weights_sha256"])
-    rounds = [json.loads(line) for line in (tmp_path / "whole" / "rounds.jsonl").read_text().splitlines()]
+        assert (other["run_hash"], other["weights_sha256"]) == (
+            whole["run_hash"],
+            whole["weights_sha256"],
+        )
+    rounds = [
+        json.loads(line) for line in (tmp_path / "whole" / "rounds.jsonl").read_text().splitlines()
+    ]
     assert all(0 < entry["observed"]["sure"] <= 1 for entry in rounds)
 
 
 @pytest.mark.flare
 def test_law1_flare_gives_the_same_bits(phantom: Path, tmp_path: Path) -> None:
     pytest.importorskip("nvflare")
-    whole, other = (run(phantom, tmp_path / runtime, runtime=runtime) for runtime in ("simulator", "flare"))
-    assert (other["run_hash"], other["weights_sha256"]) == (whole["run_hash"], whole["weights_sha256"])
+    whole, other = (
+        run(phantom, tmp_path / runtime, runtime=runtime) for runtime in ("simulator", "flare")
+    )
+    assert (other["run_hash"], other["weights_sha256"]) == (
+        whole["run_hash"],
+        whole["weights_sha256"],
+    )
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ([], "method 'fedavg' with site 'site-2', which is without labels; methods that learn without: fedsemi; "),
+        (
+            [],
+            "method 'fedavg' with site 'site-2', which is without labels; methods that learn without: fedsemi; ",
+        ),
         (["--method", "central"], "method 'central' with site 'site-2', which is without labels"),
         (
             ["--unlabelled", "site-1,site-2"],
             "--unlabelled site-1,site-2: no site has labels; the sites of the run are ",
         ),
-        (["--unlabelled", "north"], "--unlabelled north; the sites of the run are site-1, site-2; "),
+        (
+            ["--unlabelled", "north"],
+            "--unlabelled north; the sites of the run are site-1, site-2; ",
+        ),
         (["--unlabelled", "site-2,,"], "--unlabelled site-2,,; names of sites, each once; "),
     ],
 )
@@ -290,7 +352,18 @@ def test_runs_that_cannot_be_are_refused_in_a_line(
     phantom: Path, tmp_path: Path, flags: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    command = ["run", "pneumonia", "--data", str(phantom), "--sites", "2", "--partition", "iid", "--out", str(out)]
+    command = [
+        "run",
+        "pneumonia",
+        "--data",
+        str(phantom),
+        "--sites",
+        "2",
+        "--partition",
+        "iid",
+        "--out",
+        str(out),
+    ]
     assert cli.main([*command, "--unlabelled", "site-2", *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {told}")
@@ -306,13 +379,20 @@ def test_channels_of_yes_and_no_have_no_pseudo_labels(sigmoid: bool, tmp_path: P
         "method": "fedsemi", "data": str(phantom), "sites": 2, "partition": "iid", "unlabelled": "site-2", "rounds": 1,
         "local_epochs": 1, "batch_size": 2,
     }  # fmt: skip
-    loss = {"_target_": "DiceCELoss", "to_onehot_y": True, "sigmoid": sigmoid, "softmax": not sigmoid}
+    loss = {
+        "_target_": "DiceCELoss",
+        "to_onehot_y": True,
+        "sigmoid": sigmoid,
+        "softmax": not sigmoid,
+    }
     config = {"network": "unet8", "patch_size": [16, 16, 16], "loss": loss}
     plan = make_plan(Request("hippocampus", config=config, **asked))
     if not sigmoid:
         Federation(plan.bundle, plan.method, plan.run)
         return
-    with pytest.raises(InputError, match="site 'site-2' without labels, whose network says yes or no in each") as told:
+    with pytest.raises(
+        InputError, match="site 'site-2' without labels, whose network says yes or no in each"
+    ) as told:
         Federation(plan.bundle, plan.method, plan.run)
     assert "\n" not in str(told.value)
 
@@ -320,7 +400,14 @@ def test_channels_of_yes_and_no_have_no_pseudo_labels(sigmoid: bool, tmp_path: P
 def test_a_job_for_sites_of_which_none_has_labels_is_not_offered() -> None:
     pytest.importorskip("nvflare")
     asked = {"method": "fedsemi", "rounds": 2, "batch_size": 8}
-    made = offer("pneumonia", ["north", "south"], requested={**asked, "unlabelled": "south"}, rehearsal=True)
+    made = offer(
+        "pneumonia", ["north", "south"], requested={**asked, "unlabelled": "south"}, rehearsal=True
+    )
     assert made.unlabelled == "south"
     with pytest.raises(InputError, match="no site has labels"):
-        offer("pneumonia", ["north", "south"], requested={**asked, "unlabelled": "south,north"}, rehearsal=True)
+        offer(
+            "pneumonia",
+            ["north", "south"],
+            requested={**asked, "unlabelled": "south,north"},
+            rehearsal=True,
+        )

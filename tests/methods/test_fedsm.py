@@ -20,7 +20,14 @@ from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judge
 
 def replies(values: Mapping[str, float]) -> dict[str, Message]:
     return {
-        name: Message({"personal": {"w": torch.tensor([v, 2 * v], dtype=torch.float64), "n": torch.tensor(int(v))}})
+        name: Message(
+            {
+                "personal": {
+                    "w": torch.tensor([v, 2 * v], dtype=torch.float64),
+                    "n": torch.tensor(int(v)),
+                }
+            }
+        )
         for name, v in values.items()
     }
 
@@ -36,9 +43,15 @@ def test_soft_pull_by_hand() -> None:
     """N = 3, lambda = 0.7, w = 0, 3, 9: a <- 0.7 * 0 + 0.15 * (3 + 9) = 1.8; b <- 2.1 + 0.15 * 9 = 3.45;
     c <- 6.3 + 0.15 * 3 = 6.75. Deviations from the mean 4 shrink by (3 * 0.7 - 1) / 2 = 0.55: -4 -> -2.2."""
     found = pulled({"a": 0.0, "b": 3.0, "c": 9.0}, 0.7)
-    assert {name: pytest.approx(w[0].item()) for name, w in found.items()} == {"a": 1.8, "b": 3.45, "c": 6.75}
+    assert {name: pytest.approx(w[0].item()) for name, w in found.items()} == {
+        "a": 1.8,
+        "b": 3.45,
+        "c": 6.75,
+    }
     mean = torch.stack(list(found.values())).mean(0)
-    torch.testing.assert_close(mean, torch.tensor([4.0, 8.0], dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        mean, torch.tensor([4.0, 8.0], dtype=torch.float64), rtol=0, atol=1e-12
+    )
     for name, value in (("a", 0.0), ("b", 3.0), ("c", 9.0)):
         assert found[name][0].item() - 4 == pytest.approx(0.55 * (value - 4))
 
@@ -48,7 +61,9 @@ def test_lambda_one_is_local_and_one_over_n_the_plain_mean() -> None:
     for name, w in pulled(values, 1.0).items():
         assert w[0].item() == values[name]
     for w in pulled(values, 1 / 3).values():
-        torch.testing.assert_close(w, torch.tensor([3.0, 6.0], dtype=torch.float64), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            w, torch.tensor([3.0, 6.0], dtype=torch.float64), rtol=0, atol=1e-12
+        )
 
 
 def test_a_single_participant_keeps_its_own_and_counters_stay() -> None:
@@ -92,12 +107,18 @@ def test_the_selector_takes_one_adam_step_by_the_mean_gradient() -> None:
         gradient = error.T @ x / len(x)
         reply = outcome.replies[name]
         torch.testing.assert_close(reply["mean"]["weight"], 0.1 * gradient, rtol=1e-4, atol=1e-7)
-        torch.testing.assert_close(reply["square"]["weight"], 0.001 * gradient**2, rtol=1e-4, atol=1e-9)
+        torch.testing.assert_close(
+            reply["square"]["weight"], 0.001 * gradient**2, rtol=1e-4, atol=1e-9
+        )
         step = -0.25 * gradient / (gradient.abs() + 1e-8)
-        torch.testing.assert_close(reply["selector"]["weight"], start["weight"] + step, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            reply["selector"]["weight"], start["weight"] + step, rtol=1e-4, atol=1e-5
+        )
     shares = {"a": 7 / 12, "b": 5 / 12}
     for group in ("selector", "mean", "square"):
-        wanted = sum(share * outcome.replies[name][group]["weight"] for name, share in shares.items())
+        wanted = sum(
+            share * outcome.replies[name][group]["weight"] for name, share in shares.items()
+        )
         torch.testing.assert_close(outcome.server[group]["weight"], wanted)
 
 
@@ -105,7 +126,10 @@ def test_the_selector_learns_to_tell_sites_apart() -> None:
     """Two sites in opposite corners: after some rounds each image is routed to its own site's model."""
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(12) % 3
-    data = {name: (torch.randn(12, 8, generator=generator) + shift, y) for name, shift in (("a", 4.0), ("b", -4.0))}
+    data = {
+        name: (torch.randn(12, 8, generator=generator) + shift, y)
+        for name, shift in (("a", 4.0), ("b", -4.0))
+    }
     toy = Toy(data, classifier(), cross_entropy, sgd(0.05))
     method = load("fedsm", selector_lr=0.1)
     outcome = simulate(method, toy, 12)
@@ -148,8 +172,12 @@ class Fixed(nn.Module):
         return 3.0 * nn.functional.one_hot(x[:, 0, 0, 0].long(), 3)
 
 
-@pytest.mark.parametrize(("threshold", "routes"), [(0.9, [0, 1, 2]), (0.91, [-1, -1, -1]), (1.0, [-1, -1, -1])])
-def test_an_image_goes_where_the_selector_is_sure_enough(threshold: float, routes: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("threshold", "routes"), [(0.9, [0, 1, 2]), (0.91, [-1, -1, -1]), (1.0, [-1, -1, -1])]
+)
+def test_an_image_goes_where_the_selector_is_sure_enough(
+    threshold: float, routes: list[int]
+) -> None:
     """softmax of (3, 0, 0): e^3 / (e^3 + 2) = 0.9094, above 0.9 and below 0.91."""
     model = SuperModel(constant(-1), {n: constant(10.0 + n) for n in range(3)}, Fixed(), threshold)
     x = torch.arange(3.0).reshape(3, 1, 1, 1).expand(3, 1, 2, 2)
@@ -175,7 +203,10 @@ def test_a_recorded_model_routes_every_image_anew(kind: str) -> None:
 
 
 def test_volumes_have_a_selector_of_volumes() -> None:
-    volumes = {name: (torch.rand(3, 1, 16, 16, 16), torch.randint(0, 2, (3, 1, 16, 16, 16))) for name in ("a", "b")}
+    volumes = {
+        name: (torch.rand(3, 1, 16, 16, 16), torch.randint(0, 2, (3, 1, 16, 16, 16)))
+        for name in ("a", "b")
+    }
     loss = lambda output, target: cross_entropy(output, target[:, 0])  # noqa: E731
     toy = Toy(volumes, lambda: build("unet8", 1, 2, 3), loss, sgd(0.1), batch_size=2)
     method = load("fedsm", threshold=0.0)

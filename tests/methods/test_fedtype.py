@@ -65,10 +65,14 @@ def test_sets_of_one_size_give_fedhelps_loss(size: int) -> None:
     expected = -(z.gather(1, top).exp() / phi).log().sum(1).mean()
     torch.testing.assert_close(set_loss(z, sets), expected, rtol=0, atol=1e-12)
     if size == 1:
-        torch.testing.assert_close(set_loss(z, sets), cross_entropy(z, proxy.argmax(1)), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            set_loss(z, sets), cross_entropy(z, proxy.argmax(1)), rtol=0, atol=1e-12
+        )
     if size == 6:  # K (KL(uniform || p) + log K), whatever the proxy
         apart = (-math.log(6) - z.log_softmax(1)).mean(1)
-        torch.testing.assert_close(set_loss(z, sets), 6 * (apart + math.log(6)).mean(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            set_loss(z, sets), 6 * (apart + math.log(6)).mean(), rtol=0, atol=1e-12
+        )
 
 
 def test_the_gradient_of_the_loss_over_sets() -> None:
@@ -105,7 +109,9 @@ def test_equal_logits_rank_by_class() -> None:
     torch.testing.assert_close(scores(torch.zeros(2, 4), u, 5, 1.0), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("k_reg", "lam", "tau"), [(5, 0.5, 0.9), (1, 0.1, 0.8), (0, 0.3, 0.7), (2, 0.4, 0.9)])
+@pytest.mark.parametrize(
+    ("k_reg", "lam", "tau"), [(5, 0.5, 0.9), (1, 0.1, 0.8), (0, 0.3, 0.7), (2, 0.4, 0.9)]
+)
 def test_sets_are_those_of_the_public_code(k_reg: int, lam: float, tau: float) -> None:
     """Its size of a set: the ranks whose cumulated score is at most tau, one more with the probability V."""
     z = 3 * drawn(400, 6)
@@ -128,7 +134,15 @@ def test_sets_are_those_of_the_public_code(k_reg: int, lam: float, tau: float) -
 
 @pytest.mark.parametrize(
     ("n", "coverage", "rank"),
-    [(9, 0.9, 9), (19, 0.9, 18), (20, 0.9, 19), (99, 0.55, 55), (3, 0.9, 3), (1, 0.5, 1), (5, 0.0, 1)],
+    [
+        (9, 0.9, 9),
+        (19, 0.9, 18),
+        (20, 0.9, 19),
+        (99, 0.55, 55),
+        (3, 0.9, 3),
+        (1, 0.5, 1),
+        (5, 0.0, 1),
+    ],
 )
 def test_the_conformal_quantile(n: int, coverage: float, rank: int) -> None:
     values = torch.randperm(n, generator=draws()).double() + 1
@@ -143,7 +157,9 @@ def test_calibrated_sets_cover_that_part_of_the_labels(coverage: float) -> None:
     with toy.networks.scope():
         network = toy.site("a").model(toy.initial)
         generator = draws()
-        sets = load("fedtype", coverage=coverage, k_reg=1)._sets(toy.site("a"), network, 0.1, generator)
+        sets = load("fedtype", coverage=coverage, k_reg=1)._sets(
+            toy.site("a"), network, 0.1, generator
+        )
         assert network.training
         z = network.eval()(x).detach()
         members = sets(z, uniform(len(z), generator))
@@ -173,7 +189,9 @@ def test_lambda_grows_with_the_fall_of_the_accuracy() -> None:
 # Training
 
 
-def reference(site: Site, method: object, large: nn.Module, proxy: nn.Module, accuracy: float, lam: float) -> tuple:
+def reference(
+    site: Site, method: object, large: nn.Module, proxy: nn.Module, accuracy: float, lam: float
+) -> tuple:
     """The two models after a round, by the equations, with plain loops; accuracy and lambda after it."""
     optimizers = [site.settings.optimizer(network) for network in (large, proxy)]
 
@@ -183,7 +201,9 @@ def reference(site: Site, method: object, large: nn.Module, proxy: nn.Module, ac
         for x, y in site.train.batches(site.settings.batch_size):
             rows = scores(network(x), uniform(len(x), generator), method.k_reg, lam)
             own += [row[label] for row, label in zip(rows, y, strict=True)]
-        tau = sorted(value.item() for value in own)[min(math.ceil((len(own) + 1) * method.coverage), len(own)) - 1]
+        tau = sorted(value.item() for value in own)[
+            min(math.ceil((len(own) + 1) * method.coverage), len(own)) - 1
+        ]
         network.train()
 
         def sets(z: Tensor) -> Tensor:
@@ -195,7 +215,10 @@ def reference(site: Site, method: object, large: nn.Module, proxy: nn.Module, ac
 
     for epoch in range(site.settings.epochs):
         generator = draws(derive(site.seed, "sets", epoch))
-        of_proxy, of_large = calibrated(proxy, lam, generator), calibrated(large, method.lam_large, generator)
+        of_proxy, of_large = (
+            calibrated(proxy, lam, generator),
+            calibrated(large, method.lam_large, generator),
+        )
         hits = 0
         for turn in (0, 1):
             with stream(site.seed, f"local {epoch}" if epoch else "local") as order:
@@ -207,10 +230,14 @@ def reference(site: Site, method: object, large: nn.Module, proxy: nn.Module, ac
                         hits += (z.argmax(1) == y).sum().item()
                         sets = of_proxy(z_proxy)
                         kappa = consensus(sets, of_large(z)).mean()
-                        loss = loss - method.lam_b * kappa * (z.log_softmax(1) * sets).sum() / len(x)
+                        loss = loss - method.lam_b * kappa * (z.log_softmax(1) * sets).sum() / len(
+                            x
+                        )
                     else:
                         p = z.detach().softmax(1)
-                        loss = loss + method.lam_f * (p * (p.log() - z_proxy.log_softmax(1))).sum() / len(x)
+                        loss = loss + method.lam_f * (
+                            p * (p.log() - z_proxy.log_softmax(1))
+                        ).sum() / len(x)
                     (proxy, large)[turn].train()
                     for optimizer in optimizers:
                         optimizer.zero_grad()
@@ -227,7 +254,9 @@ def test_a_round_is_that_of_the_equations(optimizer: Callable) -> None:
     x, y = blobs({"a": 22})["a"]
     network = lambda: classifier(norm=True)().double()  # noqa: E731
     toy = Toy({"a": (x.double(), y)}, network, cross_entropy, optimizer, epochs=2, batch_size=8)
-    method = load("fedtype", lam_f=0.7, lam_b=0.6, coverage=0.7, k_reg=0, lam_proxy=0.05, lam_large=0.0)
+    method = load(
+        "fedtype", lam_f=0.7, lam_b=0.6, coverage=0.7, k_reg=0, lam_proxy=0.05, lam_large=0.0
+    )
     theta = {
         name: t + 0.2 * drawn(1, *t.shape, seed=3)[0].abs() if t.is_floating_point() else t
         for name, t in toy.initial.items()
@@ -272,7 +301,9 @@ def test_without_teaching_it_is_local_and_fedavg_bit_for_bit(classes: Toy, setti
     assert bits(apart.replies) == bits(average.replies)
     for name in toy.names:
         assert bits(apart.states[name]["private"]) == bits(alone.states[name]["weights"])
-    forward, backward = (simulate(load("fedtype", **{other: 0.0}), toy, 1) for other in ("lam_b", "lam_f"))
+    forward, backward = (
+        simulate(load("fedtype", **{other: 0.0}), toy, 1) for other in ("lam_b", "lam_f")
+    )
     first = simulate(NEUTRAL, toy, 1)
     for name in toy.names:
         assert bits(forward.states[name]["private"]) == bits(first.states[name]["private"])
@@ -289,7 +320,10 @@ class Bodies(Toy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        other = lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
+        def other():
+            return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
         self.other = Networks(other, 1, torch.device("cpu"))
 
     def site(self, name: str, round_: int = 1) -> Site:
@@ -299,20 +333,30 @@ class Bodies(Toy):
 
 def test_only_proxies_travel() -> None:
     """The card's check; with FedAvg's server they are averaged although the sites' models differ."""
-    toy = Bodies(blobs({"a": 9, "b": 6, "c": 11}), classifier(norm=True), cross_entropy, batch_size=4)
+    toy = Bodies(
+        blobs({"a": 9, "b": 6, "c": 11}), classifier(norm=True), cross_entropy, batch_size=4
+    )
     outcome = simulate(load("fedtype", bodies="one,other"), toy, 3, wire=True)
     for name in toy.names:
         reply, private = outcome.replies[name], outcome.states[name]["private"]
         assert set(reply.tensors) == {"weights"}
         assert set(reply["weights"]) == set(toy.initial)
         assert private.keys() == (toy.initial if name == "a" else toy.other.initial).keys()
-        sent = {str(bits(value)) for value in reply["weights"].values() if value.is_floating_point()}
-        assert not sent & {str(bits(value)) for value in private.values() if value.is_floating_point()}
-    mean = sum(len(toy.data[n][0]) * outcome.replies[n]["weights"]["0.weight"] for n in toy.names) / 26
+        sent = {
+            str(bits(value)) for value in reply["weights"].values() if value.is_floating_point()
+        }
+        assert not sent & {
+            str(bits(value)) for value in private.values() if value.is_floating_point()
+        }
+    mean = (
+        sum(len(toy.data[n][0]) * outcome.replies[n]["weights"]["0.weight"] for n in toy.names) / 26
+    )
     torch.testing.assert_close(outcome.server["weights"]["0.weight"], mean)
 
 
-def test_a_site_is_judged_by_its_large_model_and_the_server_has_the_proxies_mean(classes: Toy) -> None:
+def test_a_site_is_judged_by_its_large_model_and_the_server_has_the_proxies_mean(
+    classes: Toy,
+) -> None:
     outcome = simulate(METHOD, classes, 2)
     for name in classes.names:
         assert bits(judged(METHOD, classes, outcome, name)) == bits(outcome.states[name]["private"])
@@ -325,7 +369,9 @@ def test_a_site_is_judged_by_its_large_model_and_the_server_has_the_proxies_mean
 
 
 def test_bad_input() -> None:
-    with pytest.raises(InputError, match=r"coverage=1; a part of the labels, 0 to below 1; take 0.9"):
+    with pytest.raises(
+        InputError, match=r"coverage=1; a part of the labels, 0 to below 1; take 0.9"
+    ):
         load("fedtype", coverage=1.0)
     with pytest.raises(InputError, match="each of the 3 classes"):
         METHOD.adapt(nn.Linear(4, 1), Task("classification", ("p", "q", "r")))

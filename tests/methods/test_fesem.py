@@ -19,8 +19,13 @@ METHOD = load("fesem")
 
 
 def sent(values: dict[str, float], samples: dict[str, int] | None = None) -> dict[str, Message]:
-    weights = {name: {"weight": torch.tensor([[value, 0, 0]]).double()} for name, value in values.items()}
-    return {name: Message({"weights": w}, {"samples": (samples or {}).get(name, 1)}) for name, w in weights.items()}
+    weights = {
+        name: {"weight": torch.tensor([[value, 0, 0]]).double()} for name, value in values.items()
+    }
+    return {
+        name: Message({"weights": w}, {"samples": (samples or {}).get(name, 1)})
+        for name, w in weights.items()
+    }
 
 
 def state(centres: list[float], assignment: dict[str, int], chosen: int | None = None) -> dict:
@@ -44,7 +49,9 @@ def test_a_round_by_hand(lines: Toy) -> None:
     assert after["assignment"] == {"a": 0, "b": 0, "c": 1, "d": 0}
     assert centres(after) == pytest.approx([10 / 3, 6], abs=1e-15)
     by_samples = sent(values, {"a": 1, "b": 2, "c": 1, "d": 3})
-    after = load("fesem", weights="samples").aggregate(lines.host(), state([0, 10], before), by_samples, 4)
+    after = load("fesem", weights="samples").aggregate(
+        lines.host(), state([0, 10], before), by_samples, 4
+    )
     assert centres(after) == pytest.approx([4, 6], abs=1e-15)
     after = METHOD.aggregate(lines.host(), state([0, 0], before, chosen=0), sent(values), 4)
     assert (after["assignment"], after["chosen"]) == ({"a": 0, "b": 1, "c": 1, "d": 1}, 2)
@@ -92,7 +99,9 @@ def test_one_centre_is_fedavg_with_a_plain_mean(classes: Toy, start: str) -> Non
     equal = replace(classes, data=blobs({"a": 8, "b": 8, "c": 8}))
     for toy, weights in ((equal, "uniform"), (classes, "samples")):
         one = simulate(load("fesem", clusters=1, start=start, weights=weights), toy, 3)
-        assert bits(one.server["weights"]) == bits(simulate(load("fedavg"), toy, 3).server["weights"])
+        assert bits(one.server["weights"]) == bits(
+            simulate(load("fedavg"), toy, 3).server["weights"]
+        )
         assert one.server["others"] == []
 
 
@@ -103,11 +112,16 @@ def test_the_objective_never_increases(lines: Toy) -> None:
     weights = {name: {"weight": torch.randn(1, 3, generator=generator).double()} for name in names}
     replies = {name: Message({"weights": w}, {"samples": 1}) for name, w in weights.items()}
     method = load("fesem", clusters=3)
-    server = method.init_server(lines.host(0), lines.networks.initial, {name: Message() for name in names})
+    server = method.init_server(
+        lines.host(0), lines.networks.initial, {name: Message() for name in names}
+    )
 
     def objective(server: dict, assignment: dict) -> float:
         found = [server["weights"], *server["others"]]
-        return sum(float((weights[n]["weight"] - found[assignment[n]]["weight"]).square().sum()) for n in names)
+        return sum(
+            float((weights[n]["weight"] - found[assignment[n]]["weight"]).square().sum())
+            for n in names
+        )
 
     values, groups = [], []
     for _ in range(12):
@@ -127,14 +141,22 @@ def test_as_many_far_centres_as_sites_is_local(classes: Toy) -> None:
     starts = {name: snapshot(classes.networks.fresh("start", name)) for name in classes.names}
     states, server = {}, {"assignment": {"a": 0, "b": 1, "c": 2}, "chosen": 3}
     server |= {"weights": starts["a"], "others": [starts["b"], starts["c"]]}
-    method, states = load("fesem", clusters=3), {name: {"weights": start} for name, start in starts.items()}
+    method, states = (
+        load("fesem", clusters=3),
+        {name: {"weights": start} for name, start in starts.items()},
+    )
     for round_ in (1, 2, 3):
         replies = {}
         for name in classes.names:
             with classes.networks.scope():
-                site, down = classes.site(name, round_), method.broadcast(classes.host(round_), server, name)
+                site, down = (
+                    classes.site(name, round_),
+                    method.broadcast(classes.host(round_), server, name),
+                )
                 replies[name] = method.local_update(site, {}, down)[1]
-                states[name], _ = local.local_update(classes.site(name, round_), states[name], Message())
+                states[name], _ = local.local_update(
+                    classes.site(name, round_), states[name], Message()
+                )
         with classes.networks.scope():
             server = method.aggregate(classes.host(round_), server, replies, 3)
         for k, name in enumerate(classes.names):
@@ -159,7 +181,9 @@ def test_centres_start_alike_or_apart(classes: Toy) -> None:
     for start, different in (("spread", 1), ("random", 3)):
         with classes.networks.scope():
             method = load("fesem", clusters=3, start=start)
-            server = method.init_server(classes.host(0), classes.networks.initial, {"a": Message(), "b": Message()})
+            server = method.init_server(
+                classes.host(0), classes.networks.initial, {"a": Message(), "b": Message()}
+            )
         found = [server["weights"], *server["others"]]
         assert len({str(bits(weights)) for weights in found}) == different
         assert bits(found[0]) == bits(classes.initial)
@@ -170,7 +194,10 @@ def test_unlike_sites_part() -> None:
     same = blobs({"a": 30, "b": 30}, seed=1)
     data = {
         **same,
-        **{n: (x, 2 - y) for n, (x, y) in zip("cd", blobs({"c": 30, "d": 30}, seed=2).values(), strict=True)},
+        **{
+            n: (x, 2 - y)
+            for n, (x, y) in zip("cd", blobs({"c": 30, "d": 30}, seed=2).values(), strict=True)
+        },
     }
     toy = Toy(data, classifier(), cross_entropy, batch_size=10, epochs=5)
     for server in simulate(METHOD, toy, 3).history[1:]:
@@ -179,7 +206,11 @@ def test_unlike_sites_part() -> None:
 
 def test_groups_by_the_number_of_classes() -> None:
     """a has 1 class, b 3, c 2; the mean is 2: a | b, c. Never changed by distances."""
-    toy = Toy(blobs({"a": 6, "b": 6, "c": 6}, labels={"a": (0,), "c": (0, 2)}), classifier(), cross_entropy)
+    toy = Toy(
+        blobs({"a": 6, "b": 6, "c": 6}, labels={"a": (0,), "c": (0, 2)}),
+        classifier(),
+        cross_entropy,
+    )
     method = load("fesem", assign="by_class_count")
     outcome = simulate(method, toy, 2)
     assert outcome.server["assignment"] == {"a": 0, "b": 1, "c": 1}
@@ -193,7 +224,9 @@ def test_a_site_is_judged_by_its_centre_or_its_own_model(classes: Toy) -> None:
     outcome = simulate(METHOD, classes, 2)
     own = simulate(local, classes, 2, [["a", "b"], ["a", "b"]])
     for name in classes.names:
-        centre = [outcome.server["weights"], *outcome.server["others"]][outcome.server["assignment"][name]]
+        centre = [outcome.server["weights"], *outcome.server["others"]][
+            outcome.server["assignment"][name]
+        ]
         assert bits(judged(METHOD, classes, outcome, name)) == bits(centre)
     assert bits(judged(local, classes, own, "a")) == bits(dict(own.replies["a"]["weights"]))
     centre = [own.server["weights"], *own.server["others"]][own.server["assignment"]["c"]]
@@ -204,7 +237,9 @@ def test_a_site_is_judged_by_its_centre_or_its_own_model(classes: Toy) -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(InputError, match="clusters=3 with assign=by_class_count; that makes two groups"):
+    with pytest.raises(
+        InputError, match="clusters=3 with assign=by_class_count; that makes two groups"
+    ):
         load("fesem", clusters=3, assign="by_class_count")
     with pytest.raises(InputError, match="by_class_count in a segmentation task"):
         load("fesem", assign="by_class_count").adapt(classifier()(), Task("segmentation"))

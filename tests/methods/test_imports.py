@@ -29,12 +29,18 @@ def imported(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             module = ".".join(filter(None, ["medfl.methods" if node.level else "", node.module]))
             names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        yield from (name.removeprefix("medfl.methods.") for name in names if name.startswith("medfl.methods."))
+        yield from (
+            name.removeprefix("medfl.methods.")
+            for name in names
+            if name.startswith("medfl.methods.")
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOM)))
 def test_no_file_of_the_room_imports_a_method(path: Path) -> None:
-    assert not siblings(path.read_text(), path.parent.name), "move what two methods share to medfl/methods/_parts"
+    assert not siblings(path.read_text(), path.parent.name), (
+        "move what two methods share to medfl/methods/_parts"
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,4 +65,6 @@ def test_a_package_may_import_its_own_modules_and_no_other_s() -> None:
 
 
 def test_base_and_parts_are_allowed() -> None:
-    assert not siblings("from medfl.methods.base import Method\nfrom medfl.methods._parts.public import SCORES")
+    assert not siblings(
+        "from medfl.methods.base import Method\nfrom medfl.methods._parts.public import SCORES"
+    )

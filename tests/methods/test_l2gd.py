@@ -26,11 +26,17 @@ def test_two_rounds_by_hand() -> None:
     Round 1: a 0, b 4; m = 2. After the averaging step a = 0.5, b = 3.5, by which they are judged.
     Round 2: a 0.25, b 5.75; m = 3; then 0.9375 and 5.0625.
     """
-    data = {name: (torch.ones(1, 1).double(), torch.tensor([y]).double()) for name, y in (("a", 0.0), ("b", 8.0))}
+    data = {
+        name: (torch.ones(1, 1).double(), torch.tensor([y]).double())
+        for name, y in (("a", 0.0), ("b", 8.0))
+    }
     toy = Toy(data, lambda: torch.nn.Linear(1, 1, bias=False).double(), optimizer=sgd(0.5))
     toy.networks.initial["weight"].zero_()
     method = load("l2gd", theta=0.25)
-    for rounds, own, mean, mixed in ((1, [0, 4], 2, [0.5, 3.5]), (2, [0.25, 5.75], 3, [0.9375, 5.0625])):
+    for rounds, own, mean, mixed in (
+        (1, [0, 4], 2, [0.5, 3.5]),
+        (2, [0.25, 5.75], 3, [0.9375, 5.0625]),
+    ):
         outcome = simulate(method, toy, rounds)
         assert [outcome.states[name]["weights"]["weight"].item() for name in "ab"] == own
         assert outcome.server["weights"]["weight"].item() == mean
@@ -56,7 +62,8 @@ def test_a_toss_is_on_average_a_gradient_step(lines: Toy) -> None:
     """
     p, alpha, lam, n = 0.3, 0.2, 0.7, 4
     start = {
-        name: torch.randn(1, 3, generator=torch.Generator().manual_seed(i)).double() for i, name in enumerate("abcd")
+        name: torch.randn(1, 3, generator=torch.Generator().manual_seed(i)).double()
+        for i, name in enumerate("abcd")
     }
     mean = torch.stack(list(start.values())).mean(0)
     toy = replace(lines, optimizer=sgd(alpha / (n * (1 - p))))
@@ -69,7 +76,9 @@ def test_a_toss_is_on_average_a_gradient_step(lines: Toy) -> None:
             averaged = method.predictor(site, state, down).weight.detach()
             a, b = quadratic(*toy.data[name])
             expected = -alpha / n * ((a @ w[0] - b)[None] + lam * (w - mean))
-            torch.testing.assert_close((1 - p) * local + p * averaged - w, expected, rtol=0, atol=1e-14)
+            torch.testing.assert_close(
+                (1 - p) * local + p * averaged - w, expected, rtol=0, atol=1e-14
+            )
 
 
 @pytest.mark.parametrize("options", [{}, {"mix_buffers": True}])
@@ -92,7 +101,9 @@ def test_a_full_step_makes_all_models_their_mean(classes: Toy) -> None:
         for key, value in outcome.server["weights"].items():
             if value.is_floating_point():
                 assert len({str(bits(w[key])) for w in weights} | {str(bits(value))}) == 1
-        assert torch.equal(weights[0]["1.running_mean"], weights[1]["1.running_mean"]) == mix_buffers
+        assert (
+            torch.equal(weights[0]["1.running_mean"], weights[1]["1.running_mean"]) == mix_buffers
+        )
         assert [w["1.num_batches_tracked"].item() for w in weights] == [
             4,
             4,
@@ -117,7 +128,10 @@ def test_what_travels(classes: Toy) -> None:
 
 def test_the_coin(classes: Toy) -> None:
     """Runs of equal tosses: on average 1/p local iterations and 1/(1 - p) averaging steps."""
-    method, toy = load("l2gd", coin=0.25, theta=0.5), replace(classes, data={"a": classes.data["a"]}, epochs=2)
+    method, toy = (
+        load("l2gd", coin=0.25, theta=0.5),
+        replace(classes, data={"a": classes.data["a"]}, epochs=2),
+    )
     tosses = [method.tosses(toy.host(round_)) for round_ in range(1, 2001)]
     for name, expected in (("iterations", 4), ("averagings", 4 / 3)):
         runs = [toss[name] for toss in tosses]
@@ -129,7 +143,9 @@ def test_the_coin(classes: Toy) -> None:
     with toy.networks.scope():
         site = toy.site("a", 3)
         method.local_update(site, simulate(method, toy, 2).states["a"], outcome.down["a"])
-    assert site.journal[0].steps == 3 * 2 * sent["iterations"]  # nine items in batches of four, two epochs an iteration
+    assert (
+        site.journal[0].steps == 3 * 2 * sent["iterations"]
+    )  # nine items in batches of four, two epochs an iteration
     assert bits(outcome.states) == bits(simulate(method, toy, 3).states)
 
 
@@ -140,7 +156,9 @@ def test_several_averaging_steps_are_taken_at_once(lines: Toy) -> None:
     outcome.server["tosses"]["averagings"] = 3
     for name in lines.names:
         own, mean = outcome.states[name]["weights"]["weight"], outcome.server["weights"]["weight"]
-        torch.testing.assert_close(judged(method, lines, outcome, name)["weight"], mean + (own - mean) / 8)
+        torch.testing.assert_close(
+            judged(method, lines, outcome, name)["weight"], mean + (own - mean) / 8
+        )
 
 
 @pytest.mark.parametrize("options", [{"theta": 1.5}, {"coin": 1.0}])

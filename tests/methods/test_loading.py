@@ -34,15 +34,21 @@ def test_truth_values_may_be_text(given) -> None:
     assert load("central", {"keep_optimizer": "no"}).keep_optimizer is False
 
 
-@pytest.mark.parametrize("given", ["abc", "-1", -0.1, None, True, "nan", "", "[", "{a: ", "1,5", [0.1], "null"])
+@pytest.mark.parametrize(
+    "given", ["abc", "-1", -0.1, None, True, "nan", "", "[", "{a: ", "1,5", [0.1], "null"]
+)
 def test_a_wrong_number_is_refused_in_one_line(given) -> None:
     text = message(lambda: load("fedprox", mu=given))
     assert text.startswith("mu=")
     assert "mu is float >= 0" in text
 
 
-@pytest.mark.parametrize("given", ["inf", "-inf", ".inf", "nan", ".nan", "1e999", float("inf"), float("nan")])
-@pytest.mark.parametrize(("method", "option"), [("fedprox", "mu"), ("fednh", "scale"), ("fedhelp", "lambda_j")])
+@pytest.mark.parametrize(
+    "given", ["inf", "-inf", ".inf", "nan", ".nan", "1e999", float("inf"), float("nan")]
+)
+@pytest.mark.parametrize(
+    ("method", "option"), [("fedprox", "mu"), ("fednh", "scale"), ("fedhelp", "lambda_j")]
+)
 def test_a_number_is_finite(given, method: str, option: str) -> None:
     assert f"{option}=" in message(lambda: load(method, {option: given}))
 
@@ -65,7 +71,9 @@ def test_an_unknown_method_lists_the_known(given: str) -> None:
 
 
 def test_an_unknown_option_lists_the_valid() -> None:
-    assert "its options are: control, server_lr, weights" in message(lambda: load("scaffold", {"mu": 1}))
+    assert "its options are: control, server_lr, weights" in message(
+        lambda: load("scaffold", {"mu": 1})
+    )
     assert "its options are: none" in message(lambda: load("fedavg", {"mu": 1}))
 
 
@@ -102,7 +110,9 @@ def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     sys.modules.pop("ownpkg", None)
 
 
-@pytest.mark.parametrize("text", ["[" * 3000, "&a [*a]", "2020-13-45", "1:" * 30_000 + "1", "!!set x", "0b"])
+@pytest.mark.parametrize(
+    "text", ["[" * 3000, "&a [*a]", "2020-13-45", "1:" * 30_000 + "1", "!!set x", "0b"]
+)
 def test_a_typed_value_that_yaml_fails_with_is_bad_input(text: str) -> None:
     with pytest.raises(InputError, match="mu"):
         load("fedprox", {"mu": text})

@@ -34,14 +34,18 @@ def test_it_is_fedavg_with_one_site_bit_for_bit(classes: Toy) -> None:
 
 def steps(method: str, cohort: float, **options: object) -> dict[str, list[int]]:
     """Return each site's optimiser updates in four rounds of two local epochs, 0 where it was not drawn."""
-    federation = Federation(ToyBundle(), load(method, options), run_record(cohort=cohort, local_epochs=2, batch_size=2))
+    federation = Federation(
+        ToyBundle(), load(method, options), run_record(cohort=cohort, local_epochs=2, batch_size=2)
+    )
     host, initial = federation.host(0), federation.networks.initial
     server = federation.method.init_server(host, initial, {})
     done: dict[str, list[int]] = {name: [] for name in federation.names}
     for round_ in range(1, 5):
         cohort_, down = federation.cohort(round_), federation.method.broadcast(host, server, "x")
         for name, counts in done.items():
-            counts.append(site_step(federation, round_, name, None, down).steps if name in cohort_ else 0)
+            counts.append(
+                site_step(federation, round_, name, None, down).steps if name in cohort_ else 0
+            )
     return done
 
 
@@ -56,7 +60,9 @@ def test_every_site_takes_as_many_steps_as_in_fedavg() -> None:
 def test_the_others_data_and_number_are_no_matter(classes: Toy) -> None:
     whole = simulate(METHOD, classes, 3)
     fewer = simulate(METHOD, replace(classes, data={"b": classes.data["b"]}), 3)
-    other = simulate(METHOD, replace(classes, data={**classes.data, "a": blobs({"a": 31}, seed=9)["a"]}), 3)
+    other = simulate(
+        METHOD, replace(classes, data={**classes.data, "a": blobs({"a": 31}, seed=9)["a"]}), 3
+    )
     for outcome in (fewer, other):
         assert bits(outcome.states["b"]) == bits(whole.states["b"])
     assert bits(other.states["a"]) != bits(whole.states["a"])

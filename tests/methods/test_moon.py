@@ -36,7 +36,10 @@ class Turning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.t, self.head = nn.Parameter(torch.zeros((), dtype=torch.float64)), nn.Linear(2, 3, dtype=torch.float64)
+        self.t, self.head = (
+            nn.Parameter(torch.zeros((), dtype=torch.float64)),
+            nn.Linear(2, 3, dtype=torch.float64),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.stack([x[:, 0], x[:, 1] + self.t * x[:, 0]], 1))
@@ -70,8 +73,12 @@ def test_only_directions_count() -> None:
     z, z_g, z_p = (drawn(6, 4, seed=seed) for seed in range(3))
     loss = contrastive(z, z_g, z_p, 0.5)
     factor = torch.arange(1, 7).double()[:, None]
-    torch.testing.assert_close(contrastive(factor * z, 3 * z_g, 0.2 * z_p, 0.5), loss, rtol=0, atol=1e-12)
-    each = torch.stack([contrastive(z[i : i + 1], z_g[i : i + 1], z_p[i : i + 1], 0.5) for i in range(6)])
+    torch.testing.assert_close(
+        contrastive(factor * z, 3 * z_g, 0.2 * z_p, 0.5), loss, rtol=0, atol=1e-12
+    )
+    each = torch.stack(
+        [contrastive(z[i : i + 1], z_g[i : i + 1], z_p[i : i + 1], 0.5) for i in range(6)]
+    )
     torch.testing.assert_close(each.mean(), loss, rtol=0, atol=1e-12)
 
 
@@ -90,7 +97,9 @@ def test_one_step_by_hand() -> None:
     s_g = 1 / sqrt(1 + t^2), s_p = (1 + t) / sqrt(2 + 2 t^2); at t = 0 they are 1 and 1 / sqrt 2, their derivatives 0
     and 1 / sqrt 2. With tau = 0.5 the loss log(1 + e^(2 (s_p - s_g))) has the derivative sqrt 2 sigma(sqrt 2 - 2).
     """
-    toy = Toy({"a": (torch.tensor([[1.0, 0]]).double(), torch.tensor([0]))}, Turning, nothing, sgd(0.1))
+    toy = Toy(
+        {"a": (torch.tensor([[1.0, 0]]).double(), torch.tensor([0]))}, Turning, nothing, sgd(0.1)
+    )
     previous = {**toy.initial, "t": torch.ones((), dtype=torch.float64)}
     with toy.networks.scope():
         state, reply = load("moon", mu=3.0).local_update(
@@ -122,7 +131,9 @@ def test_a_first_participation_is_fedavg_bit_for_bit(classes: Toy) -> None:
 
 
 def test_the_previous_model_is_the_sites_own_and_goes_stale(classes: Toy) -> None:
-    first, last = (simulate(METHOD, classes, rounds, [["a", "b"], ["b"], ["b"]]) for rounds in (1, 3))
+    first, last = (
+        simulate(METHOD, classes, rounds, [["a", "b"], ["b"], ["b"]]) for rounds in (1, 3)
+    )
     for name in "ab":
         assert bits(first.states[name]) == bits({"previous": first.replies[name]["weights"]})
     assert bits(last.states["a"]) == bits(first.states["a"])
@@ -139,9 +150,18 @@ def test_the_references_are_in_evaluation_mode_without_gradients() -> None:
             seen.append((self.training, torch.is_grad_enabled(), self.weight.requires_grad))
             return super().forward(x)
 
-    toy = Toy(blobs({"a": 4}), lambda: nn.Sequential(Watched(8, 6), nn.ReLU(), nn.Linear(6, 3)), cross_entropy)
+    toy = Toy(
+        blobs({"a": 4}),
+        lambda: nn.Sequential(Watched(8, 6), nn.ReLU(), nn.Linear(6, 3)),
+        cross_entropy,
+    )
     simulate(METHOD, toy, 2)
-    assert seen == [(True, True, True), (True, True, True), (False, False, False), (False, False, False)]
+    assert seen == [
+        (True, True, True),
+        (True, True, True),
+        (False, False, False),
+        (False, False, False),
+    ]
 
 
 # The projection
@@ -164,7 +184,9 @@ def test_the_projection_trains(classes: Toy) -> None:
     toy = classes.adapted(method)
     outcome = simulate(method, toy, 2)
     assert outcome.server["weights"]["4.output.weight"].shape == (3, 256)
-    assert bits(outcome.server) != bits(simulate(load("moon", projection=True, mu=0.0), toy, 2).server)
+    assert bits(outcome.server) != bits(
+        simulate(load("moon", projection=True, mu=0.0), toy, 2).server
+    )
 
 
 def test_a_projection_needs_a_linear_head() -> None:
@@ -186,7 +208,11 @@ def test_the_bottleneck_of_a_unet(dimensions: int) -> None:
     """Two strides of 2 leave a quarter of 16: maps of 4 x 4 (x 4), the 8 + 16 channels that the decoder starts from."""
     network = unet(dimensions).eval()
     kept = []
-    handle = network.model[1].submodule[2].register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    handle = (
+        network.model[1]
+        .submodule[2]
+        .register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    )
     x = torch.randn(2, 1, *[16] * dimensions, generator=torch.Generator().manual_seed(0))
     z, output = bottleneck_and_output(network, x)
     handle.remove()
@@ -202,7 +228,10 @@ def test_neither_gates_nor_the_head_are_a_bottleneck() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.down, self.gate = nn.Conv2d(1, 2, 2, 2), nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(2, 2, 1))
+            self.down, self.gate = (
+                nn.Conv2d(1, 2, 2, 2),
+                nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(2, 2, 1)),
+            )
             self.head = nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(2, 3, 1))
 
         def forward(self, x: Tensor) -> Tensor:
@@ -212,13 +241,17 @@ def test_neither_gates_nor_the_head_are_a_bottleneck() -> None:
     x = torch.ones(2, 1, 6, 6)
     gated = Gated()
     assert bits(bottleneck_and_output(gated, x)[0]) == bits(gated.down(x))
-    flat = nn.Sequential(nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 2, 1)))
+    flat = nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU()), nn.Sequential(nn.Conv2d(4, 2, 1))
+    )
     assert bits(bottleneck_and_output(flat, x)) == bits(features_and_output(flat, x))
 
 
 class Segmenting(Toy):
     def site(self, name: str, round_: int = 1) -> Site:
-        return replace(super().site(name, round_), task=Task("segmentation", ("background", "lesion")))
+        return replace(
+            super().site(name, round_), task=Task("segmentation", ("background", "lesion"))
+        )
 
 
 def test_segmentation_contrasts_the_bottleneck() -> None:
@@ -226,7 +259,10 @@ def test_segmentation_contrasts_the_bottleneck() -> None:
     x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     data = {"a": (x[:3], (x[:3, 0] > 0).long()), "b": (x[3:], (x[3:, 0] > 0.5).long())}
     toy = Segmenting(data, unet, cross_entropy, sgd(0.1), batch_size=2)
-    runs = {how: bits(simulate(load("moon", feature=how), toy, 2).server) for how in ("auto", "bottleneck", "head")}
+    runs = {
+        how: bits(simulate(load("moon", feature=how), toy, 2).server)
+        for how in ("auto", "bottleneck", "head")
+    }
     assert runs["auto"] == runs["bottleneck"] != runs["head"]
     average = bits(simulate(FEDAVG, toy, 2).server)
     assert average not in runs.values()
@@ -242,6 +278,10 @@ def test_only_the_encoder_feels_the_bottleneck() -> None:
         down = Message({"weights": toy.initial})
         _, reply = METHOD.local_update(toy.site("a"), {"previous": previous}, down)
     trainable = dict(toy.networks.fresh().named_parameters())
-    moved = {name for name, t in reply["weights"].items() if name in trainable and bits(t) != bits(toy.initial[name])}
+    moved = {
+        name
+        for name, t in reply["weights"].items()
+        if name in trainable and bits(t) != bits(toy.initial[name])
+    }
     assert any(name.startswith("model.0.") for name in moved)
     assert not any(name.startswith("model.2.") for name in moved)

@@ -15,7 +15,18 @@ from medfl.methods import load
 from medfl.methods._parts.separate_randomness import SeparateRandomness
 from medfl.methods.perfedavg import draw, gradient, hessian_product
 from medfl.training.site import Site, snapshot
-from tests.support.toy import WHOLE, Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
+from tests.support.toy import (
+    WHOLE,
+    Toy,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    quadratic,
+    sgd,
+    simulate,
+)
 
 ORDERS = ("first", "hessian_free")
 every_order = pytest.mark.parametrize("order", ORDERS)
@@ -84,7 +95,9 @@ def test_hessian_free_is_the_gradient_of_the_objective() -> None:
     inner = torch.autograd.grad(f(start), list(start.values()), create_graph=True)
     after = {name: w - alpha * g for (name, w), g in zip(start.items(), inner, strict=True)}
     exact = torch.autograd.grad(f(after), list(start.values()))
-    reply = simulate(load("perfedavg", alpha=alpha, order="hessian_free", delta=1e-4), toy).replies["a"]["weights"]
+    reply = simulate(load("perfedavg", alpha=alpha, order="hessian_free", delta=1e-4), toy).replies[
+        "a"
+    ]["weights"]
     plain = simulate(load("perfedavg", alpha=alpha), toy).replies["a"]["weights"]
     for (name, w), g in zip(start.items(), exact, strict=True):
         close(reply[name], w.detach() - beta * g, 1e-9)
@@ -93,7 +106,9 @@ def test_hessian_free_is_the_gradient_of_the_objective() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 1e-60])
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
-def test_without_an_inner_step_it_is_fedavg_bit_for_bit(classes: Toy, alpha: float, settings: dict) -> None:
+def test_without_an_inner_step_it_is_fedavg_bit_for_bit(
+    classes: Toy, alpha: float, settings: dict
+) -> None:
     """1e-60 is 0 in float32 but takes all passes: they leave batches, dropout, buffers and the optimiser alone."""
     toy = replace(classes, optimizer=sgd(0.1, **settings), epochs=2)
     cohorts = [["a", "b"], ["b", "c"], ["a", "b", "c"]]
@@ -176,20 +191,26 @@ def test_only_the_outer_passes_move_buffers(order: str, alpha: float) -> None:
         for key in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
             assert bits(sent[key]) == bits(plain[key])
             assert bits(sent[key]) != bits(toy.initial[key])
-            assert bits(judged(method, toy, outcome, name)[key]) == bits(outcome.server["weights"][key])
+            assert bits(judged(method, toy, outcome, name)[key]) == bits(
+                outcome.server["weights"][key]
+            )
         assert bits(sent["1.weight"]) != bits(plain["1.weight"])
 
 
 def test_both_gradients_of_the_difference_see_the_same_dropout(lines: Toy) -> None:
     """With one mask the loss is a quadratic of that mask: any delta gives the same; with two, noise / delta."""
-    toy = replace(lines, network=lambda: nn.Sequential(nn.Dropout(0.5), lines.network()), batch_size=6)
+    toy = replace(
+        lines, network=lambda: nn.Sequential(nn.Dropout(0.5), lines.network()), batch_size=6
+    )
     site = toy.site("d")
     beside = lambda step: SeparateRandomness(site, "hessian", step, each=2)  # noqa: E731
     v = [torch.ones(1, 3, dtype=torch.float64)]
     with toy.networks.scope():
         model = site.model(toy.initial)
         batch = next(site.train.batches(6))
-        products = [hessian_product(model, site, v, delta, batch, beside(1))[0] for delta in (1e-4, 1.0)]
+        products = [
+            hessian_product(model, site, v, delta, batch, beside(1))[0] for delta in (1e-4, 1.0)
+        ]
         other = hessian_product(model, site, v, 1.0, batch, beside(2))[0]
         assert bits(snapshot(model)) == bits(toy.initial)
     close(*products, 1e-9)
@@ -224,7 +245,10 @@ def test_a_site_is_judged_after_steps_on_its_training_data(lines: Toy) -> None:
         for steps in range(4):
             method = load("perfedavg", alpha=alpha, finetune_steps=steps)
             with lines.networks.scope():
-                site, down = elsewhere(lines.site(name)), method.broadcast(lines.host(), outcome.server, name)
+                site, down = (
+                    elsewhere(lines.site(name)),
+                    method.broadcast(lines.host(), outcome.server, name),
+                )
                 close(method.predictor(site, {}, down).weight.detach()[0], expected)
             expected = expected - alpha * (a @ expected - b)
 
@@ -269,7 +293,10 @@ def test_the_mean_is_plain_or_by_samples(lines: Toy, weights: str) -> None:
     a, c = (outcome.replies[name]["weights"]["weight"] for name in "ac")
     wanted = (a + c) / 2 if weights == "uniform" else (6 * a + 18 * c) / 24
     close(outcome.server["weights"]["weight"], wanted)
-    assert all(set(message.tensors) == {"weights"} for message in [*outcome.replies.values(), *outcome.down.values()])
+    assert all(
+        set(message.tensors) == {"weights"}
+        for message in [*outcome.replies.values(), *outcome.down.values()]
+    )
 
 
 @every_order
@@ -294,7 +321,10 @@ def test_frozen_and_unused_parameters_stay() -> None:
     toy = Toy(blobs({"a": 6, "b": 6}), Partly, cross_entropy, batch_size=WHOLE)
     outcome = simulate(load("perfedavg", order="hessian_free", alpha=0.5), toy, 2)
     for layer, stays in (("frozen", True), ("unused", True), ("used", False)):
-        assert (bits(outcome.server["weights"][f"{layer}.weight"]) == bits(toy.initial[f"{layer}.weight"])) == stays
+        assert (
+            bits(outcome.server["weights"][f"{layer}.weight"])
+            == bits(toy.initial[f"{layer}.weight"])
+        ) == stays
 
 
 def test_a_site_adapts_the_global_model_or_its_own(classes: Toy) -> None:
@@ -304,7 +334,9 @@ def test_a_site_adapts_the_global_model_or_its_own(classes: Toy) -> None:
         assert bits(judged(whole, classes, first, name)) == bits(dict(first.server["weights"]))
     assert bits(judged(own, classes, second, "a")) == bits(dict(second.replies["a"]["weights"]))
     once = simulate(own, classes, 1)
-    assert bits(judged(own, classes, second, "b")) == bits(dict(once.replies["b"]["weights"])), "as it was trained last"
+    assert bits(judged(own, classes, second, "b")) == bits(dict(once.replies["b"]["weights"])), (
+        "as it was trained last"
+    )
     stepped = judged(load("perfedavg", adapted="own"), classes, second, "a")
     assert bits(stepped) != bits(dict(second.replies["a"]["weights"]))
     assert bits(judged(own, classes, simulate(own, classes, 1, [["a"]]), "c")) == bits(

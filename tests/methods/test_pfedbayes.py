@@ -19,7 +19,18 @@ from medfl.methods import load
 from medfl.methods.pfedbayes import Averaged, Gaussian, divergence, gaussian_names
 from medfl.networks import build
 from medfl.training.site import Site
-from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
+from tests.support.toy import (
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    quadratic,
+    sgd,
+    simulate,
+)
 
 METHOD = load("pfedbayes")
 NORM = {"1.weight", "1.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -39,8 +50,14 @@ def softplus(rho: Tensor) -> Tensor:
 def random_moments(seed: int) -> tuple[list[Tensor], list[Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     shapes = ((4, 3), (5,))
-    mu = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
-    sigma = [torch.rand(shape, generator=generator, dtype=torch.float64).add(0.2).requires_grad_() for shape in shapes]
+    mu = [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+    sigma = [
+        torch.rand(shape, generator=generator, dtype=torch.float64).add(0.2).requires_grad_()
+        for shape in shapes
+    ]
     return mu, sigma
 
 
@@ -48,7 +65,10 @@ def test_the_divergence_is_that_of_gaussians_and_its_gradients_are_known() -> No
     """d/d mu_w = (mu_w - mu_q) / sigma_w^2, d/d sigma_w = 1 / sigma_w - (sigma_q^2 + (mu_q - mu_w)^2) / sigma_w^3."""
     q, w = random_moments(0), random_moments(1)
     value = divergence(q, w)
-    known = sum(kl_divergence(Normal(*one), Normal(*other)).sum() for one, other in zip(zip(*q), zip(*w), strict=True))  # noqa: B905
+    known = sum(
+        kl_divergence(Normal(*one), Normal(*other)).sum()
+        for one, other in zip(zip(*q, strict=True), zip(*w, strict=True), strict=True)
+    )
     close(value, known)
     assert value > 1
     mu, sigma = (torch.autograd.grad(value, part, retain_graph=True) for part in w)
@@ -68,7 +88,10 @@ def test_of_a_distribution_from_itself_it_is_zero_and_flat() -> None:
 
 def test_a_divergence_by_hand() -> None:
     """q = N(1, 1), w = N(3, 2^2): log 2 + (1 + 4) / 8 - 1/2 = log 2 + 1/8."""
-    q, w = (([torch.tensor([m]).double()], [torch.tensor([s]).double()]) for m, s in ((1.0, 1.0), (3.0, 2.0)))
+    q, w = (
+        ([torch.tensor([m]).double()], [torch.tensor([s]).double()])
+        for m, s in ((1.0, 1.0), (3.0, 2.0))
+    )
     assert divergence(q, w).item() == pytest.approx(math.log(2) + 0.125, abs=1e-15)
 
 
@@ -78,7 +101,11 @@ def test_a_divergence_by_hand() -> None:
 @pytest.mark.parametrize(("rho", "sigma"), [(-3.0, 0.0486), (-2.5, 0.0789)])
 def test_weights_are_drawn_anew_with_deviation_sigma(rho: float, sigma: float) -> None:
     network = nn.Linear(50, 40).double()
-    q = Gaussian(network, {n: torch.full_like(p, rho) for n, p in network.named_parameters()}, torch.Generator())
+    q = Gaussian(
+        network,
+        {n: torch.full_like(p, rho) for n, p in network.named_parameters()},
+        torch.Generator(),
+    )
     drawn = torch.stack([q.drawn()["weight"].detach() for _ in range(20)])  # 40,000 numbers
     apart = drawn - network.weight.detach()
     assert apart.std().item() == pytest.approx(sigma, rel=0.02)
@@ -114,7 +141,9 @@ def test_frozen_parameters_have_values() -> None:
 # A site's round
 
 
-def walk(toy: Toy, site: Site, q: dict, w: dict, rate: float, zeta: float, inner: int, decay: float) -> None:
+def walk(
+    toy: Toy, site: Site, q: dict, w: dict, rate: float, zeta: float, inner: int, decay: float
+) -> None:
     """Walk a round of full batches with the gradients written out; q and w are {"mu": (1, 3), "rho": (1, 3)}."""
     a, b = quadratic(*toy.data[site.name])
     scale = zeta / site.num_samples
@@ -123,7 +152,9 @@ def walk(toy: Toy, site: Site, q: dict, w: dict, rate: float, zeta: float, inner
             for _ in range(inner):
                 eps = torch.randn(1, 3, generator=noise, dtype=torch.float64)
                 sigma_q, sigma_w = softplus(q["rho"]), softplus(w["rho"])
-                slope = (a @ (q["mu"] + sigma_q * eps)[0] - b)[None]  # of the loss, at the drawn weights
+                slope = (a @ (q["mu"] + sigma_q * eps)[0] - b)[
+                    None
+                ]  # of the loss, at the drawn weights
                 mu = slope + scale * (q["mu"] - w["mu"]) / sigma_w**2 + decay * q["mu"]
                 sigma = slope * eps + scale * (sigma_q / sigma_w**2 - 1 / sigma_q)
                 q["rho"] = q["rho"] - rate * sigma * q["rho"].sigmoid()  # d sigma / d rho
@@ -145,7 +176,9 @@ def test_two_rounds_with_the_gradients_written_out(lines: Toy, decay: float) -> 
         outcome, sent = simulate(method, toy, round_), []
         for name in toy.names:
             w = dict(common)
-            walk(toy, toy.site(name, round_), own[name], w, 0.02 * 0.5 ** (round_ - 1), 2.0, 2, decay)
+            walk(
+                toy, toy.site(name, round_), own[name], w, 0.02 * 0.5 ** (round_ - 1), 2.0, 2, decay
+            )
             close(outcome.states[name]["personal"]["weight"], own[name]["mu"])
             close(outcome.states[name]["rho"]["weight"], own[name]["rho"])
             close(outcome.replies[name]["weights"]["weight"], w["mu"])
@@ -163,12 +196,16 @@ def test_adam_is_the_papers_at_the_runs_rate(classes: Toy) -> None:
     same = simulate(load("pfedbayes", optimizer="run"), replace(toy, optimizer=adam(0.01)), 2)
     other = simulate(METHOD, replace(toy, optimizer=sgd(0.02)), 2)
     assert (
-        bits([papers.server, papers.states]) == bits([same.server, same.states]) != bits([other.server, other.states])
+        bits([papers.server, papers.states])
+        == bits([same.server, same.states])
+        != bits([other.server, other.states])
     )
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
-def test_without_zeta_and_sigma_it_is_local_training_bit_for_bit(classes: Toy, settings: dict) -> None:
+def test_without_zeta_and_sigma_it_is_local_training_bit_for_bit(
+    classes: Toy, settings: dict
+) -> None:
     """With BatchNorm, dropout and short batches; log(1 + e^-200) is 0 in float32. w and rho never move."""
     toy = replace(classes, optimizer=sgd(0.1, **settings), epochs=2)
     method = load("pfedbayes", zeta=0.0, rho=-200.0, inner_steps=1, optimizer="run")
@@ -227,7 +264,9 @@ def test_normalisation_has_values_of_two_sets(classes: Toy) -> None:
     for outcome in (first, second):
         for key in sorted(NORM):
             sent = [outcome.replies[name]["weights"][key] for name in classes.names]
-            assert bits(sent) == bits([outcome.states[name]["personal"][key] for name in classes.names])
+            assert bits(sent) == bits(
+                [outcome.states[name]["personal"][key] for name in classes.names]
+            )
             stacked = torch.stack(sent)
             wanted = stacked.max() if key.endswith("tracked") else stacked.mean(0)
             torch.testing.assert_close(outcome.server["weights"][key], wanted)
@@ -235,8 +274,12 @@ def test_normalisation_has_values_of_two_sets(classes: Toy) -> None:
         for key in ("1.running_mean", "1.weight"):
             assert bits(first.states[name]["personal"][key]) != bits(first.server["weights"][key])
     still = simulate(load("pfedbayes", optimizer="run"), replace(classes, optimizer=sgd(0.0)), 2)
-    counted = [still.states[name]["personal"]["1.num_batches_tracked"].item() for name in classes.names]
-    assert counted == [20, 20, 30], "two rounds of two, two and three batches, five passes each; one of one item less"
+    counted = [
+        still.states[name]["personal"]["1.num_batches_tracked"].item() for name in classes.names
+    ]
+    assert counted == [20, 20, 30], (
+        "two rounds of two, two and three batches, five passes each; one of one item less"
+    )
 
 
 # The server
@@ -246,11 +289,16 @@ def test_normalisation_has_values_of_two_sets(classes: Toy) -> None:
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_the_servers_step(lines: Toy, beta: float, weights: str) -> None:
     method = load("pfedbayes", beta=beta, weights=weights)
-    outcome = simulate(method, replace(lines, optimizer=sgd(0.01)), 2, [["a", "b", "c", "d"], ["a", "c"]])
+    outcome = simulate(
+        method, replace(lines, optimizer=sgd(0.01)), 2, [["a", "b", "c", "d"], ["a", "c"]]
+    )
     for group in ("weights", "rho"):
         a, c = (outcome.replies[name][group]["weight"] for name in "ac")
         mean = (a + c) / 2 if weights == "uniform" else (6 * a + 18 * c) / 24
-        close(outcome.server[group]["weight"], (1 - beta) * outcome.history[1][group]["weight"] + beta * mean)
+        close(
+            outcome.server[group]["weight"],
+            (1 - beta) * outcome.history[1][group]["weight"] + beta * mean,
+        )
 
 
 def test_twice_the_parameters_travel(classes: Toy) -> None:
@@ -280,8 +328,15 @@ def test_a_shared_parameter_is_one_gaussian_under_all_its_names() -> None:
     toy = Toy(blobs({"a": 6, "b": 6}), Shared, cross_entropy, sgd(0.05))
     outcome = simulate(load("pfedbayes", beta=0.5), toy)
     assert "two.weight" not in outcome.server["rho"]
-    for weights in (outcome.server["weights"], *(reply["weights"] for reply in outcome.replies.values())):
-        assert bits(weights["one.weight"]) == bits(weights["two.weight"]) != bits(toy.initial["one.weight"])
+    for weights in (
+        outcome.server["weights"],
+        *(reply["weights"] for reply in outcome.replies.values()),
+    ):
+        assert (
+            bits(weights["one.weight"])
+            == bits(weights["two.weight"])
+            != bits(toy.initial["one.weight"])
+        )
 
 
 # What stays and what is judged
@@ -293,7 +348,9 @@ def test_q_stays_at_its_site_and_its_mean_is_judged(classes: Toy) -> None:
     assert bits(second.states["b"]) != bits(first.states["b"])
     for name in ("a", "b"):
         assert bits(judged(METHOD, classes, second, name)) == bits(second.states[name]["personal"])
-    assert bits(judged(METHOD, classes, second, "c")) == bits(second.server["weights"]), "c never took part"
+    assert bits(judged(METHOD, classes, second, "c")) == bits(second.server["weights"]), (
+        "c never took part"
+    )
     assert METHOD.judged == "personal"
     with classes.networks.scope():
         network = METHOD.global_predictor(classes.host(), second.server)
@@ -309,7 +366,11 @@ def test_a_late_site_starts_from_the_w_that_it_receives(classes: Toy) -> None:
     with still.networks.scope():
         state, _ = METHOD.local_update(still.site("c", 2), {}, down)
     for key in set(toy.initial) - NORM:
-        assert bits(state["personal"][key]) == bits(outcome.server["weights"][key]) != bits(toy.initial[key])
+        assert (
+            bits(state["personal"][key])
+            == bits(outcome.server["weights"][key])
+            != bits(toy.initial[key])
+        )
         assert bits(state["rho"][key]) == bits(outcome.server["rho"][key])
 
 
@@ -342,7 +403,9 @@ def test_draws_without_deviation_are_the_mean_network_also_for_maps() -> None:
     x = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     draws = [{name: dict(network.named_parameters())[name] for name in gaussian_names(network)}] * 4
     with torch.no_grad():
-        torch.testing.assert_close(Averaged(network, draws)(x), network(x).log_softmax(1), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            Averaged(network, draws)(x), network(x).log_softmax(1), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_the_mean_probability_of_a_single_output() -> None:
@@ -359,17 +422,23 @@ def test_the_mean_probability_of_a_single_output() -> None:
 def test_draws_are_refused_where_there_are_no_classes(classes: Toy) -> None:
     site = replace(classes.site("a"), task=Task("other"))
     METHOD.check(site)
-    with pytest.raises(InputError, match="draws=3 for method 'pfedbayes' on a task without classes"):
+    with pytest.raises(
+        InputError, match="draws=3 for method 'pfedbayes' on a task without classes"
+    ):
         load("pfedbayes", draws=3).check(site)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of the number of outputs, which is the same for all
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning"
+)  # of the number of outputs, which is the same for all
 def test_draws_can_be_recorded(classes: Toy) -> None:
     """As TorchScript; and beside the mean weights nothing is in the state dict."""
     method, x = load("pfedbayes", draws=2), classes.data["a"][0]
     outcome = simulate(method, classes)
     with classes.networks.scope(), torch.no_grad():
-        predictor = method.predictor(classes.site("a"), outcome.states["a"], outcome.down["a"]).eval()
+        predictor = method.predictor(
+            classes.site("a"), outcome.states["a"], outcome.down["a"]
+        ).eval()
         assert list(predictor.state_dict()) == [f"network.{name}" for name in classes.initial]
         recorded: Any = torch.jit.trace(predictor, x[:2])
         assert torch.equal(recorded(x), predictor(x))
@@ -382,18 +451,29 @@ def test_with_mixed_precision_it_stays_finite(classes: Toy) -> None:
     toy = replace(classes, amp=True, optimizer=sgd(0.01))
     outcome = simulate(METHOD, toy, 2)
     for tensors in (*outcome.server.values(), *(s["rho"] for s in outcome.states.values())):
-        assert all(t.isfinite().all() and t.dtype in (torch.float32, torch.int64) for t in tensors.values())
+        assert all(
+            t.isfinite().all() and t.dtype in (torch.float32, torch.int64) for t in tensors.values()
+        )
 
 
 def test_sites_part_from_each_other() -> None:
     """Two sites with opposite labels: each mean serves its own data."""
     x, y = blobs({"a": 60})["a"]
-    toy = Toy({"a": (x, y), "b": (x, 2 - y)}, classifier(), cross_entropy, sgd(0.01), epochs=2, batch_size=20)
+    toy = Toy(
+        {"a": (x, y), "b": (x, 2 - y)},
+        classifier(),
+        cross_entropy,
+        sgd(0.01),
+        epochs=2,
+        batch_size=20,
+    )
     outcome = simulate(load("pfedbayes", zeta=0.1), toy, 8)
     for name, other in (("a", "b"), ("b", "a")):
         with toy.networks.scope():
             losses = [
-                cross_entropy(toy.site(name).model(outcome.states[one]["personal"])(x), toy.data[name][1]).item()
+                cross_entropy(
+                    toy.site(name).model(outcome.states[one]["personal"])(x), toy.data[name][1]
+                ).item()
                 for one in (name, other)
             ]
         assert losses[0] < 0.5 < 1.5 < losses[1]

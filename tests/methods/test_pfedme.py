@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 from medfl.methods import load
 from medfl.storage.files import State
-from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, judged, quadratic, sgd, simulate
+from tests.support.toy import (
+    Toy,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    judged,
+    quadratic,
+    sgd,
+    simulate,
+)
 
 METHOD = load("pfedme")
 BUFFERS = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
@@ -24,7 +34,9 @@ def row(weights: State) -> Tensor:
     return weights["weight"][0]
 
 
-def by_hand(toy: Toy, name: str, w: Tensor, rate: float, lam: float, eta: float, inner: int) -> tuple[Tensor, Tensor]:
+def by_hand(
+    toy: Toy, name: str, w: Tensor, rate: float, lam: float, eta: float, inner: int
+) -> tuple[Tensor, Tensor]:
     """Walk a round of full batches: K steps on theta, one on w_i, for each local epoch."""
     a, b = quadratic(*toy.data[name])
     theta = w
@@ -50,7 +62,11 @@ def test_a_round_by_hand() -> None:
     toy.networks.initial["weight"].fill_(1)
     outcome = simulate(load("pfedme", lam=1.0, inner_steps=2, eta=0.5), toy)
     assert row(outcome.states["a"]["personal"]).item() == 0.375
-    assert row(outcome.replies["a"]["weights"]).item() == row(outcome.server["weights"]).item() == 0.5625
+    assert (
+        row(outcome.replies["a"]["weights"]).item()
+        == row(outcome.server["weights"]).item()
+        == 0.5625
+    )
 
 
 def test_three_rounds_with_the_papers_numbers(lines: Toy) -> None:
@@ -92,7 +108,9 @@ def test_many_inner_steps_reach_the_minimiser_and_w_steps_by_the_envelopes_gradi
 def test_with_eta_lambda_one_w_is_theta(classes: Toy, epochs: int) -> None:
     outcome = simulate(load("pfedme", lam=4.0, eta=0.25), replace(classes, epochs=epochs))
     for name in classes.names:
-        assert bits(dict(outcome.replies[name]["weights"])) == bits(outcome.states[name]["personal"])
+        assert bits(dict(outcome.replies[name]["weights"])) == bits(
+            outcome.states[name]["personal"]
+        )
 
 
 @pytest.mark.parametrize("settings", [{}, {"momentum": 0.9, "weight_decay": 0.01}])
@@ -100,21 +118,32 @@ def test_with_one_inner_step_too_it_is_fedavg_bit_for_bit(classes: Toy, settings
     """K = 1 and eta lambda = 1: theta = w_i before each step, so nothing pulls."""
     toy = replace(classes, optimizer=sgd(0.1, **settings), epochs=2)
     cohorts = [["a", "b"], ["b", "c"], ["a", "b", "c"]]
-    outcome = simulate(load("pfedme", lam=4.0, eta=0.25, inner_steps=1, weights="samples"), toy, 3, cohorts)
+    outcome = simulate(
+        load("pfedme", lam=4.0, eta=0.25, inner_steps=1, weights="samples"), toy, 3, cohorts
+    )
     average = simulate(load("fedavg"), toy, 3, cohorts)
     assert bits(outcome.server) == bits(average.server)
     assert bits(outcome.replies) == bits(average.replies)
-    several = simulate(load("pfedme", lam=4.0, eta=0.25, inner_steps=2, weights="samples"), toy, 3, cohorts)
+    several = simulate(
+        load("pfedme", lam=4.0, eta=0.25, inner_steps=2, weights="samples"), toy, 3, cohorts
+    )
     assert bits(several.server) != bits(average.server)
 
 
 def test_without_lambda_w_stays_and_theta_trains_alone(classes: Toy) -> None:
     toy = replace(classes, optimizer=sgd(0.1, momentum=0.9))
-    outcome, local = simulate(load("pfedme", lam=0.0, inner_steps=1), toy), simulate(load("local"), toy)
+    outcome, local = (
+        simulate(load("pfedme", lam=0.0, inner_steps=1), toy),
+        simulate(load("local"), toy),
+    )
     for name in toy.names:
         assert bits(outcome.states[name]["personal"]) == bits(local.states[name]["weights"])
         sent = outcome.replies[name]["weights"]
-        assert all(bits(sent[key]) == bits(value) for key, value in toy.initial.items() if key not in BUFFERS)
+        assert all(
+            bits(sent[key]) == bits(value)
+            for key, value in toy.initial.items()
+            if key not in BUFFERS
+        )
 
 
 def test_a_strong_pull_leaves_theta_at_w(lines: Toy) -> None:
@@ -138,7 +167,10 @@ def test_the_inner_steps_are_on_one_batch(lines: Toy) -> None:
         toy = replace(lines, batch_size=6, loss=loss)
         return passes, simulate(load(name, options), toy, cohorts=[["d"]])
 
-    (batches, _), (passes, outcome) = seen("fedavg"), seen("pfedme", lam=2.0, inner_steps=3, eta=0.1)
+    (batches, _), (passes, outcome) = (
+        seen("fedavg"),
+        seen("pfedme", lam=2.0, inner_steps=3, eta=0.1),
+    )
     assert bits(passes) == bits([batch for batch in batches for _ in range(3)])
     assert len({str(bits(batch)) for batch in batches}) == 4
     x, y = lines.data["d"]
@@ -163,7 +195,10 @@ def test_the_servers_step(lines: Toy, beta: float, weights: str) -> None:
     outcome = simulate(method, lines, 2, [["a", "b", "c", "d"], ["a", "c"]])
     a, c = (row(outcome.replies[name]["weights"]) for name in "ac")
     mean = (a + c) / 2 if weights == "uniform" else (6 * a + 18 * c) / 24
-    close(row(outcome.server["weights"]), (1 - beta) * row(outcome.history[1]["weights"]) + beta * mean)
+    close(
+        row(outcome.server["weights"]),
+        (1 - beta) * row(outcome.history[1]["weights"]) + beta * mean,
+    )
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.0, 3.0])
@@ -185,7 +220,12 @@ def test_frozen_parameters_stay_and_shared_ones_are_w_under_all_their_names() ->
     class Shared(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.frozen, self.one, self.two, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), None
+            self.frozen, self.one, self.two, self.head = (
+                nn.Linear(8, 8),
+                nn.Linear(8, 8),
+                nn.Linear(8, 8),
+                None,
+            )
             self.frozen.requires_grad_(False)
             self.two.weight = self.one.weight
             self.head = nn.Linear(8, 3)
@@ -195,8 +235,15 @@ def test_frozen_parameters_stay_and_shared_ones_are_w_under_all_their_names() ->
 
     toy = Toy(blobs({"a": 6, "b": 6}), Shared, cross_entropy, sgd(0.05))
     outcome = simulate(load("pfedme", beta=0.5), toy)
-    for weights in (outcome.server["weights"], *(reply["weights"] for reply in outcome.replies.values())):
-        assert bits(weights["one.weight"]) == bits(weights["two.weight"]) != bits(toy.initial["one.weight"])
+    for weights in (
+        outcome.server["weights"],
+        *(reply["weights"] for reply in outcome.replies.values()),
+    ):
+        assert (
+            bits(weights["one.weight"])
+            == bits(weights["two.weight"])
+            != bits(toy.initial["one.weight"])
+        )
     for reply in outcome.replies.values():
         assert bits(reply["weights"]["frozen.weight"]) == bits(toy.initial["frozen.weight"])
     assert bits(outcome.server["weights"]["frozen.weight"]) == bits(toy.initial["frozen.weight"])
@@ -215,7 +262,9 @@ def test_theta_stays_at_its_site_and_is_what_is_judged(classes: Toy) -> None:
         personal = second.states[name]["personal"]
         assert bits(judged(METHOD, classes, second, name)) == bits(personal)
         assert bits(personal) != bits(dict(first.replies[name]["weights"]))
-    assert bits(judged(METHOD, classes, second, "c")) == bits(second.server["weights"]), "c never took part"
+    assert bits(judged(METHOD, classes, second, "c")) == bits(second.server["weights"]), (
+        "c never took part"
+    )
     assert METHOD.judged == "personal"
     with classes.networks.scope():
         network = METHOD.global_predictor(classes.host(), second.server)
@@ -235,7 +284,14 @@ def test_the_old_theta_has_no_part_in_the_next_round(classes: Toy) -> None:
 def test_sites_part_from_each_other_and_from_w() -> None:
     """Two sites with opposite labels: each theta serves its own data, w cannot serve both."""
     x, y = blobs({"a": 30})["a"]
-    toy = Toy({"a": (x, y), "b": (x, 2 - y)}, classifier(), cross_entropy, sgd(0.1), epochs=2, batch_size=10)
+    toy = Toy(
+        {"a": (x, y), "b": (x, 2 - y)},
+        classifier(),
+        cross_entropy,
+        sgd(0.1),
+        epochs=2,
+        batch_size=10,
+    )
     outcome = simulate(load("pfedme", eta=0.5, lam=0.2), toy, 6)
     own, other, common = [], [], []
     for name in toy.names:

@@ -37,7 +37,9 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def close(left: torch.Tensor, right: torch.Tensor | float) -> None:
-    torch.testing.assert_close(left, torch.as_tensor(right, dtype=left.dtype).expand_as(left), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        left, torch.as_tensor(right, dtype=left.dtype).expand_as(left), rtol=0, atol=1e-12
+    )
 
 
 class Scaled(nn.Module):
@@ -84,7 +86,10 @@ def test_two_rounds_by_hand() -> None:
     first, second = (simulate(method, scaled(), rounds) for rounds in (1, 2))
     assert lists(first.server["prototypes"]) == {"0": [4.5, 6], "1": [0, 2]}
     assert [first.states[name]["weights"]["scale"].item() for name in "ab"] == [1, 1]
-    assert [round(second.states[name]["weights"]["scale"].item(), 12) for name in "ab"] == [1.5, 0.5]
+    assert [round(second.states[name]["weights"]["scale"].item(), 12) for name in "ab"] == [
+        1.5,
+        0.5,
+    ]
     assert lists(second.server["prototypes"]) == {"0": [3.75, 5], "1": [0, 1]}
 
 
@@ -99,7 +104,9 @@ def test_features_of_the_end_or_over_the_batches() -> None:
         assert outcome.replies["a"]["counts"]["0"].item() == 1
 
 
-def sent(means: dict[str, dict[int, torch.Tensor]], counts: dict[str, dict[int, int]]) -> dict[str, Message]:
+def sent(
+    means: dict[str, dict[int, torch.Tensor]], counts: dict[str, dict[int, int]]
+) -> dict[str, Message]:
     return {
         name: Message(
             {
@@ -113,7 +120,9 @@ def sent(means: dict[str, dict[int, torch.Tensor]], counts: dict[str, dict[int, 
 
 def aggregated(agg: str, replies: dict[str, Message]) -> dict[str, torch.Tensor]:
     toy = scaled()
-    return load("pfedpm", agg=agg).aggregate(toy.host(), {"prototypes": {}}, replies, 3)["prototypes"]
+    return load("pfedpm", agg=agg).aggregate(toy.host(), {"prototypes": {}}, replies, 3)[
+        "prototypes"
+    ]
 
 
 def test_class_features_are_averaged_over_their_owners() -> None:
@@ -121,21 +130,28 @@ def test_class_features_are_averaged_over_their_owners() -> None:
     counts = {"a": {1: 2}, "b": {1: 5}, "c": {1: 3}}
     pooled = {name: drawn(own[1], 4, seed=i) for i, (name, own) in enumerate(counts.items())}
     replies = sent({name: {1: values.mean(0)} for name, values in pooled.items()}, counts)
-    weighted, uniform, literal = (aggregated(agg, replies)["1"] for agg in ("weighted", "uniform", "literal"))
+    weighted, uniform, literal = (
+        aggregated(agg, replies)["1"] for agg in ("weighted", "uniform", "literal")
+    )
     close(weighted, torch.cat(list(pooled.values())).mean(0))
     close(uniform, sum(values.mean(0) for values in pooled.values()) / 3)
     close(literal, weighted / 3)
     same = sent(dict.fromkeys(counts, {1: drawn(4)}), counts)
     for agg, divisor in (("weighted", 1), ("uniform", 1), ("literal", 3)):
         close(aggregated(agg, same)["1"], drawn(4) / divisor)
-    equal = sent({name: {1: values.mean(0)} for name, values in pooled.items()}, dict.fromkeys(counts, {1: 4}))
+    equal = sent(
+        {name: {1: values.mean(0)} for name, values in pooled.items()},
+        dict.fromkeys(counts, {1: 4}),
+    )
     close(aggregated("weighted", equal)["1"], uniform)
 
 
 def test_literal_keeps_what_nobody_reported() -> None:
     toy, before = scaled(), {"0": drawn(4), "1": drawn(4, seed=1)}
     replies = sent({"a": {1: drawn(4)}, "b": {1: drawn(4)}}, {"a": {1: 1}, "b": {1: 1}})
-    after = load("pfedpm", agg="literal").aggregate(toy.host(), {"prototypes": before}, replies, 2)["prototypes"]
+    after = load("pfedpm", agg="literal").aggregate(toy.host(), {"prototypes": before}, replies, 2)[
+        "prototypes"
+    ]
     assert bits(after["0"]) == bits(before["0"])
     close(after["1"], drawn(4) / 2)
 
@@ -160,7 +176,10 @@ def test_live_mixing_only_scales_lambda(classes: Toy) -> None:
     values, label, known = drawn(6, 4), torch.tensor([0, 2, 2, 0, 1, 2]), drawn(3, 4, seed=1)
     live = {str(c): values[label == c].mean(0) for c in range(3)}
     for a in (0.0, 0.3, 1.0):
-        close(class_distance(values, label, mix(known, live, a)), (1 - a) * class_distance(values, label, known))
+        close(
+            class_distance(values, label, mix(known, live, a)),
+            (1 - a) * class_distance(values, label, known),
+        )
     for reg, left in (("class_l2", 0.5), ("sample_mse", 0.25)):
         scaled_down = simulate(load("pfedpm", mix="live", a=0.5, lam=1.0, reg=reg), classes, 3)
         smaller = simulate(load("pfedpm", a=0.0, lam=left, reg=reg), classes, 3)
@@ -180,7 +199,9 @@ def test_the_gradients_of_the_pull() -> None:
     close(gradient.norm(dim=1), 1 / 5)
     (gradient,) = torch.autograd.grad(prototype_loss(values, label, target), values)
     close(gradient, 2 * (values.detach() - target[1]) / (5 * 4))
-    met = torch.stack([target[0], torch.arange(4).double(), target[2]])  # C = C~: zero loss, zero gradient, not NaN
+    met = torch.stack(
+        [target[0], torch.arange(4).double(), target[2]]
+    )  # C = C~: zero loss, zero gradient, not NaN
     level = met[label].requires_grad_()
     for loss in (class_distance(level, label, met), prototype_loss(level, label, met)):
         assert loss.item() == 0
@@ -264,9 +285,13 @@ def test_lambda_zero_is_local_training_bit_for_bit(classes: Toy, options: dict) 
     for name in toy.names:
         assert bits(shared.states[name]["weights"]) == bits(alone.states[name]["weights"])
         if options:
-            assert bits(shared.states[name]["relation"]) != bits(method.init_site(toy.site(name))["relation"])
+            assert bits(shared.states[name]["relation"]) != bits(
+                method.init_site(toy.site(name))["relation"]
+            )
     pulled = simulate(METHOD, toy, 2)
-    assert bits(pulled.states["a"]["weights"]) != bits(simulate(load("local"), toy, 2).states["a"]["weights"])
+    assert bits(pulled.states["a"]["weights"]) != bits(
+        simulate(load("local"), toy, 2).states["a"]["weights"]
+    )
 
 
 def test_the_relation_head_learns_and_its_optimiser_is_new_each_round(classes: Toy) -> None:
@@ -278,7 +303,12 @@ def test_the_relation_head_learns_and_its_optimiser_is_new_each_round(classes: T
     assert bits(first["relation"]) == bits(drawn_at_start)
     assert first["mixed"] == {}
     for before, after in ((first, second), (second, third)):
-        moved = torch.cat([(after["relation"][k] - before["relation"][k]).flatten().abs() for k in before["relation"]])
+        moved = torch.cat(
+            [
+                (after["relation"][k] - before["relation"][k]).flatten().abs()
+                for k in before["relation"]
+            ]
+        )
         assert moved.max() < 1.01e-3
         assert moved.quantile(0.9) > 0.99e-3
 
@@ -289,7 +319,9 @@ def test_when_and_how_the_relation_head_learns(
     classes: Toy, monkeypatch: pytest.MonkeyPatch, update: str, optimizer: str
 ) -> None:
     """Its steps, done again by hand: on each batch with the network as it is by then, or with the trained one."""
-    method = load("pfedpm", predict="relation", relation_update=update, relation_optimizer=optimizer)
+    method = load(
+        "pfedpm", predict="relation", relation_update=update, relation_optimizer=optimizer
+    )
     toy = replace(classes, epochs=2, batch_size=8)
     before = simulate(method, toy)
     seen: list[tuple[dict, torch.Tensor, torch.Tensor]] = []
@@ -336,7 +368,10 @@ def test_by_which_head_sites_are_judged_is_told(classes: Toy) -> None:
     assert [[numbers[name] for name in names] for numbers in told] == [[0, 3], [2, 1]]
     with classes.networks.scope():
         down = RELATION.broadcast(classes.host(3), second.server, "c")
-        judges = [RELATION.predictor(classes.site(name, 3), second.states[name], down) for name in ("a", "c")]
+        judges = [
+            RELATION.predictor(classes.site(name, 3), second.states[name], down)
+            for name in ("a", "c")
+        ]
     assert [type(judge).__name__ == "Judged" for judge in judges] == [True, False]
     assert not set(names) & set(METHOD.observed(simulate(METHOD, classes).server, {}))
 
@@ -353,7 +388,9 @@ def test_the_relation_head_tells_classes_apart() -> None:
             assert (network(x).argmax(1) == y).double().mean() > 0.9
 
 
-def test_r_pfedpm_is_judged_by_the_head_and_features_that_it_was_trained_against(classes: Toy) -> None:
+def test_r_pfedpm_is_judged_by_the_head_and_features_that_it_was_trained_against(
+    classes: Toy,
+) -> None:
     """Not by newer ones; and body and head of what is judged are the network's."""
     outcome = simulate(RELATION, classes, 3, [["a", "b"], ["a", "c"], ["b", "c"]])
     state, x = outcome.states["a"], classes.data["b"][0]
@@ -368,25 +405,36 @@ def test_r_pfedpm_is_judged_by_the_head_and_features_that_it_was_trained_against
             means = torch.stack([state["mixed"][str(c)] for c in range(3)])
             assert torch.equal(network(x), relation(h, means))
             assert torch.equal(features_and_output(network, x)[0], h)
-            assert torch.equal(METHOD.predictor(classes.site("a", 3), state, down).eval()(x), logits) is False
+            assert (
+                torch.equal(METHOD.predictor(classes.site("a", 3), state, down).eval()(x), logits)
+                is False
+            )
         assert head_name(network) == f"network.{head_name(plain)}"
         assert feature_size(network) == 6
         decision = {key: value for key, value in state.items() if key not in ("relation", "mixed")}
         assert torch.equal(METHOD.predictor(classes.site("a", 3), decision, down).eval()(x), logits)
-    assert bits(means) != bits(torch.stack([outcome.server["prototypes"][str(c)] for c in range(3)]))
+    assert bits(means) != bits(
+        torch.stack([outcome.server["prototypes"][str(c)] for c in range(3)])
+    )
 
 
 def test_r_pfedpm_keeps_the_contract(classes: Toy, tmp_path: Path) -> None:
     """Repeats bit for bit, over the wire too; its states survive files; before round 2 the decision head predicts."""
-    first, again, wired = (simulate(RELATION, classes, 3, wire=wire) for wire in (False, False, True))
+    first, again, wired = (
+        simulate(RELATION, classes, 3, wire=wire) for wire in (False, False, True)
+    )
     for other in (again, wired):
         assert bits([other.server, other.states]) == bits([first.server, first.states])
     for name, state in first.states.items():
         save_state(tmp_path / name, state)
         assert bits(load_state(tmp_path / name)) == bits(state)
-        assert bits(judged(RELATION, classes, simulate(RELATION, classes, 1), name)).keys() == classes.initial.keys()
+        assert (
+            bits(judged(RELATION, classes, simulate(RELATION, classes, 1), name)).keys()
+            == classes.initial.keys()
+        )
         assert all(
-            not t.is_floating_point() or t.isfinite().all() for t in judged(RELATION, classes, first, name).values()
+            not t.is_floating_point() or t.isfinite().all()
+            for t in judged(RELATION, classes, first, name).values()
         )
 
 
@@ -398,7 +446,10 @@ def four_sites() -> Toy:
     generator, data = torch.Generator().manual_seed(0), {}
     for name, own in labels.items():
         y = torch.tensor(own).repeat(6)
-        data[name] = (torch.randn(len(y), 8, generator=generator) + 2 * nn.functional.one_hot(y, 8), y)
+        data[name] = (
+            torch.randn(len(y), 8, generator=generator) + 2 * nn.functional.one_hot(y, 8),
+            y,
+        )
     network = lambda: nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 10))  # noqa: E731
     return Toy(data, network, cross_entropy, sgd(0.1), batch_size=4)
 
@@ -420,7 +471,9 @@ def test_a_class_that_nobody_has_is_never_predicted(mask: bool) -> None:
         assert sorted(outcome.states[name]["mixed"]) == sorted(outcome.server["prototypes"])
     mixed = torch.where(torch.arange(10)[:, None] < 7, drawn(10, 4), NAN)
     constant = lambda h, means: torch.full((len(h), len(means)), 0.5, dtype=torch.float64)  # noqa: E731
-    close(relation_loss(constant, drawn(2, 4), torch.tensor([8, 9]), mixed), 0.25)  # all 7 targets are 0
+    close(
+        relation_loss(constant, drawn(2, 4), torch.tensor([8, 9]), mixed), 0.25
+    )  # all 7 targets are 0
 
 
 def test_the_decision_head_may_be_masked_too() -> None:
@@ -469,7 +522,9 @@ def test_the_upload_is_own_classes_times_d() -> None:
         assert floats == 4000
         for message in outcome.down.values():
             assert set(message.tensors) == {"prototypes"}
-            assert sum(t.numel() for t in message.flat().values()) == 50 * len(outcome.server["prototypes"])
+            assert sum(t.numel() for t in message.flat().values()) == 50 * len(
+                outcome.server["prototypes"]
+            )
 
 
 MH = ("two_conv_18", "two_conv", "two_conv_22")
@@ -490,7 +545,9 @@ def test_the_papers_numbers_of_parameters() -> None:
     assert round(20 * size(mnist) / (20 * 4 * 50)) == 109
     names = [f"site-{i}" for i in range(20)]
     dealt = load("pfedpm", bodies=",".join(MH)).site_networks(names)
-    assert [config["network"] for config in dealt.values()] == [MH[0]] * 7 + [MH[1]] * 7 + [MH[2]] * 6
+    assert [config["network"] for config in dealt.values()] == [MH[0]] * 7 + [MH[1]] * 7 + [
+        MH[2]
+    ] * 6
 
 
 class Bodies(Toy):
@@ -499,13 +556,17 @@ class Bodies(Toy):
     def site(self, name: str, round_: int = 1) -> Site:
         self.pools = getattr(self, "pools", {})
         body = load("pfedpm", bodies=",".join(MH)).site_networks(self.names)[name]["network"]
-        pool = self.pools.setdefault(name, Networks(lambda: build(body, 1, 10), 0, torch.device("cpu")))
+        pool = self.pools.setdefault(
+            name, Networks(lambda: build(body, 1, 10), 0, torch.device("cpu"))
+        )
         return replace(super().site(name, round_), networks=pool)
 
 
 def digits() -> dict:
     generator = torch.Generator().manual_seed(0)
-    return {name: (torch.rand(6, 1, 28, 28, generator=generator), torch.arange(6) % 3) for name in "abc"}
+    return {
+        name: (torch.rand(6, 1, 28, 28, generator=generator), torch.arange(6) % 3) for name in "abc"
+    }
 
 
 @pytest.mark.parametrize("predict", ["decision", "relation"])
@@ -515,7 +576,9 @@ def test_sites_with_other_networks_share_features(predict: str) -> None:
     method = load("pfedpm", predict=predict, bodies=",".join(MH))
     outcome = simulate(method, toy, 2, wire=True)
     assert sorted(outcome.server["prototypes"]) == ["0", "1", "2"]
-    entering = {name: state["weights"]["fc1.weight"].shape[1] for name, state in outcome.states.items()}
+    entering = {
+        name: state["weights"]["fc1.weight"].shape[1] for name, state in outcome.states.items()
+    }
     assert entering == {"a": 18 * 16, "b": 20 * 16, "c": 22 * 16}
     for name in toy.names:
         network = method.predictor(toy.site(name), outcome.states[name], Message())
@@ -523,7 +586,9 @@ def test_sites_with_other_networks_share_features(predict: str) -> None:
     alone = simulate(load("local"), toy, 2)
     apart_from_each_other = simulate(load("pfedpm", predict=predict, lam=0.0), toy, 2)
     for name in toy.names:
-        assert bits(apart_from_each_other.states[name]["weights"]) == bits(alone.states[name]["weights"])
+        assert bits(apart_from_each_other.states[name]["weights"]) == bits(
+            alone.states[name]["weights"]
+        )
 
 
 def test_features_of_other_lengths_are_refused_by_site() -> None:
@@ -533,7 +598,9 @@ def test_features_of_other_lengths_are_refused_by_site() -> None:
         def site(self, name: str, round_: int = 1) -> Site:
             width = {"a": 6, "b": 6, "c": 4}[name]
             factory = lambda: nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 3))  # noqa: E731
-            return replace(super().site(name, round_), networks=Networks(factory, 0, torch.device("cpu")))
+            return replace(
+                super().site(name, round_), networks=Networks(factory, 0, torch.device("cpu"))
+            )
 
     toy = Odd(blobs({"a": 4, "b": 4, "c": 4}), classifier(), cross_entropy)
     text = "features of length 4 at c; length 6 at a, b; networks may differ"
@@ -543,7 +610,9 @@ def test_features_of_other_lengths_are_refused_by_site() -> None:
         with pytest.raises(InputError, match=text):
             simulate(load(name), toy, 1)
     with pytest.raises(InputError, match="length 3 at c; length 5 at earlier rounds"):
-        average_prototypes({"0": drawn(5)}, {"c": Message({"prototypes": {"1": drawn(3)}})}, by_samples=False)
+        average_prototypes(
+            {"0": drawn(5)}, {"c": Message({"prototypes": {"1": drawn(3)}})}, by_samples=False
+        )
 
 
 # Options
@@ -561,9 +630,15 @@ def test_with_a_of_one_a_site_is_held_by_its_own_features() -> None:
     toy = Toy(blobs({"a": 9, "b": 9}), classifier(), cross_entropy, batch_size=4)
     other = replace(toy, data={**toy.data, "b": blobs({"b": 9}, seed=7)["b"]})
     method = load("pfedpm", a=1.0)
-    assert bits(simulate(method, toy, 3).states["a"]) == bits(simulate(method, other, 3).states["a"])
-    assert bits(simulate(method, toy, 3).states["a"]) != bits(simulate(load("local"), toy, 3).states["a"])
-    assert bits(simulate(METHOD, toy, 3).states["a"]) != bits(simulate(METHOD, other, 3).states["a"])
+    assert bits(simulate(method, toy, 3).states["a"]) == bits(
+        simulate(method, other, 3).states["a"]
+    )
+    assert bits(simulate(method, toy, 3).states["a"]) != bits(
+        simulate(load("local"), toy, 3).states["a"]
+    )
+    assert bits(simulate(METHOD, toy, 3).states["a"]) != bits(
+        simulate(METHOD, other, 3).states["a"]
+    )
 
 
 def test_sites_may_start_from_weights_of_their_own(classes: Toy) -> None:
@@ -587,7 +662,9 @@ def test_features_of_a_length_asked_for() -> None:
 
 
 def test_bad_input() -> None:
-    with pytest.raises(InputError, match=r"a=1.5 for method 'pfedpm'; a is float >= 0 and <= 1; see medfl methods"):
+    with pytest.raises(
+        InputError, match=r"a=1.5 for method 'pfedpm'; a is float >= 0 and <= 1; see medfl methods"
+    ):
         load("pfedpm", a=1.5)
     with pytest.raises(InputError, match="each of the 3 classes"):
         METHOD.adapt(nn.Linear(4, 1), CLASSES)

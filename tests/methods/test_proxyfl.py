@@ -66,7 +66,9 @@ def test_proxies_travel_unchanged_along_the_graph() -> None:
 def test_an_absent_site_keeps_the_proxy_that_waits_for_it() -> None:
     """Of a, c and d, a round's graph has three sites; b and e are passed over."""
     toy = Toy(blobs(FIVE), classifier(), cross_entropy)
-    first, second = (simulate(METHOD, toy, rounds, [list("abcde"), list("cad")]) for rounds in (1, 2))
+    first, second = (
+        simulate(METHOD, toy, rounds, [list("abcde"), list("cad")]) for rounds in (1, 2)
+    )
     before, after = first.server["proxies"], second.server["proxies"]
     assert set(after) == set("abcde")
     for name in "be":
@@ -107,7 +109,10 @@ def test_a_step_by_hand() -> None:
 
 def pair(toy: Toy, seed: int = 1) -> tuple[dict, Message]:
     """A State and a broadcast whose models are not the same."""
-    other = {name: value + 0.3 * drawn(*value.shape, seed=seed).to(value) for name, value in toy.initial.items()}
+    other = {
+        name: value + 0.3 * drawn(*value.shape, seed=seed).to(value)
+        for name, value in toy.initial.items()
+    }
     return {"private": toy.initial}, Message({"weights": other})
 
 
@@ -116,7 +121,14 @@ def pair(toy: Toy, seed: int = 1) -> tuple[dict, Message]:
 def test_both_models_step_from_the_same_forward_passes(optimizer: Callable, alpha: float) -> None:
     """The card's check, against two optimisers of two models, each batch passed through both before either steps."""
     x, y = blobs({"a": 10})["a"]
-    toy = Toy({"a": (x.double(), y)}, lambda: classifier()().double(), cross_entropy, optimizer, epochs=2, batch_size=4)
+    toy = Toy(
+        {"a": (x.double(), y)},
+        lambda: classifier()().double(),
+        cross_entropy,
+        optimizer,
+        epochs=2,
+        batch_size=4,
+    )
     state, down = pair(toy)
     with toy.networks.scope():
         site = toy.site("a")
@@ -148,7 +160,9 @@ def test_each_batch_passes_once_through_each_model() -> None:
             passes.append(id(self))
             return super().forward(x)
 
-    toy = Toy(blobs({"a": 10}), lambda: Counted(nn.Linear(8, 3)), cross_entropy, epochs=2, batch_size=4)
+    toy = Toy(
+        blobs({"a": 10}), lambda: Counted(nn.Linear(8, 3)), cross_entropy, epochs=2, batch_size=4
+    )
     simulate(METHOD, toy)
     assert sorted(map(passes.count, {*passes})) == [6, 6]
 
@@ -168,7 +182,11 @@ def test_alpha_zero_is_independent_training_bit_for_bit(classes: Toy, settings: 
 def test_alpha_zero_trains_each_proxy_where_it_arrives() -> None:
     """Without dropout bit for bit: in round 1 at its first site, in round 2 at the next."""
     toy = Toy(
-        blobs({"a": 9, "b": 6, "c": 11}), classifier(norm=True), cross_entropy, sgd(0.1, momentum=0.9), batch_size=4
+        blobs({"a": 9, "b": 6, "c": 11}),
+        classifier(norm=True),
+        cross_entropy,
+        sgd(0.1, momentum=0.9),
+        batch_size=4,
     )
     outcome = simulate(load("proxyfl", alpha=0.0), toy, 2)
     for first, second in (("a", "b"), ("b", "c"), ("c", "a")):
@@ -184,15 +202,21 @@ def test_each_network_is_optimised_as_alone() -> None:
 
     def groups(network: nn.Module) -> torch.optim.Optimizer:
         body, head = network[0].parameters(), network[4].parameters()
-        return torch.optim.SGD([{"params": body, "lr": 0.1}, {"params": head, "lr": 0.4, "momentum": 0.5}], 0.2)
+        return torch.optim.SGD(
+            [{"params": body, "lr": 0.1}, {"params": head, "lr": 0.4, "momentum": 0.5}], 0.2
+        )
 
     toy = Toy(blobs({"a": 9}), classifier(), cross_entropy, groups, batch_size=4)
     method, local = load("proxyfl", alpha=0.0), load("local")
-    assert bits(simulate(method, toy).states["a"]["private"]) == bits(simulate(local, toy).states["a"]["weights"])
+    assert bits(simulate(method, toy).states["a"]["private"]) == bits(
+        simulate(local, toy).states["a"]["weights"]
+    )
     networks = nn.ModuleList([toy.networks.fresh(), toy.networks.fresh()])
     made = optimizing_each(toy.site("a")).settings.optimizer(networks)
     assert [group["lr"] for group in made.param_groups] == [0.1, 0.4, 0.1, 0.4]
-    assert sum(len(group["params"]) for group in made.param_groups) == len(list(networks.parameters()))
+    assert sum(len(group["params"]) for group in made.param_groups) == len(
+        list(networks.parameters())
+    )
 
 
 # The divergence
@@ -203,7 +227,9 @@ def test_the_divergence_is_its_definition() -> None:
     student, teacher = drawn(5, 4).requires_grad_(), drawn(5, 4, seed=1).requires_grad_()
     value = divergence(student, teacher)
     p, q = teacher.detach().softmax(1), student.detach().softmax(1)
-    torch.testing.assert_close(value.detach(), (p * (p / q).log()).sum(1).mean(), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        value.detach(), (p * (p / q).log()).sum(1).mean(), rtol=0, atol=1e-12
+    )
     value.backward()
     torch.testing.assert_close(student.grad, (q - p) / 5, rtol=0, atol=1e-12)
     assert teacher.grad is None
@@ -213,7 +239,9 @@ def test_the_divergence_is_its_definition() -> None:
 def test_the_divergence_of_maps_is_the_mean_over_pixels() -> None:
     student, teacher = drawn(2, 3, 4, 5), drawn(2, 3, 4, 5, seed=1)
     pixels = [z.movedim(1, -1).reshape(-1, 3) for z in (student, teacher)]
-    torch.testing.assert_close(divergence(student, teacher), divergence(*pixels), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        divergence(student, teacher), divergence(*pixels), rtol=0, atol=1e-12
+    )
 
 
 def test_one_channel_is_the_logit_of_a_sigmoid() -> None:
@@ -228,7 +256,9 @@ def test_the_divergence_is_exact_with_mixed_precision() -> None:
     student, teacher = 8 * drawn(5, 4).bfloat16(), 8 * drawn(5, 4, seed=1).bfloat16()
     value = divergence(student, teacher)
     assert value.dtype == torch.float32
-    torch.testing.assert_close(value.double(), divergence(student.double(), teacher.double()), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        value.double(), divergence(student.double(), teacher.double()), rtol=1e-5, atol=1e-5
+    )
 
 
 # What leaves
@@ -239,7 +269,10 @@ class Bodies(Toy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        other = lambda: nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
+        def other():
+            return nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))  # noqa: E731
+
         self.other = Networks(other, 1, torch.device("cpu"))
 
     def site(self, name: str, round_: int = 1) -> Site:
@@ -248,7 +281,9 @@ class Bodies(Toy):
 
 
 def test_private_models_of_any_architecture_learn_and_never_leave() -> None:
-    toy = Bodies(blobs({"a": 9, "b": 6, "c": 11}), classifier(norm=True), cross_entropy, batch_size=4)
+    toy = Bodies(
+        blobs({"a": 9, "b": 6, "c": 11}), classifier(norm=True), cross_entropy, batch_size=4
+    )
     method = load("proxyfl", bodies="one,other")
     outcome = simulate(method, toy, 3, wire=True)
     initial = toy.other.initial
@@ -261,8 +296,12 @@ def test_private_models_of_any_architecture_learn_and_never_leave() -> None:
             key: value.shape for key, value in toy.initial.items()
         }
         assert private.keys() == (toy.initial if name == "a" else initial).keys()
-        sent = {str(bits(value)) for value in reply["weights"].values() if value.is_floating_point()}
-        assert not sent & {str(bits(value)) for value in private.values() if value.is_floating_point()}
+        sent = {
+            str(bits(value)) for value in reply["weights"].values() if value.is_floating_point()
+        }
+        assert not sent & {
+            str(bits(value)) for value in private.values() if value.is_floating_point()
+        }
     assert bits(outcome.states["b"]["private"]) != bits(dict(initial))
 
 
@@ -276,5 +315,7 @@ def test_a_site_is_judged_by_its_private_model(classes: Toy) -> None:
 
 
 def test_a_share_above_one_is_refused() -> None:
-    with pytest.raises(InputError, match=r"alpha=1.5 for method 'proxyfl'; alpha is float >= 0 and <= 1"):
+    with pytest.raises(
+        InputError, match=r"alpha=1.5 for method 'proxyfl'; alpha is float >= 0 and <= 1"
+    ):
         load("proxyfl", alpha=1.5)

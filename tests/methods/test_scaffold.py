@@ -11,7 +11,17 @@ from torch import Tensor
 
 from medfl.methods import load
 from medfl.storage.files import State
-from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, quadratic, sgd, simulate
+from tests.support.toy import (
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    quadratic,
+    sgd,
+    simulate,
+)
 
 METHOD = load("scaffold")
 
@@ -45,15 +55,23 @@ def test_two_rounds_by_hand() -> None:
     Round 2. a with correction -1.5 + 0: gradient 2 - 1.5 = 0.5, 1.75; then 1.75 - 1.5 = 0.25, 1.625.
     c_a = 1.5 - 0 + (2 - 1.625) / 1 = 1.875. b mirrors it: 2.375 and -1.875. Server: x = 2, c = 0.
     """
-    data = {name: (torch.ones(1, 1).double(), torch.tensor([y]).double()) for name, y in (("a", 0.0), ("b", 4.0))}
-    toy = Toy(data, lambda: torch.nn.Linear(1, 1, bias=False).double(), optimizer=sgd(0.5), epochs=2)
+    data = {
+        name: (torch.ones(1, 1).double(), torch.tensor([y]).double())
+        for name, y in (("a", 0.0), ("b", 4.0))
+    }
+    toy = Toy(
+        data, lambda: torch.nn.Linear(1, 1, bias=False).double(), optimizer=sgd(0.5), epochs=2
+    )
     toy.networks.initial["weight"].fill_(2)
     expected = {1: (0.5, 3.5, 1.5, -1.5), 2: (1.625, 2.375, 1.875, -1.875)}
     for rounds, (y_a, y_b, c_a, c_b) in expected.items():
         outcome = simulate(METHOD, toy, rounds)
         assert [outcome.replies[name]["weights"]["weight"].item() for name in "ab"] == [y_a, y_b]
         assert [control(outcome.states[name]).item() for name in "ab"] == [c_a, c_b]
-        assert (outcome.server["weights"]["weight"].item(), control(outcome.server).item()) == (2, 0)
+        assert (outcome.server["weights"]["weight"].item(), control(outcome.server).item()) == (
+            2,
+            0,
+        )
 
 
 @pytest.mark.parametrize("how", ["difference", "gradient"])
@@ -94,26 +112,36 @@ def test_the_learning_rate_of_the_round_is_used(lines: Toy) -> None:
 def test_with_momentum_only_the_stored_gradients_give_their_mean(lines: Toy) -> None:
     toy = replace(lines, epochs=10, optimizer=sgd(0.02, momentum=0.9))
     start = toy.initial["weight"][0]
-    mean = torch.stack(gradients_seen(toy, "a", start, torch.zeros(3).double(), 0.02, momentum=0.9)).mean(0)
+    mean = torch.stack(
+        gradients_seen(toy, "a", start, torch.zeros(3).double(), 0.02, momentum=0.9)
+    ).mean(0)
     auto, difference = (
-        control(simulate(load("scaffold", control=how), toy).states["a"]) for how in ("auto", "difference")
+        control(simulate(load("scaffold", control=how), toy).states["a"])
+        for how in ("auto", "difference")
     )
     close(auto, mean)
     assert (difference - mean).norm() / mean.norm() > 1
 
 
-@pytest.mark.parametrize("optimizer", [adam(0.01), sgd(0.1, weight_decay=0.1), sgd(0.1, momentum=0.5)])
-def test_auto_takes_the_gradients_wherever_option_two_is_not_their_mean(lines: Toy, optimizer) -> None:
+@pytest.mark.parametrize(
+    "optimizer", [adam(0.01), sgd(0.1, weight_decay=0.1), sgd(0.1, momentum=0.5)]
+)
+def test_auto_takes_the_gradients_wherever_option_two_is_not_their_mean(
+    lines: Toy, optimizer
+) -> None:
     toy = replace(lines, epochs=4, optimizer=optimizer)
     auto, gradient, difference = (
-        bits(simulate(load("scaffold", control=how), toy).states) for how in ("auto", "gradient", "difference")
+        bits(simulate(load("scaffold", control=how), toy).states)
+        for how in ("auto", "gradient", "difference")
     )
     assert auto == gradient != difference
 
 
 def test_auto_is_option_two_for_plain_descent(lines: Toy) -> None:
     toy = replace(lines, epochs=4)
-    assert bits(simulate(METHOD, toy).states) == bits(simulate(load("scaffold", control="difference"), toy).states)
+    assert bits(simulate(METHOD, toy).states) == bits(
+        simulate(load("scaffold", control="difference"), toy).states
+    )
 
 
 @pytest.mark.parametrize("weights", ["uniform", "samples"])
@@ -121,7 +149,11 @@ def test_with_full_participation_c_is_the_mean_of_the_c_i(lines: Toy, weights: s
     toy = replace(lines, epochs=3)
     for rounds in range(4):
         outcome = simulate(load("scaffold", weights=weights), toy, rounds)
-        controls = [control(outcome.states[name]) for name in toy.names] if rounds else [torch.zeros(3).double()]
+        controls = (
+            [control(outcome.states[name]) for name in toy.names]
+            if rounds
+            else [torch.zeros(3).double()]
+        )
         close(control(outcome.server), torch.stack(controls).mean(0))
 
 
@@ -140,7 +172,9 @@ def test_partial_participation_divides_by_all_sites(lines: Toy) -> None:
 def test_the_weights_are_the_participants_plain_mean_or_by_samples(lines: Toy) -> None:
     def replies_and_mean(**options: str) -> tuple[Mapping[str, Tensor], Tensor]:
         outcome = simulate(load("scaffold", **options), lines, cohorts=[["a", "c"]])
-        return {n: r["weights"]["weight"] for n, r in outcome.replies.items()}, outcome.server["weights"]["weight"]
+        return {n: r["weights"]["weight"] for n, r in outcome.replies.items()}, outcome.server[
+            "weights"
+        ]["weight"]
 
     sent, mean = replies_and_mean()
     close(mean, (sent["a"] + sent["c"]) / 2)
@@ -174,7 +208,10 @@ def test_the_servers_step(lines: Toy) -> None:
     start = lines.initial["weight"]
     for step in (0.0, 0.5, 1.5):
         outcome = simulate(load("scaffold", server_lr=step), lines)
-        close(outcome.server["weights"]["weight"], start + step * (whole.server["weights"]["weight"] - start))
+        close(
+            outcome.server["weights"]["weight"],
+            start + step * (whole.server["weights"]["weight"] - start),
+        )
         assert bits(outcome.server["control"]) == bits(whole.server["control"])
 
 
@@ -201,7 +238,9 @@ def test_controls_cover_trainable_parameters_only(classes: Toy) -> None:
     assert set(outcome.server["control"]) == trainable
     assert all(set(state["control"]) == trainable for state in outcome.states.values())
     assert all(set(reply["control"]) == trainable for reply in outcome.replies.values())
-    torch.testing.assert_close(outcome.server["weights"]["0.weight"], toy.initial["0.weight"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        outcome.server["weights"]["0.weight"], toy.initial["0.weight"], rtol=1e-6, atol=0
+    )
 
 
 def test_a_parameter_without_gradient_has_control_zero() -> None:

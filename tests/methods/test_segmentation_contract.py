@@ -18,7 +18,9 @@ from medfl.networks import build
 from tests.support.sweeps import FEW, mostly_slow
 from tests.support.toy import Data, Toy, bits, judged, sgd, simulate
 
-SEGMENTING = [name for name in methods.names() if "segmentation" in methods.method_class(name).tasks]
+SEGMENTING = [
+    name for name in methods.names() if "segmentation" in methods.method_class(name).tasks
+]
 SETTINGS = {
     "fedrep": {"head_epochs": 1, "finetune_epochs": 1},
     "fedbabu": {"finetune_epochs": 1},
@@ -48,7 +50,13 @@ def public_rings(dims: int, count: int = 5, size: int = 16) -> Public:
     x = 0.5 * torch.randn(mask.shape, generator=generator) - mask
     answer = (4 * mask[:, 0] - 2 + torch.randn(count, size, size, generator=generator)).half()
     shard = Shard.of(Stacked([{"id": f"public{i}"} for i in range(count)], x, mask), range(count))
-    return Public("toy-rings", shard, Task("segmentation", ("background", "ring")), (answer,), size if dims == 3 else 0)
+    return Public(
+        "toy-rings",
+        shard,
+        Task("segmentation", ("background", "ring")),
+        (answer,),
+        size if dims == 3 else 0,
+    )
 
 
 def federation(dims: int) -> Toy:
@@ -72,7 +80,18 @@ def test_the_task_agnostic_methods_support_segmentation() -> None:
     wanted = "local central fedavg fedprox scaffold fedbn ditto fednova feddyn feddc moon fedrep fedper fedbabu fedsm"
     wanted += " perfedavg pfedme pfedbayes fedgh proxyfl fedmd fccl fedkemf fedhelp"
     assert set(wanted.split()) <= set(SEGMENTING)
-    prototypes = {"fedproto", "fedmr", "pfedpm", "fedcb", "fedbm", "fedetf", "fednh", "fedrod", "ccvr", "fedproc"}
+    prototypes = {
+        "fedproto",
+        "fedmr",
+        "pfedpm",
+        "fedcb",
+        "fedbm",
+        "fedetf",
+        "fednh",
+        "fedrod",
+        "ccvr",
+        "fedproc",
+    }
     assert not prototypes & set(SEGMENTING)
 
 
@@ -96,7 +115,9 @@ def two_rounds_lower_the_loss(name: str, dims: int) -> None:
     for site in participants:
         weights = judged(method, toy, outcome, site)
         assert all(torch.isfinite(t).all() for t in weights.values())
-        before, after = (loss_of(method, toy, state, site) for state in (simulate(method, toy, 0), outcome))
+        before, after = (
+            loss_of(method, toy, state, site) for state in (simulate(method, toy, 0), outcome)
+        )
         assert after < before
 
 
@@ -104,6 +125,8 @@ def loss_of(method: methods.Method, toy: Toy, outcome: object, name: str) -> flo
     """The loss of the network that a site is judged by, over its images, with statistics of the batch."""
     with toy.networks.scope():
         site, down = toy.site(name), method.broadcast(toy.host(), outcome.server, name)
-        network: nn.Module = method.predictor(site, outcome.states.get(name) or method.init_site(site), down)
+        network: nn.Module = method.predictor(
+            site, outcome.states.get(name) or method.init_site(site), down
+        )
         x, y = next(site.train.batches(8))
         return float(toy.loss(network.train()(x), y).detach())

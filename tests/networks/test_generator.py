@@ -39,7 +39,9 @@ def test_sizes(dimension: int, parameters: int) -> None:
     assert sum(b.numel() for b in buffers.values()) == 1029
     assert sum(b.numel() for b in buffers.values() if b.is_floating_point()) == 1024
     if dimension == 512:
-        assert sum(t.numel() * t.element_size() for t in network.state_dict().values()) == 19_036_980
+        assert (
+            sum(t.numel() * t.element_size() for t in network.state_dict().values()) == 19_036_980
+        )
     assert network.linear.out_features == 128 * 8 * 8
 
 
@@ -67,7 +69,8 @@ def test_layers_in_their_order() -> None:
 @pytest.mark.parametrize(("size", "advice"), [(28, 32), (8, 16), (200, 192)])
 def test_a_side_that_is_no_multiple_of_16_is_refused(size: int, advice: int) -> None:
     text = (
-        f"images of {size} x {size} pixels; .* multiples of 16; take --config image_size={advice}, or .*generator=false"
+        f"images of {size} x {size} pixels; .* multiples of 16; "
+        f"take --config image_size={advice}, or .*generator=false"
     )
     with pytest.raises(InputError, match=text):
         Generator(12, 3, size, size)
@@ -99,7 +102,9 @@ def test_crops_are_shifts_by_up_to_4_and_flips_of_both_axes() -> None:
         assert {abs(down), abs(right)} == {1}
         padding = 256 - int((moved > 0).sum())
         shift = (row - 8 if down > 0 else row - 7), (column - 8 if right > 0 else column - 7)
-        assert padding == 256 - (16 - abs(shift[0])) * (16 - abs(shift[1])), "what is cut off is filled with 0"
+        assert padding == 256 - (16 - abs(shift[0])) * (16 - abs(shift[1])), (
+            "what is cut off is filled with 0"
+        )
         assert max(map(abs, shift)) <= 4
     assert {row for row, _ in seen} == {column for _, column in seen} == set(range(3, 13))
 
@@ -108,8 +113,12 @@ def test_padding_is_black_and_normalisation_comes_last() -> None:
     mean, std = NORMALISATIONS["imagenet"]
     images = torch.ones(1, 3, 16, 16)
     moved = Augmentation(mean, std)(images, draws(1))
-    values = {tuple(round(v, 4) for v in moved[0, :, i, j].tolist()) for i in range(16) for j in range(16)}
-    black, white = (tuple(round((v - m) / s, 4) for m, s in zip(mean, std, strict=True)) for v in (0, 1))
+    values = {
+        tuple(round(v, 4) for v in moved[0, :, i, j].tolist()) for i in range(16) for j in range(16)
+    }
+    black, white = (
+        tuple(round((v - m) / s, 4) for m, s in zip(mean, std, strict=True)) for v in (0, 1)
+    )
     assert values == {black, white}
     grey = Augmentation(*NORMALISATIONS["half"])(torch.ones(2, 1, 16, 16), draws(1))
     assert set(grey.unique().tolist()) == {-1.0, 1.0}
@@ -151,8 +160,12 @@ def test_the_diversity_loss_scales() -> None:
     images, z = normal(12, 3, 8, 8), normal(12, 16, seed=1)
     labels = torch.arange(12) % 3
     base = diversity_loss(images, z, labels, 3)
-    assert diversity_loss(2 * images, z, labels, 3).item() == pytest.approx(base.item() / 2, rel=1e-4)
-    assert diversity_loss(images, 2 * z, labels, 3).item() == pytest.approx(base.item() * 2, rel=1e-4)
+    assert diversity_loss(2 * images, z, labels, 3).item() == pytest.approx(
+        base.item() / 2, rel=1e-4
+    )
+    assert diversity_loss(images, 2 * z, labels, 3).item() == pytest.approx(
+        base.item() * 2, rel=1e-4
+    )
     big = 1e6  # epsilon no longer counts
     one, half = (diversity_loss(f * big * images, z, labels, 3).item() for f in (1, 2))
     assert half == pytest.approx(one / 2, rel=1e-6)
@@ -167,13 +180,19 @@ def test_the_diversity_loss_scales() -> None:
 
 def test_the_l1_norms_are_sums() -> None:
     """Check 12: means instead would inflate the loss by 3 S^2 / D, 96 for S = 128 and D = 512."""
-    images, z, labels = normal(4, 3, 16, 16), normal(4, 8, seed=1), torch.zeros(4, dtype=torch.int64)
+    images, z, labels = (
+        normal(4, 3, 16, 16),
+        normal(4, 8, seed=1),
+        torch.zeros(4, dtype=torch.int64),
+    )
     apart = (images[:, None] - images[None]).abs()
     ratio = apart.mean((2, 3, 4)) / (z[:, None] - z[None]).abs().mean(2)
     pairs = torch.triu_indices(4, 4, 1)
     averaged = (1 / ratio[pairs[0], pairs[1]]).mean()
     factor = 3 * 16**2 / 8
-    assert (averaged / diversity_loss(images, z, labels, 1)).item() == pytest.approx(factor, rel=1e-4)
+    assert (averaged / diversity_loss(images, z, labels, 1)).item() == pytest.approx(
+        factor, rel=1e-4
+    )
     assert 3 * 128**2 / 512 == 96
 
 

@@ -26,7 +26,12 @@ from medfl.networks.heads import (
 )
 from tests.support.toy import classifier
 
-NETWORKS = [("resnet18", "fc", 512), ("resnet20", "fc", 64), ("efficientnet_b0", "_fc", 1280), ("small_cnn", "fc", 72)]
+NETWORKS = [
+    ("resnet18", "fc", 512),
+    ("resnet20", "fc", 64),
+    ("efficientnet_b0", "_fc", 1280),
+    ("small_cnn", "fc", 72),
+]
 
 
 SEGMENTERS = [
@@ -38,7 +43,9 @@ SEGMENTERS = [
 
 
 @pytest.mark.parametrize(("make", "layer"), SEGMENTERS)
-def test_the_head_of_monais_segmentation_networks_makes_their_output(make: Callable[[], nn.Module], layer: str) -> None:
+def test_the_head_of_monais_segmentation_networks_makes_their_output(
+    make: Callable[[], nn.Module], layer: str
+) -> None:
     network = make().eval()
     assert head_name(network) == layer
     channels = next(m for m in network.modules() if isinstance(m, nn.Conv2d)).in_channels
@@ -60,7 +67,9 @@ def test_heads_of_the_shipped_networks(name: str, layer: str, size: int) -> None
 
 
 def test_the_last_layer_is_the_head_whatever_linear_layers_are_inside() -> None:
-    network = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1))
+    network = nn.Sequential(
+        nn.Flatten(), nn.Linear(4, 4), nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 1)
+    )
     assert head_name(network) == "3"
     segmenter = nn.Sequential(nn.Conv3d(1, 8, 3), nn.Conv3d(8, 2, 1))
     assert (head_name(segmenter), feature_size(segmenter)) == ("1", 8)
@@ -81,7 +90,10 @@ def test_a_network_without_a_head_is_refused() -> None:
 def test_named_layers_make_the_head() -> None:
     network = classifier(norm=True)()
     assert head_names(network, ["1", "4"]) == {
-        *(f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")),
+        *(
+            f"1.{name}"
+            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+        ),
         "4.weight",
         "4.bias",
     }

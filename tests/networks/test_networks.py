@@ -50,7 +50,9 @@ def test_sizes(name: str, channels: int, classes: int, count: int, buffers: int)
     assert float_buffers(network) == buffers
 
 
-@pytest.mark.parametrize(("name", "count", "buffers"), [("unet8", 360_426, 768), ("unet32", 5_749_410, 3_072)])
+@pytest.mark.parametrize(
+    ("name", "count", "buffers"), [("unet8", 360_426, 768), ("unet32", 5_749_410, 3_072)]
+)
 def test_sizes_of_the_3d_unets_of_fedhelp(name: str, count: int, buffers: int) -> None:
     network = networks.build(name, 1, 2, spatial_dims=3)
     assert (parameters(network), float_buffers(network)) == (count, buffers)
@@ -71,7 +73,9 @@ def test_resnet18_has_20_norms_and_the_imagenet_stem() -> None:
     assert shapes == [(2, 64, 32, 32), (2, 512, 4, 4)]
 
 
-@pytest.mark.parametrize("name", [n for n in networks.names() if n not in ("resnet110", "wrn28_10")])
+@pytest.mark.parametrize(
+    "name", [n for n in networks.names() if n not in ("resnet110", "wrn28_10")]
+)
 @pytest.mark.parametrize("size", [(16, 16), (28, 28), (37, 51)])
 def test_any_size_and_gradients_everywhere(name: str, size: tuple[int, int]) -> None:
     network = networks.build(name, 1, 5)
@@ -86,7 +90,9 @@ def test_volumes(name: str) -> None:
     assert networks.build(name, 1, 2, spatial_dims=3)(torch.rand(2, 1, 17, 16, 18)).shape == (2, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning"
+)
 @pytest.mark.parametrize("name", [n for n in networks.names() if n != "wrn28_10"])
 def test_scripted_network_computes_the_same(name: str) -> None:
     network = networks.build(name, 3, 4).eval()
@@ -133,14 +139,18 @@ def test_two_conv_is_that_of_the_lineage() -> None:
 
     def by_hand() -> torch.Tensor:
         y = functional.relu(functional.max_pool2d(conv1(x), 2))
-        y = functional.relu(functional.max_pool2d(functional.dropout2d(conv2(y), training=network.training), 2))
+        y = functional.relu(
+            functional.max_pool2d(functional.dropout2d(conv2(y), training=network.training), 2)
+        )
         assert y.shape == (3, 20, 4, 4)
         return functional.relu(network.fc1(y.flatten(1)))
 
     network.eval()
     feature, logits = features_and_output(network, x)
     torch.testing.assert_close(feature, by_hand())
-    torch.testing.assert_close(logits, functional.linear(feature, network.fc2.weight, network.fc2.bias))
+    torch.testing.assert_close(
+        logits, functional.linear(feature, network.fc2.weight, network.fc2.bias)
+    )
     network.train()
     with torch.random.fork_rng():
         torch.manual_seed(0)

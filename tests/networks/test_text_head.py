@@ -32,7 +32,12 @@ def network() -> nn.Module:
 
 
 def made(**settings: object) -> nn.Module:
-    values: dict = {"classifier": "text_distribution", "covariance": "full", "tau": 12.5, **settings}
+    values: dict = {
+        "classifier": "text_distribution",
+        "covariance": "full",
+        "tau": 12.5,
+        **settings,
+    }
     return adapt(network(), structured(0.3, classes=3).float(), **values)
 
 
@@ -46,7 +51,9 @@ def test_the_head_projects_normalises_and_keeps_its_place() -> None:
     torch.testing.assert_close(h.norm(dim=1), torch.ones(5))
     x = torch.rand(4, 1, 16, 16)
     assert model(x).shape == (4, 3)
-    torch.testing.assert_close(embeddings_of(model), structured(0.3, classes=3).float(), rtol=0, atol=0)
+    torch.testing.assert_close(
+        embeddings_of(model), structured(0.3, classes=3).float(), rtol=0, atol=0
+    )
 
 
 def test_the_objective_is_the_mean_bound() -> None:
@@ -85,7 +92,9 @@ def test_installed_embeddings_change_the_classifier() -> None:
     torch.testing.assert_close(model.fc.mean, other.mean(1))
 
 
-@pytest.mark.parametrize(("classifier", "trainable"), [("trainable", True), ("random_frozen", False)])
+@pytest.mark.parametrize(
+    ("classifier", "trainable"), [("trainable", True), ("random_frozen", False)]
+)
 def test_other_heads_are_the_networks_own(classifier: str, trainable: bool) -> None:
     model = made(classifier=classifier)
     assert type(head(model)) is nn.Linear
@@ -104,7 +113,9 @@ def test_text_mean_has_no_spread() -> None:
 
 def test_a_distribution_needs_two_prompts() -> None:
     single = structured(0.3, classes=3)[:, :1]
-    with pytest.raises(InputError, match="one prompt a class with classifier=text_distribution; .*; add prompts"):
+    with pytest.raises(
+        InputError, match="one prompt a class with classifier=text_distribution; .*; add prompts"
+    ):
         adapt(network(), single, classifier="text_distribution", covariance="diag", tau=12.5)
     adapt(network(), single, classifier="text_mean", covariance="diag", tau=12.5)
 

@@ -33,8 +33,14 @@ class Authority:
         self.root = self._signed(self.name, self.key.public_key(), ca=True)
 
     def _signed(self, name, public, *, ca: bool = False):
-        made = x509.CertificateBuilder().subject_name(name).issuer_name(self.name).public_key(public)
-        made = made.serial_number(x509.random_serial_number()).not_valid_before(BEGIN).not_valid_after(END)
+        made = (
+            x509.CertificateBuilder().subject_name(name).issuer_name(self.name).public_key(public)
+        )
+        made = (
+            made.serial_number(x509.random_serial_number())
+            .not_valid_before(BEGIN)
+            .not_valid_after(END)
+        )
         made = made.add_extension(x509.BasicConstraints(ca, None), critical=True)
         own = x509.SubjectKeyIdentifier.from_public_key(public)
         known = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
@@ -47,15 +53,21 @@ class Authority:
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, who)])
         pem = serialization.Encoding.PEM
-        secret = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        secret = key.private_bytes(
+            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
         (folder / f"{files}.key").write_bytes(secret)
-        (folder / f"{files}.crt").write_bytes(self._signed(name, key.public_key()).public_bytes(pem))
+        (folder / f"{files}.crt").write_bytes(
+            self._signed(name, key.public_key()).public_bytes(pem)
+        )
         (folder / "rootCA.pem").write_bytes(self.root.public_bytes(pem))
         return folder
 
 
 @contextmanager
-def serving(context: ssl.SSLContext | None, greeting: bytes = b"hello") -> Iterator[tuple[str, int]]:
+def serving(
+    context: ssl.SSLContext | None, greeting: bytes = b"hello"
+) -> Iterator[tuple[str, int]]:
     """A server that takes connections and greets, with TLS where there is a context."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.settimeout(20)
@@ -65,7 +77,9 @@ def serving(context: ssl.SSLContext | None, greeting: bytes = b"hello") -> Itera
                 plain, _ = listening.accept()
                 with plain:
                     plain.settimeout(20)
-                    with context.wrap_socket(plain, server_side=True) if context else plain as secure:
+                    with (
+                        context.wrap_socket(plain, server_side=True) if context else plain as secure
+                    ):
                         secure.sendall(greeting)
                         secure.recv(1)
             except OSError:
@@ -125,7 +139,9 @@ def test_a_server_that_does_not_trust_the_site_is_told(federation: Path, tmp_pat
     (mixed / "rootCA.pem").write_bytes((federation / "server" / "rootCA.pem").read_bytes())
     with serving(trusting(federation / "server")) as server, pytest.raises(InputError) as caught:
         reach(server, Kit.open(mixed))
-    assert "do not trust each other" in str(caught.value) or "cannot be reached" in str(caught.value)
+    assert "do not trust each other" in str(caught.value) or "cannot be reached" in str(
+        caught.value
+    )
 
 
 def test_another_server_of_the_federation_is_told(federation: Path, tmp_path: Path) -> None:

@@ -18,9 +18,15 @@ from medfl.partner.heterogeneity import draw, read
 from medfl.partner.statistics import DOCUMENT_FORM
 
 
-def told(path: Path, classes: dict[str, int | None], images: int | None, shares: Any = ((0.5, 0.5),)) -> Path:
+def told(
+    path: Path, classes: dict[str, int | None], images: int | None, shares: Any = ((0.5, 0.5),)
+) -> Path:
     channels = [{"mean": 0.1, "sd": 1.0, "shares": list(row)} for row in shares]
-    part = {"images": images, "tables": {"class": classes}, "intensity": {"low": 0, "high": 1, "channels": channels}}
+    part = {
+        "images": images,
+        "tables": {"class": classes},
+        "intensity": {"low": 0, "high": 1, "channels": channels},
+    }
     nothing = {"images": None, "tables": {}, "intensity": None}
     document = {
         "form": DOCUMENT_FORM, "bundle": "moles", "bundle_sha256": "0", "task": "classification", "min_count": 10,
@@ -55,7 +61,10 @@ def test_distances_are_jensen_shannon_s_from_all_together(files: list[Path]) -> 
 
 def test_equal_sites_have_no_distance(tmp_path: Path) -> None:
     """The last bits of the divergence of equal rows may be below zero."""
-    paths = [told(tmp_path / f"{n}.json", {"a": 60, "b": 40}, n, [[0.2, 0.8], [0.5, 0.5]]) for n in (1, 50, 7)]
+    paths = [
+        told(tmp_path / f"{n}.json", {"a": 60, "b": 40}, n, [[0.2, 0.8], [0.5, 0.5]])
+        for n in (1, 50, 7)
+    ]
     assert read(paths).class_distances() == pytest.approx([0, 0, 0], abs=1e-7)
     assert read(paths).intensity_distances() == pytest.approx([0, 0, 0], abs=1e-7)
 
@@ -87,7 +96,9 @@ def test_sites_that_tell_too_little_have_no_distance(files: list[Path]) -> None:
     assert silent.as_dict()["sites"][1]["class_distance"] is None
 
 
-def test_the_picture_shows_every_site_and_marks_what_is_not_told(files: list[Path], tmp_path: Path) -> None:
+def test_the_picture_shows_every_site_and_marks_what_is_not_told(
+    files: list[Path], tmp_path: Path
+) -> None:
     found = read(files)
     draw(found, tmp_path / "all.svg")
     drawn = (tmp_path / "all.svg").read_text()
@@ -115,21 +126,32 @@ def test_without_classes_and_histograms_there_are_sizes(tmp_path: Path) -> None:
 CHANGES: dict[str, Any] = {
     "another bundle": lambda d: {**d, "bundle": "lungs"},
     "other classes": lambda d: _with(d, tables={"class": {"a": 1, "c": 2}}),
-    "another range": lambda d: _with(d, intensity={**d["sections"]["train"]["intensity"], "high": 2}),
-    "other bins": lambda d: _with(d, intensity={"low": 0, "high": 1, "channels": [{"shares": [1.0]}]}),
+    "another range": lambda d: _with(
+        d, intensity={**d["sections"]["train"]["intensity"], "high": 2}
+    ),
+    "other bins": lambda d: _with(
+        d, intensity={"low": 0, "high": 1, "channels": [{"shares": [1.0]}]}
+    ),
     "another form": lambda d: {**d, "form": "x"},
     "no sections": lambda d: {key: value for key, value in d.items() if key != "sections"},
     "no training": lambda d: {**d, "sections": {"test": d["sections"]["test"]}},
     "counts as text": lambda d: _with(d, tables={"class": {"a": "many", "b": 2}}),
     "a list of counts": lambda d: _with(d, tables={"class": [1, 2]}),
-    "shares below 0": lambda d: _with(d, intensity={"low": 0, "high": 1, "channels": [{"shares": [-1.0, 2.0]}]}),
-    "ragged shares": lambda d: _with(d, intensity={"low": 0, "high": 1, "channels": [{"shares": [1]}, {"shares": []}]}),
+    "shares below 0": lambda d: _with(
+        d, intensity={"low": 0, "high": 1, "channels": [{"shares": [-1.0, 2.0]}]}
+    ),
+    "ragged shares": lambda d: _with(
+        d, intensity={"low": 0, "high": 1, "channels": [{"shares": [1]}, {"shares": []}]}
+    ),
     "a list": lambda d: [d],
 }
 
 
 def _with(document: Any, **changes: Any) -> Any:
-    return {**document, "sections": {**document["sections"], "train": {**document["sections"]["train"], **changes}}}
+    return {
+        **document,
+        "sections": {**document["sections"], "train": {**document["sections"]["train"], **changes}},
+    }
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -142,7 +164,8 @@ def test_a_file_that_does_not_fit_is_refused_by_name(what: str, files: list[Path
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff", b'{"form": NaN}', b'{"form": ' + b"9" * 4000 + b"}", b'{"a": 1, "a": 2}']
+    "content",
+    [b"", b"{", b"\xff", b'{"form": NaN}', b'{"form": ' + b"9" * 4000 + b"}", b'{"a": 1, "a": 2}'],
 )
 def test_a_file_that_is_no_json_is_refused_by_name(content: bytes, files: list[Path]) -> None:
     files[1].write_bytes(content)

@@ -33,7 +33,9 @@ SMALL = {"network": "small_cnn", "image_size": 16}
 
 @pytest.fixture(scope="module")
 def moles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("ham10000", tmp_path_factory.mktemp("moles") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "ham10000", tmp_path_factory.mktemp("moles") / "data", per_class=10, size=16
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,9 @@ def no_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(found: Preflight, topic: str, level: str | None = None) -> str:
-    return "\n".join(line.text for line in found.lines if line.topic == topic and level in (None, line.level))
+    return "\n".join(
+        line.text for line in found.lines if line.topic == topic and level in (None, line.level)
+    )
 
 
 def test_a_bundle_and_its_data_that_are_fine_are_ready(moles: Path, tmp_path: Path) -> None:
@@ -82,13 +86,17 @@ def test_a_step_is_measured_in_memory(moles: Path, monkeypatch: pytest.MonkeyPat
     assert "one step with 4 images takes" in said(found, "memory", "ok")
 
 
-@pytest.mark.parametrize(("free", "level"), [(2 << 20, "ok"), ((1 << 20) + 1, "warning"), (1000, "FAILED")])
+@pytest.mark.parametrize(
+    ("free", "level"), [(2 << 20, "ok"), ((1 << 20) + 1, "warning"), (1000, "FAILED")]
+)
 def test_memory_and_disk_are_compared_with_what_is_free(
     free: int, level: str, moles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "free_ram", lambda: free)
     monkeypatch.setattr(preflight, "budget", lambda: 0)  # of images in memory
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free))
+    monkeypatch.setattr(
+        preflight.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, free)
+    )
     found = check(PreflightOptions("ham10000", str(moles), config=SMALL))
     assert said(found, "memory", level)
     assert ("cache of prepared images" in said(found, "disk", "FAILED")) == (level == "FAILED")
@@ -132,7 +140,9 @@ def test_unreadable_files_are_named_up_to_twenty_and_counted(moles: Path, tmp_pa
     assert missing.name in said(gone, "data", "FAILED")
 
 
-def test_the_same_image_in_several_sections_is_found_by_its_content(moles: Path, tmp_path: Path) -> None:
+def test_the_same_image_in_several_sections_is_found_by_its_content(
+    moles: Path, tmp_path: Path
+) -> None:
     data = Path(shutil.copytree(moles, tmp_path / "data"))
     bundle = with_data(open_problem("ham10000", SMALL), str(data), SMALL).bundle
     first, again = bundle.data("train")[0]["image"], bundle.data("test")[0]["image"]
@@ -156,7 +166,9 @@ def test_images_unlike_the_others_are_named(moles: Path, tmp_path: Path) -> None
     assert found.ok
 
 
-@pytest.mark.parametrize("name", ["seg3d_decathlon_json", "cls2d_glob_yaml", "seg2d_opaque_dataset"])
+@pytest.mark.parametrize(
+    "name", ["seg3d_decathlon_json", "cls2d_glob_yaml", "seg2d_opaque_dataset"]
+)
 def test_bundles_of_the_zoo_s_kinds_are_looked_at_alike(name: str, tmp_path: Path) -> None:
     bundle = ZOO[name](tmp_path)
     found = check(PreflightOptions(str(bundle.path), None, config=bundle.overrides))
@@ -177,7 +189,9 @@ def test_a_volume_that_cannot_be_read_is_named_for_any_bundle(tmp_path: Path) ->
 
 def test_labels_outside_the_declared_classes_fail(tmp_path: Path) -> None:
     bundle = ZOO["seg3d_decathlon_json"](tmp_path)
-    opened = with_data(open_problem(str(bundle.path), bundle.overrides), None, bundle.overrides).bundle
+    opened = with_data(
+        open_problem(str(bundle.path), bundle.overrides), None, bundle.overrides
+    ).bundle
     findings = Findings(opened)
     for seen in scan(opened, "train"):
         if seen.image is not None:
@@ -189,13 +203,17 @@ def test_labels_outside_the_declared_classes_fail(tmp_path: Path) -> None:
 
 def test_structures_that_no_mask_shows_are_named() -> None:
     """They may be absent, or not annotated: nobody but the site knows."""
-    findings = Findings(SimpleNamespace(task="segmentation", structures=("background", "liver", "spleen", "kidney")))
+    findings = Findings(
+        SimpleNamespace(task="segmentation", structures=("background", "liver", "spleen", "kidney"))
+    )
     for number, value in enumerate((0, 1, 3)):
         mask = torch.zeros(1, 4, 4, dtype=torch.uint8)
         mask[..., 0] = value
         findings.add(ScannedItem("train", f"{number}", torch.rand(1, 4, 4), mask, (4, 4), ()))
     (found,) = [finding for finding in findings._structures() if finding.topic == "labels"]
-    assert found.text == "masks show liver, kidney; none shows spleen: absent, or not annotated here"
+    assert (
+        found.text == "masks show liver, kidney; none shows spleen: absent, or not annotated here"
+    )
     assert found.level == "warning"
     assert found.advice.endswith("--site-labels SITE=liver,kidney")
 
@@ -230,7 +248,11 @@ def test_the_command_exits_with_2_if_anything_failed(
 
 @pytest.mark.parametrize(
     ("free", "level", "text"),
-    [(2**40, "ok", "one step with 4 images takes "), (1, "FAILED", "; 0 MiB are free"), (0, "FAILED", "does not fit")],
+    [
+        (2**40, "ok", "one step with 4 images takes "),
+        (1, "FAILED", "; 0 MiB are free"),
+        (0, "FAILED", "does not fit"),
+    ],
 )
 def test_what_a_step_takes_of_a_gpu_is_held_against_what_is_free(
     moles: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str, text: str
@@ -258,7 +280,9 @@ def out_of_memory(*_: object) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_step_is_measured_on_a_gpu(moles: Path) -> None:
-    found = check(PreflightOptions("ham10000", str(moles), config=SMALL, batch_size=4, device="cuda"))
+    found = check(
+        PreflightOptions("ham10000", str(moles), config=SMALL, batch_size=4, device="cuda")
+    )
     assert "on the GPU" in said(found, "memory", "ok")
 
 

@@ -38,7 +38,9 @@ BINS = Bins(8, -2.2, 2.7)
 
 @pytest.fixture(scope="module")
 def moles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("ham10000", tmp_path_factory.mktemp("moles") / "data", per_class=20, size=16)
+    return datasets.write_phantom(
+        "ham10000", tmp_path_factory.mktemp("moles") / "data", per_class=20, size=16
+    )
 
 
 @pytest.fixture(scope="module")
@@ -51,32 +53,50 @@ def everything(bundle: Bundle, moles: Path) -> dict[str, Any]:
     return gather(bundle, str(moles), StatisticsOptions(BINS, min_count=0))
 
 
-def test_counts_and_intensities_are_those_of_the_images(bundle: Bundle, everything: dict[str, Any]) -> None:
+def test_counts_and_intensities_are_those_of_the_images(
+    bundle: Bundle, everything: dict[str, Any]
+) -> None:
     assert everything["form"] == DOCUMENT_FORM
     for section in ("train", "validate", "test"):
         part, items = everything["sections"][section], bundle.items(section)
         assert part["images"] == len(items)
         labels = [item["label"] for item in items]
-        assert part["tables"]["class"] == {name: labels.count(i) for i, name in enumerate(bundle.classes)}
+        assert part["tables"]["class"] == {
+            name: labels.count(i) for i, name in enumerate(bundle.classes)
+        }
         centres = [item["centre"] for item in items]
-        assert part["tables"]["centre"] == {name: centres.count(name) for name in sorted(set(centres))}
-        images = [seen.image.double().numpy() for seen in scan(bundle, section) if seen.image is not None]
+        assert part["tables"]["centre"] == {
+            name: centres.count(name) for name in sorted(set(centres))
+        }
+        images = [
+            seen.image.double().numpy() for seen in scan(bundle, section) if seen.image is not None
+        ]
         for channel, about in enumerate(part["intensity"]["channels"]):
             rows = np.stack([image[channel].ravel() for image in images])
             assert about["mean"] == pytest.approx(rows.mean(), rel=1e-3)
             assert about["sd"] == pytest.approx(rows.std(), rel=1e-3)
-            shares = np.mean([np.histogram(row, 8, (-2.2, 2.7))[0] / len(row) for row in rows], axis=0)
-            assert about["shares"] == pytest.approx(shares.tolist(), abs=1.1e-3)  # thousandths, rounded down
+            shares = np.mean(
+                [np.histogram(row, 8, (-2.2, 2.7))[0] / len(row) for row in rows], axis=0
+            )
+            assert about["shares"] == pytest.approx(
+                shares.tolist(), abs=1.1e-3
+            )  # thousandths, rounded down
 
 
-def test_age_and_sex_are_counted_where_the_tables_have_them(bundle: Bundle, moles: Path, tmp_path: Path) -> None:
+def test_age_and_sex_are_counted_where_the_tables_have_them(
+    bundle: Bundle, moles: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "tables"
     folder.mkdir()
     with (folder / "patients.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["image_id", "age", "sex"])
-        rows.writerows([[item["id"], 30 + 40 * (i % 2), "F"] for i, item in enumerate(bundle.items("train"))])
-    part = gather(bundle, str(folder), StatisticsOptions(BINS, min_count=5))["sections"]["train"]["tables"]
+        rows.writerows(
+            [[item["id"], 30 + 40 * (i % 2), "F"] for i, item in enumerate(bundle.items("train"))]
+        )
+    part = gather(bundle, str(folder), StatisticsOptions(BINS, min_count=5))["sections"]["train"][
+        "tables"
+    ]
     count = len(bundle.items("train"))
     assert part["age"] == {"20–39": (count + 1) // 2, "60–79": count // 2}
     assert part["sex"] == {"f": count}
@@ -93,7 +113,10 @@ def test_small_counts_are_hidden_and_rare_names_are_not_told(
             assert part == {"images": None, "tables": {}, "intensity": None}
             continue
         for name, cells in part["tables"].items():
-            assert all(count is None or 15 <= count == whole["tables"][name][cell] for cell, count in cells.items())
+            assert all(
+                count is None or 15 <= count == whole["tables"][name][cell]
+                for cell, count in cells.items()
+            )
             hidden += list(cells.values()).count(None)
             if name != "class":
                 assert all(count is not None for cell, count in cells.items() if cell != OTHERS)
@@ -102,9 +125,13 @@ def test_small_counts_are_hidden_and_rare_names_are_not_told(
 
 def test_bins_of_few_images_are_hidden_and_never_one_alone(bundle: Bundle, moles: Path) -> None:
     found = gather(bundle, str(moles), StatisticsOptions(Bins(40, -2.2, 2.7), min_count=15))
-    images = [seen.image.double().numpy() for seen in scan(bundle, "train") if seen.image is not None]
+    images = [
+        seen.image.double().numpy() for seen in scan(bundle, "train") if seen.image is not None
+    ]
     for channel, about in enumerate(found["sections"]["train"]["intensity"]["channels"]):
-        present = np.array([np.histogram(image[channel], 40, (-2.2, 2.7))[0] > 0 for image in images]).sum(0)
+        present = np.array(
+            [np.histogram(image[channel], 40, (-2.2, 2.7))[0] > 0 for image in images]
+        ).sum(0)
         hidden = [share is None for share in about["shares"]]
         assert all(hide for hide, count in zip(hidden, present, strict=True) if count < 15)
         assert sum(hidden) != 1
@@ -114,7 +141,11 @@ def test_noise_is_in_every_number_and_repeats_with_the_same_entropy_alone(
     bundle: Bundle, moles: Path, everything: dict[str, Any]
 ) -> None:
     def noisy(seed: int, epsilon: float = 0.5) -> dict[str, Any]:
-        return gather(bundle, str(moles), StatisticsOptions(BINS, min_count=5, epsilon=epsilon, entropy=repeated(seed)))
+        return gather(
+            bundle,
+            str(moles),
+            StatisticsOptions(BINS, min_count=5, epsilon=epsilon, entropy=repeated(seed)),
+        )
 
     one = noisy(1)
     assert one == noisy(1) != noisy(2)
@@ -124,7 +155,9 @@ def test_noise_is_in_every_number_and_repeats_with_the_same_entropy_alone(
     assert train["intensity"]["channels"][0]["mean"] != true["intensity"]["channels"][0]["mean"]
     close = noisy(1, 99.0)["sections"]["train"]
     assert close["images"] == true["images"]
-    assert close["intensity"]["channels"][0]["mean"] == pytest.approx(true["intensity"]["channels"][0]["mean"], abs=0.1)
+    assert close["intensity"]["channels"][0]["mean"] == pytest.approx(
+        true["intensity"]["channels"][0]["mean"], abs=0.1
+    )
     # images, five tables, and a histogram for each of three channels
     assert set(train["tables"]) == {"class", "age", "sex", "longest side", "widest spacing"}
     assert one["epsilon_of_one_image"] == 0.5 * (1 + len(train["tables"]) + 3)
@@ -145,15 +178,17 @@ def test_with_noise_cells_are_known_beforehand_and_empty_ones_have_noise_too(
         asked = StatisticsOptions(BINS, min_count=0, epsilon=0.5, entropy=repeated(3))
         documents.append(gather(bundle, str(folder), asked)["sections"]["train"]["tables"])
     one, other = documents
-    assert {name: list(cells) for name, cells in one.items()} == {name: list(cells) for name, cells in other.items()}
+    assert {name: list(cells) for name, cells in one.items()} == {
+        name: list(cells) for name, cells in other.items()
+    }
     assert list(one["sex"]) == ["female", "male", "other", UNRECORDED]
     assert "centre" not in one
     empty = [count for cell, count in one["age"].items() if cell != "20–39"]
     assert len(empty) == 5
     assert any(empty)
-    exact = gather(bundle, str(tmp_path / "F"), StatisticsOptions(BINS, min_count=0, epsilon=99.0))["sections"][
-        "train"
-    ]["tables"]
+    exact = gather(bundle, str(tmp_path / "F"), StatisticsOptions(BINS, min_count=0, epsilon=99.0))[
+        "sections"
+    ]["train"]["tables"]
     count = len(bundle.items("train"))
     assert exact["sex"] == {"female": count, "male": 0, "other": 0, UNRECORDED: 0}
     assert exact["widest spacing"][UNRECORDED] == count
@@ -167,14 +202,22 @@ def test_how_many_are_not_recorded_is_a_cell_as_any_other(bundle: Bundle, moles:
     made._named_by_data = {"centre": Counter({"a": 26, "b": 20})}
     told = made.released(StatisticsOptions(BINS, min_count=10))["tables"]["centre"]
     assert told == {"b": 20, OTHERS: None}
-    assert made.released(StatisticsOptions(BINS, min_count=0))["tables"]["centre"] == {"a": 26, "b": 20, UNRECORDED: 4}
+    assert made.released(StatisticsOptions(BINS, min_count=0))["tables"]["centre"] == {
+        "a": 26,
+        "b": 20,
+        UNRECORDED: 4,
+    }
 
 
 def test_structures_are_counted_as_present_or_absent(tmp_path: Path) -> None:
     bundle = ZOO["seg3d_decathlon_json"](tmp_path)
     opened = with_data(open_problem(str(bundle.path), bundle.overrides), None, bundle.overrides)
-    found = gather(opened.bundle, opened.folder, StatisticsOptions(Bins(4, 0, 1), min_count=0))["sections"]["train"]
-    structures = {name: cells for name, cells in found["tables"].items() if name.startswith("structure ")}
+    found = gather(opened.bundle, opened.folder, StatisticsOptions(Bins(4, 0, 1), min_count=0))[
+        "sections"
+    ]["train"]
+    structures = {
+        name: cells for name, cells in found["tables"].items() if name.startswith("structure ")
+    }
     assert structures
     assert all(sum(cells.values()) == found["images"] for cells in structures.values())
     assert "widest spacing" in found["tables"]

@@ -118,7 +118,9 @@ class Reach:
             if not callable(member):
                 continue
             for index, arguments in enumerate(self.arguments()):
-                self.attempt(f"{path} {index}", lambda m=member, a=arguments: self.evaluator._call(m, *a))
+                self.attempt(
+                    f"{path} {index}", lambda m=member, a=arguments: self.evaluator._call(m, *a)
+                )
 
     def attributes(self) -> None:
         """Every attribute and method that a value lets be asked for, and so on with what that gives, to depth three."""
@@ -134,7 +136,10 @@ class Reach:
             except (Refused, ValueError):
                 continue  # no arguments change that
             for index, arguments in enumerate(self.arguments() if depth == 3 else [(), (1,)]):
-                made = self.attempt(f"{path} {index}", lambda n=name, a=arguments: self.evaluator._method(value, n, *a))
+                made = self.attempt(
+                    f"{path} {index}",
+                    lambda n=name, a=arguments: self.evaluator._method(value, n, *a),
+                )
                 given += [made] if index < 2 else []
             for each in given if depth > 1 else ():
                 if each is None or (type(each), depth) in self._walked:
@@ -157,7 +162,10 @@ class Reach:
             {"_target_": "Dataset", "data": ["true"], "transform": value},
             {"_target_": "Compose", "transforms": [value]},
         ):
-            self.attempt(f"{path} {config['_target_']}", lambda c=config: _use(_Component(c, "x", self.evaluator)))
+            self.attempt(
+                f"{path} {config['_target_']}",
+                lambda c=config: _use(_Component(c, "x", self.evaluator)),
+            )
 
     def poisoned(self) -> None:
         """Objects whose state others set, as a loader of checkpoints does: nothing that was put there is called."""
@@ -189,35 +197,56 @@ class Reach:
         """Every component with its required arguments, and each of its optional ones, that could be a place."""
         short, listed = components._listed()
         full = {f"{found.__module__}.{found.__qualname__}" for found in listed.values()}
-        for name in ("kaiming_uniform_", "kaiming_normal_", "trunc_normal_", "xavier_uniform_", "normal_", "uniform_"):
-            setattr(torch.nn.init, name, lambda tensor, *_, **__: tensor)  # what large networks draw takes long
+        for name in (
+            "kaiming_uniform_",
+            "kaiming_normal_",
+            "trunc_normal_",
+            "xavier_uniform_",
+            "normal_",
+            "uniform_",
+        ):
+            setattr(
+                torch.nn.init, name, lambda tensor, *_, **__: tensor
+            )  # what large networks draw takes long
         targets = sorted({*short, *allowed.COMPONENTS, *full})
         for target in targets:
             try:
                 parameters = inspect.signature(components.component(target)).parameters.values()
             except ValueError:  # torch.device tells none
                 parameters = {}.values()
-            needed = {p.name: self._guess(p.name) for p in parameters if p.default is p.empty and p.kind == 1}
+            needed = {
+                p.name: self._guess(p.name)
+                for p in parameters
+                if p.default is p.empty and p.kind == 1
+            }
             places = [p.name for p in parameters if p.kind in (1, 3) and _is_place(p.name)]
             for more in ({}, *({name: str(self.folder / "made")} for name in places)):
                 config = {"_target_": target, **needed, **more}
                 self.attempt(
-                    f"{target} {sorted(more)}", lambda c=config: _Component(c, "x", self.evaluator).instantiate()
+                    f"{target} {sorted(more)}",
+                    lambda c=config: _Component(c, "x", self.evaluator).instantiate(),
                 )
 
     def handed_on(self) -> None:
         """Every component that expressions may name, called by `map` and `partial` with texts that name a danger."""
         _, listed = components._listed()
-        for path in sorted({f"{found.__module__}.{found.__qualname__}" for found in listed.values()}):
+        for path in sorted(
+            {f"{found.__module__}.{found.__qualname__}" for found in listed.values()}
+        ):
             if components.for_expressions(path) is None:
                 continue
             value = self.evaluator._value_of(path)
             for count in range(1, 13):
                 texts = ["os.system", *["true"] * (count - 1)]
-                self.attempt(f"map {path} {count}", lambda v=value, t=texts: list(map(v, *([text] for text in t))))
+                self.attempt(
+                    f"map {path} {count}",
+                    lambda v=value, t=texts: list(map(v, *([text] for text in t))),
+                )
                 self.attempt(
                     f"partial {path} {count}",
-                    lambda v=value, t=texts: self.evaluator._call(functools.partial(v, *t[:-1]), t[-1]),
+                    lambda v=value, t=texts: self.evaluator._call(
+                        functools.partial(v, *t[:-1]), t[-1]
+                    ),
                 )
 
     def _guess(self, name: str) -> Any:
@@ -227,7 +256,12 @@ class Reach:
             return self.values["transform"]
         if _is_place(name):
             return str(self.folder / "made")
-        return {"data": [1, 2], "dataset": self.values["dataset"], "keys": "a", "params": [torch.ones(1)]}.get(name, 2)
+        return {
+            "data": [1, 2],
+            "dataset": self.values["dataset"],
+            "keys": "a",
+            "params": [torch.ones(1)],
+        }.get(name, 2)
 
 
 def _use(component: _Component) -> Any:

@@ -39,7 +39,9 @@ def hostile(root: Path, place: Path) -> Path:
 
 
 def command(*arguments: str | Path) -> int:
-    return main(["run", *map(str, arguments), "--sites", "2", "--rounds", "1", "--jobs", "1", "--quiet"])
+    return main(
+        ["run", *map(str, arguments), "--sites", "2", "--rounds", "1", "--jobs", "1", "--quiet"]
+    )
 
 
 def data(root: Path) -> tuple[str, str]:
@@ -59,9 +61,9 @@ def test_a_refused_bundle_runs_only_when_it_is_trusted(
     assert command(root, *data(root), "--out", tmp_path / "b", "--trust") == 0
     lines = capsys.readouterr().err.splitlines()
     assert mark.exists()
-    assert [line for line in lines if "runs code with your rights" in line and "learning_rate" in line] == [
-        line for line in lines if line.startswith("--trust")
-    ]
+    assert [
+        line for line in lines if "runs code with your rights" in line and "learning_rate" in line
+    ] == [line for line in lines if line.startswith("--trust")]
     assert len([line for line in lines if line.startswith("--trust")]) == 1
     assert not admission.in_force().trusted
     with pytest.raises(InputError, match="--trust"):
@@ -95,7 +97,9 @@ def test_python_that_does_not_run_is_not_said_to(tmp_path: Path) -> None:
     assert said in str(Bundle(str(root), folder, policy=Policy(allow=frozenset({"scripts"}))).notes)
 
 
-def test_trust_says_nothing_of_a_bundle_that_needs_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trust_says_nothing_of_a_bundle_that_needs_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = built(tmp_path)
     assert command(root, *data(root), "--out", tmp_path / "a", "--trust") == 0
     assert "--trust" not in capsys.readouterr().err
@@ -108,7 +112,9 @@ def test_no_policy_file_can_trust(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["public", "teachers"])
-@pytest.mark.parametrize("value", ["data/inner", "run:inner", "bundle:inner", "mednist:inner", "../inner", "."])
+@pytest.mark.parametrize(
+    "value", ["data/inner", "run:inner", "bundle:inner", "mednist:inner", "../inner", "."]
+)
 def test_a_bundle_names_no_other_by_a_path(option: str, value: str, tmp_path: Path) -> None:
     """Version 0.6.0 opened it unread, and ran what it said."""
     root = built(tmp_path)
@@ -116,26 +122,47 @@ def test_a_bundle_names_no_other_by_a_path(option: str, value: str, tmp_path: Pa
     for settings in (methods, {"presets": {"p": methods}}):
         (root / "configs" / "federated.yaml").write_text(yaml.safe_dump(settings))
         assert [found.why for found in inspect(root).refusals if "by their names only" in found.why]
-    (root / "configs" / "federated.yaml").write_text(yaml.safe_dump({"methods": {"fedmd": {option: "mednist"}}}))
+    (root / "configs" / "federated.yaml").write_text(
+        yaml.safe_dump({"methods": {"fedmd": {option: "mednist"}}})
+    )
     assert inspect(root).accepted
 
 
 @pytest.mark.parametrize(
     ("method", "option"),
-    [("fedmd", "public={}"), ("fedhelp", "public={}"), ("fedhelp", "public=mednist;teachers=bundle:{}")],
+    [
+        ("fedmd", "public={}"),
+        ("fedhelp", "public={}"),
+        ("fedhelp", "public=mednist;teachers=bundle:{}"),
+    ],
 )
 def test_a_bundle_that_a_method_s_option_names_is_inspected(
-    method: str, option: str, marked: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    method: str,
+    option: str,
+    marked: tuple[Path, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     root, mark = marked
-    (root / "configs" / "inference.json").write_text(json.dumps({"x": "$__import__('os').getcwd()"}))
+    (root / "configs" / "inference.json").write_text(
+        json.dumps({"x": "$__import__('os').getcwd()"})
+    )
     (root / "models").mkdir()
     (root / "models" / "model.pt").touch()
     option += ";large=site-1" * (method == "fedhelp")
     options = [part for each in option.format(root).split(";") for part in ("--set", each)]
     assert (
         command(
-            "mednist", "--data", "phantom", "--partition", "iid", "--method", method, *options, "--out", tmp_path / "a"
+            "mednist",
+            "--data",
+            "phantom",
+            "--partition",
+            "iid",
+            "--method",
+            method,
+            *options,
+            "--out",
+            tmp_path / "a",
         )
         == 2
     )
@@ -143,12 +170,21 @@ def test_a_bundle_that_a_method_s_option_names_is_inspected(
     assert not mark.exists()
 
 
-def test_a_teacher_s_torchscript_needs_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_teacher_s_torchscript_needs_trust(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = built(tmp_path)
     (root / "configs" / "inference.json").write_text("{}")
     (root / "models").mkdir(exist_ok=True)
     (root / "models" / "model.ts").touch()
-    options: tuple[Any, ...] = ("--set", "large=site-1", "--set", "public=mednist", "--set", f"teachers=bundle:{root}")
+    options: tuple[Any, ...] = (
+        "--set",
+        "large=site-1",
+        "--set",
+        "public=mednist",
+        "--set",
+        f"teachers=bundle:{root}",
+    )
     assert (
         command(
             "mednist",

@@ -22,7 +22,14 @@ from medfl.policy.audit import Audit, describe_message, verify
 def written(path: Path, count: int = 4) -> Path:
     log = Audit(path, "clinic")
     for number in range(count):
-        log.add({"round": number, "direction": "came", "kind": "train", "numbers": {"samples": number / 2}})
+        log.add(
+            {
+                "round": number,
+                "direction": "came",
+                "kind": "train",
+                "numbers": {"samples": number / 2},
+            }
+        )
     return path
 
 
@@ -66,7 +73,11 @@ CHANGES: dict[str, Any] = {
     "a space added": lambda lines: [lines[0] + b" ", *lines[1:]],
     "a line removed": lambda lines: [lines[0], *lines[2:]],
     "the first line removed": lambda lines: lines[1:],
-    "a line put in": lambda lines: [*lines[:2], json.dumps({"round": 9, "before": "0" * 64}).encode(), *lines[2:]],
+    "a line put in": lambda lines: [
+        *lines[:2],
+        json.dumps({"round": 9, "before": "0" * 64}).encode(),
+        *lines[2:],
+    ],
     "two lines exchanged": lambda lines: [lines[0], lines[2], lines[1], lines[3]],
     "a line twice": lambda lines: [*lines[:2], lines[1], *lines[2:]],
     "a line made unreadable": lambda lines: [lines[0], lines[1][:20], *lines[2:]],
@@ -77,7 +88,9 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_whatever_is_changed_breaks_the_chain(what: str, tmp_path: Path) -> None:
     path = written(tmp_path / "log")
-    path.write_bytes(b"".join(line + b"\n" for line in CHANGES[what](path.read_bytes().splitlines())))
+    path.write_bytes(
+        b"".join(line + b"\n" for line in CHANGES[what](path.read_bytes().splitlines()))
+    )
     found = verify(path)
     assert found.problems
     with pytest.raises(InputError, match="each line names the sha256 of the one before"):
@@ -91,7 +104,9 @@ def test_lines_cut_off_the_end_show_by_a_hash_that_was_noted(tmp_path: Path) -> 
     assert verify(path, noted[:12]).problems == ()
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:3]))
     assert verify(path).problems == ()
-    assert verify(path, noted).problems == (f"no line has the sha256 {noted}: lines are missing at the end",)
+    assert verify(path, noted).problems == (
+        f"no line has the sha256 {noted}: lines are missing at the end",
+    )
 
 
 @pytest.mark.parametrize("cut", [1, 30])
@@ -102,7 +117,9 @@ def test_a_torn_last_line_is_told_and_the_log_goes_on_after_it(cut: int, tmp_pat
     assert (found.problems, found.notes) == ((), ("line 4 was cut short, by a crash perhaps",))
     said: list[str] = []
     log = Audit(path, "clinic", said.append)
-    assert said == [f"note: the last line of {path} was cut short, by a crash perhaps; it stays, the log goes on"]
+    assert said == [
+        f"note: the last line of {path} was cut short, by a crash perhaps; it stays, the log goes on"
+    ]
     log.add({"round": 5})
     log.add({"round": 6})
     lines = [json.loads(line) for line in path.read_bytes().splitlines()[4:]]
@@ -122,7 +139,9 @@ def test_a_log_that_cannot_be_written_stops_what_would_leave(tmp_path: Path) -> 
     log = Audit(tmp_path / "log")
     (tmp_path / "log").unlink()
     (tmp_path / "log").mkdir()
-    with pytest.raises(RunError, match=r"cannot be written \(Is a directory\); nothing leaves that is not in it"):
+    with pytest.raises(
+        RunError, match=r"cannot be written \(Is a directory\); nothing leaves that is not in it"
+    ):
         log.add({"round": 1})
 
 
@@ -138,13 +157,22 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
 def test_a_message_is_described_by_what_it_is_encoded_as() -> None:
     names = [f"layer{i}.weight" for i in range(6)]
     weights = {name: torch.full((2, 2), 0.5) for name in names}
-    message = Message({"weights": weights, "control": {"a": torch.tensor([3.0, 4.0])}}, {"samples": 7})
+    message = Message(
+        {"weights": weights, "control": {"a": torch.tensor([3.0, 4.0])}}, {"samples": 7}
+    )
     about = describe_message(message, norms=True)
     assert about["sha256"] == hashlib.sha256(message.encode()).hexdigest()
-    assert (about["bytes"], about["tensors"], about["numbers"]) == (message.num_bytes, 7, {"samples": 7.0})
+    assert (about["bytes"], about["tensors"], about["numbers"]) == (
+        message.num_bytes,
+        7,
+        {"samples": 7.0},
+    )
     assert about["groups"]["control"] == {"tensors": 1, "numbers": 2, "names": "a", "norm": 5.0}
     assert about["groups"]["weights"]["norm"] == pytest.approx(24**0.5 / 2, rel=1e-5)
-    assert about["groups"]["weights"]["names"] == "layer0.weight, layer1.weight, layer2.weight, ... layer5.weight (6)"
+    assert (
+        about["groups"]["weights"]["names"]
+        == "layer0.weight, layer1.weight, layer2.weight, ... layer5.weight (6)"
+    )
     assert "norm" not in describe_message(message)["groups"]["control"]
 
 
@@ -159,7 +187,9 @@ def test_the_command_shows_the_table_and_refuses_a_broken_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path / "log")
-    Audit(path, "clinic").add({"round": 9, "direction": "refused", "kind": "train", "reason": "no \x1b[31m tensor"})
+    Audit(path, "clinic").add(
+        {"round": 9, "direction": "refused", "kind": "train", "reason": "no \x1b[31m tensor"}
+    )
     assert cli.main(["site", "audit", str(path)]) == 0
     shown = capsys.readouterr().out
     assert shown.splitlines()[-1] == "INTACT"

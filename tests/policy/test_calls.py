@@ -20,7 +20,11 @@ LAMBDA = {"_target_": "Lambda", "func": "$lambda x: x"}
 NETWORK = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
 OPTIMIZER = {"_target_": "torch.optim.SGD", "params": "$@n.parameters()", "lr": 0.1}
 SCHEDULER = {"_target_": "torch.optim.lr_scheduler.StepLR", "optimizer": "@o", "step_size": 1}
-LOADER = {"_target_": "CheckpointLoader", "load_path": "$@bundle_root + '/a.pt'", "load_dict": {"s": "@s"}}
+LOADER = {
+    "_target_": "CheckpointLoader",
+    "load_path": "$@bundle_root + '/a.pt'",
+    "load_dict": {"s": "@s"},
+}
 TABLE = "$pandas.read_csv(@bundle_root + '/state.csv')"
 PARTS = {"n": NETWORK, "o": OPTIMIZER, "s": SCHEDULER, "l": LOADER, "f": LAMBDA, "engine": TABLE}
 
@@ -97,7 +101,8 @@ def made(root: Path, content: Any) -> Configuration:
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_before_it_is_called(name: str, tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match=r"is not on the list|never made|handed on|memory|no method of|the attribute|can only"
+        InputError,
+        match=r"is not on the list|never made|handed on|memory|no method of|the attribute|can only",
     ):
         made(tmp_path / "bundle", REFUSED[name]).evaluated("x")
 

@@ -22,7 +22,14 @@ from medfl.policy.evaluate import ExpressionEvaluator
 from medfl.policy.imports import DEFAULT_NAMES
 from medfl.policy.policy import Policy
 
-NAMES = {**DEFAULT_NAMES, "os": "os", "glob": "glob", "json": "json", "pathlib": "pathlib", "Path": "pathlib.Path"}
+NAMES = {
+    **DEFAULT_NAMES,
+    "os": "os",
+    "glob": "glob",
+    "json": "json",
+    "pathlib": "pathlib",
+    "Path": "pathlib.Path",
+}
 NAMES |= {"partial": "functools.partial", "math": "math", "medfl": "medfl"}
 
 
@@ -37,7 +44,9 @@ def places(tmp_path: Path) -> dict[str, Path]:
     return {"inside": inside, "outside": outside}
 
 
-def evaluated(text: str, places: dict[str, Path], words: frozenset[str] = frozenset(), /, **references: Any) -> Any:
+def evaluated(
+    text: str, places: dict[str, Path], words: frozenset[str] = frozenset(), /, **references: Any
+) -> Any:
     return ExpressionEvaluator(NAMES, words, (), (places["inside"],)).evaluate(text, references)
 
 
@@ -70,7 +79,11 @@ HARMLESS: dict[str, Any] = {
 
 @pytest.mark.parametrize("text", HARMLESS)
 def test_what_bundles_do_gives_what_python_gives(text: str, places: dict[str, Path]) -> None:
-    values: dict[str, Any] = {"numbers": [1, 2, 3], "first": 1, "text": "aac" if "replace" in text else "abc"}
+    values: dict[str, Any] = {
+        "numbers": [1, 2, 3],
+        "first": 1,
+        "text": "aac" if "replace" in text else "abc",
+    }
     values |= {"tensor": torch.arange(4.0).reshape(2, 2), "network": torch.nn.Linear(2, 3)}
     found = evaluated(text, places, **values)
     assert (list(found) if isinstance(found, map) else found) == HARMLESS[text]
@@ -98,7 +111,10 @@ def test_no_file_is_moved_written_or_removed(text: str, places: dict[str, Path])
     before = sorted((path, path.stat().st_mtime_ns) for path in places["inside"].parent.rglob("*"))
     with pytest.raises((Refused, TypeError)):
         evaluated(text, places, victim=victim, target=target, text=str(victim), mode="w")
-    assert sorted((path, path.stat().st_mtime_ns) for path in places["inside"].parent.rglob("*")) == before
+    assert (
+        sorted((path, path.stat().st_mtime_ns) for path in places["inside"].parent.rglob("*"))
+        == before
+    )
 
 
 LOOKS = (
@@ -139,14 +155,18 @@ def test_what_others_read_otherwise_is_no_path(
     ):
         evaluator = ExpressionEvaluator(names, frozenset(), (), (places["inside"],))
         with pytest.raises(Refused, match="a URL|read as something else"):
-            evaluator.evaluate(expression, {"text": text.replace("OTHER", str(places["outside"] / "note.txt"))})
+            evaluator.evaluate(
+                expression, {"text": text.replace("OTHER", str(places["outside"] / "note.txt"))}
+            )
 
 
 @pytest.mark.parametrize("text", LOOKS)
 def test_only_the_bundle_and_its_data_are_looked_into(text: str, places: dict[str, Path]) -> None:
     for place in (places["outside"], places["inside"] / ".." / "outside"):
         with pytest.raises(Refused, match="neither below the bundle nor"):
-            evaluated(text, places, place=place, text=str(place), inside=places["inside"], up="/../..")
+            evaluated(
+                text, places, place=place, text=str(place), inside=places["inside"], up="/../.."
+            )
     inside = {"place": places["inside"], "text": str(places["inside"])}
     if "@inside" in text:
         return
@@ -162,7 +182,11 @@ def test_a_link_and_two_dots_lead_no_further_than_they_say(places: dict[str, Pat
     """`link/..` is the folder above the link's target, not the link's own."""
     (places["outside"] / "below").mkdir()
     (places["inside"] / "link").symlink_to(places["outside"] / "below")
-    for text in ("open(@text + '/note.txt')", "glob.glob(@text + '/*')", "Path(@text, 'note.txt').read_text()"):
+    for text in (
+        "open(@text + '/note.txt')",
+        "glob.glob(@text + '/*')",
+        "Path(@text, 'note.txt').read_text()",
+    ):
         with pytest.raises(Refused, match="upwards"):
             evaluated(text, places, text=str(places["inside"] / "link" / ".."))
         with pytest.raises(Refused, match="upwards"):
@@ -187,7 +211,9 @@ def test_memory_is_no_number_and_no_object_is_made_of_numbers(
     """Version 0.7.0 before its release read a pointer from an array of objects, and called what it made of another."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refused):
-        evaluated(text, places, tensor=torch.ones(2), array=np.ones(2, np.int64), function=io.FileIO)
+        evaluated(
+            text, places, tensor=torch.ones(2), array=np.ones(2, np.int64), function=io.FileIO
+        )
     assert not (tmp_path / "x").exists()
 
 
@@ -199,9 +225,13 @@ def test_functions_of_tensors_make_tensors_of_their_own() -> None:
 
 def test_a_teacher_s_weights_are_of_the_bundle(places: dict[str, Path]) -> None:
     evaluator = ExpressionEvaluator(NAMES, (), (), (places["inside"],))
-    evaluator.check_paths({"source": str(places["inside"] / "a.pth")}, component("medfl.medsam.load"))
+    evaluator.check_paths(
+        {"source": str(places["inside"] / "a.pth")}, component("medfl.medsam.load")
+    )
     with pytest.raises(Refused, match="neither below the bundle nor"):
-        evaluator.check_paths({"source": str(places["outside"] / "a.pth")}, component("medfl.medsam.load"))
+        evaluator.check_paths(
+            {"source": str(places["outside"] / "a.pth")}, component("medfl.medsam.load")
+        )
 
 
 NOT_IN_REACH = (
@@ -220,10 +250,17 @@ NOT_IN_REACH = (
 def test_what_is_not_listed_is_out_of_reach(
     text: str, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {"network": torch.nn.Linear(2, 3), "tensor": torch.ones(2), "text": "abc", "numbers": [1]}
+    values = {
+        "network": torch.nn.Linear(2, 3),
+        "tensor": torch.ones(2),
+        "text": "abc",
+        "numbers": [1],
+    }
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refused):
-        evaluated(text, places, **values, place=tmp_path, engine=object(), module=os, function=os.system)
+        evaluated(
+            text, places, **values, place=tmp_path, engine=object(), module=os, function=os.system
+        )
 
 
 GROWS = (
@@ -251,7 +288,11 @@ def test_a_lambda_is_guarded_when_it_is_called(places: dict[str, Path]) -> None:
 
 
 def test_arguments_are_checked_by_what_they_are(places: dict[str, Path]) -> None:
-    for text in ("np.array(@x, allow_pickle=@yes)", "torch.tensor(1, weights_only=@no)", "dict(reader=@name)"):
+    for text in (
+        "np.array(@x, allow_pickle=@yes)",
+        "torch.tensor(1, weights_only=@no)",
+        "dict(reader=@name)",
+    ):
         with pytest.raises(Refused, match="argument"):
             evaluated(text, places, x=[1], yes=True, no=False, name="os.mkdir")
 
@@ -259,7 +300,9 @@ def test_arguments_are_checked_by_what_they_are(places: dict[str, Path]) -> None
 # Through MONAI's parser
 
 
-def configuration(folder: Path, content: dict[str, Any], policy: Policy | None = None) -> Configuration:
+def configuration(
+    folder: Path, content: dict[str, Any], policy: Policy | None = None
+) -> Configuration:
     """Read a configuration that no inspection has seen."""
     (folder / "configs").mkdir(parents=True, exist_ok=True)
     file = folder / "configs" / "train.json"
@@ -293,7 +336,9 @@ RUNS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_nothing_is_made_that_is_not_listed_even_without_an_inspection(name: str, tmp_path: Path) -> None:
+def test_nothing_is_made_that_is_not_listed_even_without_an_inspection(
+    name: str, tmp_path: Path
+) -> None:
     mark = tmp_path / "mark"
     node = json.loads(json.dumps(RUNS[name]).replace("MARK", str(mark)))
     config = configuration(tmp_path / "bundle", {"x": node, "name": "os.mkdir", "yes": True})
@@ -304,7 +349,11 @@ def test_nothing_is_made_that_is_not_listed_even_without_an_inspection(name: str
 
 
 def test_the_data_folder_may_be_looked_into_wherever_it_lies(places: dict[str, Path]) -> None:
-    content = {"imports": ["$import os"], "dataset_dir": "none", "x": "$sorted(os.listdir(@dataset_dir))"}
+    content = {
+        "imports": ["$import os"],
+        "dataset_dir": "none",
+        "x": "$sorted(os.listdir(@dataset_dir))",
+    }
     config = configuration(places["inside"], content)
     with pytest.raises(InputError, match="neither below the bundle nor"):
         config.evaluated("x")
@@ -313,9 +362,15 @@ def test_the_data_folder_may_be_looked_into_wherever_it_lies(places: dict[str, P
 
 
 @pytest.mark.parametrize("folder", ["/", "/usr", "outside", "../outside"])
-def test_a_bundle_opens_no_folder_by_calling_it_its_data(folder: str, places: dict[str, Path]) -> None:
+def test_a_bundle_opens_no_folder_by_calling_it_its_data(
+    folder: str, places: dict[str, Path]
+) -> None:
     named = str(places["outside"]) if folder == "outside" else folder
-    content = {"imports": ["$import os", "$import glob"], "dataset_dir": named, "x": "$os.listdir(@dataset_dir)"}
+    content = {
+        "imports": ["$import os", "$import glob"],
+        "dataset_dir": named,
+        "x": "$os.listdir(@dataset_dir)",
+    }
     content |= {"y": "$glob.glob('*', root_dir=@dataset_dir)"}
     config = configuration(places["inside"], content)
     with pytest.raises(InputError, match="neither below the bundle nor"):
@@ -336,7 +391,9 @@ def test_the_word_pickle_lets_a_bundle_load_a_whole_pickle(tmp_path: Path) -> No
 
 
 def test_numpy_s_former_names_are_python_s(tmp_path: Path) -> None:
-    config = configuration(tmp_path / "bundle", {"x": "$[np.float('1.5'), np.int(2.5), np.bool(0)]"})
+    config = configuration(
+        tmp_path / "bundle", {"x": "$[np.float('1.5'), np.int(2.5), np.bool(0)]"}
+    )
     assert config.evaluated("x") == [1.5, 2, False]
     assert config.adapted >= {"numpy.float", "numpy.int"}
 
@@ -364,7 +421,9 @@ def test_the_word_scripts_lets_a_bundle_s_own_python_run(tmp_path: Path) -> None
         configuration(root, content).evaluated("y")
 
 
-@pytest.mark.parametrize("text", ["open(@file)", "json.load(open(@file))", "Path(@file).read_text()"])
+@pytest.mark.parametrize(
+    "text", ["open(@file)", "json.load(open(@file))", "Path(@file).read_text()"]
+)
 def test_a_pipe_is_not_waited_for(text: str, places: dict[str, Path]) -> None:
     os.mkfifo(places["inside"] / "dataset.json")
     with pytest.raises(Refused, match="a pipe or a device"):

@@ -30,13 +30,17 @@ def secret(tmp_path: Path) -> Path:
 def first_item(root: Path, content: dict[str, Any]) -> Any:
     """Read the first item; MONAI's own words about a failing transform are left out."""
     try:
-        return configuration(root, {"bundle_root": ".", "imports": ["$import os"], **content}).evaluated("x")[0]
+        return configuration(
+            root, {"bundle_root": ".", "imports": ["$import os"], **content}
+        ).evaluated("x")[0]
     except Exception as error:
         raise root_cause(error) from error
 
 
 ELSEWHERE: dict[str, dict[str, Any]] = {
-    "in_a_data_list": {"x": {"_target_": "Dataset", "data": "$[{'image': @far}]", "transform": LOAD}},
+    "in_a_data_list": {
+        "x": {"_target_": "Dataset", "data": "$[{'image': @far}]", "transform": LOAD}
+    },
     "behind_a_transform": {
         "there": {"_target_": "Lambdad", "keys": "image", "func": "$lambda x: @far"},
         "both": {"_target_": "Compose", "transforms": ["@there", LOAD]},
@@ -50,23 +54,30 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     },
     "in_an_array": {"x": {"_target_": "ImageDataset", "image_files": "$np.array([@far])"}},
     "by_a_relative_path": {"x": {"_target_": "Dataset", "data": "$[{'image': @near}]"}},
-    "in_a_dictionary_of_lists": {"x": {"_target_": "Dataset", "data": "$[{'image': [@far]}]", "transform": LOAD}},
+    "in_a_dictionary_of_lists": {
+        "x": {"_target_": "Dataset", "data": "$[{'image': [@far]}]", "transform": LOAD}
+    },
     "of_a_list_of_decathlon": {
         "x": {"_target_": "Dataset", "data": "$[{'image': i} for i in [@far]]", "transform": LOAD}
     },
     "of_a_table_in_an_array": {"x": {"_target_": "CSVDataset", "src": "$np.array([@far])"}},
     "of_a_table_in_a_generator": {"x": {"_target_": "CSVDataset", "src": "$(t for t in [@far])"}},
-    "of_a_table_as_a_map": {"x": {"_target_": "CSVDataset", "src": "$map(os.path.abspath, [@far])"}},
+    "of_a_table_as_a_map": {
+        "x": {"_target_": "CSVDataset", "src": "$map(os.path.abspath, [@far])"}
+    },
 }
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
-def test_no_file_elsewhere_is_opened(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_elsewhere_is_opened(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = secret(tmp_path)
     monkeypatch.chdir(path.parent)
     far = "$os.sep + " + " + os.sep + ".join(repr(part) for part in path.parts[1:])
     with pytest.raises(
-        (InputError, Refused), match=r"neither below the bundle nor below its data|computed when they are opened"
+        (InputError, Refused),
+        match=r"neither below the bundle nor below its data|computed when they are opened",
     ):
         first_item(tmp_path / "bundle", {"far": far, "near": "secret.png", **ELSEWHERE[name]})
 
@@ -76,7 +87,11 @@ def test_files_of_the_bundle_are_read(tmp_path: Path) -> None:
     root.mkdir()
     Image.fromarray(np.ones((4, 4), dtype=np.uint8)).save(root / "a.png")
     for transform in (LOAD, {"_target_": "medfl.datasets.ReadPixelsd", "keys": "image"}):
-        data = {"_target_": "Dataset", "data": "$[{'image': @bundle_root + '/a.png'}]", "transform": transform}
+        data = {
+            "_target_": "Dataset",
+            "data": "$[{'image': @bundle_root + '/a.png'}]",
+            "transform": transform,
+        }
         assert float(first_item(root, {"x": data})["image"].sum()) == 16
 
 
@@ -86,9 +101,15 @@ HEADERS: dict[str, tuple[str, bytes]] = {
     "detached_nrrd": ("a.nhdr", NRRD + b"data file: ../outside/secret.png\n"),
     "detached_nrrd_by_its_other_field": ("a.nhdr", NRRD + b"datafile: secret\n"),
     "nrrd_whose_pixels_lie_elsewhere": ("a.nrrd", NRRD + b"data file: secret\n"),
-    "meta_image": ("a.mhd", b"NDims = 1\nDimSize = 4\nElementType = MET_UCHAR\nElementDataFile = secret\n"),
+    "meta_image": (
+        "a.mhd",
+        b"NDims = 1\nDimSize = 4\nElementType = MET_UCHAR\nElementDataFile = secret\n",
+    ),
     "meta_image_in_one_file": ("a.mha", b"NDims = 1\nDimSize = 4\nElementDataFile=secret\n"),
-    "meta_image_that_begins_oddly": ("a.mha", b"Comment = \x00\x01\nNDims = 1\nElementDataFile = LIST\nsecret\n"),
+    "meta_image_that_begins_oddly": (
+        "a.mha",
+        b"Comment = \x00\x01\nNDims = 1\nElementDataFile = LIST\nsecret\n",
+    ),
     "gifti": ("a.gii", GIFTI % b"secret"),
     "gifti_in_gzip": ("a.gii.gz", gzip.compress(GIFTI % b"secret")),
     "hdf5": ("a.mnc", b"\x89HDF\r\n\x1a\n" + bytes(100)),
@@ -103,15 +124,25 @@ def test_a_header_that_names_another_file_is_refused(name: str, tmp_path: Path) 
     root.mkdir()
     (root / file).write_bytes(content)
     load = {**LOAD, "reader": "PILReader"}
-    data = {"_target_": "Dataset", "data": f"$[{{'image': @bundle_root + '/{file}'}}]", "transform": load}
-    with pytest.raises(RuntimeError, match="names another file"):  # which MONAI's loader says of each of its readers
+    data = {
+        "_target_": "Dataset",
+        "data": f"$[{{'image': @bundle_root + '/{file}'}}]",
+        "transform": load,
+    }
+    with pytest.raises(
+        RuntimeError, match="names another file"
+    ):  # which MONAI's loader says of each of its readers
         first_item(root, {"x": data})
 
 
 def test_pixels_in_the_file_itself_are_read(tmp_path: Path) -> None:
-    nibabel.save(nibabel.Nifti1Image(np.ones((2, 2, 2), np.float32), np.eye(4)), tmp_path / "a.nii.gz")
+    nibabel.save(
+        nibabel.Nifti1Image(np.ones((2, 2, 2), np.float32), np.eye(4)), tmp_path / "a.nii.gz"
+    )
     (tmp_path / "a.nrrd").write_bytes(NRRD + b"\n" + bytes(4))
-    (tmp_path / "a.mha").write_bytes(b"NDims = 1\nDimSize = 4\nElementDataFile = LOCAL\n" + bytes(4))
+    (tmp_path / "a.mha").write_bytes(
+        b"NDims = 1\nDimSize = 4\nElementDataFile = LOCAL\n" + bytes(4)
+    )
     (tmp_path / "a.gii").write_bytes(GIFTI % b"")
     (tmp_path / "cut.nii.gz").write_bytes(gzip.compress(bytes(100))[:-20])
     (tmp_path / "series").mkdir()

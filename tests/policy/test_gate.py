@@ -23,14 +23,21 @@ pytest.importorskip("dp_accounting")
 def repeated(seed: int) -> Callable[[int], bytes]:
     """Entropy that is the same in each test run."""
     generator = torch.Generator().manual_seed(seed)
-    return lambda count: torch.randint(256, (count,), generator=generator, dtype=torch.uint8).numpy().tobytes()
+    return lambda count: (
+        torch.randint(256, (count,), generator=generator, dtype=torch.uint8).numpy().tobytes()
+    )
 
 
 def gate(rules: Outbound, account: Account | None = None) -> Gate:
     return Gate(rules, account or Account(), "clinic", repeated(1))
 
 
-BASE = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0]), "n": torch.tensor(7), "m.running_var": torch.ones(2)}
+BASE = {
+    "a": torch.tensor([1.0, 2.0]),
+    "b": torch.tensor([3.0]),
+    "n": torch.tensor(7),
+    "m.running_var": torch.ones(2),
+}
 DOWN = Message({"weights": BASE})
 
 
@@ -47,7 +54,10 @@ def test_rules_that_do_not_touch_the_weights_leave_a_reply_as_it_is() -> None:
 
 
 def test_what_is_not_among_the_keys_refuses_the_reply_and_is_named() -> None:
-    with pytest.raises(RunError, match=r"^site 'clinic': its outbound policy refuses: 'scalars/samples' is not among"):
+    with pytest.raises(
+        RunError,
+        match=r"^site 'clinic': its outbound policy refuses: 'scalars/samples' is not among",
+    ):
         gate(Outbound(keys=("weights",))).reply(moved(), DOWN, 5)
     with pytest.raises(RunError, match=r"'weights/a' is not among its keys \(4 such\)"):
         gate(Outbound(keys=("scalars",))).reply(moved(), DOWN, 5)
@@ -56,7 +66,9 @@ def test_what_is_not_among_the_keys_refuses_the_reply_and_is_named() -> None:
 def test_a_message_that_is_too_large_is_refused() -> None:
     message = moved()
     gate(Outbound(max_bytes=message.num_bytes)).check_size(message)
-    with pytest.raises(RunError, match=f"its message has {message.num_bytes} bytes, more than max_bytes"):
+    with pytest.raises(
+        RunError, match=f"its message has {message.num_bytes} bytes, more than max_bytes"
+    ):
         gate(Outbound(max_bytes=message.num_bytes - 1)).check_size(message)
 
 
@@ -79,7 +91,9 @@ def test_a_change_within_the_clip_is_not_changed_by_a_bit() -> None:
 
 
 def test_no_counter_carries_what_the_clip_holds_back() -> None:
-    reply = Message({"weights": {**moved(0.0).tensors["weights"], "n": torch.tensor(10**12)}}, {"samples": 5})
+    reply = Message(
+        {"weights": {**moved(0.0).tensors["weights"], "n": torch.tensor(10**12)}}, {"samples": 5}
+    )
     assert gate(Outbound(clip=1.0)).reply(reply, DOWN, 5)["weights"]["n"] == 7
 
 
@@ -95,7 +109,9 @@ def test_noise_has_its_deviation_around_the_clipped_change() -> None:
     weights = base["w"].clone()
     weights[0] += 100
     reply = Message({"weights": {"w": weights}})
-    out = gate(Outbound(clip=1.0, noise=0.5)).reply(reply, Message({"weights": base}), 5)["weights"]["w"]
+    out = gate(Outbound(clip=1.0, noise=0.5)).reply(reply, Message({"weights": base}), 5)[
+        "weights"
+    ]["w"]
     noise = (out - base["w"]).numpy()
     noise[0] -= 1.0  # the change, clipped
     assert kstest(noise / 0.5, "norm").pvalue > 0.01
@@ -106,12 +122,16 @@ def test_noise_leaves_counters_as_they_came_and_variances_above_zero() -> None:
     out = gate(Outbound(clip=1.0, noise=50.0)).reply(moved(), DOWN, 5)["weights"]
     assert out["n"] == 7
     assert bool((out["m.running_var"] >= 0).all())
-    assert {name: tensor.dtype for name, tensor in out.items()} == {name: t.dtype for name, t in BASE.items()}
+    assert {name: tensor.dtype for name, tensor in out.items()} == {
+        name: t.dtype for name, t in BASE.items()
+    }
 
 
 def test_noise_is_never_the_same_twice_unless_entropy_is_given() -> None:
     rules = Outbound(clip=1.0, noise=1.0)
-    one, other = (Gate(rules, Account(), "x").reply(moved(), DOWN, 5)["weights"]["a"] for _ in range(2))
+    one, other = (
+        Gate(rules, Account(), "x").reply(moved(), DOWN, 5)["weights"]["a"] for _ in range(2)
+    )
     assert not torch.equal(one, other)
     assert not np.array_equal(normal(3), normal(3))
     torch.manual_seed(0)
@@ -123,10 +143,14 @@ def test_noise_is_never_the_same_twice_unless_entropy_is_given() -> None:
 def test_normal_numbers_are_finite_at_the_ends_of_the_uniform_ones() -> None:
     assert np.isfinite(normal(1, lambda count: b"\x00" * count)).all()
     assert np.isfinite(normal(1, lambda count: b"\xff" * count)).all()
-    assert normal(1, lambda count: b"\x00" * count)[0] == pytest.approx(-normal(1, lambda count: b"\xff" * count)[0])
+    assert normal(1, lambda count: b"\x00" * count)[0] == pytest.approx(
+        -normal(1, lambda count: b"\xff" * count)[0]
+    )
 
 
-@pytest.mark.parametrize("rules", [Outbound(clip=1.0), Outbound(clip=1.0, noise=1.0), Outbound(noise=1.0)])
+@pytest.mark.parametrize(
+    "rules", [Outbound(clip=1.0), Outbound(clip=1.0, noise=1.0), Outbound(noise=1.0)]
+)
 def test_weights_without_a_counterpart_cannot_be_limited(rules: Outbound) -> None:
     with pytest.raises(RunError, match="'weights/a' has no counterpart in what was received"):
         gate(rules).reply(moved(), Message(), 5)
@@ -151,7 +175,10 @@ def test_without_noise_the_words_are_no_formal_privacy() -> None:
     for rules in (Outbound(clip=1.0), Outbound(noise=1.0), Outbound(keys=("weights", "scalars"))):
         found = gate(rules)
         found.charge_without_noise(moved(), 5)
-        assert found.account.words() == "1 reply: no formal privacy, for replies left without clipping and noise"
+        assert (
+            found.account.words()
+            == "1 reply: no formal privacy, for replies left without clipping and noise"
+        )
 
 
 def test_a_budget_refuses_the_round_that_would_go_beyond_it() -> None:
@@ -163,7 +190,10 @@ def test_a_budget_refuses_the_round_that_would_go_beyond_it() -> None:
     for _ in range(3):
         found.charge_noised_reply()
         found.charge_without_noise(moved(), 5)
-    with pytest.raises(RunError, match=r"the budget is epsilon .* another reply would make it .* \(3 replies: epsilon"):
+    with pytest.raises(
+        RunError,
+        match=r"the budget is epsilon .* another reply would make it .* \(3 replies: epsilon",
+    ):
         found.charge_noised_reply()
     assert found.account.replies == 3
 
@@ -178,9 +208,13 @@ def test_a_round_is_on_the_account_before_it_is_known_how_it_ends() -> None:
 
 def test_with_a_budget_nothing_leaves_that_noise_does_not_cover() -> None:
     found = gate(Outbound(clip=1.0, noise=8.0, epsilon=50.0))
-    with pytest.raises(RunError, match="'scalars/tau' would leave without noise, and epsilon is a budget for all"):
+    with pytest.raises(
+        RunError, match="'scalars/tau' would leave without noise, and epsilon is a budget for all"
+    ):
         found.reply(Message({"weights": BASE}, {"tau": 1.0}), DOWN, 5)
-    with pytest.raises(RunError, match=r"'scalars/classes \(introduction\)' would leave without noise"):
+    with pytest.raises(
+        RunError, match=r"'scalars/classes \(introduction\)' would leave without noise"
+    ):
         found.charge_introduction(Message({}, {"classes": 3}), from_images=True)
     with pytest.raises(RunError, match="'metrics/train/accuracy' would leave without noise"):
         found.charge_numbers("metrics", ["train/accuracy"], from_images=True)

@@ -74,8 +74,14 @@ def test_it_is_refused_before_it_happens(name: str, tmp_path: Path) -> None:
 ACCEPTED = {
     "a_component_that_is_handed_on": ("$list(map(monai.transforms.Flip, [0, 1]))", 2),
     "a_partial_of_one": ("$[functools.partial(monai.transforms.Flip, spatial_axis=0)()]", 1),
-    "layers_by_their_type": ("$[isinstance(m, torch.nn.Linear) for m in [torch.nn.Linear(1, 1)]]", 1),
-    "types_of_numbers": ("$[np.array([1], dtype=np.float32), torch.zeros(1, dtype=torch.uint8)]", 2),
+    "layers_by_their_type": (
+        "$[isinstance(m, torch.nn.Linear) for m in [torch.nn.Linear(1, 1)]]",
+        1,
+    ),
+    "types_of_numbers": (
+        "$[np.array([1], dtype=np.float32), torch.zeros(1, dtype=torch.uint8)]",
+        2,
+    ),
     "an_unused_name_with_an_underscore": ("$[0 for _k in range(2)]", 2),
 }
 
@@ -88,7 +94,12 @@ def test_what_is_harmless_is_made(name: str, tmp_path: Path) -> None:
 
 
 def test_loaders_of_a_bundle_start_no_processes(tmp_path: Path) -> None:
-    loader = {"_target_": "DataLoader", "dataset": [1, 2], "num_workers": 2, "multiprocessing_context": "spawn"}
+    loader = {
+        "_target_": "DataLoader",
+        "dataset": [1, 2],
+        "num_workers": 2,
+        "multiprocessing_context": "spawn",
+    }
     made = configuration(tmp_path / "bundle", {"x": loader}).evaluated("x")
     assert made.num_workers == 0
     assert sorted(int(batch[0]) for batch in made) == [1, 2]
@@ -96,9 +107,15 @@ def test_loaders_of_a_bundle_start_no_processes(tmp_path: Path) -> None:
 
 def test_engines_of_a_bundle_start_no_compiler(tmp_path: Path) -> None:
     network = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
-    engine = {"_target_": "SupervisedEvaluator", "device": "cpu", "val_data_loader": [1], "network": network}
+    engine = {
+        "_target_": "SupervisedEvaluator",
+        "device": "cpu",
+        "val_data_loader": [1],
+        "network": network,
+    }
     made = configuration(
-        tmp_path / "bundle", {"x": {**engine, "compile": True, "compile_kwargs": {"backend": "eager"}}}
+        tmp_path / "bundle",
+        {"x": {**engine, "compile": True, "compile_kwargs": {"backend": "eager"}}},
     )
     assert not made.engines("x")[0].compile
 

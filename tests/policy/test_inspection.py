@@ -116,12 +116,16 @@ def test_lists_under_ids_that_medfl_asks_for_are_never_statements(tmp_path: Path
         r"(?:bundle|config)\.(?:get|content|raw|within)\(\"(\w+)|self\.get\(\"(\w+)|\"(\w+)\" in self\._config"
     )
     sources = [path.read_text() for path in (Path(cli.__file__).parents[1]).glob("**/*.py")]
-    names = {name for text in sources for found in asked.findall(text) for name in found if name} - {"_mode_"}
+    names = {
+        name for text in sources for found in asked.findall(text) for name in found if name
+    } - {"_mode_"}
     names |= {place.partition("#")[0] for place in (*_TRAINERS, *_EVALUATORS, *_VALIDATION_SETS)}
     assert len(names) > 12
     for number, name in enumerate(sorted(names)):
         train = {name: ["$monai.bundle.run()"]}
-        assert "monai.bundle.run, which is not" in reasons(inspect(write(tmp_path / str(number), train))), name
+        assert "monai.bundle.run, which is not" in reasons(
+            inspect(write(tmp_path / str(number), train))
+        ), name
 
 
 def test_the_table_of_hostile_bundles_grows() -> None:
@@ -151,7 +155,9 @@ def test_bundles_of_the_zoo_s_kind_are_accepted(name: str, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("name", FRIENDLY)
-def test_further_styles_of_the_zoo_are_accepted_with_the_words_that_they_need(name: str, tmp_path: Path) -> None:
+def test_further_styles_of_the_zoo_are_accepted_with_the_words_that_they_need(
+    name: str, tmp_path: Path
+) -> None:
     words, train = FRIENDLY[name]
     root = write(tmp_path / "good", train)
     found = inspect(root, Policy(allow=frozenset(words)))
@@ -195,7 +201,9 @@ def test_a_folder_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
 def test_refusals_show_nothing_that_could_steer_a_terminal(tmp_path: Path) -> None:
     hostile = "\x1b]0;pwned\x07\u202e"
     root = write(
-        tmp_path / "bad", {"x": {"_target_": hostile}, hostile: 1, "y": f"${hostile}"}, {f"a{hostile}.md": "x"}
+        tmp_path / "bad",
+        {"x": {"_target_": hostile}, hostile: 1, "y": f"${hostile}"},
+        {f"a{hostile}.md": "x"},
     )
     text = reasons(inspect(root))
     assert "pwned" in text
@@ -205,13 +213,22 @@ def test_refusals_show_nothing_that_could_steer_a_terminal(tmp_path: Path) -> No
 
 def test_own_python_is_named_file_by_file(tmp_path: Path) -> None:
     files = {"scripts/__init__.py": "", "scripts/net.py": "class Net: ..."}
-    root = write(tmp_path / "own", {"n": {"_target_": "scripts.net.Net"}, "m": "$scripts.net.Net"}, files)
+    root = write(
+        tmp_path / "own", {"n": {"_target_": "scripts.net.Net"}, "m": "$scripts.net.Net"}, files
+    )
     found = inspect(root)
     assert {r.id for r in found.refusals} == {"n#_target_", "m"}
     assert all("scripts" in str(refusal) for refusal in found.refusals)
     kinds = {file.path: file.kind for file in found.files}
     assert kinds["scripts/net.py"] == "Python of the bundle, never run"
-    train = {"imports": ["$import glob", "$import os", "$import scripts.net", "$from scripts.net import Net"]}
+    train = {
+        "imports": [
+            "$import glob",
+            "$import os",
+            "$import scripts.net",
+            "$from scripts.net import Net",
+        ]
+    }
     used = {**train, "n": {"_target_": "scripts.net.Net"}, "m": "$Net()"}
     assert inspect(write(root, used), Policy(allow=frozenset({"scripts"}))).accepted
 
@@ -232,7 +249,10 @@ def test_files_that_no_run_opens_are_listed_and_pinned(tmp_path: Path) -> None:
 
 
 def test_large_files_are_listed_and_never_fetched(tmp_path: Path) -> None:
-    root = write(tmp_path / "good", files={"large_files.yml": "large_files:\n- url: https://example.org/model.pt\n"})
+    root = write(
+        tmp_path / "good",
+        files={"large_files.yml": "large_files:\n- url: https://example.org/model.pt\n"},
+    )
     kinds = {file.path: file.kind for file in inspect(root).files}
     assert kinds["large_files.yml"] == "configuration, never read"
 
@@ -243,7 +263,9 @@ def test_large_files_are_listed_and_never_fetched(tmp_path: Path) -> None:
 def test_monai_calls_whatever_a_reader_names(tmp_path: Path) -> None:
     """Why `reader` may only name MONAI's readers: os.mkdir(path=...) is called."""
     canary = tmp_path / "canary"
-    parser = ConfigParser({"x": {"_target_": "LoadImage", "reader": "os.mkdir", "path": str(canary)}})
+    parser = ConfigParser(
+        {"x": {"_target_": "LoadImage", "reader": "os.mkdir", "path": str(canary)}}
+    )
     with pytest.warns(UserWarning, match="should inherit ImageReader"):
         parser.get_parsed_content("x")
     assert canary.is_dir()
@@ -267,15 +289,26 @@ def test_monai_puts_keys_into_expressions_with_relative_references(tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("@a + @b::c[0]", 3), ("[@a, @ab, @b::c]", [1, 5, [2]]), ("(@b#c)[@a:]", []), ('f"{@a}"', "1"), ("-@a", -1)],
+    [
+        ("@a + @b::c[0]", 3),
+        ("[@a, @ab, @b::c]", [1, 5, [2]]),
+        ("(@b#c)[@a:]", []),
+        ('f"{@a}"', "1"),
+        ("-@a", -1),
+    ],
 )
 def test_references_are_replaced_as_monai_replaces_them(text: str, value: Any) -> None:
     """Accepted here, and by MONAI read as the same expression: it has the value that its references give."""
     check_expression(text, DEFAULT_NAMES, (), (), Uses())
-    assert ConfigParser({"a": 1, "ab": 5, "b": {"c": [2]}, "x": f"${text}"}).get_parsed_content("x") == value
+    assert (
+        ConfigParser({"a": 1, "ab": 5, "b": {"c": [2]}, "x": f"${text}"}).get_parsed_content("x")
+        == value
+    )
 
 
-@pytest.mark.parametrize("text", ["'@a'", '"""@a"""', "f'{{@a}}'", "'@f'", "l['@f']", "x@a", "@a@b", "1@a", "@a'b'"])
+@pytest.mark.parametrize(
+    "text", ["'@a'", '"""@a"""', "f'{{@a}}'", "'@f'", "l['@f']", "x@a", "@a@b", "1@a", "@a'b'"]
+)
 def test_references_where_monai_s_replacement_changes_the_text_are_refused(text: str) -> None:
     """MONAI replaces inside of texts too, quotes and all: `'@f'` becomes `'...[' f']'`."""
     with pytest.raises(Refused):
@@ -294,18 +327,33 @@ def test_a_short_name_is_what_monai_takes_it_for() -> None:
     locator, fetching = ConfigParser({}).locator, set()
     for name in sorted(allowed.TRANSFORMS | allowed.MONAI_COMPONENTS):
         homes = [(name + end, locator.get_component_module_name(name + end)) for end in ("", "d")]
-        found = [pydoc.locate(f"{home if isinstance(home, str) else home[0]}.{full}") for full, home in homes if home]
+        found = [
+            pydoc.locate(f"{home if isinstance(home, str) else home[0]}.{full}")
+            for full, home in homes
+            if home
+        ]
         if name not in FOUND_BY_PATH_ONLY:
             assert found, name
-        assert name == "Affine" or not found or found[0] in (component(full) for full, home in homes if home), name
-        pretrained = introspection.signature(found[0] if found else component(name)).parameters.get("pretrained")
+        assert (
+            name == "Affine"
+            or not found
+            or found[0] in (component(full) for full, home in homes if home)
+        ), name
+        pretrained = introspection.signature(found[0] if found else component(name)).parameters.get(
+            "pretrained"
+        )
         fetching |= {name} if pretrained is not None and pretrained.default is not False else set()
     assert fetching == allowed.LOADS_WEIGHTS
 
 
 @pytest.mark.parametrize(
     ("other", "name"),
-    [("Unet", "UNet"), ("Densenet121", "DenseNet121"), ("FlexUNet", "FlexibleUNet"), ("dice_ce", "DiceCELoss")],
+    [
+        ("Unet", "UNet"),
+        ("Densenet121", "DenseNet121"),
+        ("FlexUNet", "FlexibleUNet"),
+        ("dice_ce", "DiceCELoss"),
+    ],
 )
 def test_monai_s_other_names_of_a_component_are_listed_too(other: str, name: str) -> None:
     assert component(other) is component(name)
@@ -335,7 +383,17 @@ def test_no_path_through_a_module_leaves_its_package() -> None:
         if name.partition(".")[0] in LIBRARIES:
             reached = [key for key, value in vars(module).items() if isinstance(value, ModuleType)]
             paths |= {f"{name}.{key}" for key in reached}
-    names = ["Lambda", "ResNet", "resnet18", "Dataset", "Compose", "Dice", "Generator", "Identity", "Subset"]
+    names = [
+        "Lambda",
+        "ResNet",
+        "resnet18",
+        "Dataset",
+        "Compose",
+        "Dice",
+        "Generator",
+        "Identity",
+        "Subset",
+    ]
     assert len(paths) > 2000
     for path in sorted(paths):
         for name in names:
@@ -364,7 +422,12 @@ def test_what_a_removed_component_is_made_as_is_listed_and_takes_what_it_is_told
 
 
 def test_a_removed_component_is_accepted_and_its_arguments_are_checked(tmp_path: Path) -> None:
-    node = {"_target_": "SplitChanneld", "keys": "pred", "channel_dim": 1, "output_postfixes": ["a", "b"]}
+    node = {
+        "_target_": "SplitChanneld",
+        "keys": "pred",
+        "channel_dim": 1,
+        "output_postfixes": ["a", "b"],
+    }
     renewed = {"_target_": "SplitDimd", "keys": "pred", "dim": 1, "output_postfixes": ["a", "b"]}
     assert allowed.replace_removed(node) == renewed
     assert not inspect(write(tmp_path / "old", {"train": {"first": node}})).refusals
@@ -375,7 +438,9 @@ def test_a_removed_component_is_accepted_and_its_arguments_are_checked(tmp_path:
 # The command
 
 
-def test_inspect_shows_everything_and_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_everything_and_exits_with_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = write(tmp_path / "good")
     assert cli.main(["site", "inspect", str(root)]) == 0
     text = capsys.readouterr().out
@@ -386,7 +451,9 @@ def test_inspect_shows_everything_and_exits_with_0(tmp_path: Path, capsys: pytes
         assert part in text
 
 
-def test_inspect_exits_with_2_and_names_file_and_id(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_exits_with_2_and_names_file_and_id(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = write(tmp_path / "bad", {"x": {"_target_": "os.system", "command": "id"}})
     assert cli.main(["site", "inspect", str(root)]) == 2
     told = capsys.readouterr()
@@ -403,12 +470,23 @@ def test_inspect_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert document["accepted"] is False
     assert [refusal["id"] for refusal in document["refused"]] == ["x"]
     assert document["targets"] == {"Dataset": 1, "UNet": 1}
-    assert {file["path"] for file in document["files"]} == {"LICENSE", "configs/metadata.json", "configs/train.json"}
+    assert {file["path"] for file in document["files"]} == {
+        "LICENSE",
+        "configs/metadata.json",
+        "configs/train.json",
+    }
 
 
-def test_what_differs_from_an_accepted_version_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    old = write(tmp_path / "old" / "b", files={"scripts/net.py": "a = 1\nb = 2\n", "docs/x.md": "same\n"})
-    new = write(tmp_path / "new" / "b", files={"scripts/net.py": "a = 1\nb = '\x1b[2J'\n", "docs/x.md": "same\n"})
+def test_what_differs_from_an_accepted_version_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = write(
+        tmp_path / "old" / "b", files={"scripts/net.py": "a = 1\nb = 2\n", "docs/x.md": "same\n"}
+    )
+    new = write(
+        tmp_path / "new" / "b",
+        files={"scripts/net.py": "a = 1\nb = '\x1b[2J'\n", "docs/x.md": "same\n"},
+    )
     (new / "models").mkdir()
     (new / "models" / "model.pt").write_bytes(b"weights")
     assert cli.main(["site", "inspect", str(new), "--against", str(old), "--json"]) == 0
@@ -421,16 +499,23 @@ def test_what_differs_from_an_accepted_version_is_shown(tmp_path: Path, capsys: 
     assert "--against\nnothing" in capsys.readouterr().out
 
 
-def test_a_policy_is_written_for_what_is_accepted_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_is_written_for_what_is_accepted_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, policy = write(tmp_path / "b"), tmp_path / "policy.yaml"
     bad = write(tmp_path / "bad", {"x": "$exec('1')"})
     assert cli.main(["site", "inspect", str(bad), "--write-policy", str(policy)]) == 2
     assert not policy.exists()
     assert cli.main(["site", "inspect", str(root), "--write-policy", str(policy)]) == 0
     assert cli.main(["site", "inspect", str(root), "--policy", str(policy)]) == 0
-    assert cli.main(["site", "inspect", str(root), "--write-policy", str(policy)]) == 2  # never overwritten
+    assert (
+        cli.main(["site", "inspect", str(root), "--write-policy", str(policy)]) == 2
+    )  # never overwritten
     assert cli.main(["site", "inspect", str(root), "--write-policy", str(root / "p.yaml")]) == 2
-    assert cli.main(["site", "inspect", str(root), "--write-policy", str(tmp_path / "no" / "p.yaml")]) == 2
+    assert (
+        cli.main(["site", "inspect", str(root), "--write-policy", str(tmp_path / "no" / "p.yaml")])
+        == 2
+    )
     (root / "LICENSE").write_text("another\n")
     capsys.readouterr()
     assert cli.main(["site", "inspect", str(root), "--policy", str(policy)]) == 2
@@ -440,10 +525,14 @@ def test_a_policy_is_written_for_what_is_accepted_only(tmp_path: Path, capsys: p
     assert "--trust" not in said
 
 
-def test_a_policy_is_pinned_anew_with_its_words_and_limits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_is_pinned_anew_with_its_words_and_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, policy, new = write(tmp_path / "b"), tmp_path / "policy.yaml", tmp_path / "new.yaml"
     words = tmp_path / "words.yaml"
-    words.write_text("allow: [scripts]\nlimits: {depth: 30}\nmethods: [fedavg]\nsettings: {rounds: 7}\n")
+    words.write_text(
+        "allow: [scripts]\nlimits: {depth: 30}\nmethods: [fedavg]\nsettings: {rounds: 7}\n"
+    )
     given = ["site", "inspect", str(root), "--policy"]
     assert cli.main([*given, str(words), "--write-policy", str(policy)]) == 0
     (root / "LICENSE").write_text("another\n")
@@ -464,13 +553,29 @@ def test_a_policy_is_pinned_anew_with_its_words_and_limits(tmp_path: Path, capsy
     assert not (tmp_path / "third.yaml").exists()
 
 
-def test_a_policy_that_is_written_agrees_to_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root, job, policy = write(tmp_path / "b"), tmp_path / "job" / "app" / "config", tmp_path / "policy.yaml"
+def test_a_policy_that_is_written_agrees_to_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, job, policy = (
+        write(tmp_path / "b"),
+        tmp_path / "job" / "app" / "config",
+        tmp_path / "policy.yaml",
+    )
     job.mkdir(parents=True)
-    given = ["site", "inspect", str(root), "--write-policy", str(policy), "--job", str(tmp_path / "job")]
+    given = [
+        "site",
+        "inspect",
+        str(root),
+        "--write-policy",
+        str(policy),
+        "--job",
+        str(tmp_path / "job"),
+    ]
     assert cli.main(given) == 2
     assert "the folder of a job with its run.json" in capsys.readouterr().err
-    (job / "run.json").write_text(json.dumps(run_record(method="ditto", rounds=7, batch_size=4).to_dict()))
+    (job / "run.json").write_text(
+        json.dumps(run_record(method="ditto", rounds=7, batch_size=4).to_dict())
+    )
     assert cli.main(given) == 0
     written = Policy.read(policy)
     assert written.methods == ("ditto",)
@@ -479,7 +584,8 @@ def test_a_policy_that_is_written_agrees_to_a_job(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     assert cli.main(["site", "inspect", str(root), "--policy", str(policy)]) == 0
     said = (
-        "Jobs that would be taken policy: methods ditto; at most 7 rounds; at most 4 batch_size; at most 1 local_epochs"
+        "Jobs that would be taken policy: methods ditto; at most 7 rounds; "
+        "at most 4 batch_size; at most 1 local_epochs"
     )
     assert said in " ".join(capsys.readouterr().out.split())
 
@@ -490,11 +596,15 @@ def test_a_policy_for_a_folder_without_a_name_is_not_written(tmp_path: Path) -> 
     assert not policy.exists()
 
 
-@pytest.mark.parametrize("name", ["configs/evaluate.json", "scripts/net.py", "embeddings/a.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["configs/evaluate.json", "scripts/net.py", "embeddings/a.safetensors"]
+)
 def test_a_folder_with_the_name_of_a_file_is_refused(name: str, tmp_path: Path) -> None:
     root = write(tmp_path / "bad")
     (root / name).mkdir(parents=True)
-    assert f"{name}: a folder with the name" in "\n".join(map(str, inspect(root, EVERYTHING).refusals))
+    assert f"{name}: a folder with the name" in "\n".join(
+        map(str, inspect(root, EVERYTHING).refusals)
+    )
 
 
 def test_a_file_of_holes_is_not_read(tmp_path: Path) -> None:
@@ -522,7 +632,9 @@ def numbered(name: str, value: object, count: int = 9_000) -> dict[str, Any]:
     ],
     ids=["macros", "references", "text", "statements", "parts", "target", "refusals"],
 )
-def test_an_inspection_ends_soon_whatever_the_bundle_says(train: dict[str, Any], tmp_path: Path) -> None:
+def test_an_inspection_ends_soon_whatever_the_bundle_says(
+    train: dict[str, Any], tmp_path: Path
+) -> None:
     root = write(tmp_path / "long", train)
     begun = time.perf_counter()
     assert len(inspect(root).refusals) < 1_010
@@ -531,7 +643,9 @@ def test_an_inspection_ends_soon_whatever_the_bundle_says(train: dict[str, Any],
 
 def test_one_text_under_many_aliases_is_refused(tmp_path: Path) -> None:
     text = f"a: &a '{'x' * 400_000}'\n" + "".join(f"b{number}: *a\n" for number in range(1_000))
-    assert "too much text" in reasons(inspect(write(tmp_path / "long", files={"configs/evaluate.yaml": text})))
+    assert "too much text" in reasons(
+        inspect(write(tmp_path / "long", files={"configs/evaluate.yaml": text}))
+    )
 
 
 def test_folders_within_each_other_without_end_are_walked(tmp_path: Path) -> None:
@@ -541,7 +655,9 @@ def test_folders_within_each_other_without_end_are_walked(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", [5, True, [[1]], [{}], {"a": {}}])
-@pytest.mark.parametrize(("target", "argument"), [("CSVDataset", "kwargs_read_csv"), ("TorchVisiond", "name")])
+@pytest.mark.parametrize(
+    ("target", "argument"), [("CSVDataset", "kwargs_read_csv"), ("TorchVisiond", "name")]
+)
 def test_an_argument_of_any_type_is_refused_in_a_line(
     target: str, argument: str, value: object, tmp_path: Path
 ) -> None:

@@ -24,10 +24,14 @@ def test_without_rules_everything_may_leave_and_nothing_is_written(tmp_path: Pat
     assert "outbound" not in Policy().text()
 
 
-def test_what_is_written_is_read_back_and_numbers_may_be_written_as_one_likes(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back_and_numbers_may_be_written_as_one_likes(
+    tmp_path: Path,
+) -> None:
     given = Outbound(("weights/*", "scalars/samples"), 10**6, 0.5, 2.0, 8.0, 1e-6, 5)
     assert read(tmp_path, Policy(outbound=given).text()) == given
-    assert read(tmp_path, "outbound: {clip: 1, noise: 2, delta: 1e-6}") == Outbound(clip=1.0, noise=2.0, delta=1e-6)
+    assert read(tmp_path, "outbound: {clip: 1, noise: 2, delta: 1e-6}") == Outbound(
+        clip=1.0, noise=2.0, delta=1e-6
+    )
 
 
 def test_keys_are_patterns_of_names_or_whole_groups() -> None:
@@ -68,7 +72,9 @@ def test_the_noise_multiplier_is_noise_over_twice_the_clip() -> None:
         ("outbound: {epsilon: 1, clip: 1}", "epsilon without noise"),
     ],
 )
-def test_a_mistake_in_the_rules_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+def test_a_mistake_in_the_rules_is_refused_in_one_line(
+    text: str, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as caught:
         read(tmp_path, text)
     assert says in str(caught.value)

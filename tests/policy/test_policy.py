@@ -30,7 +30,9 @@ def test_an_empty_policy_allows_nothing_and_pins_nothing(tmp_path: Path) -> None
 
 
 def test_a_policy_that_is_written_is_read_back(tmp_path: Path) -> None:
-    policy = Policy("b", frozenset({"scripts", "pickle"}), Limits(depth=7), {"configs/train.json": "0" * 64})
+    policy = Policy(
+        "b", frozenset({"scripts", "pickle"}), Limits(depth=7), {"configs/train.json": "0" * 64}
+    )
     policy = replace(policy, methods=("fedavg", "ditto"), settings={"rounds": 3})
     text = policy.text()
     assert read(tmp_path, text) == policy
@@ -72,7 +74,9 @@ def test_a_policy_that_is_written_is_read_back(tmp_path: Path) -> None:
         ("# \u202e\n", "U+202E"),
     ],
 )
-def test_a_policy_with_a_mistake_is_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+def test_a_policy_with_a_mistake_is_refused_in_one_line(
+    text: str, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as caught:
         read(tmp_path, text)
     assert says in str(caught.value)
@@ -124,8 +128,13 @@ def test_a_policy_that_says_nothing_of_runs_agrees_to_all() -> None:
 
 
 def test_a_run_that_was_agreed_to_is_taken_and_smaller_ones_but_no_other() -> None:
-    agreed = Policy().restricted_to(run_record(method="fedavg", rounds=5, batch_size=8, local_epochs=2))
-    assert (agreed.methods, agreed.settings) == (("fedavg",), {"rounds": 5, "batch_size": 8, "local_epochs": 2})
+    agreed = Policy().restricted_to(
+        run_record(method="fedavg", rounds=5, batch_size=8, local_epochs=2)
+    )
+    assert (agreed.methods, agreed.settings) == (
+        ("fedavg",),
+        {"rounds": 5, "batch_size": 8, "local_epochs": 2},
+    )
     one = {"method": "fedavg", "rounds": 5, "batch_size": 8, "local_epochs": 2}
     assert agreed.disagreement(run_record(**one)) is None
     assert agreed.disagreement(run_record(**{**one, "rounds": 1})) is None

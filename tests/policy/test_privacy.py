@@ -35,8 +35,12 @@ def exact(multiplier: float, replies: int, delta: float) -> float:
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-7])
-@pytest.mark.parametrize(("multiplier", "replies"), [(0.5, 1), (1.0, 1), (2.0, 1), (5.0, 1), (10.0, 1), (4.0, 20)])
-def test_epsilon_is_at_least_the_exact_one_and_close_to_it(multiplier: float, replies: int, delta: float) -> None:
+@pytest.mark.parametrize(
+    ("multiplier", "replies"), [(0.5, 1), (1.0, 1), (2.0, 1), (5.0, 1), (10.0, 1), (4.0, 20)]
+)
+def test_epsilon_is_at_least_the_exact_one_and_close_to_it(
+    multiplier: float, replies: int, delta: float
+) -> None:
     found, least = epsilon_of({multiplier: replies}, delta), exact(multiplier, replies, delta)
     assert least <= found <= 1.25 * least + 0.05
 
@@ -54,19 +58,25 @@ def test_nothing_is_told_before_the_first_reply_and_more_with_each() -> None:
         account.spend(4.0)
         assert account.epsilon() == expected > found[-1]
         found.append(account.epsilon())
-    assert account.words().startswith(f"3 replies: epsilon {found[-1]:.3g} at delta 1e-05 for all training images")
+    assert account.words().startswith(
+        f"3 replies: epsilon {found[-1]:.3g} at delta 1e-05 for all training images"
+    )
 
 
 def test_the_words_are_no_formal_privacy_once_something_was_not_covered() -> None:
     plain = Account()
     plain.spend(None)
-    assert plain.words() == "1 reply: no formal privacy, for replies left without clipping and noise"
+    assert (
+        plain.words() == "1 reply: no formal privacy, for replies left without clipping and noise"
+    )
     plain.spend(4.0)
     assert "for 1 of the replies left without" in plain.words()
     other = Account()
     other.spend(4.0)
     other.add({"prototypes/*": 1, "scalars/steps": 1})
-    assert other.words() == ("1 reply: no formal privacy, for these left without noise: prototypes/*, scalars/steps")
+    assert other.words() == (
+        "1 reply: no formal privacy, for these left without noise: prototypes/*, scalars/steps"
+    )
     assert math.isinf(other.epsilon())
     assert other.as_dict()["epsilon"] is None
 
@@ -85,7 +95,9 @@ def test_an_account_lasts_in_its_file(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["words"] == last.words()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"noised": 3}', '{"noised": [], "uncovered": {}, "plain": "x"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"noised": 3}', '{"noised": [], "uncovered": {}, "plain": "x"}']
+)
 def test_a_damaged_account_is_told_and_never_begun_anew(text: str, tmp_path: Path) -> None:
     path = tmp_path / "x.privacy.json"
     path.write_text(text)
@@ -93,7 +105,9 @@ def test_a_damaged_account_is_told_and_never_begun_anew(text: str, tmp_path: Pat
         Account.open(path, 1e-5)
 
 
-def test_two_jobs_on_the_same_images_spend_from_one_account_and_never_beyond_the_budget(tmp_path: Path) -> None:
+def test_two_jobs_on_the_same_images_spend_from_one_account_and_never_beyond_the_budget(
+    tmp_path: Path,
+) -> None:
     """Each has read the account before the other spends; only what is left at the moment of spending counts."""
     rules = Outbound(clip=1.0, noise=8.0, epsilon=epsilon_of({4.0: 3}, 1e-5) + 1e-6)
     path = account_file(tmp_path, str(tmp_path / "images"))

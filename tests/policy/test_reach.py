@@ -30,11 +30,18 @@ def test_no_object_in_reach_has_a_way_out(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-m", "tests.policy.reach", str(tmp_path)]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, cwd=root, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=600, cwd=root, env=environment
+    )
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["found"] == []
     assert found["files"] == {"note.txt": "note"}
-    tries = {"members": (10_000, 1_000), "attributes": (50_000, 1_000), "made": (700, 500), "poisoned": (5_000, 100)}
+    tries = {
+        "members": (10_000, 1_000),
+        "attributes": (50_000, 1_000),
+        "made": (700, 500),
+        "poisoned": (5_000, 100),
+    }
     for part, least in tries.items():
         tried, succeeded = found["counts"][part]
         assert tried >= least[0], part
@@ -42,15 +49,44 @@ def test_no_object_in_reach_has_a_way_out(tmp_path: Path) -> None:
     assert len(found["controls"]) >= 12
 
 
-NAMES = {**DEFAULT_NAMES, "os": "os", "Path": "pathlib.Path", "glob": "glob", "json": "json", "math": "math"}
+NAMES = {
+    **DEFAULT_NAMES,
+    "os": "os",
+    "Path": "pathlib.Path",
+    "glob": "glob",
+    "json": "json",
+    "math": "math",
+}
 LEAVES = st.one_of(
     st.sampled_from(
-        ["@number", "@text", "@path", "@tensor", "@array", "@network", "@list", "@dict", "x", "...", "None"]
+        [
+            "@number",
+            "@text",
+            "@path",
+            "@tensor",
+            "@array",
+            "@network",
+            "@list",
+            "@dict",
+            "x",
+            "...",
+            "None",
+        ]
     ),
     st.sampled_from(sorted(MEMBERS)),
     st.sampled_from(sorted(BUILTINS)),
     st.sampled_from(
-        ["os.system", "__import__('os')", "open", "setattr", "print", "exec", "@nowhere", "@", "torch.save"]
+        [
+            "os.system",
+            "__import__('os')",
+            "open",
+            "setattr",
+            "print",
+            "exec",
+            "@nowhere",
+            "@",
+            "torch.save",
+        ]
     ),
     st.integers(-(10**12), 10**12).map(str),
     st.floats(allow_nan=False).map(repr),
@@ -61,7 +97,16 @@ LEAVES = st.one_of(
 def combined(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     """Grow an expression around others, in all the ways that Python has."""
     name = st.sampled_from(
-        [*sorted(METHODS), "replace", "format", "write_text", "chmod", "f_back", "gi_frame", "__class__"]
+        [
+            *sorted(METHODS),
+            "replace",
+            "format",
+            "write_text",
+            "chmod",
+            "f_back",
+            "gi_frame",
+            "__class__",
+        ]
     )
     operator = st.sampled_from(
         ["+", "-", "*", "/", "//", "%", "**", "@", "<<", "&", "|", "and", "or", "in", "is not", "<"]
@@ -90,7 +135,13 @@ EXPRESSIONS = st.recursive(LEAVES, combined, max_leaves=8)
 
 def attempt(text: str, folder: Path) -> None:
     """Check and evaluate as a bundle would; the check may only refuse, values may only raise Python's own errors."""
-    values: dict[str, Any] = {"number": 2, "text": "a", "path": folder / "note.txt", "list": [1], "dict": {"a": 1}}
+    values: dict[str, Any] = {
+        "number": 2,
+        "text": "a",
+        "path": folder / "note.txt",
+        "list": [1],
+        "dict": {"a": 1},
+    }
     values |= {"tensor": torch.ones(2), "array": np.ones(2), "network": torch.nn.Linear(1, 1)}
     try:
         check_expression(text, NAMES, (), (), Uses())
@@ -110,7 +161,11 @@ def fuzz(count: int, folder: Path) -> None:
     random.seed(0)
 
     @settings(
-        max_examples=count, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), database=None
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        database=None,
     )
     @given(EXPRESSIONS)
     def each(text: str) -> None:
@@ -121,13 +176,17 @@ def fuzz(count: int, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_expressions_end_in_a_value_or_a_declared_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expressions_end_in_a_value_or_a_declared_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     fuzz(500, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_many_expressions_end_in_a_value_or_a_declared_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_expressions_end_in_a_value_or_a_declared_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     fuzz(5_000, tmp_path)

@@ -16,7 +16,13 @@ from tests.policy.test_gate import repeated
 
 def test_cells_below_the_least_count_are_not_told() -> None:
     told, total = suppress_counts({"a": 40, "b": 9, "c": 0, "d": 4, "e": 50}, 10)
-    assert told == {"a": 40, "b": None, "c": None, "d": None, "e": 50}  # 13 together: each may be anything below 10
+    assert told == {
+        "a": 40,
+        "b": None,
+        "c": None,
+        "d": None,
+        "e": 50,
+    }  # 13 together: each may be anything below 10
     assert total == 103
 
 
@@ -39,7 +45,8 @@ def test_tables_without_small_cells_are_told_as_they_are_and_small_totals_are_no
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(
-    ("cells", "least", "most"), [(1, 3, 9), (2, 2, 12), (2, 4, 18), (3, 2, 12), (3, 3, 15), (4, 2, 9), (4, 3, 12)]
+    ("cells", "least", "most"),
+    [(1, 3, 9), (2, 2, 12), (2, 4, 18), (3, 2, 12), (3, 3, 15), (4, 2, 9), (4, 3, 12)],
 )
 def test_all_values_below_the_least_stay_possible_to_who_knows_all_that_is_told_and_the_rule(
     cells: int, least: int, most: int, first: int
@@ -50,8 +57,13 @@ def test_all_values_below_the_least_stay_possible_to_who_knows_all_that_is_told_
     for table in itertools.product(range(first, most + 1), repeat=cells):
         if sum(table) <= most:  # then all tables of the same total are tried
             told, total = suppress_counts(dict(zip(names, table, strict=True)), least)
-            assert all(count is None or (count >= least and count == table[i]) for i, count in enumerate(told.values()))
-            beside = sum(table) if first == 0 and sum(table) >= least else total  # as the number of images is told
+            assert all(
+                count is None or (count >= least and count == table[i])
+                for i, count in enumerate(told.values())
+            )
+            beside = (
+                sum(table) if first == 0 and sum(table) >= least else total
+            )  # as the number of images is told
             possible[beside, tuple(told.values())].append(table)
     looked = 0
     for (total, told_cells), tables in possible.items():

@@ -35,7 +35,9 @@ def test_a_part_that_there_is_none_of_is_refused() -> None:
     ],
 )
 def test_a_part_that_is_lacking_is_named(part: str, ask) -> None:
-    with pytest.raises(InputError, match=f"problem 'bare' has no {part}; what is used is given: {part}="):
+    with pytest.raises(
+        InputError, match=f"problem 'bare' has no {part}; what is used is given: {part}="
+    ):
         ask(Problem("bare"))
 
 

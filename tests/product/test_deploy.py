@@ -26,11 +26,16 @@ from tests.support.toy import CLASSIFYING, ToyBundle
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "deploy.md").read_text()
-OPERATOR, ENCRYPTION = ((DOCS / f"deploy-{reader}.md").read_text() for reader in ("operator", "encryption"))
+OPERATOR, ENCRYPTION = (
+    (DOCS / f"deploy-{reader}.md").read_text() for reader in ("operator", "encryption")
+)
 OTHERS = "## Join a federation over NVIDIA FLARE"
 """A section whose commands its own tests run."""
 SMALL = ["--config=network=small_cnn", "--config=image_size=16"]
-NOT_SENT = {"central": "never at a site", "fedhelp": "sites have different networks; sends weights alone"}
+NOT_SENT = {
+    "central": "never at a site",
+    "fedhelp": "sites have different networks; sends weights alone",
+}
 
 
 def blocks(kind: str) -> list[str]:
@@ -58,7 +63,9 @@ def hospital(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.slow
-def test_the_commands_run_one_after_the_other(hospital: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_run_one_after_the_other(
+    hospital: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (program,) = blocks("python")
     commands = [line for block in blocks("sh") for line in block.splitlines()]
     assert len(commands) == 11
@@ -72,7 +79,10 @@ def test_the_commands_run_one_after_the_other(hospital: Path, capsys: pytest.Cap
         if given[2] == "audit":
             if not Path("audit.jsonl").exists():
                 _drive(program)
-            given = [verify(Path("audit.jsonl")).last[:8] if word == "3f5a91c0" else word for word in given]
+            given = [
+                verify(Path("audit.jsonl")).last[:8] if word == "3f5a91c0" else word
+                for word in given
+            ]
         if "fl.example.org:8002" in given:
             with serving(trusting(hospital / "server")) as (host, port):
                 given[given.index("fl.example.org:8002")] = f"{host}:{port}"
@@ -99,7 +109,9 @@ FLARE = {
 """Commands of the FLARE section that are not run here, and where."""
 
 
-def test_the_commands_of_server_and_site_run(hospital: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_of_server_and_site_run(
+    hospital: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """With a startup kit that has no certificates, and whose FLARE client is a line of text."""
     pytest.importorskip("nvflare")
     datasets.write_phantom("pneumonia", hospital / "data" / "pneumonia", per_class=10, size=16)
@@ -113,12 +125,16 @@ def test_the_commands_of_server_and_site_run(hospital: Path, capfd: pytest.Captu
     inspected = ["site", "inspect", "pneumonia", "--write-policy", "policies/pneumonia.yaml"]
     assert cli.main(inspected) == 0
     section = OPERATOR + ENCRYPTION + PAGE.partition(OTHERS)[2].partition("\n## ")[0]
-    lines = "".join(re.findall(r"^```(?:sh)?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
+    lines = "".join(
+        re.findall(r"^```(?:sh)?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+    ).replace("\\\n", " ")
     run = [line for line in lines.splitlines() if not line.startswith(tuple(FLARE))]
     assert len(lines.splitlines()) - len(run) == len(FLARE)
     assert len(run) == 3
     for line in run:
-        words = [str(hospital / word[1:]) if word.startswith("/") else word for word in shlex.split(line)]
+        words = [
+            str(hospital / word[1:]) if word.startswith("/") else word for word in shlex.split(line)
+        ]
         assert cli.main(words[1:]) == 0, capfd.readouterr().err
     assert len(list(Path("jobs").glob("medfl-*/meta.json"))) == 1
     assert (kit / "local" / "medfl.yaml").is_file()
@@ -170,13 +186,18 @@ def test_the_table_of_what_leaves_is_true() -> None:
         site.train(broadcast(made, "y"))
         reply = site.get_weights().weights
         what, _, covered = row_of[name]
-        said = {part for words, parts in MEANT.items() if words in f"{what} |" for part in parts.split()}
+        said = {
+            part for words, parts in MEANT.items() if words in f"{what} |" for part in parts.split()
+        }
         groups = {key if key.startswith("scalars/") else key.partition("/")[0] for key in reply}
         numbers = [tensor for key, tensor in reply.items() if key.endswith("/counts")]
         counted = {"counts" if tensor.max() > 1 else "owned" for tensor in numbers}
         assert said == (groups | counted) - {"scalars/samples"}, name
         uncovered = set(site.summary["privacy"]["uncovered"])
-        assert (covered.strip(" |") in ("yes", "nothing leaves")) == (not uncovered), (name, uncovered)
+        assert (covered.strip(" |") in ("yes", "nothing leaves")) == (not uncovered), (
+            name,
+            uncovered,
+        )
 
 
 def test_every_rule_of_a_policy_has_its_line() -> None:
@@ -191,10 +212,15 @@ def test_the_figures_for_epsilon_are_right() -> None:
     pytest.importorskip("dp_accounting")
     told = re.search(r"one reply with SIGMA = 10 C: about ([\d.]+)", ENCRYPTION)
     assert told is not None
-    assert float(told[1]) == pytest.approx(epsilon_of({Outbound(clip=1.0, noise=10.0).multiplier: 1}, 1e-5), abs=0.05)
+    assert float(told[1]) == pytest.approx(
+        epsilon_of({Outbound(clip=1.0, noise=10.0).multiplier: 1}, 1e-5), abs=0.05
+    )
 
 
 def test_the_policy_of_the_page_is_one(hospital: Path) -> None:
     assert Policy.read(hospital / "words.yaml").outbound == Outbound(
-        keys=("weights", "scalars/samples", "metrics"), max_bytes=100_000_000, clip=1.0, min_count=10
+        keys=("weights", "scalars/samples", "metrics"),
+        max_bytes=100_000_000,
+        clip=1.0,
+        min_count=10,
     )

@@ -47,14 +47,27 @@ from tests.support.toy import (
     simulate,
 )
 
-pytestmark = pytest.mark.skipif(not pretended.available(), reason="this torch has no devices written in Python")
+pytestmark = pytest.mark.skipif(
+    not pretended.available(), reason="this torch has no devices written in Python"
+)
 
 CPU = torch.device("cpu")
 ROOMY = 10**12
 QUICK = ("fedavg", "fedgh", "fedhelp", "fedmd", "perfedavg")
 """Methods of different kinds: means, features per pixel, public data with and without teachers, gradients of steps."""
-SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
-SMALL = {"g_start": 1, "g_every": 1, "g_iterations": 2, "g_batch": 8, "synthetic_batch": 4, "normalise": "half"}
+SGD = {
+    "_target_": "torch.optim.SGD",
+    "params": "$@network_def.parameters()",
+    "lr": "@learning_rate",
+}
+SMALL = {
+    "g_start": 1,
+    "g_every": 1,
+    "g_iterations": 2,
+    "g_batch": 8,
+    "synthetic_batch": 4,
+    "normalise": "half",
+}
 PUBLIC = {"public": "mednist", "public_items": 8}
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedbm": SMALL, "pfedbayes": {"optimizer": "run", "zeta": 0.1}, "fedmd": PUBLIC, "fccl": PUBLIC, "fedkemf": PUBLIC,
@@ -95,7 +108,9 @@ MIXED: dict[str, Callable[[], Any]] = {
     "lists": lambda: torch._foreach_add([there(1, 2)], [HERE]),
     "CPU generator": lambda: torch.rand(2, generator=torch.Generator(), device=pretended.DEVICE),
     "CPU generator in place": lambda: there(1, 2).normal_(generator=torch.Generator()),
-    "order of a CPU generator": lambda: torch.randperm(3, generator=torch.Generator(), device=pretended.DEVICE),
+    "order of a CPU generator": lambda: torch.randperm(
+        3, generator=torch.Generator(), device=pretended.DEVICE
+    ),
     "array": lambda: there(1, 2).numpy(),
     "product of integers": lambda: there(1, 2).long()[None] @ there(1, 2).long()[:, None],
 }
@@ -113,10 +128,16 @@ ALLOWED: dict[str, tuple[Callable[[], Tensor], list[float]]] = {
     "a number of the CPU, in place": (lambda: there(1, 2).add_(torch.tensor(2.0)), [3, 4]),
     "an index of the CPU": (lambda: there(1, 2)[torch.tensor([1, 0])], [2, 1]),
     "a mask of the CPU": (lambda: there(1, 2)[torch.tensor([False, True])], [2]),
-    "a number put in": (lambda: there(1, 2).index_put((torch.tensor([0]),), torch.tensor(5.0)), [5, 2]),
+    "a number put in": (
+        lambda: there(1, 2).index_put((torch.tensor([0]),), torch.tensor(5.0)),
+        [5, 2],
+    ),
     "a copy": (lambda: there(1, 2).copy_(HERE), [1, 1]),
     "a copy back": (lambda: torch.zeros(2).copy_(there(1, 2)), [1, 2]),
-    "numbers taken out": (lambda: torch.tensor([float(there(1, 2)[0]), there(1, 2).tolist()[1]]), [1, 2]),
+    "numbers taken out": (
+        lambda: torch.tensor([float(there(1, 2)[0]), there(1, 2).tolist()[1]]),
+        [1, 2],
+    ),
 }
 
 
@@ -151,7 +172,13 @@ def on_cpu(value: Any) -> Any:
 
 
 def run(
-    out: Path, method: str, kind: str, workers: Any = Workers, rounds: int = 2, bundle: Any = None, **changes: Any
+    out: Path,
+    method: str,
+    kind: str,
+    workers: Any = Workers,
+    rounds: int = 2,
+    bundle: Any = None,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Run three toy sites, their data held where the networks are; return what the run leaves, but for its hash."""
     settings = run_record(method=method, device=kind, rounds=rounds, cohort=0.67, **changes)
@@ -162,7 +189,9 @@ def run(
     assert {made.sections[section].device.type for section in made.sections} == {kind}
     folder = RunFolder.existing(out) if out.exists() else RunFolder.create(out)
     folder.write_run(made.run, {})
-    Simulator(Execution(made, folder, Launch(resume=folder.manifest() is not None)), workers).execute()
+    Simulator(
+        Execution(made, folder, Launch(resume=folder.manifest() is not None)), workers
+    ).execute()
     found = left(out)
     found["summary"].pop("run_hash")
     return found
@@ -184,7 +213,12 @@ def segmentation(name: str, device: torch.device) -> Any:
 
     def held(name: str, round_: int = 1) -> Any:
         found = site(name, round_)
-        return replace(found, **{section: moved(getattr(found, section)) for section in ("train", "validate", "test")})
+        return replace(
+            found,
+            **{
+                section: moved(getattr(found, section)) for section in ("train", "validate", "test")
+            },
+        )
 
     toy.networks = Networks(lambda: method.adapt(network(), Task("segmentation", ())), 0, device)
     toy.site, toy.public = held, replace(toy.public, shard=moved(toy.public.shard))  # type: ignore[method-assign]
@@ -206,7 +240,8 @@ def test_prototypes_of_sites_whose_lists_have_no_labels(classes: Toy, device: to
         toy = classes.adapted(method)
         toy.networks, site = Networks(toy.network, 0, where), toy.site
         toy.site = lambda *args: replace(  # type: ignore[method-assign]
-            site(*args), train=replace(site(*args).train, prepared=site(*args).train.prepared.to(where, ROOMY))
+            site(*args),
+            train=replace(site(*args).train, prepared=site(*args).train.prepared.to(where, ROOMY)),
         )
         made = simulate(method, toy, 2)
         return bits(on_cpu([made.server, made.states]))
@@ -220,25 +255,34 @@ def test_prototypes_of_sites_whose_lists_have_no_labels(classes: Toy, device: to
 @pytest.mark.parametrize("method", ["scaffold", "feddyn", "fedproto", "fedsm", "fedmr"])
 def test_a_run_that_is_resumed_finds_its_states_on_the_device(method: str, tmp_path: Path) -> None:
     run(tmp_path / "there", method, pretended.NAME, rounds=1)
-    assert run(tmp_path / "there", method, pretended.NAME, rounds=3) == run(tmp_path / "here", method, "cpu", rounds=3)
+    assert run(tmp_path / "there", method, pretended.NAME, rounds=3) == run(
+        tmp_path / "here", method, "cpu", rounds=3
+    )
 
 
 @pytest.mark.parametrize("form", ["float16", "int8", "topk:0.1"])
 @pytest.mark.parametrize("method", ["scaffold", "fedmd"])
 def test_smaller_messages(method: str, form: str, tmp_path: Path) -> None:
-    there, here = (run(tmp_path / kind, method, kind, bundle=Wide(), messages=form) for kind in (pretended.NAME, "cpu"))
+    there, here = (
+        run(tmp_path / kind, method, kind, bundle=Wide(), messages=form)
+        for kind in (pretended.NAME, "cpu")
+    )
     assert there == here
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed:0.4"])
 def test_robust_aggregation(rule: str, tmp_path: Path) -> None:
-    there, here = (run(tmp_path / kind, "fedprox", kind, aggregation=rule) for kind in (pretended.NAME, "cpu"))
+    there, here = (
+        run(tmp_path / kind, "fedprox", kind, aggregation=rule) for kind in (pretended.NAME, "cpu")
+    )
     assert there == here
 
 
 @pytest.mark.parametrize("method", ["scaffold", "fedbm", "fedproto", "fedmd"])
 def test_the_runtime_of_monai_fl(method: str, tmp_path: Path) -> None:
-    assert run(tmp_path / "there", method, pretended.NAME, Exchange) == run(tmp_path / "here", method, "cpu")
+    assert run(tmp_path / "there", method, pretended.NAME, Exchange) == run(
+        tmp_path / "here", method, "cpu"
+    )
 
 
 # Images
@@ -246,12 +290,20 @@ def test_the_runtime_of_monai_fl(method: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def chest(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("chest") / "data", per_class=12, size=32))
+    return str(
+        datasets.write_phantom(
+            "pneumonia", tmp_path_factory.mktemp("chest") / "data", per_class=12, size=32
+        )
+    )
 
 
 @pytest.fixture(scope="module")
 def lungs(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(datasets.write_phantom("lung_cxr", tmp_path_factory.mktemp("lungs") / "data", per_class=10, size=32))
+    return str(
+        datasets.write_phantom(
+            "lung_cxr", tmp_path_factory.mktemp("lungs") / "data", per_class=10, size=32
+        )
+    )
 
 
 @pytest.fixture
@@ -278,8 +330,12 @@ def images(chest: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[st
     return go
 
 
-@pytest.mark.parametrize("method", mostly_slow(sorted({*names()} - {*SEGMENTING} | {"fedhelp"}), ("fedproto",)))
-def test_every_method_gives_the_cpus_bits_on_images(method: str, images: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", mostly_slow(sorted({*names()} - {*SEGMENTING} | {"fedhelp"}), ("fedproto",))
+)
+def test_every_method_gives_the_cpus_bits_on_images(
+    method: str, images: Any, tmp_path: Path
+) -> None:
     """Those that segment had images above; FedHelp has only here sites of different networks."""
     there = images(method, pretended.NAME, tmp_path / "there")
     assert there == images(method, "cpu", tmp_path / "here")
@@ -294,7 +350,9 @@ def test_masks_and_their_pictures(images: Any, tmp_path: Path, lungs: str) -> No
             "device": kind,
         }  # fmt: skip
         config, out = {"network": "unet8", "image_size": 32}, tmp_path / kind
-        federate("lung_cxr", config=config, requested=requested, out=out, jobs=1, save_predictions=True)
+        federate(
+            "lung_cxr", config=config, requested=requested, out=out, jobs=1, save_predictions=True
+        )
         assert list(out.glob("predictions/*"))
         found = left(out)
         found["summary"].pop("run_hash")
@@ -303,7 +361,9 @@ def test_masks_and_their_pictures(images: Any, tmp_path: Path, lungs: str) -> No
     assert segmented(pretended.NAME) == segmented("cpu")
 
 
-def test_a_finished_run_predicts_on_the_device(images: Any, tmp_path: Path, device: torch.device) -> None:
+def test_a_finished_run_predicts_on_the_device(
+    images: Any, tmp_path: Path, device: torch.device
+) -> None:
     said: list[str] = []
     images("fedbn", pretended.NAME, tmp_path / "run", say=said.append)
     assert any(line.startswith("data held on pretended: train (") for line in said)
@@ -320,12 +380,16 @@ def test_a_finished_run_predicts_on_the_device(images: Any, tmp_path: Path, devi
 # Teachers
 
 
-def test_a_trained_run_answers_as_a_teacher(images: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trained_run_answers_as_a_teacher(
+    images: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     images("fedavg", "cpu", tmp_path / "run")
     bundle = opened("pneumonia", tmp_path / "public", size=32, image_size=32)
     questions = asked(bundle)
-    teachers = [open_teacher(f"run:{tmp_path / 'run'}", bundle, where) for where in (pretended.DEVICE, CPU)]
+    teachers = [
+        open_teacher(f"run:{tmp_path / 'run'}", bundle, where) for where in (pretended.DEVICE, CPU)
+    ]
     with torch.no_grad():
         there, here = (teacher.answer(questions, range(len(questions))) for teacher in teachers)
     assert bits(there.cpu()) == bits(here)
@@ -343,7 +407,9 @@ def test_clip_answers_on_the_device(tmp_path: Path, device: torch.device) -> Non
     document = {"model_cfg": TINY, "preprocess_cfg": settings}
     (tmp_path / "clip" / "open_clip_config.json").write_text(json.dumps(document))
     save_file(tiny(0).state_dict(), tmp_path / "clip" / "open_clip_model.safetensors")
-    there, here = (open_teacher(f"biomedclip:{tmp_path / 'clip'}", bundle, where) for where in (device, CPU))
+    there, here = (
+        open_teacher(f"biomedclip:{tmp_path / 'clip'}", bundle, where) for where in (device, CPU)
+    )
     assert there.sha256 == here.sha256
     with torch.no_grad():
         given = there.answer(asked(bundle, count=3), [0, 1, 2])
@@ -357,7 +423,9 @@ def test_medsam_answers_on_the_device(tmp_path: Path, device: torch.device) -> N
     with stream(0, "sam"):
         transformers.SamModel(tiny_config()).save_pretrained(tmp_path / "sam")
     bundle = opened("lung_cxr", tmp_path / "lung", size=32, image_size=32)
-    there, here = (open_teacher(f"medsam:{tmp_path / 'sam'}", bundle, where) for where in (device, CPU))
+    there, here = (
+        open_teacher(f"medsam:{tmp_path / 'sam'}", bundle, where) for where in (device, CPU)
+    )
     with torch.no_grad():
         given = there.answer(asked(bundle, count=2), [0, 1])
         torch.testing.assert_close(given.cpu(), here.answer(asked(bundle, count=2), [0, 1]))

@@ -27,7 +27,9 @@ METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("medfl_docs_generate", DOCS / "site" / "generate.py")
+    spec = importlib.util.spec_from_file_location(
+        "medfl_docs_generate", DOCS / "site" / "generate.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -38,14 +40,22 @@ def generate() -> ModuleType:
 
 def test_pages_and_notebooks_import_public_names_only() -> None:
     """They name `medfl.NAME` or `medfl.ROOM.NAME`. Only docs/examples, which extend FLARE's parts, go deeper."""
-    pages = [DOCS.parent / "README.md", *DOCS.rglob("*.md"), *(DOCS.parent / "notebooks").glob("*.ipynb")]
+    pages = [
+        DOCS.parent / "README.md",
+        *DOCS.rglob("*.md"),
+        *(DOCS.parent / "notebooks").glob("*.ipynb"),
+    ]
     imports = {
         f"{path.name}: {line}"
         for path in pages
-        for line in re.findall(r"\b(?:from medfl[\w.]* import [\w, ]+|import medfl\.[\w.]+)", path.read_text())
+        for line in re.findall(
+            r"\b(?:from medfl[\w.]* import [\w, ]+|import medfl\.[\w.]+)", path.read_text()
+        )
     }
     assert any("medfl.runs import" in line for line in imports), "the pattern finds them"
-    deep = [line for line in imports if re.search(r"medfl\.\w+\.\w|\b_\w+", line.partition(": ")[2])]
+    deep = [
+        line for line in imports if re.search(r"medfl\.\w+\.\w|\b_\w+", line.partition(": ")[2])
+    ]
     assert not deep, "let the room's __init__.py hand the name out"
 
 
@@ -81,7 +91,9 @@ def test_every_method_and_bundle_and_verb_has_its_place() -> None:
 def test_the_evidence_of_each_claim_is_there() -> None:
     """A row of docs/claims.md names tests, programs or pages; links are the site's to check."""
     page = (DOCS / "claims.md").read_text()
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][
+        1:
+    ]
     assert len(rows) > 10
     for claim, evidence, *_ in rows:
         named = re.findall(r"`((?:tests|benchmarks)/[^`]+)`", evidence)
@@ -119,15 +131,37 @@ def test_options_that_a_methods_page_names_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", [README, *PAGES])
 def test_every_command_is_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for checked in ("bundle_name", "bundle_folder", "existing", "run_folder"):  # theirs are the reader's
+    for checked in (
+        "bundle_name",
+        "bundle_folder",
+        "existing",
+        "run_folder",
+    ):  # theirs are the reader's
         monkeypatch.setattr(f"medfl.cli.arguments.{checked}", str)
     for command in commands(page):
         words = shlex.split(command)
-        assert words[0] in ("medfl", "pip", "export", "make", "nvflare", "python", "python3", "medfl/bin/pip"), command
+        assert words[0] in (
+            "medfl",
+            "pip",
+            "export",
+            "make",
+            "nvflare",
+            "python",
+            "python3",
+            "medfl/bin/pip",
+        ), command
         if words[0] == "medfl" and words[1] != "--version":
             options = cli.parser().parse_args(words[1:])
-            assert getattr(options, "method", None) in (None, *methods.names()) or "." in options.method
-            if words[1] == "run" and options.bundle and "/" not in options.bundle and page != "extend.md":
+            assert (
+                getattr(options, "method", None) in (None, *methods.names())
+                or "." in options.method
+            )
+            if (
+                words[1] == "run"
+                and options.bundle
+                and "/" not in options.bundle
+                and page != "extend.md"
+            ):
                 assert options.bundle in shipped()
 
 
@@ -143,7 +177,9 @@ def test_every_flag_that_the_text_names_with_its_verb_exists() -> None:
                     break
                 assert words[1] in actions, (page, words)
                 parser, words = actions[words[1]], words[1:]
-            for flag in (word.partition("=")[0] for word in words if word.startswith("--") and word != "--"):
+            for flag in (
+                word.partition("=")[0] for word in words if word.startswith("--") and word != "--"
+            ):
                 assert flag in parser._option_string_actions, (page, words)
                 known += 1
     assert known > 20
@@ -176,7 +212,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-d",
         out,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return out
 
@@ -186,11 +224,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_site_is_built_and_asks_nothing_of_the_net(site: Path) -> None:
     pages = sorted(site.rglob("*.html"))
     assert len(pages) > len(PAGES)
-    loaded = re.compile(r"<(?:script|img|iframe|source)[^>]+src=\"(?:https?:)?//|<link[^>]+href=\"(?:https?:)?//")
+    loaded = re.compile(
+        r"<(?:script|img|iframe|source)[^>]+src=\"(?:https?:)?//|<link[^>]+href=\"(?:https?:)?//"
+    )
     for page in pages:
         assert not loaded.search(page.read_text(encoding="utf-8")), page
     for sheet in site.rglob("*.css"):
-        assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", sheet.read_text(encoding="utf-8")), sheet
+        assert not re.search(
+            r"url\(['\"]?(?:https?:)?//|@import", sheet.read_text(encoding="utf-8")
+        ), sheet
 
 
 @pytest.mark.slow

@@ -67,7 +67,12 @@ def test_a_methods_command_runs(
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page not in (*ELSEWHERE, *OWN, *METHOD_PAGES) and blocks(page, "sh", "")]
+    "page",
+    [
+        page
+        for page in PAGES
+        if page not in (*ELSEWHERE, *OWN, *METHOD_PAGES) and blocks(page, "sh", "")
+    ],
 )
 def test_a_pages_commands_and_python_run_in_their_order(
     page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
@@ -83,7 +88,10 @@ def test_a_pages_commands_and_python_run_in_their_order(
 @pytest.mark.slow
 def test_the_python_page_runs(elsewhere: Path) -> None:
     """Its blocks go on from each other."""
-    exec(compile("\n".join(blocks("python.md", "python")), "python.md", "exec"), {"__name__": "__main__"})
+    exec(
+        compile("\n".join(blocks("python.md", "python")), "python.md", "exec"),
+        {"__name__": "__main__"},
+    )
     assert (elsewhere / "best.pt").is_file()
 
 
@@ -120,7 +128,9 @@ def test_the_guides_commands_run_in_their_order(
     foreign = ZOO["cls2d_glob_yaml"](elsewhere / "path" / "to")
     (elsewhere / "path" / "to" / "MiniNIST").rename(elsewhere / "path" / "to" / "images")
     foreign.path.rename(foreign.path.with_name("any_bundle"))
-    datasets.write_phantom("ham10000", elsewhere / "path" / "to" / "ham10000", per_class=20, size=16)
+    datasets.write_phantom(
+        "ham10000", elsewhere / "path" / "to" / "ham10000", per_class=20, size=16
+    )
     for command in filter(is_run, commands("guide.md")):
         execute(command, capsys)
     for made in ("page.html", "curves.png", "gains.png", "exported/configs/metadata.json"):
@@ -129,13 +139,21 @@ def test_the_guides_commands_run_in_their_order(
 
 
 @pytest.mark.flare
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # FLARE's own, in its administrator's connection
+@pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning"
+)  # FLARE's own, in its administrator's connection
 @pytest.mark.parametrize("page", [README, *PAGES])
-def test_commands_that_need_flare_run(page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_that_need_flare_run(
+    page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Those of one machine; a site, a server and what is submitted to them are in flare/test_faults.py."""
     pytest.importorskip("nvflare")
     for command in commands(page):
-        if any(word in command for word in FLARE) and " serve " not in command and "nvflare " not in command:
+        if (
+            any(word in command for word in FLARE)
+            and " serve " not in command
+            and "nvflare " not in command
+        ):
             execute(command, capsys)
 
 
@@ -156,7 +174,9 @@ def draw_cells(folder: Path) -> None:
     (folder / "images").mkdir(parents=True)
     rows = ["file,class"]
     for index in range(90):
-        Image.new("RGB", (20, 20), (80 * (index % 3) + index, index, 0)).save(folder / "images" / f"{index}.png")
+        Image.new("RGB", (20, 20), (80 * (index % 3) + index, index, 0)).save(
+            folder / "images" / f"{index}.png"
+        )
         rows.append(f"{index}.png,{('lymphocyte', 'monocyte', 'neutrophil')[index % 3]}")
     (folder / "labels.csv").write_text("\n".join(rows) + "\n")
 
@@ -170,8 +190,12 @@ def test_the_results_commands_run_on_phantoms(
 ) -> None:
     """In a round of one epoch and of one seed each; as phantoms a data set's classes and centres have fewer images."""
     leave_blank(monkeypatch)
-    datasets.write_phantom("mednist", elsewhere / "data" / "mednist-cut" / "public", per_class=20, size=16)
-    datasets.write_phantom("ham10000", elsewhere / "data" / "ham-cut" / "public", per_class=20, size=16)
+    datasets.write_phantom(
+        "mednist", elsewhere / "data" / "mednist-cut" / "public", per_class=20, size=16
+    )
+    datasets.write_phantom(
+        "ham10000", elsewhere / "data" / "ham-cut" / "public", per_class=20, size=16
+    )
     datasets.write_phantom("pneumonia", elsewhere / "data" / "pneumonia", per_class=20, size=16)
     draw_cells(elsewhere / "data" / "wbc")
     for given in (command for page in RESULTS for command in commands(page)):
@@ -179,11 +203,15 @@ def test_the_results_commands_run_on_phantoms(
             if not Path("bundles/wbc").exists():  # two sections say how it is made
                 execute(given, capsys)
             continue
-        command = re.sub(r"--partition (shots|centre|file):\S+", lambda at: f"--partition {FEWER[at[1]]}", given)
+        command = re.sub(
+            r"--partition (shots|centre|file):\S+", lambda at: f"--partition {FEWER[at[1]]}", given
+        )
         command = command.replace("g_iterations=60 g_batch=32", "g_iterations=2 g_batch=4")
         if "hippocampus" in command:
             command = re.sub(r"--partition counts:\S+", "--partition iid", command)
-        command = command.replace("csf=csf;grey=grey;white=white", "site-1=csf;site-2=grey;site-3=white")
+        command = command.replace(
+            "csf=csf;grey=grey;white=white", "site-1=csf;site-2=grey;site-3=white"
+        )
         if "base-brain.safetensors" in command:  # as the page says
             base = load_weights(Path("runs/base-brain/weights.safetensors"))
             cut = {name: w[:3] if name.startswith("final_conv.") else w for name, w in base.items()}
@@ -193,17 +221,25 @@ def test_the_results_commands_run_on_phantoms(
         more += [] if drawn else ["--data", "phantom"]
         more += ["--local-epochs", "1"] if "--local-epochs" in command else []
         more += ["--trials", "1"] if " tune " in command else []
-        more += ["--config", "patch_size=null"] if "brain_tissue" in command and "patch_size" not in command else []
+        more += (
+            ["--config", "patch_size=null"]
+            if "brain_tissue" in command and "patch_size" not in command
+            else []
+        )
         out = execute(command, capsys, *more)
         assert out.splitlines()[-1].startswith("real data" if drawn else "PHANTOM data"), command
 
 
-def test_the_results_are_made_again_by_their_command(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_results_are_made_again_by_their_command(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ((_, path),) = [words[:2] for words in inline("results.md", "python")]
     shutil.copytree(ROOT / "docs" / "results", elsewhere / "docs" / "results")
     shutil.copyfile(DOCS / "results.md", elsewhere / "docs" / "results.md")
     printed = script([str(elsewhere / path)], capsys)
-    assert printed == "".join(f"{Path(page).name}: up to date\n" for page in ["results.md", *RESULTS])
+    assert printed == "".join(
+        f"{Path(page).name}: up to date\n" for page in ["results.md", *RESULTS]
+    )
 
 
 SMALLEST = {
@@ -218,12 +254,18 @@ SMALLEST = {
 }
 
 
-def test_the_benchmarks_commands_run_at_their_smallest(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [words[1:] for words in inline("performance.md", "python") if "/gpu" not in words[1]]  # need one
+def test_the_benchmarks_commands_run_at_their_smallest(
+    elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        words[1:] for words in inline("performance.md", "python") if "/gpu" not in words[1]
+    ]  # need one
     assert {Path(path).stem for path, *_ in given} == set(SMALLEST)
     for path, *flags in given:
         first = ["--methods", "fedmr"] if "method_cost" in path else []
-        rows = json.loads(script([path, *first, *flags, *SMALLEST[Path(path).stem].split(), "--json"], capsys))
+        rows = json.loads(
+            script([path, *first, *flags, *SMALLEST[Path(path).stem].split(), "--json"], capsys)
+        )
         assert rows, path
         assert all({"name", "ratio"} <= row.keys() for row in rows), path
 
@@ -235,6 +277,12 @@ def test_the_runtime_of_the_docs_gives_the_bits_of_medfl_run(
     exec(compile(text, "extend.md", "exec"), {})
     printed = capsys.readouterr().out.split()[-1]
     config = {"network": "small_cnn", "image_size": 28}
-    requested = {"method": "scaffold", "data": "phantom", "sites": 2, "partition": "iid", "rounds": 2}
+    requested = {
+        "method": "scaffold",
+        "data": "phantom",
+        "sites": 2,
+        "partition": "iid",
+        "rounds": 2,
+    }
     summary = medfl.federate("mednist", config=config, requested=requested, out="runs/same", jobs=1)
     assert summary["weights_sha256"] == printed

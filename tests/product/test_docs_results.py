@@ -24,7 +24,9 @@ HASH = re.compile(r"`([0-9a-f]{12,64})`")
 
 
 def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_make", ROOT / "docs" / "results" / "make.py")
+    spec = importlib.util.spec_from_file_location(
+        "results_make", ROOT / "docs" / "results" / "make.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -97,29 +99,47 @@ def test_a_changed_digit_of_a_given_figure_is_refused() -> None:
 
 def test_every_decimal_number_of_the_text_is_accounted_for() -> None:
     assert _unaccounted(PAGE) == []
-    assert _unaccounted(f"{PAGE}\nHere FedAvg reaches 0.123, a third of 1,234.5.\n") == ["0.123", "1,234.5"]
+    assert _unaccounted(f"{PAGE}\nHere FedAvg reaches 0.123, a third of 1,234.5.\n") == [
+        "0.123",
+        "1,234.5",
+    ]
 
 
 def test_a_figure_cannot_hide_in_marks_code_or_templates() -> None:
     asked = RESULTS.asked["tables"]
-    assert sorted(re.findall(r"<!-- table: (\S+) -->", PAGE)) == sorted(asked), "each once, and no other"
+    assert sorted(re.findall(r"<!-- table: (\S+) -->", PAGE)) == sorted(asked), (
+        "each once, and no other"
+    )
     assert PAGE.count("<!-- end -->") == PAGE.count("<!--") / 2 == len(asked)
     assert _unaccounted(f"{PAGE}\nIt reaches `0.987`.\n") == ["0.987"]
-    shown = [line for block in re.findall(r"^```.*?^```$", PAGE, re.M | re.S) for line in block.splitlines()[1:-1]]
+    shown = [
+        line
+        for block in re.findall(r"^```.*?^```$", PAGE, re.M | re.S)
+        for line in block.splitlines()[1:-1]
+    ]
     begun = ("medfl new ", "medfl run ", "medfl compare ", "medfl tune ", "  -")
     assert all(line.startswith(begun) for line in shown), "commands, and nothing that they printed"
     templates = [text for table in asked.values() for text in table["columns"].values()]
     for table in asked.values():
         for label, entry in table["rows"].items():
-            templates += [label, *(entry.get("cells", {}).values() if isinstance(entry, dict) else ())]
-    bare = [_blank(make._FIELD.sub("", str(text)), CODE, r"\([^)]*=[^)]*\)", r"topk:\S+") for text in templates]
+            templates += [
+                label,
+                *(entry.get("cells", {}).values() if isinstance(entry, dict) else ()),
+            ]
+    bare = [
+        _blank(make._FIELD.sub("", str(text)), CODE, r"\([^)]*=[^)]*\)", r"topk:\S+")
+        for text in templates
+    ]
     assert [text for text in bare if DECIMAL.search(text)] == []
 
 
 def test_a_figure_that_no_run_gave_says_whence_it_is() -> None:
     for entry in (entry for entry in RESULTS.asked["said"] if not entry.get("from")):
         assert all(make._FIELD.search(text) for text in entry["texts"]), entry
-        bare = [_blank(make._FIELD.sub("", text), CODE, r"(?:both at|default of) [\d.]+") for text in entry["texts"]]
+        bare = [
+            _blank(make._FIELD.sub("", text), CODE, r"(?:both at|default of) [\d.]+")
+            for text in entry["texts"]
+        ]
         assert not any(map(DECIMAL.search, bare)), entry
 
 
@@ -145,7 +165,9 @@ def test_runs_that_are_gone_are_named_and_not_stored() -> None:
 
 
 def test_a_cell_is_what_the_stored_summaries_say() -> None:
-    told = re.search(r"^\| FedAvg \| (\S+) ± (\S+) / .*`2d570d9c416f` `89b4621d8975` `d444eee29621`", PAGE, re.M)
+    told = re.search(
+        r"^\| FedAvg \| (\S+) ± (\S+) / .*`2d570d9c416f` `89b4621d8975` `d444eee29621`", PAGE, re.M
+    )
     runs = [RESULTS.run(name) for name in ("2d570d9c416f", "89b4621d8975", "d444eee29621")]
     values = [100 * run.summary["global"]["last"]["accuracy"] for run in runs]
     assert told is not None
@@ -161,11 +183,17 @@ def test_an_interval_is_of_the_differences_of_equal_seeds() -> None:
 
 
 def test_no_claim_is_supported_or_contradicted_whose_interval_has_a_zero() -> None:
-    rows = [line for line in PAGE.partition("## Text")[0].splitlines() if line.startswith("| Fed") or "| pFed" in line]
+    rows = [
+        line
+        for line in PAGE.partition("## Text")[0].splitlines()
+        if line.startswith("| Fed") or "| pFed" in line
+    ]
     assert len(rows) >= 5
     for row in rows:
         effect, verdict = (cell.strip() for cell in row.strip("|").split("|")[-2:])
-        ends = [float(end) for found in re.findall(r"\[(\S+)\s+to\s+(\S+)\]", effect) for end in found]
+        ends = [
+            float(end) for found in re.findall(r"\[(\S+)\s+to\s+(\S+)\]", effect) for end in found
+        ]
         if verdict.startswith(("supported", "contradicted")):
             assert ends, row
             assert min(ends) > 0 if verdict.startswith("supported") else max(ends) < 0, row
@@ -180,15 +208,26 @@ def test_rows_differ_in_their_seed_only() -> None:
             apart = {"seed", "command", "run_hash", "partition", "site_class_counts"}
             assert len({run["partition"]["spec"] for run in runs}) <= 1, (name, label)
             assert len({run["seed"] for run in runs}) == len(runs), (name, label)
-            assert len({json.dumps({k: v for k, v in run.items() if k not in apart}) for run in runs}) <= 1, label
+            assert (
+                len({json.dumps({k: v for k, v in run.items() if k not in apart}) for run in runs})
+                <= 1
+            ), label
 
 
 def test_stored_runs_are_finished_real_in_order_and_free_of_folders() -> None:
     assert [r["run"]["run_hash"][:12] for r in RECORDS] == [name[:12] for name in RESULTS.hashes()]
     for record in RECORDS:
         run, summary = record["run"], record["summary"]
-        ended = "stopped" if "--patience" in run["command"] and summary["rounds"] < run["rounds"] else "finished"
-        assert (summary["run_hash"], summary["status"], run["data"]["source"]) == (run["run_hash"], ended, "real")
+        ended = (
+            "stopped"
+            if "--patience" in run["command"] and summary["rounds"] < run["rounds"]
+            else "finished"
+        )
+        assert (summary["run_hash"], summary["status"], run["data"]["source"]) == (
+            run["run_hash"],
+            ended,
+            "real",
+        )
         assert run["command"].startswith(("medfl run ", "a run of medfl compare "))
         assert {"seed", "options", "partition", "versions"} <= run.keys()
         assert make._FOLDER.search(json.dumps(record)) is None
@@ -200,14 +239,18 @@ def _write_folder(path: Path, record: dict, /, **run: object) -> None:
     path.mkdir(parents=True)
     (path / "run.json").write_text(json.dumps({**record["run"], **run}))
     (path / "summary.json").write_text(json.dumps(record["summary"]))
-    (path / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in record["rounds"]))
+    (path / "rounds.jsonl").write_text(
+        "".join(json.dumps(entry) + "\n" for entry in record["rounds"])
+    )
     with (path / "sites.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(record["sites"][0]))
         writer.writeheader()
         writer.writerows(record["sites"])
 
 
-def test_a_run_folder_is_collected_without_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_is_collected_without_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = RECORDS[0]
     run, run_hash = record["run"], record["run"]["run_hash"]
     _write_folder(
@@ -263,7 +306,10 @@ def test_figures_of_the_papers_stand_as_they_are_printed() -> None:
 
 def test_a_value_that_only_some_runs_of_a_row_have_is_refused() -> None:
     record = RECORDS[0]
-    personal = {**record, "summary": {name: value for name, value in record["summary"].items() if name != "global"}}
+    personal = {
+        **record,
+        "summary": {name: value for name, value in record["summary"].items() if name != "global"},
+    }
     row = make.Row("mixed", [make._folder(record), make._folder(personal)])
     with pytest.raises(InputError, match=r"global\.last\.accuracy of mixed"):
         make.values(row, "global.last.accuracy")
@@ -290,7 +336,9 @@ def test_the_command_writes_the_pages(
     assert changed.read_text() == right
     assert make.main([]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [line for line in printed if line.endswith(": rewritten")] == ["fedcb-fedbm.md: rewritten"]
+    assert [line for line in printed if line.endswith(": rewritten")] == [
+        "fedcb-fedbm.md: rewritten"
+    ]
     assert len([line for line in printed if line.endswith(": up to date")]) == 2 * len(pages) - 1
     changed.write_text(right.replace("<!-- table: fedbm -->", ""))
     assert make.main([]) == 2

@@ -16,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_spectrum", ROOT / "docs" / "results" / "spectrum.py")
+    spec = importlib.util.spec_from_file_location(
+        "results_spectrum", ROOT / "docs" / "results" / "spectrum.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -42,7 +44,13 @@ def test_rows_of_a_comparison(module: ModuleType, tmp_path: Path) -> None:
     for seed in (0, 1):
         folder = tmp_path / "iid" / "fedavg" / f"seed-{seed}"
         given = {**asked, "seed": seed}
-        federate("pneumonia", requested=given, config={"image_size": 28, "network": "small_cnn"}, out=folder, jobs=1)
+        federate(
+            "pneumonia",
+            requested=given,
+            config={"image_size": 28, "network": "small_cnn"},
+            out=folder,
+            jobs=1,
+        )
     found = [module.measured(folder, None) for folder in module.runs([tmp_path])]
     assert [(one["row"], one["seed"]) for one in found] == [("iid: fedavg", 0), ("iid: fedavg", 1)]
     assert module.table(found).splitlines()[-1].startswith("| iid: fedavg | 2 | ")

@@ -21,28 +21,48 @@ def entries(docstring: str, head: str) -> list[str]:
 def parameters(node: Documented) -> set[str]:
     """What a function, or a class when it is made, takes."""
     if isinstance(node, ast.ClassDef):
-        made = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__init__"]
+        made = [
+            part
+            for part in node.body
+            if isinstance(part, ast.FunctionDef) and part.name == "__init__"
+        ]
         if not made:
             fields = (part.target for part in node.body if isinstance(part, ast.AnnAssign))
             return {target.id for target in fields if isinstance(target, ast.Name)}
         node = made[0]
     given = node.args
-    named = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, [given.vararg, given.kwarg])]
+    named = [
+        *given.posonlyargs,
+        *given.args,
+        *given.kwonlyargs,
+        *filter(None, [given.vararg, given.kwarg]),
+    ]
     return {part.arg for part in named}
 
 
 def names_within(node: ast.AST) -> set[str]:
     """The fields, properties and attributes that a class has of its own."""
     kinds = ("id", "attr", "arg", "name")
-    return {name for part in ast.walk(node) for kind in kinds if isinstance(name := getattr(part, kind, None), str)}
+    return {
+        name
+        for part in ast.walk(node)
+        for kind in kinds
+        if isinstance(name := getattr(part, kind, None), str)
+    }
 
 
 def documented(text: str) -> Iterator[tuple[str, list[str]]]:
     """Each class and function of a module's text, with the names that its docstring has and it has not."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and (
+            docstring := ast.get_docstring(node)
+        ):
             wrong = [name for name in entries(docstring, "Args") if name not in parameters(node)]
-            yield node.name, wrong + [n for n in entries(docstring, "Attributes") if n not in names_within(node)]
+            yield (
+                node.name,
+                wrong
+                + [n for n in entries(docstring, "Attributes") if n not in names_within(node)],
+            )
 
 
 def test_what_docstrings_list_is_there_under_that_name() -> None:

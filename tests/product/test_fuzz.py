@@ -140,7 +140,9 @@ def a_state(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
 
 
 def weights(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
-    return tensor_files((recorded.run / "best.safetensors").read_bytes()), written(recorded.place / "w", load_weights)
+    return tensor_files((recorded.run / "best.safetensors").read_bytes()), written(
+        recorded.place / "w", load_weights
+    )
 
 
 def a_record(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
@@ -182,7 +184,15 @@ def _shown(run: RunFiles) -> None:
     assert names
     for kind in ("received", "personal", "local"):
         run.site_values(kind, run.key)
-    assert (run.finished, run.judged, run.site_names, run.partition, run.options, run.phantom, run.public) != ()
+    assert (
+        run.finished,
+        run.judged,
+        run.site_names,
+        run.partition,
+        run.options,
+        run.phantom,
+        run.public,
+    ) != ()
     assert run.predictions is None or len(run.predictions.ids) == len(run.predictions.sites)
     assert all(run.size(site, "train") >= 0 for site in run.site_names)
 
@@ -242,7 +252,9 @@ outbound: {keys: [weights, scalars/samples], max_bytes: 50000000, clip: 1.0, noi
         b"---\n", b"[" * 200, b"&a [*a, *a]", "\u202e".encode(), b"2020-01-01", b"0x10", b"1_000", b'"\\ud800"', b"=",
         b"!!set", b"!!binary x",
     )  # fmt: skip
-    return text_files(text, words), written(recorded.place / "policy.yaml", lambda path: Policy.read(path).text())
+    return text_files(text, words), written(
+        recorded.place / "policy.yaml", lambda path: Policy.read(path).text()
+    )
 
 
 def prompt_embeddings(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
@@ -250,7 +262,9 @@ def prompt_embeddings(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Dec
     text = Text(("p", "q", "r"), ("a {}", "the {}"))
     path = recorded.place / "e.safetensors"
     text_embeddings.Embeddings(values, "plm", "0" * 64, text).save(path)
-    return tensor_files(path.read_bytes()), written(path, lambda path: text_embeddings.load(path, text))
+    return tensor_files(path.read_bytes()), written(
+        path, lambda path: text_embeddings.load(path, text)
+    )
 
 
 def carried_embeddings(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
@@ -259,8 +273,12 @@ def carried_embeddings(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], De
 
 
 def statistics(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
-    path = told_statistics(recorded.place / "north.json", {"a": 60, "b": 40, "c": None}, 100, [[0.2, 0.8], [None, 0.5]])
-    other = told_statistics(recorded.place / "south.json", {"a": 6, "b": 4, "c": 9}, 50, [[0.2, 0.8], [0.5, 0.5]])
+    path = told_statistics(
+        recorded.place / "north.json", {"a": 60, "b": 40, "c": None}, 100, [[0.2, 0.8], [None, 0.5]]
+    )
+    other = told_statistics(
+        recorded.place / "south.json", {"a": 6, "b": 4, "c": 9}, 50, [[0.2, 0.8], [0.5, 0.5]]
+    )
 
     def decode(path: Path) -> None:
         for paths in ((path,), (other, path)):
@@ -273,7 +291,11 @@ def statistics(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
 
 
 def an_account(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
-    account = {"noised": [{"multiplier": 1.5, "replies": 3}], "plain": 1, "uncovered": {"control": 2}}
+    account = {
+        "noised": [{"multiplier": 1.5, "replies": 3}],
+        "plain": 1,
+        "uncovered": {"control": 2},
+    }
     return json_files(account), written(recorded.place / "account.json", privacy._read)
 
 
@@ -283,7 +305,9 @@ def an_audit_log(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
          "before": None, "sha256": "0", "groups": {"weights": {"norm": 1.0}}, "numbers": {"samples": 3.0},
          "privacy": "words"},
     ] * 2  # fmt: skip
-    return line_files(entries), written(recorded.place / "log.jsonl", lambda path: text(audit.verify(path), 80))
+    return line_files(entries), written(
+        recorded.place / "log.jsonl", lambda path: text(audit.verify(path), 80)
+    )
 
 
 def a_partition(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
@@ -304,14 +328,18 @@ def a_partition(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
         b"id",
         b"\xef\xbb\xbf",
     )
-    return text_files(text, words), written(recorded.place / "p.csv", lambda path: _by_file(str(path), data))
+    return text_files(text, words), written(
+        recorded.place / "p.csv", lambda path: _by_file(str(path), data)
+    )
 
 
 def a_grid(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], Decode]:
     shared = {"bundle": "b", "options": {"mu": 1}, "config": {"a": [1]}, "requested": {"rounds": 3}}
     place = recorded.place / "grid"
     place.mkdir(exist_ok=True)
-    return json_files(shared), written(place / "compare.json", lambda path: check_folder(shared, path.parent))
+    return json_files(shared), written(
+        place / "compare.json", lambda path: check_folder(shared, path.parent)
+    )
 
 
 _OPTIONS = [
@@ -334,7 +362,10 @@ def options_of_methods(recorded: Recorded) -> tuple[st.SearchStrategy[bytes], De
                     made = methods.load(told[0], told[1])
                     methods.site_networks(made, ["x", "y"])
 
-    worded = [json.dumps([[name, dict.fromkeys(own, word)] for name, own in _OPTIONS]).encode() for word in _TYPED]
+    worded = [
+        json.dumps([[name, dict.fromkeys(own, word)] for name, own in _OPTIONS]).encode()
+        for word in _TYPED
+    ]
     return json_files(_OPTIONS) | st.sampled_from(worded), decode
 
 
@@ -351,7 +382,16 @@ VALUES = st.sampled_from(
 def an_answer(recorded: Recorded) -> tuple[st.SearchStrategy[Any], Decode]:
     """What FLARE or MONAI's client API has restored of a site's answer."""
     names = st.sampled_from(
-        ("message/weights/a", "message/scalars/samples", "cases/test/label", "a", "", "/", 3, "_" * 600)
+        (
+            "message/weights/a",
+            "message/scalars/samples",
+            "cases/test/label",
+            "a",
+            "",
+            "/",
+            3,
+            "_" * 600,
+        )
     )
     told = st.sampled_from((*wire.NUMBERS, wire.FAILED, "x", 3))
     answers = st.tuples(
@@ -435,7 +475,13 @@ def test_many_changed_contents_of_each_kind(recorded: Recorded, name: str) -> No
     tried(recorded, *TARGETS[name])
 
 
-FOLLOWED = {"message": 9_000, "state": 8_000, "run.json": 3_000, "manifest": 4_000, "expression": 6_000}
+FOLLOWED = {
+    "message": 9_000,
+    "state": 8_000,
+    "run.json": 3_000,
+    "manifest": 4_000,
+    "expression": 6_000,
+}
 """How many inputs Atheris makes of each kind, by the branches that they reach."""
 
 
@@ -447,7 +493,9 @@ def seeds(strategy: st.SearchStrategy[Any], folder: Path, tensors: bool) -> Path
     """Write a few inputs that hypothesis makes, for Atheris to begin with."""
     folder.mkdir()
 
-    @settings(max_examples=40, derandomize=True, database=None, deadline=None, phases=(Phase.generate,))
+    @settings(
+        max_examples=40, derandomize=True, database=None, deadline=None, phases=(Phase.generate,)
+    )
     @given(strategy)
     def write(made: bytes | str) -> None:
         data = made.encode() if isinstance(made, str) else opened(made) if tensors else made
@@ -463,8 +511,14 @@ def test_inputs_that_follow_the_branches(recorded: Recorded, tmp_path: Path) -> 
     begun = {}
     for kind in FOLLOWED:
         strategy = EXPRESSIONS if kind == "expression" else TARGETS[kind][0](recorded)[0]
-        begun[kind] = len(list(seeds(strategy, tmp_path / f"seeds-{kind}", kind in TENSORS).iterdir()))
-    words = [str(recorded.run), str(tmp_path), *(f"{kind}={number}" for kind, number in FOLLOWED.items())]
+        begun[kind] = len(
+            list(seeds(strategy, tmp_path / f"seeds-{kind}", kind in TENSORS).iterdir())
+        )
+    words = [
+        str(recorded.run),
+        str(tmp_path),
+        *(f"{kind}={number}" for kind, number in FOLLOWED.items()),
+    ]
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.coverage_fuzz", *words],
@@ -473,8 +527,12 @@ def test_inputs_that_follow_the_branches(recorded: Recorded, tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr[-3000:]
     counts = re.findall(r"^(.+): (\d+) inputs, (\d+) declared wrong$", done.stdout, re.MULTILINE)
     assert {kind: int(tried) for kind, tried, _ in counts} == FOLLOWED
-    assert all(0 < int(refused) < int(tried) for kind, tried, refused in counts if kind != "expression")
-    for kind in FOLLOWED:  # inputs that reached what none before had reached are kept beside the seeds
+    assert all(
+        0 < int(refused) < int(tried) for kind, tried, refused in counts if kind != "expression"
+    )
+    for (
+        kind
+    ) in FOLLOWED:  # inputs that reached what none before had reached are kept beside the seeds
         assert len(list((tmp_path / f"seeds-{kind}").iterdir())) > begun[kind]
 
 

@@ -23,19 +23,43 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
 
-SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
-SMALL = {"g_start": 1, "g_every": 1, "g_iterations": 2, "g_batch": 8, "synthetic_batch": 4, "normalise": "half"}
+SGD = {
+    "_target_": "torch.optim.SGD",
+    "params": "$@network_def.parameters()",
+    "lr": "@learning_rate",
+}
+SMALL = {
+    "g_start": 1,
+    "g_every": 1,
+    "g_iterations": 2,
+    "g_batch": 8,
+    "synthetic_batch": 4,
+    "normalise": "half",
+}
 NEAR = {"rtol": 0.02, "atol": 0.02}
-OPTIONS: dict[str, dict[str, Any]] = {"fedbm": SMALL, "pfedbayes": {"optimizer": "run", "zeta": 0.1}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fedbm": SMALL,
+    "pfedbayes": {"optimizer": "run", "zeta": 0.1},
+}
 
 
 @pytest.fixture(scope="module")
 def chest(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("chest") / "data", per_class=24, size=32))
+    return str(
+        datasets.write_phantom(
+            "pneumonia", tmp_path_factory.mktemp("chest") / "data", per_class=24, size=32
+        )
+    )
 
 
 def run(
-    chest: str, out: Path, method: str, device: str, rounds: int = 2, amp: bool = False, **changes: Any
+    chest: str,
+    out: Path,
+    method: str,
+    device: str,
+    rounds: int = 2,
+    amp: bool = False,
+    **changes: Any,
 ) -> dict[str, Tensor]:
     federate(
         "pneumonia",
@@ -56,14 +80,23 @@ def test_one_round_is_near_the_cpus(method: str, chest: str, tmp_path: Path) -> 
     host, device = (run(chest, tmp_path / kind, method, kind, 1) for kind in ("cpu", "cuda"))
     assert host.keys() == device.keys()
     for name, value in host.items():
-        torch.testing.assert_close(device[name], value, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            device[name], value, **NEAR, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
-@pytest.mark.parametrize("method", ["fedavg", "scaffold", "feddyn", "ditto", "feddc", "fednova", "fedproc", "fedbm"])
-def test_states_come_back_to_the_gpu_after_a_resume(method: str, chest: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method", ["fedavg", "scaffold", "feddyn", "ditto", "feddc", "fednova", "fedproc", "fedbm"]
+)
+def test_states_come_back_to_the_gpu_after_a_resume(
+    method: str, chest: str, tmp_path: Path
+) -> None:
     run(chest, tmp_path / "run", method, "cuda", 1)
     federate(out=tmp_path / "run", resume=True, requested={"rounds": 3})
-    assert all(torch.isfinite(value).all() for value in load_weights(tmp_path / "run" / "weights.safetensors").values())
+    assert all(
+        torch.isfinite(value).all()
+        for value in load_weights(tmp_path / "run" / "weights.safetensors").values()
+    )
 
 
 @pytest.mark.parametrize("amp", [False, True])
@@ -87,7 +120,9 @@ def test_compiled_rounds_are_near_eager_ones(amp: bool, chest: str, tmp_path: Pa
     compiled = run(chest, tmp_path / "compiled", "fedavg", "cuda", 1, amp, compile=True, **LONGER)
     assert any(not torch.equal(compiled[name], value) for name, value in eager.items())
     for name, value in eager.items():
-        torch.testing.assert_close(compiled[name], value, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            compiled[name], value, **NEAR, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("method", CLASSIFYING)
@@ -103,10 +138,15 @@ def products() -> dict[str, float]:
     """Return the largest relative error of a matrix product and of a convolution, against float64."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.rand(256, 256, generator=generator).to("cuda") for _ in range(2))
-    x, k = torch.rand(4, 32, 32, 32, generator=generator).cuda(), torch.rand(32, 32, 3, 3, generator=generator).cuda()
+    x, k = (
+        torch.rand(4, 32, 32, 32, generator=generator).cuda(),
+        torch.rand(32, 32, 3, 3, generator=generator).cuda(),
+    )
     pairs = {"matmul": (a @ b, a.double() @ b.double())}
     pairs["conv"] = (nn.functional.conv2d(x, k), nn.functional.conv2d(x.double(), k.double()))
-    return {name: float(((near - exact) / exact).abs().max()) for name, (near, exact) in pairs.items()}
+    return {
+        name: float(((near - exact) / exact).abs().max()) for name, (near, exact) in pairs.items()
+    }
 
 
 def test_products_are_rounded_to_tf32_only_where_that_is_asked_for() -> None:

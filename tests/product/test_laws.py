@@ -24,13 +24,16 @@ ROUNDS = 3
 
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=30, size=28)
+    return datasets.write_phantom(
+        "pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=30, size=28
+    )
 
 
 def run(phantom: Path, out: Path, method: str = "scaffold", **changes: object) -> dict[str, object]:
     """Run a small federation; `resume` runs give only what a user would type again."""
     jobs, resume, options = (
-        changes.pop(name, default) for name, default in (("jobs", 1), ("resume", False), ("options", {}))
+        changes.pop(name, default)
+        for name, default in (("jobs", 1), ("resume", False), ("options", {}))
     )
     requested = {
         "method": method, "data": str(phantom), "sites": 3, "partition": "iid", "cohort": 0.67, "rounds": ROUNDS,
@@ -56,42 +59,63 @@ def _files(out: Path) -> dict[str, object]:
     """What must be the same however a run was cut: metrics of each round, and the tables."""
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     timeless = [{k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds]
-    return {"rounds": timeless, **{name: (out / name).read_text() for name in ("sites.csv", "predictions.csv")}}
+    return {
+        "rounds": timeless,
+        **{name: (out / name).read_text() for name in ("sites.csv", "predictions.csv")},
+    }
 
 
 # Law 1: same run_hash, same weights
 
 
-def test_law1_a_rerun_gives_the_same_weights(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
+def test_law1_a_rerun_gives_the_same_weights(
+    phantom: Path, reference: dict[str, object], tmp_path: Path
+) -> None:
     again = run(phantom, tmp_path / "again")
     assert again["run_hash"] == reference["run_hash"]
     assert again["weights_sha256"] == reference["weights_sha256"]
     assert _files(tmp_path / "again") == _files(Path(str(reference["folder"])))
 
 
-def test_law1_another_seed_gives_other_weights(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
+def test_law1_another_seed_gives_other_weights(
+    phantom: Path, reference: dict[str, object], tmp_path: Path
+) -> None:
     other = run(phantom, tmp_path / "other", seed=1)
     assert other["run_hash"] != reference["run_hash"]
     assert other["weights_sha256"] != reference["weights_sha256"]
 
 
 @pytest.mark.parametrize("method", ["scaffold", "ditto"])
-def test_law1_the_number_of_workers_changes_nothing(phantom: Path, tmp_path: Path, method: str) -> None:
-    results = [run(phantom, tmp_path / f"jobs{jobs}", method, jobs=jobs, rounds=2) for jobs in (1, 2, 3)]
+def test_law1_the_number_of_workers_changes_nothing(
+    phantom: Path, tmp_path: Path, method: str
+) -> None:
+    results = [
+        run(phantom, tmp_path / f"jobs{jobs}", method, jobs=jobs, rounds=2) for jobs in (1, 2, 3)
+    ]
     assert len({result["weights_sha256"] for result in results}) == 1
     assert _files(tmp_path / "jobs1") == _files(tmp_path / "jobs2") == _files(tmp_path / "jobs3")
 
 
-def test_law1_a_recorded_run_repeats(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
+def test_law1_a_recorded_run_repeats(
+    phantom: Path, reference: dict[str, object], tmp_path: Path
+) -> None:
     record = Path(str(reference["folder"])) / "run.json"
     again = federate(source=record, out=tmp_path / "again", jobs=1)
-    assert (again["run_hash"], again["weights_sha256"]) == (reference["run_hash"], reference["weights_sha256"])
+    assert (again["run_hash"], again["weights_sha256"]) == (
+        reference["run_hash"],
+        reference["weights_sha256"],
+    )
 
 
-def test_law1_more_rounds_asked_for_later(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
+def test_law1_more_rounds_asked_for_later(
+    phantom: Path, reference: dict[str, object], tmp_path: Path
+) -> None:
     run(phantom, tmp_path / "run", rounds=2)
     longer = federate(out=tmp_path / "run", resume=True, requested={"rounds": ROUNDS}, jobs=1)
-    assert (longer["run_hash"], longer["weights_sha256"]) == (reference["run_hash"], reference["weights_sha256"])
+    assert (longer["run_hash"], longer["weights_sha256"]) == (
+        reference["run_hash"],
+        reference["weights_sha256"],
+    )
     assert _files(tmp_path / "run") == _files(Path(str(reference["folder"])))
 
 
@@ -144,7 +168,10 @@ def test_law1_kill_at_ten_random_moments_and_resume(
 @pytest.mark.parametrize(
     ("when", "writes"),
     [("before", (1, 8)), ("half", (3, 12)), ("after", (3, 8))]
-    + [pytest.param(when, (2, 5, 6, 11), marks=pytest.mark.slow) for when in ("before", "half", "after")],
+    + [
+        pytest.param(when, (2, 5, 6, 11), marks=pytest.mark.slow)
+        for when in ("before", "half", "after")
+    ],
 )
 def test_law1_kill_inside_any_write(
     phantom: Path, reference: dict[str, object], tmp_path: Path, when: str, writes: tuple[int, ...]
@@ -183,7 +210,10 @@ def test_law1_kill_inside_any_write(
         process = _start(phantom, out, jobs=1)
         process.join(60)
         assert process.exitcode == 0
-        assert json.loads((out / "summary.json").read_text())["weights_sha256"] == reference["weights_sha256"]
+        assert (
+            json.loads((out / "summary.json").read_text())["weights_sha256"]
+            == reference["weights_sha256"]
+        )
 
 
 # Law 2: neutral settings reduce to FedAvg
@@ -194,21 +224,33 @@ def test_law2_neutral_settings_are_fedavg(phantom: Path, tmp_path: Path) -> None
     fedprox = run(phantom, tmp_path / "fedprox", "fedprox", options={"mu": 0.0})
     ditto = run(phantom, tmp_path / "ditto", "ditto")
     fedbn = run(phantom, tmp_path / "fedbn", "fedbn")  # small_cnn has no BatchNorm
-    assert fedavg["weights_sha256"] == fedprox["weights_sha256"] == ditto["weights_sha256"] == fedbn["weights_sha256"]
-    assert run(phantom, tmp_path / "mu", "fedprox", options={"mu": 1.0})["weights_sha256"] != fedavg["weights_sha256"]
+    assert (
+        fedavg["weights_sha256"]
+        == fedprox["weights_sha256"]
+        == ditto["weights_sha256"]
+        == fedbn["weights_sha256"]
+    )
+    assert (
+        run(phantom, tmp_path / "mu", "fedprox", options={"mu": 1.0})["weights_sha256"]
+        != fedavg["weights_sha256"]
+    )
 
 
 def test_law2_ditto_without_pull_is_local(phantom: Path, tmp_path: Path) -> None:
     run(phantom, tmp_path / "ditto", "ditto", options={"lam": 0.0})
     run(phantom, tmp_path / "local", "local")
-    ditto, local = ((tmp_path / name / "predictions.csv").read_text() for name in ("ditto", "local"))
+    ditto, local = (
+        (tmp_path / name / "predictions.csv").read_text() for name in ("ditto", "local")
+    )
     assert ditto == local
 
 
 # Law 3: what leaves is printed and enforced
 
 
-def test_law3_what_leaves_is_said_and_enforced(phantom: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law3_what_leaves_is_said_and_enforced(
+    phantom: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     requested = {
         "method": "fedbn",
@@ -219,7 +261,14 @@ def test_law3_what_leaves_is_said_and_enforced(phantom: Path, tmp_path: Path, mo
         "local_epochs": 1,
     }
     config = {"network": "resnet20", "image_size": 28}
-    federate("pneumonia", config=config, requested=requested, out=tmp_path / "ok", jobs=1, say=said.append)
+    federate(
+        "pneumonia",
+        config=config,
+        requested=requested,
+        out=tmp_path / "ok",
+        jobs=1,
+        say=said.append,
+    )
     assert (
         "21 tensors leave each site, 95 stay" in said
     )  # 19 convolutions and fc's two; 19 BatchNorm layers of 5 tensors
@@ -228,7 +277,9 @@ def test_law3_what_leaves_is_said_and_enforced(phantom: Path, tmp_path: Path, mo
 
     def leak(self, site, state, down):  # noqa: ANN001, ANN202
         state, reply = super(FedBN, self).local_update(site, state, down)
-        return state, type(reply)({"weights": {**reply["weights"], **state["weights"]}}, reply.scalars)
+        return state, type(reply)(
+            {"weights": {**reply["weights"], **state["weights"]}}, reply.scalars
+        )
 
     monkeypatch.setattr(FedBN, "local_update", leak)
     with pytest.raises(RunError, match=r"site 'site-1': tensor 'weights/.*' must not leave it"):
@@ -260,15 +311,21 @@ def test_a_disk_that_fills_up_keeps_the_last_round(
         real(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(RunError, match=r"no space left on the disk; what was saved before is intact"):
+    with pytest.raises(
+        RunError, match=r"no space left on the disk; what was saved before is intact"
+    ):
         run(phantom, out)
     monkeypatch.setattr(os, "replace", real)
     assert json.loads((out / "state" / "manifest.json").read_text())["round"] == 2
     assert run(phantom, out, resume=True)["weights_sha256"] == reference["weights_sha256"]
 
 
-def test_nan_loss_names_site_round_and_step_and_keeps_the_last_round(phantom: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"site 'site-\d', round \d+: the training loss is (nan|inf) at step \d+"):
+def test_nan_loss_names_site_round_and_step_and_keeps_the_last_round(
+    phantom: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        RunError, match=r"site 'site-\d', round \d+: the training loss is (nan|inf) at step \d+"
+    ):
         run(phantom, tmp_path / "run", "fedavg", lr=1e30)
 
 

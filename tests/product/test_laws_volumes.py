@@ -29,7 +29,8 @@ def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(phantom: Path, out: Path, method: str = "fedavg", **changes: object) -> dict[str, object]:
     jobs, resume, options, said = (
-        changes.pop(name, default) for name, default in (("jobs", 1), ("resume", False), ("options", {}), ("say", str))
+        changes.pop(name, default)
+        for name, default in (("jobs", 1), ("resume", False), ("options", {}), ("say", str))
     )
     requested = {
         "method": method, "data": str(phantom), "sites": 2, "partition": "size", "rounds": ROUNDS, "local_epochs": 1,
@@ -37,7 +38,14 @@ def run(phantom: Path, out: Path, method: str = "fedavg", **changes: object) -> 
     }  # fmt: skip
     config = {"network": "unet8", "patch_size": [16, 16, 16]}
     return federate(
-        "hippocampus", options=options, config=config, requested=requested, out=out, jobs=jobs, resume=resume, say=said
+        "hippocampus",
+        options=options,
+        config=config,
+        requested=requested,
+        out=out,
+        jobs=jobs,
+        resume=resume,
+        say=said,
     )
 
 
@@ -68,7 +76,9 @@ def reference_counts(out: Path) -> dict[str, int]:
     return json.loads((out / "run.json").read_text())["data"]["counts"]
 
 
-def test_what_is_scored_by_changes_no_weight(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
+def test_what_is_scored_by_changes_no_weight(
+    phantom: Path, reference: dict[str, object], tmp_path: Path
+) -> None:
     few = run(phantom, tmp_path / "few", metrics="hd95_anterior")
     assert few["run_hash"] == reference["run_hash"]
     assert few["weights_sha256"] == reference["weights_sha256"]
@@ -77,7 +87,10 @@ def test_what_is_scored_by_changes_no_weight(phantom: Path, reference: dict[str,
     assert set(whole.split(",")) - set(header.split(",")) == {
         "hd95", "surface_dice", "hd95_posterior", "surface_dice_anterior", "surface_dice_posterior"
     }  # fmt: skip
-    assert all(float(dict(zip(header.split(","), row.split(","), strict=True))["hd95_anterior"]) >= 0 for row in rows)
+    assert all(
+        float(dict(zip(header.split(","), row.split(","), strict=True))["hd95_anterior"]) >= 0
+        for row in rows
+    )
     assert set(few["units"]) == {"hd95_anterior"}
     with pytest.raises(InputError, match="metrics"):
         run(phantom, tmp_path / "few", metrics="dice", rounds=ROUNDS + 1, resume=True)
@@ -93,7 +106,10 @@ def test_law1_rerun_workers_and_disk_cache_change_nothing(
     runs = {"workers": run(phantom, tmp_path / "workers", jobs=2)}
     monkeypatch.setenv("MEDFL_MEMORY", "1e-6")
     runs["disk"] = run(phantom, tmp_path / "disk")
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache" / "medfl" / "prepared").iterdir()}
+    made = {
+        path: path.stat().st_mtime_ns
+        for path in (tmp_path / "cache" / "medfl" / "prepared").iterdir()
+    }
     assert len(made) == sum(reference_counts(tmp_path / "disk").values())
     runs["found again"] = run(phantom, tmp_path / "again", jobs=2)
     assert {path: path.stat().st_mtime_ns for path in made} == made
@@ -109,12 +125,19 @@ def test_law1_kill_and_resume(phantom: Path, reference: dict[str, object], tmp_p
         os.setpgid(0, 0)
         run(phantom, out, resume=(out / "run.json").exists())
 
-    context, draws, out, kills = multiprocessing.get_context("fork"), random.Random(3), tmp_path / "run", 0
+    context, draws, out, kills = (
+        multiprocessing.get_context("fork"),
+        random.Random(3),
+        tmp_path / "run",
+        0,
+    )
     began = time.monotonic()
     while kills < 4:
         process = context.Process(target=child)
         process.start()
-        process.join(draws.uniform(0.3, 2.0) if kills else 120 if (out / "run.json").exists() else 0.8)
+        process.join(
+            draws.uniform(0.3, 2.0) if kills else 120 if (out / "run.json").exists() else 0.8
+        )
         if not process.is_alive():
             break
         os.kill(process.pid, signal.SIGKILL)
@@ -126,17 +149,24 @@ def test_law1_kill_and_resume(phantom: Path, reference: dict[str, object], tmp_p
     process.join(120)
     assert process.exitcode == 0
     assert kills
-    assert json.loads((out / "summary.json").read_text())["weights_sha256"] == reference["weights_sha256"]
+    assert (
+        json.loads((out / "summary.json").read_text())["weights_sha256"]
+        == reference["weights_sha256"]
+    )
     assert _tables(out) == _tables(Path(str(reference["folder"])))
 
 
-def test_law2_neutral_settings_are_fedavg(phantom: Path, reference: dict[str, object], tmp_path: Path) -> None:
+def test_law2_neutral_settings_are_fedavg(
+    phantom: Path, reference: dict[str, object], tmp_path: Path
+) -> None:
     prox = run(phantom, tmp_path / "prox", "fedprox", options={"mu": 0.0})
     ditto = run(phantom, tmp_path / "ditto", "ditto")
     assert prox["weights_sha256"] == ditto["weights_sha256"] == reference["weights_sha256"]
 
 
-def test_law3_norms_of_fedbn_stay_by_type(phantom: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law3_norms_of_fedbn_stay_by_type(
+    phantom: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """MONAI's U-Net names its norms `adn.N`: 18 of 5 tensors stay, 18 + 4 + 1 convolutions with bias leave."""
     said: list[str] = []
     run(phantom, tmp_path / "ok", "fedbn", rounds=1, say=said.append)
@@ -147,14 +177,19 @@ def test_law3_norms_of_fedbn_stay_by_type(phantom: Path, tmp_path: Path, monkeyp
         return state, Message({"weights": {**reply["weights"], **state["weights"]}}, reply.scalars)
 
     monkeypatch.setattr(FedBN, "local_update", leak)
-    with pytest.raises(RunError, match=r"site 'site-1': tensor 'weights/.*adn\.N.*' must not leave it"):
+    with pytest.raises(
+        RunError, match=r"site 'site-1': tensor 'weights/.*adn\.N.*' must not leave it"
+    ):
         run(phantom, tmp_path / "leak", "fedbn", rounds=1)
 
 
 @pytest.mark.parametrize("method", ["fedproto", "fedbm", "ccvr", "fedrod"])
-def test_methods_for_classes_refuse_masks_in_one_line(phantom: Path, tmp_path: Path, method: str) -> None:
+def test_methods_for_classes_refuse_masks_in_one_line(
+    phantom: Path, tmp_path: Path, method: str
+) -> None:
     with pytest.raises(
-        InputError, match=f"method '{method}' on bundle 'hippocampus', a segmentation task; it supports"
+        InputError,
+        match=f"method '{method}' on bundle 'hippocampus', a segmentation task; it supports",
     ):
         run(phantom, tmp_path / "run", method)
     assert not (tmp_path / "run").exists()

@@ -60,19 +60,25 @@ def test_a_notebook_says_on_which_images_it_runs_and_names_no_machine(name: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_runs(name: str, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_notebook_runs(
+    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     client = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     pytest.importorskip("pandas")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the kernel's temporary folders, and all that is written, go here
+    monkeypatch.setenv(
+        "TMPDIR", str(tmp_path)
+    )  # the kernel's temporary folders, and all that is written, go here
     monkeypatch.setenv("PYTHONPATH", python_path())
     monkeypatch.delenv("MEDFL_DATA", raising=False)
     notebook = read(name)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(BLANK))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the notebook server's parts, about each other
-        client.NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        client.NotebookClient(
+            notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}
+        ).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output.output_type == "error"]
     figures = [output for output in outputs if "image/png" in output.get("data", {})]

@@ -25,7 +25,9 @@ SHORT = ["--rounds", "1", "--jobs", "1", "--device", "cpu", "--sites", "2", "--p
 
 def outside(place: Path, *runs: list[str], blank: bool = False) -> dict[str, Any]:
     """As `watched`, of `medfl run` with each of these."""
-    commands = (["run", *given, "--out", f"{place}/out/{n}", *SHORT] for n, given in enumerate(runs))
+    commands = (
+        ["run", *given, "--out", f"{place}/out/{n}", *SHORT] for n, given in enumerate(runs)
+    )
     return watched(place, *commands, blank=blank)
 
 
@@ -47,10 +49,31 @@ def after(run: Path, *images: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"no chest X-rays in {REAL}")
-def test_nothing_of_a_clinician_s_day_on_real_images_changes_anything_outside(tmp_path: Path) -> None:
+def test_nothing_of_a_clinician_s_day_on_real_images_changes_anything_outside(
+    tmp_path: Path,
+) -> None:
     new, run = tmp_path / "out" / "lungs", tmp_path / "out" / "run"
-    write = ["new", str(new), "--images", str(REAL / "images"), "--masks", str(REAL / "masks"), "--size", "32"]
-    train = ["run", str(new), "--data", str(REAL), "--config", "network=unet8", "--out", str(run), *SHORT]
+    write = [
+        "new",
+        str(new),
+        "--images",
+        str(REAL / "images"),
+        "--masks",
+        str(REAL / "masks"),
+        "--size",
+        "32",
+    ]
+    train = [
+        "run",
+        str(new),
+        "--data",
+        str(REAL),
+        "--config",
+        "network=unet8",
+        "--out",
+        str(run),
+        *SHORT,
+    ]
     images = sorted((REAL / "images").iterdir())[:2]
     check(watched(tmp_path, write, ["site", "inspect", str(new)], train, *after(run, *images)))
 
@@ -62,12 +85,23 @@ def test_no_accepted_bundle_changes_anything_outside_nor_do_report_export_inspec
     names = [name for name in ZOO if name not in ("seg2d_csv_flat", "seg2d_own_scripts_yaml")]
     bundles = {name: ZOO[name](tmp_path / name) for name in names}
     runs = [
-        ["run", str(bundle.path), *settings(bundle.overrides), "--out", f"{tmp_path}/out/{name}", *SHORT]
+        [
+            "run",
+            str(bundle.path),
+            *settings(bundle.overrides),
+            "--out",
+            f"{tmp_path}/out/{name}",
+            *SHORT,
+        ]
         for name, bundle in bundles.items()
     ]
     images = sorted((tmp_path / "cls2d_glob_yaml").rglob("*.jpeg"))[:2]
     inspected = ["site", "inspect", str(bundles["cls2d_glob_yaml"].path)]
-    check(watched(tmp_path, inspected, *runs, *after(tmp_path / "out" / "cls2d_glob_yaml", *images)[:4]))
+    check(
+        watched(
+            tmp_path, inspected, *runs, *after(tmp_path / "out" / "cls2d_glob_yaml", *images)[:4]
+        )
+    )
 
 
 @pytest.mark.slow
@@ -77,7 +111,9 @@ def test_no_shipped_bundle_changes_anything_outside(tmp_path: Path) -> None:
     for name, root in shipped_folders().items():
         training = read(root / "configs" / "train.yaml")
         volumes, many = "patch_size" in training, len(datasets.get(name).classes) > 20
-        small = {"network_name": "unet8" if training["network_name"].startswith("unet") else "small_cnn"}
+        small = {
+            "network_name": "unet8" if training["network_name"].startswith("unet") else "small_cnn"
+        }
         small |= {"patch_size": "[16, 16, 16]"} if volumes else {"image_size": "32"}
         size = 20 if volumes else 16 if many else 32
         drawn = datasets.write_phantom(name, tmp_path / "drawn" / name, per_class=10, size=size)
@@ -86,13 +122,25 @@ def test_no_shipped_bundle_changes_anything_outside(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_accepted_bundle_changes_nothing_outside_and_the_watch_sees_what_a_trusted_one_does(tmp_path: Path) -> None:
+def test_an_accepted_bundle_changes_nothing_outside_and_the_watch_sees_what_a_trusted_one_does(
+    tmp_path: Path,
+) -> None:
     """The second run is the control: what no gate would let pass is seen, where it is read and where it trains."""
-    accepted, trusted = ZOO["seg2d_csv_flat"](tmp_path / "zoo"), ZOO["cls2d_glob_yaml"](tmp_path / "other")
-    file, mark, other = trusted.path / "configs" / "train.yaml", tmp_path / "mark", tmp_path / "other mark"
+    accepted, trusted = (
+        ZOO["seg2d_csv_flat"](tmp_path / "zoo"),
+        ZOO["cls2d_glob_yaml"](tmp_path / "other"),
+    )
+    file, mark, other = (
+        trusted.path / "configs" / "train.yaml",
+        tmp_path / "mark",
+        tmp_path / "other mark",
+    )
     text = file.read_text()
     line = next(line for line in text.splitlines() if line.startswith("learning_rate:"))
-    text = text.replace(line, f"learning_rate: \"$pathlib.Path('{mark}').touch() or {line.partition(':')[2].strip()}\"")
+    text = text.replace(
+        line,
+        f"learning_rate: \"$pathlib.Path('{mark}').touch() or {line.partition(':')[2].strip()}\"",
+    )
     loss = "loss:\n  _target_: torch.nn.CrossEntropyLoss\n"
     assert loss in text
     marks = f"loss: \"$lambda p, y: (pathlib.Path('{other}').touch() or 1) * @ce(p, y)\"\n"

@@ -24,18 +24,26 @@ def test_make_targets_exist(target: str) -> None:
 def test_the_python_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "medfl.run(" in block)
+    code = next(
+        block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "medfl.run(" in block
+    )
     monkeypatch.chdir(tmp_path)
     code = code.replace("rounds=2,", 'rounds=1, local_epochs=1, config={"network": "small_cnn"},')
     assert "small_cnn" in code
     exec(compile(code, "README.md", "exec"), {})
     value, digest = capsys.readouterr().out.splitlines()[-1].split()
     assert 0 <= float(value) <= 1
-    assert json.loads((tmp_path / "runs/python/summary.json").read_text())["weights_sha256"] == digest
+    assert (
+        json.loads((tmp_path / "runs/python/summary.json").read_text())["weights_sha256"] == digest
+    )
 
 
 def test_the_method_example_is_fedprox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = next(block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "METHOD = FedProx" in block)
+    code = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.S)
+        if "METHOD = FedProx" in block
+    )
     (tmp_path / "readme_pkg").mkdir()
     (tmp_path / "readme_pkg" / "method.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

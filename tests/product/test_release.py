@@ -26,17 +26,42 @@ from tests.support.programs import LEAN, ROOT
 
 OLD = re.compile(r"pip3? install[^\n`]*?[ '\"]medfl(?![-/\w])|['\"`]medfl\\?\[[a-z]")
 """An installation of the distribution `medfl`, which is another project's."""
-TEXTS = {".py", ".md", ".json", ".cfg", ".toml", ".yaml", ".yml", ".txt", ".j2", ".ipynb", ".cff", ".sh", ""}
+TEXTS = {
+    ".py",
+    ".md",
+    ".json",
+    ".cfg",
+    ".toml",
+    ".yaml",
+    ".yml",
+    ".txt",
+    ".j2",
+    ".ipynb",
+    ".cff",
+    ".sh",
+    "",
+}
 
 
 def tracked_texts() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [path for name in listed.splitlines() if (path := ROOT / name).suffix in TEXTS and path.is_file()]
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    return [
+        path
+        for name in listed.splitlines()
+        if (path := ROOT / name).suffix in TEXTS and path.is_file()
+    ]
 
 
 @pytest.mark.parametrize(
     "line",
-    ["pip install medfl", 'pip install "medfl[flare]"', "python -m pip install -q medfl==1", "or `'medfl[wandb]'`"],
+    [
+        "pip install medfl",
+        'pip install "medfl[flare]"',
+        "python -m pip install -q medfl==1",
+        "or `'medfl[wandb]'`",
+    ],
 )
 def test_the_old_spelling_is_known(line: str) -> None:
     assert OLD.search(line)
@@ -60,7 +85,10 @@ def test_name_and_version_stand_once(monkeypatch: pytest.MonkeyPatch) -> None:
     described = distribution(monkeypatch).metadata
     assert (described.name, described.version) == (release.DISTRIBUTION, release.VERSION)
     assert medfl.__version__ == release.VERSION
-    assert release.pip_install("flare", "privacy") == f"pip install '{release.DISTRIBUTION}[flare,privacy]'"
+    assert (
+        release.pip_install("flare", "privacy")
+        == f"pip install '{release.DISTRIBUTION}[flare,privacy]'"
+    )
     assert release.pip_install() == f"pip install '{release.DISTRIBUTION}'"
 
 
@@ -71,9 +99,13 @@ def test_the_package_is_described_in_one_file() -> None:
     assert all(line.startswith("#") for line in lines)
 
 
-def test_the_version_of_the_other_project_is_not_taken_for_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_version_of_the_other_project_is_not_taken_for_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "99")
-    assert release.version_of("medfl") == release.version_of(release.DISTRIBUTION) == release.VERSION
+    assert (
+        release.version_of("medfl") == release.version_of(release.DISTRIBUTION) == release.VERSION
+    )
     assert release.version_of("torch") == "99"
     assert preflight.versions()["medfl"] == release.VERSION
 
@@ -92,12 +124,16 @@ def test_all_files_that_the_code_reads_are_packaged(monkeypatch: pytest.MonkeyPa
 def test_torchvision_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no requirement, but the list of what bundles may name has its networks: no run began without it."""
     found = components.importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchvision" else found(name))
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "torchvision" else found(name)
+    )
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(components, "_listed", components._listed.__wrapped__)
     assert components.component("monai.networks.nets.UNet").__name__ == "UNet"
-    with pytest.raises(Refused, match="'torchvision.models.resnet18' of torchvision, which is not installed"):
+    with pytest.raises(
+        Refused, match="'torchvision.models.resnet18' of torchvision, which is not installed"
+    ):
         components.component("torchvision.models.resnet18")
     with pytest.raises(Refused, match="not on the list"):
         components.component("os.system")
@@ -111,19 +147,36 @@ def test_workflows_call_targets_that_exist() -> None:
     assert {"dist", "sbom", "lock", "compat", "gpu-kit"} <= targets
     called = set()
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
-        steps = [step for job in yaml.safe_load(path.read_text())["jobs"].values() for step in job["steps"]]
+        steps = [
+            step
+            for job in yaml.safe_load(path.read_text())["jobs"].values()
+            for step in job["steps"]
+        ]
         for command in [step["run"] for step in steps if "run" in step]:
             program, *words = command.split()
             assert program == "make", command
             called |= {word for word in words if "=" not in word}
-    assert called == {"test", "test-slow", "test-wheel", "lint", "lint-files", "dist", "sbom", "compat", "site"}
+    assert called == {
+        "test",
+        "test-slow",
+        "test-wheel",
+        "lint",
+        "lint-files",
+        "dist",
+        "sbom",
+        "compat",
+        "site",
+    }
     assert called <= targets
 
 
 def test_the_workflow_of_the_night_runs_what_each_push_leaves_out() -> None:
     (marks,) = re.findall(r"addopts = .*-m '(.*)'", (ROOT / "pyproject.toml").read_text())
     assert marks == "not slow and not gpu and not flare"
-    assert '-m "(flare or slow) and not gpu"' in (ROOT / "Makefile").read_text().partition("\ntest-slow:")[2]
+    assert (
+        '-m "(flare or slow) and not gpu"'
+        in (ROOT / "Makefile").read_text().partition("\ntest-slow:")[2]
+    )
     night = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())
     assert "schedule" in night[True]  # YAML 1.1 reads the key `on` so
 
@@ -133,7 +186,9 @@ def test_the_hooks_have_the_linters_versions_of_their_own() -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     for hook in (hook for source in config["repos"] for hook in source["hooks"]):
         assert hook["language"] in ("python", "pygrep"), hook["id"]
-        assert all("==" in package for package in hook.get("additional_dependencies", [])), hook["id"]
+        assert all("==" in package for package in hook.get("additional_dependencies", [])), hook[
+            "id"
+        ]
         assert ".venv" not in hook["entry"], hook["id"]
 
 
@@ -150,16 +205,27 @@ def test_the_hooks_have_the_linters_versions_of_their_own() -> None:
 )
 def test_a_commit_needs_a_short_subject_and_a_body(message: str, refusing: list[str]) -> None:
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    hooks = [hook for source in config["repos"] for hook in source["hooks"] if hook.get("stages") == ["commit-msg"]]
-    assert [hook["id"] for hook in hooks if re.search(hook["entry"], message, re.MULTILINE | re.DOTALL)] == refusing
+    hooks = [
+        hook
+        for source in config["repos"]
+        for hook in source["hooks"]
+        if hook.get("stages") == ["commit-msg"]
+    ]
+    assert [
+        hook["id"] for hook in hooks if re.search(hook["entry"], message, re.MULTILINE | re.DOTALL)
+    ] == refusing
 
 
 def test_citation_and_changelog_are_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["cff-version"], citation["version"]) == ("1.2.0", release.VERSION)
-    versions = re.findall(r"^## (\S+)(?: \((\d{4}-\d\d-\d\d)\))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    versions = re.findall(
+        r"^## (\S+)(?: \((\d{4}-\d\d-\d\d)\))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
     released = [version for version in versions if version != ("Unreleased", "")]
-    assert [name for name, _ in released] == [f"0.{minor}.0" for minor in range(len(released), 0, -1)]
+    assert [name for name, _ in released] == [
+        f"0.{minor}.0" for minor in range(len(released), 0, -1)
+    ]
     assert (release.VERSION, str(citation["date-released"])) == released[0]
 
 
@@ -179,7 +245,9 @@ def test_locks_are_exact_and_name_no_host() -> None:
     assert all(re.match(r"[a-z0-9._-]+==\S+", line) and line.endswith("\\") for line in pinned)
     text = "\n".join([*lines, (docker / "torch.txt").read_text()])
     assert not re.search(r"://|--(extra-)?index-url|nvidia-", text)
-    assert {"nvflare", "monai", "dp-accounting", "tenseal"} <= {line.partition("==")[0] for line in pinned}
+    assert {"nvflare", "monai", "dp-accounting", "tenseal"} <= {
+        line.partition("==")[0] for line in pinned
+    }
 
 
 def test_a_container_runs_without_rights() -> None:
@@ -198,7 +266,12 @@ def test_keys_and_images_beside_the_compose_file_stay_there() -> None:
     """Neither git nor the build's context takes what is mounted; the context has what the Dockerfile copies."""
     docker = ROOT / "docker"
     services = yaml.safe_load((docker / "compose.yaml").read_text())["services"].values()
-    mounted = {one.partition(":")[0] for service in services for one in service["volumes"] if one.startswith("./")}
+    mounted = {
+        one.partition(":")[0]
+        for service in services
+        for one in service["volumes"]
+        if one.startswith("./")
+    }
     assert "./kits/server" in mounted
     for place in mounted:
         name = f"docker/{place.removeprefix('./')}/key.pem"
@@ -206,7 +279,9 @@ def test_keys_and_images_beside_the_compose_file_stay_there() -> None:
     ignored, *kept = (docker / "Dockerfile.dockerignore").read_text().split()
     copied = re.findall(r"^COPY (?!--)(.+) \S+$", (docker / "Dockerfile").read_text(), re.MULTILINE)
     assert ignored == "*"
-    assert {line.removeprefix("!") for line in kept} == {name for names in copied for name in names.split()}
+    assert {line.removeprefix("!") for line in kept} == {
+        name for names in copied for name in names.split()
+    }
 
 
 def test_the_health_of_a_container_is_that_flare_runs(tmp_path: Path) -> None:
@@ -235,7 +310,15 @@ def test_a_distribution_is_of_this_version_only_and_without_tests() -> None:
 
 def test_each_step_of_a_strangers_walk_is_named() -> None:
     page = (ROOT / "docs" / "project.md").read_text()
-    for step in ("CITATION.cff", "git clone", "git switch -c", "make test", "Pull request", "SECURITY.md", "privately"):
+    for step in (
+        "CITATION.cff",
+        "git clone",
+        "git switch -c",
+        "make test",
+        "Pull request",
+        "SECURITY.md",
+        "privately",
+    ):
         assert step in page
     assert "project.md" in (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
     for name in ("README.md", "docs/deploy.md", "docs/compatibility.md"):
@@ -262,13 +345,26 @@ def without_checkout(folder: Path) -> Path:
     offline = ["--no-deps", "--no-index"]
     build = [*pip, "wheel", *offline, "--no-build-isolation", "-w", "wheels", "./source"]
     subprocess.run(build, cwd=folder, check=True, capture_output=True)
-    (wheel,) = (folder / "wheels").glob(f"{release.DISTRIBUTION.replace('-', '_')}-{release.VERSION}-*.whl")
+    (wheel,) = (folder / "wheels").glob(
+        f"{release.DISTRIBUTION.replace('-', '_')}-{release.VERSION}-*.whl"
+    )
     venv.create(folder / "env", symlinks=True)
     (site_packages,) = (folder / "env" / "lib").glob("python*/site-packages")
-    into = [*pip, "--python", str(folder / "env" / "bin" / "python"), "install", *offline, str(wheel)]
-    alone = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}  # a checkout may look installed
+    into = [
+        *pip,
+        "--python",
+        str(folder / "env" / "bin" / "python"),
+        "install",
+        *offline,
+        str(wheel),
+    ]
+    alone = {
+        name: text for name, text in os.environ.items() if name != "PYTHONPATH"
+    }  # a checkout may look installed
     subprocess.run(into, cwd=folder, env=alone, check=True, capture_output=True)
-    (site_packages / "rest.pth").write_text(sysconfig.get_path("purelib"))  # path files in there are not read
+    (site_packages / "rest.pth").write_text(
+        sysconfig.get_path("purelib")
+    )  # path files in there are not read
     return folder / "env" / "bin" / "medfl"
 
 
@@ -280,7 +376,9 @@ def test_the_wheel_works_away_from_the_checkout(tmp_path: Path) -> None:
     environment.pop("MEDFL_DATA", None)
 
     def say(*words: str) -> str:
-        done = subprocess.run([program, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [program, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -302,4 +400,6 @@ def test_the_wheel_works_away_from_the_checkout(tmp_path: Path) -> None:
     assert Path(record["bundle_path"]).is_relative_to((tmp_path / "env").resolve())
     further = "export run --out bundle --formats none", "site inspect bundle"  # in one process
     program = str(Path(program).with_name("python"))
-    assert "ACCEPTED" in say("-c", f"from medfl.cli import main; assert not any(main(x.split()) for x in {further})")
+    assert "ACCEPTED" in say(
+        "-c", f"from medfl.cli import main; assert not any(main(x.split()) for x in {further})"
+    )

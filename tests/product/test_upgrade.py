@@ -72,7 +72,12 @@ def test_a_run_is_read_repeated_and_continued(old: Path) -> None:
     assert before.summary["rounds"] == 2
     assert before.run.run_hash == json.loads((old / "run" / "run.json").read_text())["run_hash"]
     assert cli.main(["report", "run"]) == 0
-    assert cli.main(["predict", "run", str(next((old / "pictures").rglob("*.png"))), "--out", "predicted"]) == 0
+    assert (
+        cli.main(
+            ["predict", "run", str(next((old / "pictures").rglob("*.png"))), "--out", "predicted"]
+        )
+        == 0
+    )
     assert cli.main(["run", "--from", "run/run.json", "--out", "again"]) == 0
     assert close(old / "again" / "weights.safetensors", old / "run" / "weights.safetensors")
     assert cli.main(["run", "--resume", "--out", "run", "--rounds", "3"]) == 0
@@ -86,7 +91,9 @@ def test_a_bundle_that_trains_one_network_and_infers_with_another_is_not_exporte
 ) -> None:
     assert cli.main(["export", "run", "--formats", "torchscript", "--out", "exported"]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("error: bundle 'bundle', where configs/inference.yaml builds another network than training")
+    assert said.startswith(
+        "error: bundle 'bundle', where configs/inference.yaml builds another network than training"
+    )
     assert not (old / "exported").exists()
 
 
@@ -120,14 +127,23 @@ def test_a_run_of_a_shipped_bundle_that_has_changed_goes_on_with_its_folder(
     old_shipped: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its phantom is drawn otherwise today, which is told; after that it is taken for the recorded one."""
-    for command in (["run", "--resume", "--out", "run", "--rounds", "3"], ["run", "--from", "run/run.json"]):
+    for command in (
+        ["run", "--resume", "--out", "run", "--rounds", "3"],
+        ["run", "--from", "run/run.json"],
+    ):
         assert cli.main(command) == 2
         said = capsys.readouterr().err.strip().splitlines()[-1]
         assert "bundle 'mednist' has changed since the run in run" in said
-        assert "name bundles/mednist of medfl 0.6.0, unpacked to FOLDER: medfl run FOLDER --resume --out run" in said
+        assert (
+            "name bundles/mednist of medfl 0.6.0, unpacked to FOLDER: medfl run FOLDER --resume --out run"
+            in said
+        )
     recorded = load_run("run").run.data.checksum
     assert cli.main(["run", "bundle", "--from", "run/run.json", "--out", "again"]) == 2
-    assert f"the run used phantom data with checksum {recorded[:12]}; give the same data" in capsys.readouterr().err
+    assert (
+        f"the run used phantom data with checksum {recorded[:12]}; give the same data"
+        in capsys.readouterr().err
+    )
     monkeypatch.setattr(datasets, "checksum", lambda *_: recorded)
     assert cli.main(["run", "bundle", "--from", "run/run.json", "--out", "again"]) == 0
     assert cli.main(["run", "bundle", "--resume", "--out", "run", "--rounds", "3"]) == 0
@@ -138,7 +154,9 @@ def test_a_run_of_a_shipped_bundle_that_has_changed_goes_on_with_its_folder(
     assert "that of pneumonia has another configuration hash" in capsys.readouterr().err
 
 
-def test_a_record_of_a_newer_version_is_refused_and_says_which(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_of_a_newer_version_is_refused_and_says_which(
+    old: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A setting that this version does not know is part of the hash of the one that wrote it."""
     path = old / "run" / "run.json"
     document = {**json.loads(path.read_text()), "medfl": "0.9.0", "run_hash": "f" * 64}
@@ -148,14 +166,18 @@ def test_a_record_of_a_newer_version_is_refused_and_says_which(old: Path, capsys
     assert not (old / "run" / "state" / "000003-server.safetensors").exists()
 
 
-def test_a_policy_still_accepts_what_it_pinned(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_policy_still_accepts_what_it_pinned(
+    old: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["site", "inspect", "bundle", "--policy", "policy.yaml"]) == 0
     assert "ACCEPTED" in capsys.readouterr().out
     (old / "bundle" / "docs" / "README.md").write_text("another")
     assert cli.main(["site", "inspect", "bundle", "--policy", "policy.yaml"]) == 2
 
 
-def test_a_job_is_accepted_by_a_site_and_its_kit_starts(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_is_accepted_by_a_site_and_its_kit_starts(
+    old: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("nvflare")
     from medfl.flare.files import read_run
     from medfl.flare.parts import ALLOWED
@@ -166,7 +188,13 @@ def test_a_job_is_accepted_by_a_site_and_its_kit_starts(old: Path, capsys: pytes
     config = SiteConfig.read(old / "kit" / "local" / "medfl.yaml")
     (app,) = old.glob("job/*/app")
     run = accepted_run(read_run(app), "north", config)
-    assert (run.method, run.rounds, sorted(run.partition.sites)) == ("scaffold", 2, ["north", "south"])
+    assert (run.method, run.rounds, sorted(run.partition.sites)) == (
+        "scaffold",
+        2,
+        ["north", "south"],
+    )
     assert app.parent.name == f"medfl-{run.run_hash[:16]}"
-    named = [(app / "config" / f"config_fed_{who}.json").read_text() for who in ("server", "client")]
+    named = [
+        (app / "config" / f"config_fed_{who}.json").read_text() for who in ("server", "client")
+    ]
     assert all(any(path in text for path in ALLOWED) for text in named)

@@ -47,7 +47,9 @@ def test_a_map_shows_what_the_output_rests_on(method: str) -> None:
 def test_the_last_convolution_that_can_say_where_is_taken() -> None:
     network = build("resnet18", 3, 2).eval()
     assert last_convolution(network, torch.zeros(1, 3, 128, 128)).startswith("layer4")
-    assert last_convolution(network, torch.zeros(1, 3, 64, 64)).startswith("layer3")  # layer 4 has 2 x 2
+    assert last_convolution(network, torch.zeros(1, 3, 64, 64)).startswith(
+        "layer3"
+    )  # layer 4 has 2 x 2
 
 
 def test_volumes_have_maps_too() -> None:

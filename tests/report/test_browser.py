@@ -38,7 +38,9 @@ def finished(place: Path, name: str = "run", **changes: object) -> Path:
     folder = build(place, name, **changes)
     (folder / "pictures").mkdir()
     made = [
-        image_picture(f"worst-{i:02d}", np.full((24, 30), 0.4), "a, taken for b", "confidence 0.9; id, site")
+        image_picture(
+            f"worst-{i:02d}", np.full((24, 30), 0.4), "a, taken for b", "confidence 0.9; id, site"
+        )
         for i in range(1, 7)
     ]
     made += [generated_grid(np.zeros((6, 1, 16, 16)), ("a", "b", "c"), 1)]
@@ -52,15 +54,22 @@ def pages(place: Path) -> dict[str, Path]:
     long = [f"a rather long name of tissue class number {i}" for i in range(9)]
     hospitals = [f"university hospital of somewhere far away {i}" for i in range(5)]
     plain = finished(place, source="phantom")
-    structures = {name: {"dice": 0.8, "hd95": 3.0, "cases": 10} for name in ("liver", "a structure of a long name")}
+    structures = {
+        name: {"dice": 0.8, "hd95": 3.0, "cases": 10}
+        for name in ("liver", "a structure of a long name")
+    }
     return {
         "plain": write_report(plain),
         "long": write_report(finished(place, "long", sites=hospitals, classes=long, rounds=3)),
         "many": write_report(finished(place, "many", sites=100, rounds=2)),
         "cut": write_report(build(place, "cut", done=2)),
-        "structures": write_report(segmented(partial(build, place), "organs", [0.1, 0.4], structures)),
+        "structures": write_report(
+            segmented(partial(build, place), "organs", [0.1, 0.4], structures)
+        ),
         "grid": write_grid_page(grid(place)),
-        "several": write_page([plain, build(place, "b", source="phantom", method="fedavg")], place / "several.html"),
+        "several": write_page(
+            [plain, build(place, "b", source="phantom", method="fedavg")], place / "several.html"
+        ),
     }
 
 
@@ -68,7 +77,9 @@ def test_pages_are_whole_offline_and_fit_any_width(chromium: Browser, tmp_path: 
     for name, page in pages(tmp_path).items():
         for width in (1200, 390):
             seen = chromium.open(page, width, phone=width < 500)
-            assert [url for url in seen.requests if not url.startswith("data:")] == [page.as_uri()], name
+            assert [url for url in seen.requests if not url.startswith("data:")] == [
+                page.as_uri()
+            ], name
             assert seen.complaints == [], name
             assert seen.width <= width, (name, width, seen.beyond[:5])
             assert seen.beyond == [], (name, width)
@@ -82,7 +93,9 @@ def test_pages_are_whole_offline_and_fit_any_width(chromium: Browser, tmp_path: 
 def test_a_page_that_reaches_out_would_be_noticed(chromium: Browser, tmp_path: Path) -> None:
     """The checks above can fail: a page that is too wide, lacks a picture, logs and asks for another file."""
     page = tmp_path / "bad.html"
-    page.write_text('<div style="width:900px">x</div><img src="missing.png"><script>console.log("x")</script>')
+    page.write_text(
+        '<div style="width:900px">x</div><img src="missing.png"><script>console.log("x")</script>'
+    )
     seen = chromium.open(page, 390)
     assert seen.width == 908
     assert seen.beyond

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 from medfl.report import RunFiles, result_table
-from medfl.report.differences import BETTER, FEW, UNCLEAR, WORSE, Differences, between_models, counted, from_other_sites
+from medfl.report.differences import (
+    BETTER,
+    FEW,
+    UNCLEAR,
+    WORSE,
+    Differences,
+    between_models,
+    counted,
+    from_other_sites,
+)
 from medfl.storage.run_reader import Predictions
 from tests.support.run_folders import Make, build, render
 
@@ -25,18 +34,29 @@ def make(tmp_path: Path) -> Make:
     return partial(build, tmp_path)
 
 
-def scored(values: Sequence[float], key: str = "dice", sites: Sequence[str] | None = None) -> RunFiles:
+def scored(
+    values: Sequence[float], key: str = "dice", sites: Sequence[str] | None = None
+) -> RunFiles:
     """A run whose test cases have these values."""
     ids = [f"case {i}" for i in range(len(values))]
-    found = Predictions(ids, sites or ["a"] * len(ids), NONE, NONE, None, {key: np.array(values, float)})
+    found = Predictions(
+        ids, sites or ["a"] * len(ids), NONE, NONE, None, {key: np.array(values, float)}
+    )
     return RunFiles.from_record({"key_metric": key, "seed": 0, "classes": []}, predictions=found)
 
 
 def classified(label: Sequence[int], predicted: Sequence[int], key: str = "accuracy") -> RunFiles:
     found = Predictions(
-        [f"{i}" for i in range(len(label))], ["a"] * len(label), np.array(label), np.array(predicted), None, {}
+        [f"{i}" for i in range(len(label))],
+        ["a"] * len(label),
+        np.array(label),
+        np.array(predicted),
+        None,
+        {},
     )
-    return RunFiles.from_record({"key_metric": key, "seed": 0, "classes": ["x", "y"]}, predictions=found)
+    return RunFiles.from_record(
+        {"key_metric": key, "seed": 0, "classes": ["x", "y"]}, predictions=found
+    )
 
 
 def by_quarters(ahead: int, of: int) -> list[float]:
@@ -45,7 +65,8 @@ def by_quarters(ahead: int, of: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "of", "said"), [(9, 10, BETTER), (8, 10, UNCLEAR), (3, 10, UNCLEAR), (1, 10, WORSE), (9, 9, FEW)]
+    ("ahead", "of", "said"),
+    [(9, 10, BETTER), (8, 10, UNCLEAR), (3, 10, UNCLEAR), (1, 10, WORSE), (9, 9, FEW)],
 )
 def test_a_paired_difference_by_hand(ahead: int, of: int, said: str) -> None:
     """Of ten cases k are 1/4 ahead: a draw's mean is (2B - 10) / 40 with B of the binomial distribution (10, k/10).
@@ -93,7 +114,10 @@ def test_a_class_of_few_cases_decides_nothing(key: str, rare: int, said: str) ->
 
 
 def test_a_site_with_a_class_of_few_cases_is_not_told_from_the_others() -> None:
-    label, right = [0] * 10 + [1] * 10 + [0] * 10 + [1] * 3, [0] * 10 + [1] * 10 + [1, 0] * 5 + [0] * 3
+    label, right = (
+        [0] * 10 + [1] * 10 + [0] * 10 + [1] * 3,
+        [0] * 10 + [1] * 10 + [1, 0] * 5 + [0] * 3,
+    )
     ids, sites = [f"{i}" for i in range(33)], ["a"] * 20 + ["b"] * 13
     cases = Predictions(ids, sites, np.array(label), np.array(right), None, {})
     record = {"key_metric": "balanced_accuracy", "seed": 0, "classes": ["x", "y"]}
@@ -121,8 +145,12 @@ def test_classes_are_compared_on_the_same_cases() -> None:
         found = between_models(classified(label, label, key), wrong)
         assert found is not None
         assert (found.value, found.word) == (pytest.approx(expected), BETTER)
-    assert between_models(right, classified([1, 0] * 20, label)) is None, "other labels: other cases"
-    assert between_models(classified(label, label, "loss"), wrong) is None, "no file has each case's loss"
+    assert between_models(right, classified([1, 0] * 20, label)) is None, (
+        "other labels: other cases"
+    )
+    assert between_models(classified(label, label, "loss"), wrong) is None, (
+        "no file has each case's loss"
+    )
 
 
 def test_a_site_against_the_others() -> None:
@@ -150,13 +178,22 @@ def segmented(make: Make) -> Path:
     folder = make(rounds=1, sites=[*sizes], task="segmentation", key_metric="dice")
     for name in ("summary.json", "rounds.jsonl", "sites.csv"):
         text = (folder / name).read_text()
-        (folder / name).write_text(text.replace("balanced_accuracy", "dice").replace("auroc", "hd95"))
-    document = json.loads((folder / "run.json").read_text()) | {"classes": [], "site_class_counts": {}}
+        (folder / name).write_text(
+            text.replace("balanced_accuracy", "dice").replace("auroc", "hd95")
+        )
+    document = json.loads((folder / "run.json").read_text()) | {
+        "classes": [],
+        "site_class_counts": {},
+    }
     (folder / "run.json").write_text(json.dumps(document))
     shutil.copytree(folder, folder / "local")
     for place, ahead, varied in ((folder, 0.25, 0.0), (folder / "local", 0.0, 0.02)):
         rows = [
-            [f"{site}{i}", site, 0.5 + varied * (i % 2) + (ahead if site != "b" or i % 2 else -ahead)]
+            [
+                f"{site}{i}",
+                site,
+                0.5 + varied * (i % 2) + (ahead if site != "b" or i % 2 else -ahead),
+            ]
             for site, count in sizes.items()
             for i in range(count)
         ]
@@ -168,7 +205,10 @@ def segmented(make: Make) -> Path:
 def test_better_is_said_only_where_it_is_clear(make: Make) -> None:
     folder = segmented(make)
     sentence = "better at 1 of 3 sites, no clear difference at 1, too few cases at 1, each on its own test cases"
-    assert Differences(RunFiles(folder)).sentence() == f"{sentence}; on these 33 test cases together: better"
+    assert (
+        Differences(RunFiles(folder)).sentence()
+        == f"{sentence}; on these 33 test cases together: better"
+    )
     _, page = render(folder)
     words = " ".join(page.text.split())
     assert f"the global model is {sentence}; on these 33 test cases together: better" in words

@@ -69,7 +69,11 @@ def test_best_median_and_worst(dice: dict[str, float], expected: dict[str, str])
 # Planes
 
 
-def marked(affine: np.ndarray[Any, Any], shape: tuple[int, int, int], at: dict[str, tuple[float, float, float]]) -> Any:
+def marked(
+    affine: np.ndarray[Any, Any],
+    shape: tuple[int, int, int],
+    at: dict[str, tuple[float, float, float]],
+) -> Any:
     """A volume whose voxels nearest to some places (mm, RAS) have the values 1, 2, ..."""
     volume = np.zeros(shape, dtype=np.uint8)
     for value, place in enumerate(at.values(), 1):
@@ -94,7 +98,9 @@ def test_planes_lie_as_radiologists_are_used_to(affine: np.ndarray[Any, Any]) ->
     reference = (volume == 1).astype(np.uint8)
     found = {
         p.name: p
-        for p in planes(volume[None].astype(float), reference, volume, Geometry(affine, affine, (10,) * 3, ""))
+        for p in planes(
+            volume[None].astype(float), reference, volume, Geometry(affine, affine, (10,) * 3, "")
+        )
     }
     assert [(plane.name, plane.left) for plane in found.values()] == [
         ("axial", "R"),
@@ -141,7 +147,9 @@ def test_each_plane_shows_some_of_the_reference() -> None:
 
 def test_pictures_have_the_colours_of_their_file() -> None:
     """Pale skin and a violet cell, by the transforms of the shipped bundles and back, to the step of a byte."""
-    file = np.array([[[224, 172, 150], [112, 60, 160]], [[0, 0, 0], [255, 255, 255]]], np.uint8).transpose(2, 0, 1)
+    file = np.array(
+        [[[224, 172, 150], [112, 60, 160]], [[0, 0, 0], [255, 255, 255]]], np.uint8
+    ).transpose(2, 0, 1)
     scale = ScaleIntensityRanged("image", 0, 255, 0, 1)
     mean, sd = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
     normalise = NormalizeIntensityd("image", subtrahend=mean, divisor=sd, channel_wise=True)
@@ -152,7 +160,9 @@ def test_pictures_have_the_colours_of_their_file() -> None:
         assert (np.rint(255 * plane.image) == file.transpose(1, 2, 0)).all()
     own = [scale, NormalizeIntensityd("image", channel_wise=True)]
     given = Compose(own)({"image": torch.from_numpy(file).float()})["image"].numpy()
-    assert true_colours(given, own) is given, "each channel by its own mean: what was lost is not invented"
+    assert true_colours(given, own) is given, (
+        "each channel by its own mean: what was lost is not invented"
+    )
     assert true_colours(given[:1], [scale, normalise]).shape == (1, 2, 2)
 
 
@@ -182,9 +192,17 @@ def example(rank: str = "best", shift: int = 0, dims: int = 2) -> Example:
     reference[20:30, 10:30] = 2
     prediction = np.roll(reference, shift, 1)
     scores = {"dice": 0.9, "dice_core": 0.8, "dice_rim": 1.0, "hd95": 2.0}
-    geometry = picture_geometry(*shape) if dims == 2 else Geometry(np.eye(4), np.eye(4), shape, "x.nii.gz")
+    geometry = (
+        picture_geometry(*shape) if dims == 2 else Geometry(np.eye(4), np.eye(4), shape, "x.nii.gz")
+    )
     return Example(
-        rank, f"case {rank}", scores, np.random.default_rng(0).normal(size=(1, *shape)), reference, prediction, geometry
+        rank,
+        f"case {rank}",
+        scores,
+        np.random.default_rng(0).normal(size=(1, *shape)),
+        reference,
+        prediction,
+        geometry,
     )
 
 
@@ -196,7 +214,10 @@ def amount(picture: Picture, colour: str) -> int:
 
 def test_errors_have_their_colours() -> None:
     """Of a square shifted to the right, what is on the left is missed and on the right added."""
-    right, wrong = (overlays.mask_overlays("masks-x", "x", [example(shift=shift)], NAMES[1:], 0.9) for shift in (0, 8))
+    right, wrong = (
+        overlays.mask_overlays("masks-x", "x", [example(shift=shift)], NAMES[1:], 0.9)
+        for shift in (0, 8)
+    )
     assert amount(wrong, overlays.MISSED) > amount(right, overlays.MISSED) + 500
     assert amount(wrong, overlays.ADDED) > amount(right, overlays.ADDED) + 500
     assert amount(wrong, overlays.CONFUSED) == amount(right, overlays.CONFUSED)
@@ -209,7 +230,9 @@ def test_errors_have_their_colours() -> None:
 
 @pytest.mark.parametrize("dims", [2, 3])
 def test_a_picture_of_cases_says_what_it_shows(dims: int, tmp_path: Path) -> None:
-    cases = [example(rank, shift, dims) for rank, shift in (("best", 0), ("median", 3), ("worst", 40))]
+    cases = [
+        example(rank, shift, dims) for rank, shift in (("best", 0), ("median", 3), ("worst", 40))
+    ]
     made = overlays.mask_overlays("masks-x", "a site", cases, NAMES[1:], 0.8125)
     (tmp_path / "masks-x.png").write_bytes(made.png)
     assert Picture.read(tmp_path / "masks-x.png") == made
@@ -222,15 +245,27 @@ def test_a_picture_of_cases_says_what_it_shows(dims: int, tmp_path: Path) -> Non
 @pytest.mark.parametrize("structures", [1, 12])
 def test_any_number_of_structures_and_sizes(structures: int) -> None:
     mask = np.arange(300).reshape(100, 3).astype(np.uint8) % (structures + 1)
-    case = Example("only", "x" * 200, {"dice": 0.0}, mask[None].astype(float), mask, mask, picture_geometry(100, 3))
-    made = overlays.mask_overlays("masks-x", "s" * 300, [case], [f"structure {i}" * 3 for i in range(structures)], 0.0)
+    case = Example(
+        "only",
+        "x" * 200,
+        {"dice": 0.0},
+        mask[None].astype(float),
+        mask,
+        mask,
+        picture_geometry(100, 3),
+    )
+    made = overlays.mask_overlays(
+        "masks-x", "s" * 300, [case], [f"structure {i}" * 3 for i in range(structures)], 0.0
+    )
     assert made.pixels.shape[0] < 700
 
 
 def test_strips_of_many_sites() -> None:
     """Twenty sites a picture; sites without a value are left out."""
     draw = np.random.default_rng(0)
-    dice = {f"hospital number {i}": draw.uniform(0.2, 1, size=1 + 40 * i).tolist() for i in range(22)}
+    dice = {
+        f"hospital number {i}": draw.uniform(0.2, 1, size=1 + 40 * i).tolist() for i in range(22)
+    }
     first, second = dice_strips({**dice, "none": [math.nan]})
     assert (first.name, second.name) == ("dice-1", "dice-2")
     (few,) = dice_strips({"a": [0.9, math.nan], "b": [0.91, 0.91, 0.91]})
@@ -251,7 +286,9 @@ def test_a_report_shows_the_worst_and_the_best_sites(tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     assert mask_pictures(tmp_path) == ([], 0)
     for number in range(11):
-        made = render(f"masks-{number}", "x", "", (1, 1), lambda _: None, mark=f"{number * 7 % 11 / 10}")
+        made = render(
+            f"masks-{number}", "x", "", (1, 1), lambda _: None, mark=f"{number * 7 % 11 / 10}"
+        )
         (tmp_path / "pictures" / f"{made.name}.png").write_bytes(made.png)
     (strip,) = dice_strips({"a": [0.9]})
     (tmp_path / "pictures" / "dice.png").write_bytes(strip.png)
@@ -287,16 +324,22 @@ class Masks(ToyBundle):
         made = Stacked([{"id": f"{section}{i}"} for i in range(12)], x, y)
         halved = np.diag([2.0, 2, 1, 1])
         halved[:2, 3] = 0.5
-        made.geometry = [Geometry(halved, np.eye(4), (32, 32), f"{section}{i}.png") for i in range(12)]
+        made.geometry = [
+            Geometry(halved, np.eye(4), (32, 32), f"{section}{i}.png") for i in range(12)
+        ]
         return made
 
 
 def simulate(out: Path, method: str = "fedavg", jobs: int = 1, save: bool = True) -> dict[str, Any]:
     record = run_record(rounds=2, method=method)
     folder = RunFolder.create(out)
-    folder.write_run(record, {"task": "segmentation", "key_metric": "dice", "classes": [], "command": ""})
+    folder.write_run(
+        record, {"task": "segmentation", "key_metric": "dice", "classes": [], "command": ""}
+    )
     federation = Federation(Masks(), load(method), record)  # type: ignore[arg-type]
-    return Simulator(Execution(federation, folder, Launch(jobs=jobs, save_predictions=save))).execute()
+    return Simulator(
+        Execution(federation, folder, Launch(jobs=jobs, save_predictions=save))
+    ).execute()
 
 
 @pytest.mark.parametrize("method", ["fedavg", pytest.param("local", marks=pytest.mark.slow)])
@@ -325,7 +368,9 @@ def test_a_run_leaves_pictures_masks_and_cases(method: str, tmp_path: Path) -> N
     assert sorted(tags) == [f"pictures/{name}" for name in names]
     masks = Masks().prepared("test").targets
     for row in rows:
-        with Image.open(tmp_path / "out" / "predictions" / row["site"] / f"{row['id']}.png") as image:
+        with Image.open(
+            tmp_path / "out" / "predictions" / row["site"] / f"{row['id']}.png"
+        ) as image:
             large = np.asarray(image) > 0
         assert large.shape == (32, 32)
         ours, theirs = large[::2, ::2], masks[int(row["id"].removeprefix("test")), 0].numpy() > 0
@@ -338,15 +383,23 @@ def test_a_run_leaves_pictures_masks_and_cases(method: str, tmp_path: Path) -> N
 def test_workers_and_masks_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Distances are computed for test items, and are in no round."""
     monkeypatch.setattr(
-        overlays, "mask_overlays", lambda name, *_: Picture(name, dice_strips({"a": [1.0]})[0].png, "", "")
+        overlays,
+        "mask_overlays",
+        lambda name, *_: Picture(name, dice_strips({"a": [1.0]})[0].png, "", ""),
     )
     one, two = simulate(tmp_path / "one"), simulate(tmp_path / "two", jobs=2, save=False)
     assert one["weights_sha256"] == two["weights_sha256"]
     assert one["last"] == two["last"]
-    assert (tmp_path / "one" / "predictions.csv").read_text() == (tmp_path / "two" / "predictions.csv").read_text()
+    assert (tmp_path / "one" / "predictions.csv").read_text() == (
+        tmp_path / "two" / "predictions.csv"
+    ).read_text()
     assert not (tmp_path / "two" / "predictions").exists()
-    rounds = [json.loads(line) for line in (tmp_path / "one" / "rounds.jsonl").read_text().splitlines()]
-    assert [set(entry["val"]) for entry in rounds] == [{"dice", "dice_core", "pixel_accuracy", "loss"}] * 2
+    rounds = [
+        json.loads(line) for line in (tmp_path / "one" / "rounds.jsonl").read_text().splitlines()
+    ]
+    assert [set(entry["val"]) for entry in rounds] == [
+        {"dice", "dice_core", "pixel_accuracy", "loss"}
+    ] * 2
 
 
 @pytest.mark.slow
@@ -366,9 +419,14 @@ def test_masks_of_a_foreign_bundle_lie_in_their_files_grid(tmp_path: Path) -> No
     assert summary["units"] == {"hd95": "mm", "hd95_ball": "mm"}
     written = sorted((tmp_path / "out" / "predictions").rglob("*.nii.gz"))
     assert len(written) == 2
-    originals = {path.name: nib.load(path) for path in (bundle.path / "data").rglob("imagesTr/*.nii.gz")}
+    originals = {
+        path.name: nib.load(path) for path in (bundle.path / "data").rglob("imagesTr/*.nii.gz")
+    }
     for path in written:
-        mask, (original,) = nib.load(path), [image for name, image in originals.items() if name[:6] in path.name]
+        mask, (original,) = (
+            nib.load(path),
+            [image for name, image in originals.items() if name[:6] in path.name],
+        )
         assert mask.shape == original.shape
         assert np.allclose(mask.affine, original.affine)
     assert (tmp_path / "out" / "pictures" / "dice.png").is_file()
@@ -381,7 +439,10 @@ def test_masks_of_a_foreign_bundle_lie_in_their_files_grid(tmp_path: Path) -> No
             "cls2d_glob_yaml",
             "--save-predictions with bundle 'cls2d_glob_yaml', a classification task; masks are predicted",
         ),
-        ("seg2d_npz_subset_yaml", "--save-predictions with bundle 'seg2d_npz_.*, whose test images do not say where"),
+        (
+            "seg2d_npz_subset_yaml",
+            "--save-predictions with bundle 'seg2d_npz_.*, whose test images do not say where",
+        ),
     ],
 )
 def test_masks_that_cannot_be_saved(name: str, told: str, tmp_path: Path) -> None:
@@ -389,7 +450,11 @@ def test_masks_that_cannot_be_saved(name: str, told: str, tmp_path: Path) -> Non
     requested = {"sites": 2, "rounds": 1, "partition": "iid"}
     with pytest.raises(InputError, match=told):
         federate(
-            str(bundle.path), config=bundle.overrides, requested=requested, out=tmp_path / "out", save_predictions=True
+            str(bundle.path),
+            config=bundle.overrides,
+            requested=requested,
+            out=tmp_path / "out",
+            save_predictions=True,
         )
     assert not (tmp_path / "out").exists()
 
@@ -398,7 +463,14 @@ def test_masks_of_pictures_that_monai_reads_have_their_size(tmp_path: Path) -> N
     bundle = ZOO["seg2d_csv_flat"](tmp_path)
     requested = {"sites": 2, "rounds": 1, "partition": "iid"}
     out = tmp_path / "out"
-    federate(str(bundle.path), config=bundle.overrides, requested=requested, out=out, save_predictions=True, jobs=1)
+    federate(
+        str(bundle.path),
+        config=bundle.overrides,
+        requested=requested,
+        out=out,
+        save_predictions=True,
+        jobs=1,
+    )
     written = sorted((out / "predictions").rglob("*.png"))
     assert written
 

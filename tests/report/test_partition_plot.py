@@ -15,14 +15,19 @@ from medfl.report.partition_plot import SMALLEST, _diameter, _Layout, plot
 
 def cohort(num_classes, per_class=30):
     return {
-        name: [{"id": f"{name}-{i:05d}", "label": i % num_classes} for i in range(num_classes * count)]
+        name: [
+            {"id": f"{name}-{i:05d}", "label": i % num_classes} for i in range(num_classes * count)
+        ]
         for name, count in (("train", per_class), ("test", 4))
     }
 
 
 def test_table_by_hand():
     sections = {
-        "train": [{"id": f"a{i}", "label": i % 2, "centre": "north" if i < 3 else "south-west"} for i in range(12)],
+        "train": [
+            {"id": f"a{i}", "label": i % 2, "centre": "north" if i < 3 else "south-west"}
+            for i in range(12)
+        ],
         "validate": [],
         "test": [{"id": "t", "label": 0, "centre": "north"}],
     }
@@ -50,7 +55,11 @@ def test_table_keeps_to_a_hundred_columns_and_loses_no_number(num_classes, lengt
     rows = [line.split() for line in lines if line.startswith("site-2 ")]
     numbers = [0 if cell == "-" else int(cell) for row in rows for cell in row[1:]]
     held = partition.sites["site-2"]
-    assert numbers == [len(held["train"]), len(held["test"]), *partition.counts(sections, num_classes)["site-2"]]
+    assert numbers == [
+        len(held["train"]),
+        len(held["test"]),
+        *partition.counts(sections, num_classes)["site-2"],
+    ]
 
 
 def test_table_shortens_site_names():
@@ -75,11 +84,18 @@ def test_shorten_keeps_both_ends():
     assert [len(shorten("x" * 50, width)) for width in (9, 10)] == [9, 10]
 
 
-@pytest.mark.parametrize(("num_classes", "sites", "name"), [(3, 1, "a"), (7, 12, "class of long name"), (4, 60, "b")])
+@pytest.mark.parametrize(
+    ("num_classes", "sites", "name"), [(3, 1, "a"), (7, 12, "class of long name"), (4, 60, "b")]
+)
 def test_plot_keeps_inside_its_edges(tmp_path, num_classes, sites, name):
     names = [f"{name} {c}" for c in range(num_classes)]
     sections = cohort(num_classes, per_class=90)
-    plot(assign("dirichlet:1", sections, sites=sites, classes=names, seed=0), sections, names, tmp_path / "chart.png")
+    plot(
+        assign("dirichlet:1", sections, sites=sites, classes=names, seed=0),
+        sections,
+        names,
+        tmp_path / "chart.png",
+    )
     pixels = np.asarray(Image.open(tmp_path / "chart.png").convert("RGB"))
     assert (pixels < 255).any()
     for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
@@ -107,7 +123,12 @@ def test_area_of_a_disc_is_in_proportion_to_its_images():
 
 def test_plot_without_labels(tmp_path):
     sections = {"train": [{"id": f"i{i}"} for i in range(9)]}
-    plot(assign("iid", sections, sites=3, classes=None, seed=0), sections, None, tmp_path / "chart.svg")
+    plot(
+        assign("iid", sections, sites=3, classes=None, seed=0),
+        sections,
+        None,
+        tmp_path / "chart.svg",
+    )
     text = (tmp_path / "chart.svg").read_text(encoding="utf-8")
     assert "<!-- all images -->" in text
     assert "<!-- Training images at each site -->" in text
@@ -118,5 +139,10 @@ def test_drawing_leaves_the_global_figure_list_alone(tmp_path):
 
     before = pyplot.get_fignums()
     sections = cohort(2)
-    plot(assign("iid", sections, sites=2, classes=("a", "b"), seed=0), sections, ("a", "b"), tmp_path / "chart.png")
+    plot(
+        assign("iid", sections, sites=2, classes=("a", "b"), seed=0),
+        sections,
+        ("a", "b"),
+        tmp_path / "chart.png",
+    )
     assert pyplot.get_fignums() == before

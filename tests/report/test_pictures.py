@@ -21,7 +21,9 @@ def clouds(count: int = 60, dimension: int = 12, seed: int = 0) -> tuple[np.ndar
     """Three classes of features."""
     draw = np.random.default_rng(seed)
     labels = np.arange(count) % 3
-    return (draw.normal(size=(count, dimension)) + 4 * np.eye(3, dimension)[labels]).astype(np.float32), labels
+    return (draw.normal(size=(count, dimension)) + 4 * np.eye(3, dimension)[labels]).astype(
+        np.float32
+    ), labels
 
 
 # The spectrum's number
@@ -93,11 +95,22 @@ def test_a_report_shows_a_few_rounds_the_last_among_them(tmp_path: Path) -> None
     assert model_pictures(tmp_path) == ([], 0)
     png = model_plots.generated_grid(np.zeros((3, 1, 16, 16)), ("a", "b", "c"), 1).png
     rounds = [5, 10, 15, 20, 25, 30, 10000]
-    for name in ("spectrum", "text-embeddings", "features-tsne", "other", *(f"generated-{r:04d}" for r in rounds)):
+    for name in (
+        "spectrum",
+        "text-embeddings",
+        "features-tsne",
+        "other",
+        *(f"generated-{r:04d}" for r in rounds),
+    ):
         (tmp_path / "pictures" / f"{name}.png").write_bytes(png)
     found, more = model_pictures(tmp_path)
     grids = ["generated-0005", "generated-0015", "generated-0025", "generated-10000"]
-    assert [picture.name for picture in found] == ["text-embeddings", *grids, "features-tsne", "spectrum"]
+    assert [picture.name for picture in found] == [
+        "text-embeddings",
+        *grids,
+        "features-tsne",
+        "spectrum",
+    ]
     assert more == 3
 
 
@@ -118,7 +131,9 @@ def test_rows_of_a_grid_are_classes() -> None:
 
 def test_grey_and_odd_channels_are_grey() -> None:
     for channels in (1, 4):
-        pixels = model_plots.generated_grid(np.full((2, channels, 16, 16), 0.5), ("a", "b"), 1).pixels
+        pixels = model_plots.generated_grid(
+            np.full((2, channels, 16, 16), 0.5), ("a", "b"), 1
+        ).pixels
         assert ((pixels == 127) | (pixels == 128)).all(2).mean() > 0.2
 
 
@@ -157,7 +172,9 @@ def test_a_spectrum_leaves_small_classes_out() -> None:
     found = model_plots.spectrum(real, labels, CLASSES, 4)
     assert found is not None
     assert "round 4" in found.title
-    assert found.caption.startswith("The 12 largest eigenvalues of"), "the features have 12 dimensions"
+    assert found.caption.startswith("The 12 largest eigenvalues of"), (
+        "the features have 12 dimensions"
+    )
     alone = model_plots.spectrum(real[9:], labels[9:], CLASSES, 4)
     assert found == alone
 
@@ -187,7 +204,9 @@ def test_many_classes_leave_room_for_the_axes() -> None:
     """62 of them; a figure without room warns, which fails here."""
     draw = np.random.default_rng(0)
     labels = np.arange(620) % 62
-    drawn = model_plots.spectrum(draw.normal(size=(620, 12)), labels, [f"uppercase letter {i}" for i in range(62)], 3)
+    drawn = model_plots.spectrum(
+        draw.normal(size=(620, 12)), labels, [f"uppercase letter {i}" for i in range(62)], 3
+    )
     assert drawn is not None
     height, width = drawn.pixels.shape[:2]
     assert height > 1.5 * width

@@ -44,7 +44,10 @@ def test_metrics_of_the_last_round_have_intervals_and_say_how(make: Make) -> Non
     _, page = render(folder)
     low, high = found(folder).intervals["balanced_accuracy"]
     assert words(page).count(f"95 % interval {low:.3f} to {high:.3f}") >= 1
-    assert "1000 draws, the 120 test cases drawn again with replacement within each reference class" in words(page)
+    assert (
+        "1000 draws, the 120 test cases drawn again with replacement within each reference class"
+        in words(page)
+    )
     read = RunFiles(folder).predictions
     assert read is not None
     point = balanced_accuracy_score(read.label, read.predicted)
@@ -113,7 +116,11 @@ def test_more_classes_than_colours_are_grey(make: Make) -> None:
 
 def test_worst_cases_are_listed_where_their_pictures_are_missing(make: Make) -> None:
     folder = make(rounds=1, sites=2)
-    lines = ["id,site,label,predicted,p_a,p_b,p_c", "right,site-1,0,0,0.9,0.1,0", "wrong,site-2,2,1,0.0,0.99,0.01"]
+    lines = [
+        "id,site,label,predicted,p_a,p_b,p_c",
+        "right,site-1,0,0,0.9,0.1,0",
+        "wrong,site-2,2,1,0.0,0.99,0.01",
+    ]
     (folder / "predictions.csv").write_text("\n".join(lines) + "\n")
     assert [case["id"] for case in found(folder).worst()] == ["wrong", "right"]
     _, page = render(folder)
@@ -126,7 +133,9 @@ def test_worst_cases_are_shown_with_their_words(make: Make) -> None:
     folder = make(rounds=1)
     (folder / "pictures").mkdir()
     for rank in (2, 1):
-        made = image_picture(f"worst-{rank:02d}", np.full((8, 6), 0.5), f"class {rank} <b>", "confidence 0.9; 医院")
+        made = image_picture(
+            f"worst-{rank:02d}", np.full((8, 6), 0.5), f"class {rank} <b>", "confidence 0.9; 医院"
+        )
         (folder / "pictures" / f"{made.name}.png").write_bytes(made.png)
     text, page = render(folder)
     assert "holds no pictures" not in page.text
@@ -139,7 +148,9 @@ def test_worst_cases_are_shown_with_their_words(make: Make) -> None:
 @pytest.mark.parametrize("left", [None, "", "id,site,label,predicted\n"])
 def test_missing_predictions_are_said(make: Make, left: str | None) -> None:
     folder = make(rounds=1)
-    (folder / "predictions.csv").unlink() if left is None else (folder / "predictions.csv").write_text(left)
+    (folder / "predictions.csv").unlink() if left is None else (
+        folder / "predictions.csv"
+    ).write_text(left)
     _, page = render(folder)
     assert "No predictions: the run folder has no predictions.csv, or an empty one" in words(page)
     assert "Confusion matrix" not in page.text
@@ -149,8 +160,13 @@ def test_missing_predictions_are_said(make: Make, left: str | None) -> None:
 def test_an_interval_without_width_is_a_dash(make: Make) -> None:
     """A model that is always right: every draw says so."""
     folder = make(rounds=1)
-    lines = [f"x{i},site-1,{i % 3},{i % 3},{int(i % 3 == 0)},{int(i % 3 == 1)},{int(i % 3 == 2)}" for i in range(12)]
-    (folder / "predictions.csv").write_text("\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n")
+    lines = [
+        f"x{i},site-1,{i % 3},{i % 3},{int(i % 3 == 0)},{int(i % 3 == 1)},{int(i % 3 == 2)}"
+        for i in range(12)
+    ]
+    (folder / "predictions.csv").write_text(
+        "\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n"
+    )
     assert found(folder).intervals["accuracy"] == (1.0, 1.0)
     _, page = render(folder)
     assert "1.000 to 1.000" not in page.text
@@ -171,7 +187,9 @@ def test_predictions_without_probabilities_have_a_matrix_alone(make: Make) -> No
 
 def test_two_classes_of_which_one_has_no_case(make: Make) -> None:
     folder = make(rounds=1, classes=["no", "yes"])
-    (folder / "predictions.csv").write_text("id,site,label,predicted,p_no,p_yes\nx,site-1,0,0,0.7,0.3\n")
+    (folder / "predictions.csv").write_text(
+        "id,site,label,predicted,p_no,p_yes\nx,site-1,0,0,0.7,0.3\n"
+    )
     _, page = render(folder)
     assert "ROC curve of" not in page.text
     assert "Calibration" in page.text
@@ -180,23 +198,37 @@ def test_two_classes_of_which_one_has_no_case(make: Make) -> None:
 @pytest.mark.parametrize("cell", ["1.5", "-0.1", "", "much"])
 def test_a_probability_that_is_none_is_named(make: Make, cell: str) -> None:
     folder = make(rounds=1)
-    (folder / "predictions.csv").write_text(f"id,site,label,predicted,p_a,p_b,p_c\nx,s,0,0,0.5,0.5,{cell}\n")
-    with pytest.raises(InputError, match=r"predictions.csv has (a probability|no number in column p_c)"):
+    (folder / "predictions.csv").write_text(
+        f"id,site,label,predicted,p_a,p_b,p_c\nx,s,0,0,0.5,0.5,{cell}\n"
+    )
+    with pytest.raises(
+        InputError, match=r"predictions.csv has (a probability|no number in column p_c)"
+    ):
         write_report(folder)
 
 
 def test_segmentation_has_intervals_over_its_cases(make: Make) -> None:
     folder = make(rounds=1)
-    change(folder / "run.json", task="segmentation", key_metric="dice", classes=[], site_class_counts={})
+    change(
+        folder / "run.json",
+        task="segmentation",
+        key_metric="dice",
+        classes=[],
+        site_class_counts={},
+    )
     for name in ("summary.json", "rounds.jsonl", "sites.csv"):
         text = (folder / name).read_text()
-        (folder / name).write_text(text.replace("balanced_accuracy", "dice").replace("auroc", "hd95"))
+        (folder / name).write_text(
+            text.replace("balanced_accuracy", "dice").replace("auroc", "hd95")
+        )
     with (folder / "predictions.csv").open("w", newline="") as file:
         table = csv.writer(file)
         rows = [[f"c{i}", "site-1", 0.5 + 0.4 * (i % 2), 2 if i % 2 else ""] for i in range(10)]
         table.writerows([["id", "site", "dice", "hd95"], *rows])
     analysis = found(folder)
-    assert analysis.intervals["dice"] == pytest.approx((0.58, 0.82))  # 2 to 8 of ten, as a binomial has it
+    assert analysis.intervals["dice"] == pytest.approx(
+        (0.58, 0.82)
+    )  # 2 to 8 of ten, as a binomial has it
     assert set(analysis.intervals) == {"dice"}, "five cases have an HD95"
     assert analysis.each == {"hd95": [2.0] * 5}
     _, page = render(folder)
@@ -218,11 +250,18 @@ def test_traffic_is_a_mean_over_replies(make: Make) -> None:
         entry |= {"bytes_up": 60, "bytes_down": 600}
     entries[1]["left_out"] = {"site-2": "no answer"}
     (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    change(folder / "summary.json", bytes_up=130, left_out={"site-2": 1}, absent={"site-9": "no answer"})
+    change(
+        folder / "summary.json",
+        bytes_up=130,
+        left_out={"site-2": 1},
+        absent={"site-9": "no answer"},
+    )
     _, page = render(folder)
     section = words(page).split("What left each site")[1]
     assert "12 tensors leave each site, 3 stay. Messages are tensors and numbers" in section
-    assert "40 B on average over 3 replies" in section.replace("round40", "round 40").replace("Bon", "B on")
+    assert "40 B on average over 3 replies" in section.replace("round40", "round 40").replace(
+        "Bon", "B on"
+    )
     assert "400 B" in section
     assert "int8" in section
     assert "10 B" in section
@@ -246,7 +285,9 @@ def test_old_folders_and_runs_that_send_nothing_say_so(make: Make) -> None:
 
 def test_links_of_the_contents_lead_somewhere(make: Make) -> None:
     text, page = render(make(rounds=1))
-    anchors = [target for target in page.loads if target.startswith("#") and f'href="{target}">' in text]
+    anchors = [
+        target for target in page.loads if target.startswith("#") and f'href="{target}">' in text
+    ]
     assert len(anchors) == 12
     assert all(f'id="{anchor[1:]}"' in text for anchor in anchors)
 
@@ -254,7 +295,10 @@ def test_links_of_the_contents_lead_somewhere(make: Make) -> None:
 def test_gain_over_local_stands_beside_each_site(make: Make) -> None:
     folder = make(sites=2, rounds=1)
     rows = list(csv.DictReader((folder / "sites.csv").read_text().splitlines()))
-    gains = [float(row["received_balanced_accuracy"]) - float(row["local_balanced_accuracy"]) for row in rows]
+    gains = [
+        float(row["received_balanced_accuracy"]) - float(row["local_balanced_accuracy"])
+        for row in rows
+    ]
     _, page = render(folder)
     for gain in gains:
         assert f"{gain:+.3f} against Local".replace("-", "−") in page.text

@@ -41,7 +41,10 @@ def test_page_tells_what_was_run_and_found(make: Make) -> None:
     folder = make()
     _, page = render(folder)
     words = " ".join(page.text.split())
-    summary, run = json.loads((folder / "summary.json").read_text()), json.loads((folder / "run.json").read_text())
+    summary, run = (
+        json.loads((folder / "summary.json").read_text()),
+        json.loads((folder / "run.json").read_text()),
+    )
     for expected in (
         "fedprox on pneumonia",
         "The method fedprox trained for classification into 3 classes at 6 sites over 20 rounds",
@@ -73,14 +76,18 @@ def test_site_figures_are_those_of_sites_csv(make: Make) -> None:
     assert f"{np.mean(received):.3f} ± {np.std(received):.3f}" in words
     assert f"{np.mean(local):.3f} ± {np.std(local):.3f}" in words
     assert all(a > b for a, b in zip(received, local, strict=True))
-    assert "better at" not in words, "no predictions of the Local models are there, so nothing is clear"
+    assert "better at" not in words, (
+        "no predictions of the Local models are there, so nothing is clear"
+    )
 
 
 def test_confusion_matrix_by_hand(make: Make) -> None:
     folder = make(sites=2)
     pairs = [(0, 0), (0, 0), (0, 0), (0, 1), (1, 1), (2, 1)]
     lines = [f"t{i},site-1,{label},{predicted},1,0,0" for i, (label, predicted) in enumerate(pairs)]
-    (folder / "predictions.csv").write_text("\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n")
+    (folder / "predictions.csv").write_text(
+        "\n".join(["id,site,label,predicted,p_a,p_b,p_c", *lines]) + "\n"
+    )
     _, page = render(folder)
     matrix, foot = "".join(page.text.split()).split("sensitivity")[1].split("precision")
     assert matrix == "normal31040.750" + "bacterialpneumonia01011.000" + "viralpneumonia01010.000"
@@ -121,7 +128,12 @@ def test_shares_under_a_cap_stand_in_the_page(make: Make) -> None:
     folder = make(max_share=0.5, sites=2, rounds=2)
     entries = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
     for entry, said in zip(entries, (0.8, 0.6), strict=True):
-        entry["observed"] = {"share/site-1": 0.5, "said/site-1": said, "share/site-2": 0.5, "said/site-2": 1 - said}
+        entry["observed"] = {
+            "share/site-1": 0.5,
+            "said/site-1": said,
+            "share/site-2": 0.5,
+            "said/site-2": 1 - said,
+        }
     (folder / "rounds.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     words = " ".join(render(folder)[1].text.split())
     assert "counts for at most 50 %" in words
@@ -181,7 +193,10 @@ def test_unfinished_run(make: Make) -> None:
 @pytest.mark.parametrize(
     ("scores", "rising"),
     [
-        ([0.1, 0.2, 0.3, 0.4, 0.5, 0.6], "0.400 to 0.600. More rounds are had with --resume --rounds 12"),
+        (
+            [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+            "0.400 to 0.600. More rounds are had with --resume --rounds 12",
+        ),
         ([0.5, 0.6, 0.7, 0.7, 0.7, 0.7], ""),
         ([0.1, 0.2, 0.3, 0.4, 0.6, 0.2], ""),
         ([0.1, 0.9], ""),
@@ -218,13 +233,18 @@ def test_one_site_has_no_standard_deviation(make: Make) -> None:
     """Nor has its model's score on everybody's test items one beside the mean."""
     folder = make(rounds=1, sites=1, judged="personal")
     summary = json.loads((folder / "summary.json").read_text())
-    apart = {what: {"round": 1, "balanced_accuracy": value} for what, value in (("mean", 0.5), ("sd", 0.0))}
+    apart = {
+        what: {"round": 1, "balanced_accuracy": value}
+        for what, value in (("mean", 0.5), ("sd", 0.0))
+    }
     (folder / "summary.json").write_text(json.dumps(summary | {"site_models": apart}))
     text, page = render(folder)
     assert "± 0.000" not in text
     assert "± –" in page.text
     table = result_table(folder)
-    assert [set(line.split()[1:]) for line in table.splitlines() if line.startswith("sd ")] == [{"–"}]
+    assert [set(line.split()[1:]) for line in table.splitlines() if line.startswith("sd ")] == [
+        {"–"}
+    ]
     assert "each site's model mean" in table
     assert "each site's model sd" not in table
 
@@ -237,15 +257,21 @@ def test_method_without_a_global_model(make: Make) -> None:
     assert "received" not in result_table(folder)
 
 
-@pytest.mark.parametrize(("units", "told"), [({"units": {"hd95": "mm"}}, "mm"), ({}, "mm or pixels")])
+@pytest.mark.parametrize(
+    ("units", "told"), [({"units": {"hd95": "mm"}}, "mm"), ({}, "mm or pixels")]
+)
 def test_distances_have_their_unit(make: Make, units: dict[str, object], told: str) -> None:
     """Also where one is the metric that a run is judged by; folders of before do not know which it is."""
     folder = make(task="segmentation", key_metric="hd95", rounds=2, classes=["a", "b"])
     (folder / "predictions.csv").unlink()
     for name in ("summary.json", "rounds.jsonl", "sites.csv"):
         text = (folder / name).read_text()
-        (folder / name).write_text(text.replace("balanced_accuracy", "hd95").replace("auroc", "dice"))
-    (folder / "summary.json").write_text(json.dumps(json.loads((folder / "summary.json").read_text()) | units))
+        (folder / name).write_text(
+            text.replace("balanced_accuracy", "hd95").replace("auroc", "dice")
+        )
+    (folder / "summary.json").write_text(
+        json.dumps(json.loads((folder / "summary.json").read_text()) | units)
+    )
     _, page = render(folder)
     words = " ".join(page.text.split())
     for place in ("HD95 ({}), last", "HD95 ({}) at each site", "HD95 ({}) on the validation set"):
@@ -284,7 +310,9 @@ def test_segmentation_run_shows_the_stored_partition_picture(make: Make) -> None
     (folder / "partition.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     for name in ("summary.json", "rounds.jsonl", "sites.csv"):
         text = (folder / name).read_text()
-        (folder / name).write_text(text.replace("balanced_accuracy", "dice").replace("auroc", "hd95"))
+        (folder / name).write_text(
+            text.replace("balanced_accuracy", "dice").replace("auroc", "hd95")
+        )
     _, page = render(folder)
     assert "data:image/png;base64,iVBORw0KGgo=" in page.loads
     assert "Dice at each site" in page.text
@@ -312,14 +340,18 @@ def test_pictures_are_embedded_with_their_words(make: Make) -> None:
     ]  # fmt: skip
     assert "2 more rounds are in the run folder" in page.text
     shown = [
-        base64.b64decode(target.removeprefix("data:image/png;base64,")) for target in page.loads if "base64" in target
+        base64.b64decode(target.removeprefix("data:image/png;base64,"))
+        for target in page.loads
+        if "base64" in target
     ]
     names = ["generated-0001", "generated-0002", "generated-0004", "generated-0006", "spectrum"]
     assert shown == [(folder / "pictures" / f"{name}.png").read_bytes() for name in names]
 
 
 def test_hundred_sites(make: Make) -> None:
-    folder = make(sites=100, classes=[f"a rather long name of tissue class number {i}" for i in range(9)])
+    folder = make(
+        sites=100, classes=[f"a rather long name of tissue class number {i}" for i in range(9)]
+    )
     text, page = render(folder)
     assert all(f"site-{i} " in page.text for i in range(1, 101))
     assert len(text) < 1_500_000
@@ -343,9 +375,16 @@ def test_result_table(make: Make) -> None:
     assert lines[1].split() == ["site", "train", "test", *["received", "personal", "local"] * 2]
     first = lines[3].split()
     names = [
-        f"{kind}_{name}" for name in ("balanced_accuracy", "accuracy") for kind in ("received", "personal", "local")
+        f"{kind}_{name}"
+        for name in ("balanced_accuracy", "accuracy")
+        for kind in ("received", "personal", "local")
     ]
-    assert first == ["rosendahl", rows[0]["train"], "20", *(f"{float(rows[0][name]):.3f}" for name in names)]
+    assert first == [
+        "rosendahl",
+        rows[0]["train"],
+        "20",
+        *(f"{float(rows[0][name]):.3f}" for name in names),
+    ]
     assert lines[4].startswith("a hospital with a very …")
     assert "\x1b" not in "".join(lines)
     mean = next(line for line in lines if line.startswith("mean")).split()
@@ -354,9 +393,16 @@ def test_result_table(make: Make) -> None:
     pooled = lines[lines.index("") + 1 :]
     names = ["balanced_accuracy", "accuracy", "f1_macro", "auroc", "loss"]
     assert pooled[0].split() == ["pooled", "test", "set", "round", *names]
-    for row, kind, when in zip(pooled[1:5], ["global"] * 2 + ["personal"] * 2, ["last", "best"] * 2, strict=True):
+    for row, kind, when in zip(
+        pooled[1:5], ["global"] * 2 + ["personal"] * 2, ["last", "best"] * 2, strict=True
+    ):
         values = summary[kind][when]
-        assert row.split() == [kind, when, str(values["round"]), *(f"{values[name]:.3f}" for name in names)]
+        assert row.split() == [
+            kind,
+            when,
+            str(values["round"]),
+            *(f"{values[name]:.3f}" for name in names),
+        ]
     assert "up 2.69 GB, down 2.69 GB, time 50 s" in text
     assert lines[-1] == "real data: pneumonia, checksum 5f2c5f2c5f2c5f2c"
 
@@ -415,12 +461,21 @@ def spoil_rounds(folder: Path) -> None:
         (lambda folder: (folder / "run.json").write_text("{"), "run.json: not valid JSON"),
         (lambda folder: (folder / "run.json").write_text("[]"), "run.json holds no JSON object"),
         (lambda folder: (folder / "run.json").write_text("{}"), "run.json lacks method, bundle"),
-        (lambda folder: (folder / "summary.json").write_bytes(b"\xff\xfe\x00"), "summary.json: bytes that are not"),
+        (
+            lambda folder: (folder / "summary.json").write_bytes(b"\xff\xfe\x00"),
+            "summary.json: bytes that are not",
+        ),
         (spoil_picture, "pictures cannot be shown: spectrum.png is no whole PNG file"),
         (spoil_rounds, "rounds.jsonl line 2: not valid JSON"),
         (lambda folder: (folder / "rounds.jsonl").write_text("{}\n"), "without a round number"),
-        (lambda folder: (folder / "sites.csv").write_text("a,b\n1,2\n"), "sites.csv line 2 does not fit"),
-        (lambda folder: (folder / "sites.csv").write_text("site,train\nx,1,2\n"), "sites.csv line 2 does not fit"),
+        (
+            lambda folder: (folder / "sites.csv").write_text("a,b\n1,2\n"),
+            "sites.csv line 2 does not fit",
+        ),
+        (
+            lambda folder: (folder / "sites.csv").write_text("site,train\nx,1,2\n"),
+            "sites.csv line 2 does not fit",
+        ),
         (
             lambda folder: (folder / "predictions.csv").write_text("id,label,predicted\nx,0,9\n"),
             "line 2 has a class outside 0 to 2",
@@ -430,7 +485,9 @@ def spoil_rounds(folder: Path) -> None:
             "line 2 has no class numbers",
         ),
         (
-            lambda folder: (folder / "sites.csv").write_text("site,received_balanced_accuracy\nx,good\n"),
+            lambda folder: (folder / "sites.csv").write_text(
+                "site,received_balanced_accuracy\nx,good\n"
+            ),
             "no number in column received_balanced_accuracy",
         ),
     ],
@@ -454,7 +511,10 @@ def test_run_that_hides_its_data_source_is_refused(make: Make) -> None:
 def test_remarks_on_the_images_do_not_tell_where_they_lie(make: Make) -> None:
     run = make("a")
     record = json.loads((run / "run.json").read_text())
-    record["data"] |= {"folder": "/home/somebody/images", "notes": ["/home/somebody/images is a phantom: drawn images"]}
+    record["data"] |= {
+        "folder": "/home/somebody/images",
+        "notes": ["/home/somebody/images is a phantom: drawn images"],
+    }
     (run / "run.json").write_text(json.dumps(record))
     text = write_report(run).read_text()
     assert "The data folder is a phantom: drawn images." in text
@@ -463,7 +523,10 @@ def test_remarks_on_the_images_do_not_tell_where_they_lie(make: Make) -> None:
 
 def test_a_command_names_no_folder_of_the_machine() -> None:
     given = "medfl run /home/a/lungs --data='/data/of mine' --out runs/x --init run:/scratch/b --set text=a/b"
-    assert formatting.command(given) == "medfl run lungs '--data=of mine' --out runs/x --init run:b --set text=a/b"
+    assert (
+        formatting.command(given)
+        == "medfl run lungs '--data=of mine' --out runs/x --init run:b --set text=a/b"
+    )
     assert formatting.command("medfl.run('/home/a')") == "medfl.run('/home/a')"
 
 
@@ -476,7 +539,9 @@ def test_sites_that_a_table_lacks_are_counted(make: Make) -> None:
     assert "at 3 sites" in " ".join(page.text.split())
 
 
-@pytest.mark.parametrize("change", [{"seed": [1]}, {"public": {"bundle": 5}}, {"public": {"bundle": "x", "data": {}}}])
+@pytest.mark.parametrize(
+    "change", [{"seed": [1]}, {"public": {"bundle": 5}}, {"public": {"bundle": "x", "data": {}}}]
+)
 def test_a_record_of_another_form_is_refused(make: Make, change: dict[str, object]) -> None:
     folder = make()
     record = json.loads((folder / "run.json").read_text())

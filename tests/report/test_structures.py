@@ -20,7 +20,9 @@ def make(tmp_path: Path) -> Make:
     return partial(build, tmp_path)
 
 
-def segmented(make: Make, name: str, tumours: list[float | str], classes: dict[str, dict[str, float | None]]) -> Path:
+def segmented(
+    make: Make, name: str, tumours: list[float | str], classes: dict[str, dict[str, float | None]]
+) -> Path:
     """A run whose cases all have a liver of Dice 0.5 and HD95 2, and a tumour of these, "" where they have none."""
     folder = make(name, rounds=1, sites=["site-1"], task="segmentation", key_metric="dice")
     run = json.loads((folder / "run.json").read_text()) | {"classes": [], "site_class_counts": {}}
@@ -32,7 +34,10 @@ def segmented(make: Make, name: str, tumours: list[float | str], classes: dict[s
     summary["last"] |= {"classes": classes, **own}
     summary["global"]["last"] |= {"classes": classes, **own}
     (folder / "summary.json").write_text(json.dumps(summary))
-    rows = [[f"{name}-{i}", "site-1", 0.5, 0.5, one, 2, 4 if one != "" else ""] for i, one in enumerate(tumours)]
+    rows = [
+        [f"{name}-{i}", "site-1", 0.5, 0.5, one, 2, 4 if one != "" else ""]
+        for i, one in enumerate(tumours)
+    ]
     with (folder / "predictions.csv").open("w", newline="") as file:
         csv.writer(file).writerows([COLUMNS, *rows])
     return folder
@@ -46,7 +51,17 @@ def test_a_run_tells_each_structure_and_how_many_cases_have_it(make: Make) -> No
     folder = segmented(make, "run", [0.1, 0.4, *[""] * 8], classes)
     lines = result_table(folder).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("structure, global last"))
-    assert lines[start].split() == ["structure,", "global", "last", "cases", "Dice", "HD95", "(mm", "or", "pixels)"]
+    assert lines[start].split() == [
+        "structure,",
+        "global",
+        "last",
+        "cases",
+        "Dice",
+        "HD95",
+        "(mm",
+        "or",
+        "pixels)",
+    ]
     assert [line.split() for line in lines[start + 1 : start + 4]] == [
         ["liver", "10", "0.500", "2.000"],
         ["tumour", "2", "0.250", "4.000"],
@@ -69,8 +84,12 @@ def test_of_many_structures_the_table_has_the_worst(make: Make) -> None:
     assert "… 8 more structures are in summary.json" in lines
 
 
-def test_a_cross_validation_joins_folds_of_which_one_has_no_tumour(make: Make, tmp_path: Path) -> None:
-    names: dict[str, dict[str, float | None]] = {name: {"dice": 0.5, "cases": 2} for name in ("liver", "tumour")}
+def test_a_cross_validation_joins_folds_of_which_one_has_no_tumour(
+    make: Make, tmp_path: Path
+) -> None:
+    names: dict[str, dict[str, float | None]] = {
+        name: {"dice": 0.5, "cases": 2} for name in ("liver", "tumour")
+    }
     for name, tumours in (("fold-1", ["", ""]), ("fold-2", [0.2, 0.4, ""])):
         segmented(make, name, tumours, names)
     record = {
@@ -79,7 +98,10 @@ def test_a_cross_validation_joins_folds_of_which_one_has_no_tumour(make: Make, t
     }  # fmt: skip
     (tmp_path / folds.FOLDS).write_text(json.dumps(record))
     found = folds.write(tmp_path)
-    expected = {"liver": {"dice": 0.5, "hd95": 2.0, "cases": 5}, "tumour": {"dice": 0.3, "hd95": 4.0, "cases": 2}}
+    expected = {
+        "liver": {"dice": 0.5, "hd95": 2.0, "cases": 5},
+        "tumour": {"dice": 0.3, "hd95": 4.0, "cases": 2},
+    }
     stored = json.loads((tmp_path / "summary.json").read_text())["last"]["classes"]
     assert found.structures["tumour"] == pytest.approx(expected["tumour"])
     assert stored == found.structures

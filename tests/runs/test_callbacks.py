@@ -28,18 +28,26 @@ def parts() -> medfl.Parts:
     draws = torch.Generator().manual_seed(0)
     items = [{"image": torch.randn(1, 6, 6, generator=draws), "label": i % 2} for i in range(60)]
     data = {"a": items[:30], "b": items[30:]}
-    return medfl.Parts(linear, data, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.5), classes=("p", "q"))
+    return medfl.Parts(
+        linear, data, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.5), classes=("p", "q")
+    )
 
 
 def ended(history: list[tuple[int, dict[str, float]]], folder: Path = Path()) -> medfl.RoundEnd:
-    return medfl.RoundEnd(history[-1][0], 9, history[-1][1], 0.5, history, "dice", folder, lambda: {})
+    return medfl.RoundEnd(
+        history[-1][0], 9, history[-1][1], 0.5, history, "dice", folder, lambda: {}
+    )
 
 
-def test_a_run_that_stops_says_so_and_is_the_same_up_to_there(parts: medfl.Parts, tmp_path: Path) -> None:
+def test_a_run_that_stops_says_so_and_is_the_same_up_to_there(
+    parts: medfl.Parts, tmp_path: Path
+) -> None:
     """One worker, two, and a resumed run stop after the same round; the weights are those of so many rounds."""
     stop = medfl.EarlyStopping(patience=2)
     said: list[str] = []
-    one = medfl.run(parts, rounds=12, out=tmp_path / "one", jobs=1, callbacks=[stop], say=said.append)
+    one = medfl.run(
+        parts, rounds=12, out=tmp_path / "one", jobs=1, callbacks=[stop], say=said.append
+    )
     done = one.summary["rounds"]
     best = max(one.rounds, key=lambda row: (row["val_balanced_accuracy"], -row["round"]))["round"]
     assert done == best + 2 < 12
@@ -51,18 +59,30 @@ def test_a_run_that_stops_says_so_and_is_the_same_up_to_there(parts: medfl.Parts
     assert json.loads((tmp_path / "one/run.json").read_text())["callbacks"] == [repr(stop)]
     two = medfl.run(parts, rounds=12, out=tmp_path / "two", jobs=2, callbacks=[stop], **QUIET)
     medfl.run(parts, rounds=1, out=tmp_path / "part", jobs=1, callbacks=[stop], **QUIET)
-    part = medfl.run(parts, rounds=12, out=tmp_path / "part", jobs=1, callbacks=[stop], resume=True, **QUIET)
+    part = medfl.run(
+        parts, rounds=12, out=tmp_path / "part", jobs=1, callbacks=[stop], resume=True, **QUIET
+    )
     plain = medfl.run(parts, rounds=done, out=tmp_path / "plain", jobs=1, **QUIET)
-    assert {result.summary["weights_sha256"] for result in (one, two, part, plain)} == {one.summary["weights_sha256"]}
+    assert {result.summary["weights_sha256"] for result in (one, two, part, plain)} == {
+        one.summary["weights_sha256"]
+    }
     assert part.summary["rounds"] == done
     assert plain.summary["status"] == "finished"
-    again = medfl.run(parts, rounds=12, out=tmp_path / "one", jobs=1, callbacks=[stop], resume=True, **QUIET)
+    again = medfl.run(
+        parts, rounds=12, out=tmp_path / "one", jobs=1, callbacks=[stop], resume=True, **QUIET
+    )
     assert again.summary["rounds"] == done
     on = medfl.run(parts, rounds=done + 1, out=tmp_path / "one", jobs=1, resume=True, **QUIET)
-    assert (on.summary["status"], on.summary["rounds"], len(on.rounds)) == ("finished", done + 1, done + 1)
+    assert (on.summary["status"], on.summary["rounds"], len(on.rounds)) == (
+        "finished",
+        done + 1,
+        done + 1,
+    )
 
 
-def test_a_callback_sees_metrics_and_weights_and_may_stop(parts: medfl.Parts, tmp_path: Path) -> None:
+def test_a_callback_sees_metrics_and_weights_and_may_stop(
+    parts: medfl.Parts, tmp_path: Path
+) -> None:
     seen: list[medfl.RoundEnd] = []
 
     def watch(told: medfl.RoundEnd) -> bool:
@@ -78,7 +98,9 @@ def test_a_callback_sees_metrics_and_weights_and_may_stop(parts: medfl.Parts, tm
     ]
     assert "watch asked for it" in result.summary["stopped"]
     assert weights_sha256(seen[-1].weights) != result.summary["weights_sha256"]
-    seen[-1].weights["1.weight"].copy_(load_weights(tmp_path / "run/weights.safetensors")["1.weight"])
+    seen[-1].weights["1.weight"].copy_(
+        load_weights(tmp_path / "run/weights.safetensors")["1.weight"]
+    )
     assert weights_sha256(seen[-1].weights) == result.summary["weights_sha256"]
 
 
@@ -90,7 +112,9 @@ def test_the_best_round_is_kept_in_a_file(parts: medfl.Parts, tmp_path: Path) ->
         assert weights_sha256(found) == weights_sha256(best)
 
 
-def test_a_method_without_weights_at_the_server_has_no_checkpoint(parts: medfl.Parts, tmp_path: Path) -> None:
+def test_a_method_without_weights_at_the_server_has_no_checkpoint(
+    parts: medfl.Parts, tmp_path: Path
+) -> None:
     keep = [medfl.BestCheckpoint(tmp_path / "best.pt")]
     with pytest.raises(medfl.InputError, match="whose server has no weights"):
         medfl.run(parts, "local", rounds=1, out=tmp_path / "run", jobs=1, callbacks=keep, **QUIET)
@@ -100,9 +124,13 @@ def test_a_method_without_weights_at_the_server_has_no_checkpoint(parts: medfl.P
 def test_early_stopping_counts_from_the_best_round() -> None:
     rows = [(n, {"dice": d, "loss": 1 - d}) for n, d in enumerate((0.5, 0.7, 0.7, 0.71, 0.6), 1)]
     assert medfl.EarlyStopping(2)(ended(rows[:3])) is None
-    assert "of round 2 for 2 rounds" in (medfl.EarlyStopping(2, min_delta=0.05)(ended(rows[:4])) or "")
+    assert "of round 2 for 2 rounds" in (
+        medfl.EarlyStopping(2, min_delta=0.05)(ended(rows[:4])) or ""
+    )
     assert medfl.EarlyStopping(2, "loss")(ended(rows)) is None
-    assert "loss has not become better than 0.29 of round 4" in (medfl.EarlyStopping(1, "loss")(ended(rows)) or "")
+    assert "loss has not become better than 0.29 of round 4" in (
+        medfl.EarlyStopping(1, "loss")(ended(rows)) or ""
+    )
     with pytest.raises(medfl.InputError, match="the rounds have dice, loss"):
         medfl.EarlyStopping(1, "dise")(ended(rows))
     with pytest.raises(medfl.InputError, match="patience from 1"):
@@ -111,20 +139,40 @@ def test_early_stopping_counts_from_the_best_round() -> None:
         medfl.BestCheckpoint("best.pth")
 
 
-def test_a_callback_that_fails_is_named_and_the_round_kept(parts: medfl.Parts, tmp_path: Path) -> None:
+def test_a_callback_that_fails_is_named_and_the_round_kept(
+    parts: medfl.Parts, tmp_path: Path
+) -> None:
     def broken(told: medfl.RoundEnd) -> None:
         raise KeyError("hd95")
 
-    with pytest.raises(medfl.RunError, match=r"broken fails after round 1: KeyError: 'hd95'; the round is kept"):
+    with pytest.raises(
+        medfl.RunError, match=r"broken fails after round 1: KeyError: 'hd95'; the round is kept"
+    ):
         medfl.run(parts, rounds=2, out=tmp_path / "run", jobs=1, callbacks=[broken], **QUIET)
     result = medfl.run(parts, rounds=2, out=tmp_path / "run", jobs=1, resume=True, **QUIET)
     assert len(result.rounds) == 2
-    assert asked_to_stop([lambda _: None, lambda _: 0, lambda _: "enough"], ended([(1, {"dice": 1.0})])) == "enough"
+    assert (
+        asked_to_stop(
+            [lambda _: None, lambda _: 0, lambda _: "enough"], ended([(1, {"dice": 1.0})])
+        )
+        == "enough"
+    )
 
 
-def test_stopping_by_metrics_needs_rounds_that_are_evaluated(parts: medfl.Parts, tmp_path: Path) -> None:
+def test_stopping_by_metrics_needs_rounds_that_are_evaluated(
+    parts: medfl.Parts, tmp_path: Path
+) -> None:
     with pytest.raises(medfl.InputError, match="EarlyStopping or --patience with eval_every 0"):
-        medfl.run(parts, eval_every=0, out=tmp_path / "a", callbacks=[medfl.EarlyStopping(2)], **QUIET)
+        medfl.run(
+            parts, eval_every=0, out=tmp_path / "a", callbacks=[medfl.EarlyStopping(2)], **QUIET
+        )
     with pytest.raises(medfl.InputError, match="callbacks with --runtime flare"):
-        medfl.run("mednist", data="phantom", out=tmp_path / "a", runtime="flare", callbacks=[print], **QUIET)
+        medfl.run(
+            "mednist",
+            data="phantom",
+            out=tmp_path / "a",
+            runtime="flare",
+            callbacks=[print],
+            **QUIET,
+        )
     assert not (tmp_path / "a").exists()

@@ -25,14 +25,19 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32
+    )
 
 
 @pytest.fixture
 def weights() -> dict[str, torch.Tensor]:
     """Return the weights of a small CNN that no seed of a run draws."""
     torch.manual_seed(4242)
-    return {name: tensor.clone() for name, tensor in networks.build("small_cnn", 1, 6).state_dict().items()}
+    return {
+        name: tensor.clone()
+        for name, tensor in networks.build("small_cnn", 1, 6).state_dict().items()
+    }
 
 
 def run(scans: Path, out: Path, *more: object, code: int = 0) -> dict[str, Any]:
@@ -48,12 +53,18 @@ def test_a_run_begins_with_the_weights_of_a_file_wherever_it_runs(
     file = tmp_path / "start.safetensors"
     save_weights(file, weights)
     whole = run(scans, tmp_path / "whole", "--init", file, "--rounds", "2", "--jobs", "1")
-    assert json.loads((tmp_path / "whole/run.json").read_text())["init"] == f"sha256:{weights_sha256(weights)}"
+    assert (
+        json.loads((tmp_path / "whole/run.json").read_text())["init"]
+        == f"sha256:{weights_sha256(weights)}"
+    )
     workers = run(scans, tmp_path / "workers", "--init", file, "--rounds", "2", "--jobs", "2")
     monai = run(scans, tmp_path / "monai", "--init", file, "--rounds", "2", "--runtime", "monai-fl")
     run(scans, tmp_path / "part", "--init", file, "--rounds", "1", "--jobs", "1")
     file.unlink()
-    assert cli.main(["run", "--resume", "--out", str(tmp_path / "part"), "--rounds", "2", "--quiet"]) == 0
+    assert (
+        cli.main(["run", "--resume", "--out", str(tmp_path / "part"), "--rounds", "2", "--quiet"])
+        == 0
+    )
     part = json.loads((tmp_path / "part/summary.json").read_text())
     drawn = run(scans, tmp_path / "drawn", "--rounds", "2", "--jobs", "1")
     assert {one["weights_sha256"] for one in (workers, monai, part)} == {whole["weights_sha256"]}
@@ -70,7 +81,18 @@ def test_sites_begin_with_the_weights_and_keep_what_is_theirs(
     (tmp_path / "model.pt").rename(tmp_path / "bundle/models/model.pt")
     for method in ("fedavg", "fedper"):
         out = tmp_path / method
-        run(scans, out, "--init", f"bundle:{tmp_path}/bundle", "--method", method, "--rounds", "1", "--lr", "1e-12")
+        run(
+            scans,
+            out,
+            "--init",
+            f"bundle:{tmp_path}/bundle",
+            "--method",
+            method,
+            "--rounds",
+            "1",
+            "--lr",
+            "1e-12",
+        )
         ended = load_weights(out / "weights.safetensors")
         prefix = next((name.partition("/")[0] + "/" for name in ended if "/" in name), "")
         for name, tensor in weights.items():
@@ -80,8 +102,20 @@ def test_sites_begin_with_the_weights_and_keep_what_is_theirs(
 
 def test_a_finished_run_is_a_beginning(scans: Path, tmp_path: Path) -> None:
     run(scans, tmp_path / "first", "--rounds", "1", "--jobs", "1")
-    run(scans, tmp_path / "second", "--rounds", "1", "--jobs", "1", "--init", f"run:{tmp_path}/first")
-    first, began = (load_weights(tmp_path / name) for name in ("first/weights.safetensors", "second/init.safetensors"))
+    run(
+        scans,
+        tmp_path / "second",
+        "--rounds",
+        "1",
+        "--jobs",
+        "1",
+        "--init",
+        f"run:{tmp_path}/first",
+    )
+    first, began = (
+        load_weights(tmp_path / name)
+        for name in ("first/weights.safetensors", "second/init.safetensors")
+    )
     assert weights_sha256(first) == weights_sha256(began)
 
 
@@ -111,7 +145,10 @@ class _Harmful:
 def test_a_file_with_code_in_it_is_read_as_no_weights(tmp_path: Path) -> None:
     file, done = tmp_path / "model.pt", tmp_path / "done"
     harmful = _Harmful(done)
-    for save in (lambda: torch.save({"w": harmful}, file), lambda: file.write_bytes(pickle.dumps(harmful))):
+    for save in (
+        lambda: torch.save({"w": harmful}, file),
+        lambda: file.write_bytes(pickle.dumps(harmful)),
+    ):
         save()
         with pytest.raises(InputError, match="is not read as weights"):
             initial_weights.read(str(file))
@@ -122,7 +159,10 @@ def test_a_file_with_code_in_it_is_read_as_no_weights(tmp_path: Path) -> None:
 
 
 def test_a_run_whose_beginning_was_exchanged_is_not_resumed(
-    scans: Path, tmp_path: Path, weights: dict[str, torch.Tensor], capsys: pytest.CaptureFixture[str]
+    scans: Path,
+    tmp_path: Path,
+    weights: dict[str, torch.Tensor],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file, out = tmp_path / "start.safetensors", tmp_path / "out"
     save_weights(file, weights)
@@ -137,12 +177,17 @@ def test_a_run_whose_beginning_was_exchanged_is_not_resumed(
 
 @pytest.mark.flare
 @pytest.mark.slow
-def test_a_flare_job_begins_with_the_weights(scans: Path, tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
+def test_a_flare_job_begins_with_the_weights(
+    scans: Path, tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
     pytest.importorskip("nvflare")
     save_weights(tmp_path / "start.safetensors", weights)
     more = ("--init", tmp_path / "start.safetensors", "--rounds", "1")
     flare = run(scans, tmp_path / "flare", *more, "--runtime", "flare")
-    assert flare["weights_sha256"] == run(scans, tmp_path / "here", *more, "--jobs", "1")["weights_sha256"]
+    assert (
+        flare["weights_sha256"]
+        == run(scans, tmp_path / "here", *more, "--jobs", "1")["weights_sha256"]
+    )
 
 
 def test_a_small_file_cannot_ask_for_much_memory(tmp_path: Path) -> None:

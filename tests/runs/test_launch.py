@@ -20,9 +20,13 @@ from tests.support.phantoms import draw_small
 def division(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> str:
     """What is said of sites of these sizes, where at most three are listed."""
     monkeypatch.setattr(launch, "_LISTED", 3)
-    sites = {f"s{i}": {"train": ["x"] * size, "validate": [], "test": []} for i, size in enumerate(sizes)}
+    sites = {
+        f"s{i}": {"train": ["x"] * size, "validate": [], "test": []} for i, size in enumerate(sizes)
+    }
     record = PartitionRecord("iid", 7, ("2 test images belong to no site",), sites)
-    plan = SimpleNamespace(run=SimpleNamespace(partition=record), partition=None, sections={}, counted=())
+    plan = SimpleNamespace(
+        run=SimpleNamespace(partition=record), partition=None, sections={}, counted=()
+    )
     monkeypatch.setattr(launch, "partition_table", lambda *_: "the table")
     return launch._division(plan)  # type: ignore[arg-type]
 
@@ -66,7 +70,14 @@ def test_a_run_reads_its_bundle_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Bundle, "__init__", counted)
     config = {"network": "small_cnn", "image_size": 16}
-    requested = {"data": "phantom", "sites": 2, "partition": "iid", "rounds": 1, "batch_size": 16, "eval_every": 0}
+    requested = {
+        "data": "phantom",
+        "sites": 2,
+        "partition": "iid",
+        "rounds": 1,
+        "batch_size": 16,
+        "eval_every": 0,
+    }
     requested |= {"local_epochs": 1}
     federate("pneumonia", config=config, requested=requested, out=tmp_path / "a", jobs=1)
     assert opened == ["pneumonia"]

@@ -65,7 +65,13 @@ def test_a_known_kind_of_partition_with_a_wrong_value_is_meant_as_it_is() -> Non
     ],
 )  # fmt: skip
 def test_arguments_of_another_kind(tmp_path: Path, name: str, value: Any, allowed: str) -> None:
-    given = {"bundle": "pneumonia", "out": tmp_path / "out", "say": str, "data": "phantom", name: value}
+    given = {
+        "bundle": "pneumonia",
+        "out": tmp_path / "out",
+        "say": str,
+        "data": "phantom",
+        name: value,
+    }
     with pytest.raises(InputError, match=rf"^(--)?{name}[ =].*{allowed}"):
         medfl.run(**given)
     assert not (tmp_path / "out").exists()
@@ -79,7 +85,13 @@ def test_arguments_of_another_kind(tmp_path: Path, name: str, value: Any, allowe
     ],
 )  # fmt: skip
 def test_arguments_of_a_comparison(tmp_path: Path, name: str, value: Any) -> None:
-    given = {"bundle": "pneumonia", "methods": ["fedavg"], "out": tmp_path / "out", "data": "phantom", "say": str}
+    given = {
+        "bundle": "pneumonia",
+        "methods": ["fedavg"],
+        "out": tmp_path / "out",
+        "data": "phantom",
+        "say": str,
+    }
     with pytest.raises(InputError, match=rf"^(--)?{name}[ =]"):
         medfl.compare(**{**given, name: value})
     assert not (tmp_path / "out").exists()
@@ -98,7 +110,14 @@ def test_options_that_are_no_dict(options: Any) -> None:
 
 
 def test_what_fits() -> None:
-    given = {"bundle": "x", "rounds": 3, "lr": 1, "sites": None, "presets": ("a",), "options": {"mu": 1}}
+    given = {
+        "bundle": "x",
+        "rounds": 3,
+        "lr": 1,
+        "sites": None,
+        "presets": ("a",),
+        "options": {"mu": 1},
+    }
     assert [*type_mismatches(Request, given)] == []
     assert medfl.cli.api._plain(np.int64(3)) == 3
     assert type(medfl.cli.api._plain(np.int64(3))) is int

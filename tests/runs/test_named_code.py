@@ -35,7 +35,11 @@ from medfl.runtimes.simulator import RUNTIME
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("plain")
-    return trained(place / "run", "mednist", datasets.write_phantom("mednist", place / "data", per_class=10, size=24))
+    return trained(
+        place / "run",
+        "mednist",
+        datasets.write_phantom("mednist", place / "data", per_class=10, size=24),
+    )
 
 
 @pytest.fixture
@@ -93,14 +97,18 @@ VERBS = {
 
 
 @pytest.mark.parametrize("name", [*OPENERS])
-def test_what_opens_a_run_folder_imports_no_module_that_its_record_names(name: str, given: Path, ran: Path) -> None:
+def test_what_opens_a_run_folder_imports_no_module_that_its_record_names(
+    name: str, given: Path, ran: Path
+) -> None:
     with pytest.raises(InputError, match="names the method 'theirs.payload', which is code"):
         OPENERS[name](given)
     assert not ran.exists()
 
 
 @pytest.mark.parametrize("name", [*VERBS])
-def test_no_verb_imports_it(name: str, given: Path, ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_verb_imports_it(
+    name: str, given: Path, ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (given.parent / "in").mkdir()
     Image.fromarray(np.zeros((24, 24), np.uint8)).save(given.parent / "in" / "a.png")
     code, text = said(capsys, *VERBS[name])
@@ -108,7 +116,9 @@ def test_no_verb_imports_it(name: str, given: Path, ran: Path, capsys: pytest.Ca
     assert not ran.exists()
 
 
-def test_a_report_reads_it_without_the_module(given: Path, ran: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_reads_it_without_the_module(
+    given: Path, ran: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said(capsys, "report", given)[0] == 0
     assert not ran.exists()
 
@@ -123,17 +133,31 @@ def test_a_recorded_runtime_is_imported_no_more_than_a_method(
     assert (code, text.count("\n")) == (2, 1)
     assert "names the runtime 'theirs.payload" in text
     assert not ran.exists()
-    assert said(capsys, "run", "--resume", "--out", folder, "--rounds", "2", "--runtime", runtime)[0] == 0
+    assert (
+        said(capsys, "run", "--resume", "--out", folder, "--rounds", "2", "--runtime", runtime)[0]
+        == 0
+    )
     assert ran.exists()
 
 
 @pytest.mark.parametrize(
-    "entry", [{"requested": {"method": "theirs.payload"}}, {"settings": {"runtime": "theirs.payload:RUNTIME"}}]
+    "entry",
+    [
+        {"requested": {"method": "theirs.payload"}},
+        {"settings": {"runtime": "theirs.payload:RUNTIME"}},
+    ],
 )
 def test_nor_does_the_record_of_a_cross_validation(
     entry: dict[str, object], ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = {"folds": 2, "bundle": "mednist", "options": {}, "config": {}, "requested": {}, "settings": {}}
+    record = {
+        "folds": 2,
+        "bundle": "mednist",
+        "options": {},
+        "config": {},
+        "requested": {},
+        "settings": {},
+    }
     (tmp_path / "folds").mkdir()
     (tmp_path / "folds" / "folds.json").write_text(
         json.dumps({**record, "command": "medfl", "images": ["a", "b"], **entry})
@@ -149,8 +173,29 @@ def test_whoever_names_it_or_trusts_may_open_it(
 ) -> None:
     own = tmp_path / "own"
     data = plain.parent / "data"
-    config = ("--config", "network=two_conv", "--config", "image_size=16", "--sites", "2", "--jobs", "1", "--quiet")
-    run = ("run", "mednist", "--data", data, "--rounds", "1", "--method", "theirs.payload", "--out", own)
+    config = (
+        "--config",
+        "network=two_conv",
+        "--config",
+        "image_size=16",
+        "--sites",
+        "2",
+        "--jobs",
+        "1",
+        "--quiet",
+    )
+    run = (
+        "run",
+        "mednist",
+        "--data",
+        data,
+        "--rounds",
+        "1",
+        "--method",
+        "theirs.payload",
+        "--out",
+        own,
+    )
     assert said(capsys, *run, *config)[0] == 0
 
     forget()
@@ -159,4 +204,18 @@ def test_whoever_names_it_or_trusts_may_open_it(
     assert said(capsys, *resumed)[0] == 2
     assert said(capsys, *resumed, "--method", "theirs.payload")[0] == 0
     forget()
-    assert said(capsys, "run", "--from", own, "--out", tmp_path / "again", "--trust", "--jobs", "1", "--quiet")[0] == 0
+    assert (
+        said(
+            capsys,
+            "run",
+            "--from",
+            own,
+            "--out",
+            tmp_path / "again",
+            "--trust",
+            "--jobs",
+            "1",
+            "--quiet",
+        )[0]
+        == 0
+    )

@@ -19,9 +19,19 @@ TASK = "segmentation"
 
 @pytest.mark.parametrize(
     ("smallest", "most", "batch", "epochs"),
-    [(7, 8, 2, 5), (1, 8, 2, 10), (0, 8, 2, 10), (40, 8, 8, 4), (210, 8, 8, 1), (5000, 8, 8, 1), (9, 2, 2, 4)],
+    [
+        (7, 8, 2, 5),
+        (1, 8, 2, 10),
+        (0, 8, 2, 10),
+        (40, 8, 8, 4),
+        (210, 8, 8, 1),
+        (5000, 8, 8, 1),
+        (9, 2, 2, 4),
+    ],
 )
-def test_batch_and_epochs_give_the_smallest_site_steps(smallest: int, most: int, batch: int, epochs: int) -> None:
+def test_batch_and_epochs_give_the_smallest_site_steps(
+    smallest: int, most: int, batch: int, epochs: int
+) -> None:
     values = fit_schedule(OPEN, [smallest, 5000], most, TASK)
     assert values == {"batch_size": batch, "local_epochs": epochs, "rounds": 10}
     if smallest >= 4:
@@ -31,7 +41,10 @@ def test_batch_and_epochs_give_the_smallest_site_steps(smallest: int, most: int,
 def test_what_is_given_stays() -> None:
     given = {"batch_size": 8, "local_epochs": 1, "rounds": 3}
     assert fit_schedule(given, [7], 8, TASK) == given
-    assert fit_schedule({**given, "local_epochs": AUTO}, [7], 8, TASK) == {**given, "local_epochs": 10}
+    assert fit_schedule({**given, "local_epochs": AUTO}, [7], 8, TASK) == {
+        **given,
+        "local_epochs": 10,
+    }
     assert fit_schedule({**OPEN, "rounds": AUTO, "local_epochs": 1}, [7], 8, TASK)["rounds"] == 30
 
 
@@ -45,29 +58,43 @@ def test_what_is_given_stays() -> None:
         ([10] * 100, "segmentation", 5),  # 4000 images a round
     ],
 )
-def test_rounds_give_the_smallest_site_steps_within_limits(sizes: list[int], task: str, rounds: int) -> None:
+def test_rounds_give_the_smallest_site_steps_within_limits(
+    sizes: list[int], task: str, rounds: int
+) -> None:
     assert fit_schedule({**OPEN, "rounds": AUTO}, sizes, 8, task)["rounds"] == rounds
 
 
-def a_run(counts: dict[str, int], batch: int, epochs: int, method: str = "fedavg") -> SimpleNamespace:
+def a_run(
+    counts: dict[str, int], batch: int, epochs: int, method: str = "fedavg"
+) -> SimpleNamespace:
     sites = {name: {"train": range(count)} for name, count in counts.items()}
-    return SimpleNamespace(batch_size=batch, local_epochs=epochs, method=method, partition=SimpleNamespace(sites=sites))
+    return SimpleNamespace(
+        batch_size=batch, local_epochs=epochs, method=method, partition=SimpleNamespace(sites=sites)
+    )
 
 
 def test_few_steps_are_warned_of_with_what_gives_more() -> None:
     line = steps_note(a_run({"a": 7, "b": 80}, 8, 1))
-    assert line.startswith("steps a round: 1 to 10 (batch 8, local epochs 1); few at a, which has 7 training images")
+    assert line.startswith(
+        "steps a round: 1 to 10 (batch 8, local epochs 1); few at a, which has 7 training images"
+    )
     assert line.endswith("--batch-size 2 --local-epochs 5")
-    assert steps_note(a_run({"a": 7, "b": 8}, 2, 5)) == "steps a round: 20 (batch 2, local epochs 5)"
+    assert (
+        steps_note(a_run({"a": 7, "b": 8}, 2, 5)) == "steps a round: 20 (batch 2, local epochs 5)"
+    )
 
 
 @pytest.mark.slow
 def test_a_new_bundle_s_run_says_and_records_its_steps(tmp_path: Path) -> None:
     """The batch and epochs of the record are numbers, so that it repeats."""
     images = write_phantom("lung_cxr", tmp_path / "data", per_class=10, size=32)
-    pictures, masks = sorted(path for path in images.rglob("*") if path.is_dir() and any(path.glob("*.png")))[:2]
+    pictures, masks = sorted(
+        path for path in images.rglob("*") if path.is_dir() and any(path.glob("*.png"))
+    )[:2]
     bundle = starter.write(tmp_path / "mine", starter.survey(pictures, masks), size=32)
     said: list[str] = []
     asked = {"data": str(pictures.parent), "sites": 2, "rounds": 3}
     federate(str(bundle), requested=asked, out=tmp_path / "out", jobs=1, say=said.append)
-    assert any(line.startswith("steps a round: ") and "(batch 2, local epochs " in line for line in said)
+    assert any(
+        line.startswith("steps a round: ") and "(batch 2, local epochs " in line for line in said
+    )

@@ -43,7 +43,9 @@ def other_bundle(tmp_path: Path) -> str:
 
 
 def test_what_is_not_asked_for_comes_from_the_protocol(skin: str) -> None:
-    run = make_plan(Request("ham10000", "fedprox", config=CONFIG, data=skin, partition="iid", sites=2)).run
+    run = make_plan(
+        Request("ham10000", "fedprox", config=CONFIG, data=skin, partition="iid", sites=2)
+    ).run
     assert run.options == {"mu": 0.001}  # of the protocol; the method's own default is 0.01
     assert (run.cohort, run.rounds, run.local_epochs, run.batch_size, run.lr, run.lr_decay) == (
         0.5,
@@ -74,23 +76,39 @@ def test_a_bundle_without_a_protocol_gets_plain_defaults(chest: str, other_bundl
     made = make_plan(Request(other_bundle, config={**CONFIG, "dataset_dir": chest}))
     run = made.run
     assert (run.method, run.partition.spec, len(run.partition.sites)) == ("fedavg", "iid", 4)
-    assert (run.cohort, run.rounds, run.local_epochs, run.lr, run.lr_decay) == (1.0, 10, 1, None, 1.0)
+    assert (run.cohort, run.rounds, run.local_epochs, run.lr, run.lr_decay) == (
+        1.0,
+        10,
+        1,
+        None,
+        1.0,
+    )
     assert run.batch_size == 16  # of its data loader
-    assert (run.data.source, run.data.split) == ("phantom", "bundle"), "its folder is a drawn cohort"
+    assert (run.data.source, run.data.split) == ("phantom", "bundle"), (
+        "its folder is a drawn cohort"
+    )
     assert not [note for note in made.notes if "names no test data" in note]
 
 
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ("patience: soon", "patience 'soon' in the bundle's federated.yaml; a whole number of at least 0"),
-        ("rounds: [3]", r"rounds '\[3\]' in the bundle's federated.yaml; a whole number of at least 1"),
+        (
+            "patience: soon",
+            "patience 'soon' in the bundle's federated.yaml; a whole number of at least 0",
+        ),
+        (
+            "rounds: [3]",
+            r"rounds '\[3\]' in the bundle's federated.yaml; a whole number of at least 1",
+        ),
         ("decay_per: batch", "--decay-per batch; round or epoch; choose one"),
         ("site_weights: 3", "--site-weights 3; samples or uniform; choose one"),
         ("cohort: 2", "--cohort 2; a number above 0 and at most 1"),
     ],
 )
-def test_a_protocol_of_another_form_is_refused_in_one_line(chest: str, other_bundle: str, said: str, text: str) -> None:
+def test_a_protocol_of_another_form_is_refused_in_one_line(
+    chest: str, other_bundle: str, said: str, text: str
+) -> None:
     (Path(other_bundle) / "configs" / "federated.yaml").write_text(said + "\n")
     with pytest.raises(InputError, match=text):
         make_plan(Request(other_bundle, "fedavg", data=chest))
@@ -100,9 +118,16 @@ def test_a_protocol_has_the_settings_of_the_schedule(chest: str, other_bundle: s
     said = "decay_per: epoch\nsite_weights: uniform\nkeep_optimizer: true\npatience: 4\nlr: 1\n"
     (Path(other_bundle) / "configs" / "federated.yaml").write_text(said)
     run = make_plan(Request(other_bundle, "fedavg", data=chest)).run
-    assert (run.decay_per, run.site_weights, run.keep_optimizer, run.patience) == ("epoch", "uniform", True, 4)
+    assert (run.decay_per, run.site_weights, run.keep_optimizer, run.patience) == (
+        "epoch",
+        "uniform",
+        True,
+        4,
+    )
     assert isinstance(run.lr, float)
-    asked = make_plan(Request(other_bundle, "fedavg", data=chest, lr=1, decay_per="round", patience=0)).run
+    asked = make_plan(
+        Request(other_bundle, "fedavg", data=chest, lr=1, decay_per="round", patience=0)
+    ).run
     assert (asked.decay_per, asked.patience, asked.site_weights) == ("round", 0, "uniform")
     assert isinstance(asked.lr, float)
 
@@ -113,7 +138,9 @@ def test_data_of_a_bundle_that_is_not_ours(chest: str, other_bundle: str) -> Non
     assert given.config == CONFIG
     assert (
         given.data.checksum
-        == make_plan(Request(other_bundle, config={**CONFIG, "dataset_dir": chest})).run.data.checksum
+        == make_plan(
+            Request(other_bundle, config={**CONFIG, "dataset_dir": chest})
+        ).run.data.checksum
     )
     with pytest.raises(InputError, match="--data phantom; phantoms exist for the shipped bundles"):
         make_plan(Request(other_bundle, data="phantom"))
@@ -127,7 +154,12 @@ def test_a_bundle_without_test_data_says_so(chest: str, other_bundle: str) -> No
 
 def test_centres_and_files_bring_their_own_number_of_sites(skin: str, tmp_path: Path) -> None:
     run = make_plan(Request("ham10000", config=CONFIG, data=skin, partition="centre")).run
-    assert sorted(run.partition.sites) == ["rosendahl", "vidir_modern", "vidir_molemax", "vienna_dias"]
+    assert sorted(run.partition.sites) == [
+        "rosendahl",
+        "vidir_modern",
+        "vidir_molemax",
+        "vienna_dias",
+    ]
     table = tmp_path / "three.csv"
     with table.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -135,21 +167,29 @@ def test_centres_and_files_bring_their_own_number_of_sites(skin: str, tmp_path: 
         for index, item in enumerate(datasets.datalist("ham10000", skin, "train")):
             writer.writerow((item["id"], "abc"[index % 3]))
     assert [
-        *make_plan(Request("ham10000", config=CONFIG, data=skin, partition=f"file:{table}")).run.partition.sites
+        *make_plan(
+            Request("ham10000", config=CONFIG, data=skin, partition=f"file:{table}")
+        ).run.partition.sites
     ] == [*"abc"]
 
 
-def test_real_data_below_medfl_data_are_found(chest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_data_below_medfl_data_are_found(
+    chest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = Path(shutil.copytree(chest, tmp_path / "all" / "pneumoniamnist"))
     (real / "PHANTOM.json").unlink()
     monkeypatch.setenv("MEDFL_DATA", str(tmp_path / "all"))
     said: list[str] = []
-    record = make_plan(Request("pneumonia", config=CONFIG, sites=2, partition="iid"), said.append).run.data
+    record = make_plan(
+        Request("pneumonia", config=CONFIG, sites=2, partition="iid"), said.append
+    ).run.data
     assert (record.source, record.folder, said) == ("real", str(real), [])
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_the_phantom_is_drawn_once_and_is_said(given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_phantom_is_drawn_once_and_is_said(
+    given: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("MEDFL_DATA", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     drawn: list[str] = []
@@ -162,31 +202,43 @@ def test_the_phantom_is_drawn_once_and_is_said(given: bool, tmp_path: Path, monk
     monkeypatch.setattr(datasets, "write_phantom", write)
     said: list[str] = []
     for _ in range(2):
-        request = Request("pneumonia", config=CONFIG, data="phantom" if given else None, sites=2, partition="iid")
+        request = Request(
+            "pneumonia", config=CONFIG, data="phantom" if given else None, sites=2, partition="iid"
+        )
         assert make_plan(request, said.append).run.data.source == "phantom"
     assert drawn == ["pneumonia"]
     assert said == [] if given else all("NO REAL DATA for pneumonia" in line for line in said)
 
 
-@pytest.mark.parametrize("key", ["dataset_dir", "batch_size", "learning_rate", "max_epochs", "device"])
+@pytest.mark.parametrize(
+    "key", ["dataset_dir", "batch_size", "learning_rate", "max_epochs", "device"]
+)
 def test_ids_that_a_run_sets_itself_are_refused(chest: str, key: str) -> None:
     with pytest.raises(InputError, match=f"--config {key}=1; a federated run sets this id by --"):
         make_plan(Request("pneumonia", config={key: 1}, data=chest))
 
 
 def test_an_expression_in_config_stays_text(chest: str) -> None:
-    run = make_plan(Request("pneumonia", config={**CONFIG, "image_size": "$7 * 4"}, data=chest, sites=2)).run
+    run = make_plan(
+        Request("pneumonia", config={**CONFIG, "image_size": "$7 * 4"}, data=chest, sites=2)
+    ).run
     assert run.config["image_size"] == "$7 * 4"
 
 
-def test_how_messages_are_made_smaller_is_looked_at_before_the_images_and_has_one_spelling() -> None:
+def test_how_messages_are_made_smaller_is_looked_at_before_the_images_and_has_one_spelling() -> (
+    None
+):
     with pytest.raises(InputError, match="--messages topk:2; a fraction above 0 and at most 0.5"):
         make_plan(Request("pneumonia", data="/nowhere", messages="topk:2"))
 
 
-@pytest.mark.parametrize(("given", "recorded"), [("topk:1e-2", "topk:0.01"), ("lossless", "lossless")])
+@pytest.mark.parametrize(
+    ("given", "recorded"), [("topk:1e-2", "topk:0.01"), ("lossless", "lossless")]
+)
 def test_how_messages_are_made_smaller_is_recorded(chest: str, given: str, recorded: str) -> None:
-    run = make_plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid", messages=given)).run
+    run = make_plan(
+        Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid", messages=given)
+    ).run
     plain = make_plan(Request("pneumonia", config=CONFIG, data=chest, sites=2, partition="iid")).run
     assert run.messages == recorded
     assert (run.run_hash == plain.run_hash) == (recorded == "lossless")
@@ -202,7 +254,11 @@ def _reloaded(run: planning.Run) -> planning.Run:
 
 
 def test_a_run_read_back_is_planned_alike(skin: str) -> None:
-    made = make_plan(Request("ham10000", "scaffold", config=CONFIG, data=skin, partition="dirichlet:0.5", sites=3))
+    made = make_plan(
+        Request(
+            "ham10000", "scaffold", config=CONFIG, data=skin, partition="dirichlet:0.5", sites=3
+        )
+    )
     back = repeat(_reloaded(made.run))
     assert back.run.run_hash == made.run.run_hash
     assert back.partition == made.partition
@@ -228,7 +284,9 @@ def test_a_bundle_that_has_changed_is_refused(chest: str, other_bundle: str) -> 
     run = make_plan(Request(other_bundle, config=CONFIG, data=chest, sites=2)).run
     train = Path(other_bundle) / "configs" / "train.yaml"
     train.write_text(train.read_text() + "extra: 1\n")
-    with pytest.raises(InputError, match=r"bundle 'theirs' has changed since the run: .*; the recorded one is"):
+    with pytest.raises(
+        InputError, match=r"bundle 'theirs' has changed since the run: .*; the recorded one is"
+    ):
         repeat(run)
 
 
@@ -250,14 +308,21 @@ def test_again_keeps_what_is_not_asked_for(skin: str) -> None:
     assert make_plan(request_of(run)).run.run_hash == run.run_hash
     assert make_plan(request_of(run, rounds=9)).run == dataclasses.replace(run, rounds=9)
     assert make_plan(request_of(run, batch_size=4)).run.difference(run) == ["batch_size: 4 was 8"]
-    assert make_plan(request_of(run, options={"mu": 1.0})).run.difference(run) == ["options.mu: 1.0 was 0.3"]
-    assert make_plan(request_of(run, method="fedavg")).run.difference(run)[0] == 'method: "fedavg" was "fedprox"'
+    assert make_plan(request_of(run, options={"mu": 1.0})).run.difference(run) == [
+        "options.mu: 1.0 was 0.3"
+    ]
+    assert (
+        make_plan(request_of(run, method="fedavg")).run.difference(run)[0]
+        == 'method: "fedavg" was "fedprox"'
+    )
     centres = make_plan(request_of(run, partition="centre")).run
     assert len(centres.partition.sites) == 4
 
 
 def test_a_run_is_resumed_with_the_presets_that_it_had_and_no_others(skin: str) -> None:
-    asked = Request("ham10000", "fedavg", config=CONFIG, data=skin, sites=2, rounds=1, presets=["beta-0.1"])
+    asked = Request(
+        "ham10000", "fedavg", config=CONFIG, data=skin, sites=2, rounds=1, presets=["beta-0.1"]
+    )
     run = make_plan(asked).run
     assert run.partition.spec == "dirichlet:0.1"
     same = make_plan(request_of(run, presets=["beta-0.1"])).run
@@ -267,10 +332,14 @@ def test_a_run_is_resumed_with_the_presets_that_it_had_and_no_others(skin: str) 
 
 
 def test_a_method_with_a_schedule_over_the_rounds_follows_the_run(skin: str) -> None:
-    asked = Request("ham10000", "fedproc", config=CONFIG, data=skin, sites=2, partition="iid", rounds=7)
+    asked = Request(
+        "ham10000", "fedproc", config=CONFIG, data=skin, sites=2, partition="iid", rounds=7
+    )
     run = make_plan(asked).run
     assert run.options["rounds"] == 7
     assert make_plan(request_of(run, rounds=9)).run.options["rounds"] == 7, (
         "its schedule is not stretched when rounds are added"
     )
-    assert make_plan(dataclasses.replace(asked, options={"rounds": "50"})).run.options["rounds"] == 50
+    assert (
+        make_plan(dataclasses.replace(asked, options={"rounds": "50"})).run.options["rounds"] == 50
+    )

@@ -32,7 +32,11 @@ from medfl.storage.files import save_weights
 from tests.datasets.test_volumes import AFFINE, IMAGE, save, save_dicom
 
 BUNDLES = Path(__file__).parents[2] / "bundles"
-SMALL = {"mednist": ("small_cnn", 2, 1, 6), "lung_cxr": ("unet8", 2, 1, 2), "hippocampus": ("unet8", 3, 1, 3)}
+SMALL = {
+    "mednist": ("small_cnn", 2, 1, 6),
+    "lung_cxr": ("unet8", 2, 1, 2),
+    "hippocampus": ("unet8", 3, 1, 3),
+}
 
 
 def rows(file: Path) -> list[dict[str, str]]:
@@ -41,7 +45,14 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 
 def trained(folder: Path, name: str, data: Path, **settings: Any) -> Path:
-    requested = {"data": str(data), "method": "fedavg", "sites": 2, "rounds": 1, "partition": "iid", **settings}
+    requested = {
+        "data": str(data),
+        "method": "fedavg",
+        "sites": 2,
+        "rounds": 1,
+        "partition": "iid",
+        **settings,
+    }
     federate(
         name, config={"network": SMALL[name][0], "image_size": 24}, requested=requested, out=folder, jobs=1,
         save_predictions=datasets.get(name).task == "segmentation",
@@ -58,7 +69,9 @@ def with_weights(name: str, root: Path, channels: int | None = None) -> Path:
         text = file.read_text()
         content = yaml.safe_load(text)
         if "network_name" in content:
-            text = text.replace(f"network_name: {content['network_name']}", f"network_name: {network}")
+            text = text.replace(
+                f"network_name: {content['network_name']}", f"network_name: {network}"
+            )
             file.write_text(text.replace(f"in_channels: {own}", f"in_channels: {channels}"))
     metadata = json.loads((folder / "configs/metadata.json").read_text())
     metadata["network_data_format"]["inputs"]["image"]["num_channels"] = channels
@@ -72,12 +85,16 @@ def with_weights(name: str, root: Path, channels: int | None = None) -> Path:
 
 @pytest.fixture(scope="module")
 def hands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("hands") / "data", per_class=10, size=24)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("hands") / "data", per_class=10, size=24
+    )
 
 
 @pytest.fixture(scope="module")
 def lungs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("lung_cxr", tmp_path_factory.mktemp("lungs") / "data", per_class=10, size=32)
+    return datasets.write_phantom(
+        "lung_cxr", tmp_path_factory.mktemp("lungs") / "data", per_class=10, size=32
+    )
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +105,21 @@ def classifier(tmp_path_factory: pytest.TempPathFactory, hands: Path) -> Path:
 @pytest.fixture(scope="module")
 def segmenter(tmp_path_factory: pytest.TempPathFactory, lungs: Path) -> Path:
     return trained(
-        tmp_path_factory.mktemp("runs") / "segmenter", "lung_cxr", lungs, local_epochs=6, batch_size=2, lr=0.01
+        tmp_path_factory.mktemp("runs") / "segmenter",
+        "lung_cxr",
+        lungs,
+        local_epochs=6,
+        batch_size=2,
+        lr=0.01,
     )
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root, made = tmp_path_factory.mktemp("bundles"), dict[str, Path]()
-    return lambda name: made.setdefault(name, None) or made.update({name: with_weights(name, root)}) or made[name]
+    return lambda name: (
+        made.setdefault(name, None) or made.update({name: with_weights(name, root)}) or made[name]
+    )
 
 
 @pytest.fixture
@@ -109,13 +133,17 @@ def pictures(tmp_path: Path, hands: Path) -> Path:
     return folder
 
 
-def test_files_of_other_kinds_are_told_in_one_note(classifier: Path, pictures: Path, tmp_path: Path) -> None:
+def test_files_of_other_kinds_are_told_in_one_note(
+    classifier: Path, pictures: Path, tmp_path: Path
+) -> None:
     (pictures / "below").mkdir()
     for name in ("notes.txt", "below/a.xml", ".hidden", "labels.csv"):
         (pictures / name).write_text("x")
     (pictures / "labels.csv").write_text("id,label\nBild 0 ü.png,Hand\n")
     said: list[str] = []
-    answer = predict(classifier, pictures, tmp_path / "out", reference=pictures / "labels.csv", say=said.append)
+    answer = predict(
+        classifier, pictures, tmp_path / "out", reference=pictures / "labels.csv", say=said.append
+    )
     assert answer["images"] == 5
     assert [line for line in said if "kind" in line] == [
         f"note: {pictures}: 2 files of another kind: left out, first below/a.xml"
@@ -143,11 +171,17 @@ def test_a_run_s_own_test_images_get_the_digits_of_its_predictions(
     assert [row["id"] for row in made] == [f"{row['id']}.png" for row in recorded]
     for mine, row in zip(made, recorded, strict=True):
         assert mine["prediction"] == classes[int(row["predicted"])]
-        assert [float(mine[name]) for name in classes] == [float(row[f"p_{name}"]) for name in classes]
+        assert [float(mine[name]) for name in classes] == [
+            float(row[f"p_{name}"]) for name in classes
+        ]
 
 
-def test_masks_and_scores_are_those_of_the_run(segmenter: Path, lungs: Path, tmp_path: Path) -> None:
-    answer = medfl.load_run(segmenter).predict(lungs / "images", out=tmp_path / "out", reference=lungs / "masks")
+def test_masks_and_scores_are_those_of_the_run(
+    segmenter: Path, lungs: Path, tmp_path: Path
+) -> None:
+    answer = medfl.load_run(segmenter).predict(
+        lungs / "images", out=tmp_path / "out", reference=lungs / "masks"
+    )
     assert len(answer) == len(list((lungs / "images").iterdir()))
     recorded = {row["id"]: row for row in rows(segmenter / "predictions.csv")}
     scored = {Path(row["id"]).stem: row for row in rows(tmp_path / "out" / "scores_by_case.csv")}
@@ -157,7 +191,11 @@ def test_masks_and_scores_are_those_of_the_run(segmenter: Path, lungs: Path, tmp
         assert {k: v for k, v in row.items() if k not in ("id", "site", "loss")} == {
             k: v for k, v in scored[name].items() if k != "id"
         }
-    again = json.loads(json.dumps(predict(segmenter, lungs / "images", tmp_path / "two", reference=lungs / "masks")))
+    again = json.loads(
+        json.dumps(
+            predict(segmenter, lungs / "images", tmp_path / "two", reference=lungs / "masks")
+        )
+    )
     assert again["predictions"] == answer
     assert again["structures"]["lung"]["dice"] == again["scores"]["dice_lung"]
     assert again["units"] == {"hd95": "pixels", "hd95_lung": "pixels"}
@@ -179,7 +217,18 @@ def test_volumes_and_series_get_masks_on_their_own_grids(
     (tmp_path / "in" / "Größe 1").mkdir(parents=True)
     save(tmp_path / "in" / "Größe 1" / "kopf.nii.gz", voxels)
     save_dicom(tmp_path / "in" / "series", voxels)
-    assert main(["predict", str(bundles("hippocampus")), str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [
+                "predict",
+                str(bundles("hippocampus")),
+                str(tmp_path / "in"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     assert "ml" in capsys.readouterr().out
     table = {row["id"]: row for row in rows(tmp_path / "out" / "predictions.csv")}
     assert {ident: row["mask"] for ident, row in table.items()} == {
@@ -187,7 +236,10 @@ def test_volumes_and_series_get_masks_on_their_own_grids(
     }  # fmt: skip
     written = [nib.load(tmp_path / "out" / row["mask"]) for row in table.values()]
     masks = [np.asarray(each.dataobj) for each in written]
-    assert all(each.shape == voxels.shape and np.allclose(each.affine, AFFINE, atol=1e-4) for each in written)
+    assert all(
+        each.shape == voxels.shape and np.allclose(each.affine, AFFINE, atol=1e-4)
+        for each in written
+    )
     assert np.array_equal(*masks)
     voxel = abs(np.linalg.det(AFFINE[:3, :3])) / 1000
     for row, mask in zip(table.values(), masks, strict=True):
@@ -201,15 +253,22 @@ def test_volumes_and_series_get_masks_on_their_own_grids(
         assert getattr(mask, part)() == pytest.approx(getattr(source, part)(), abs=1e-4)
 
 
-def test_channels_and_masks_are_found_by_the_names_of_nnunet(bundles: Callable[[str], Path], tmp_path: Path) -> None:
+def test_channels_and_masks_are_found_by_the_names_of_nnunet(
+    bundles: Callable[[str], Path], tmp_path: Path
+) -> None:
     voxels = np.random.default_rng(1).integers(0, 500, (26, 42, 25)).astype(np.int16)
     for folder in ("in", "masks"):
         (tmp_path / folder).mkdir()
     save(tmp_path / "in" / "case_0000.nii.gz", voxels)
     save(tmp_path / "masks" / "case.nii.gz", (voxels > 400).astype(np.uint8))
-    told = predict(bundles("hippocampus"), tmp_path / "in", tmp_path / "out", reference=tmp_path / "masks")
+    told = predict(
+        bundles("hippocampus"), tmp_path / "in", tmp_path / "out", reference=tmp_path / "masks"
+    )
     assert (told["scored"], told["failed"]) == (1, [])
-    files = {name: f"/{name}" for name in ("b_0001.nii", "a_0000.nii", "b_0000.nii", "c.nii", "x/a_0001.nii")}
+    files = {
+        name: f"/{name}"
+        for name in ("b_0001.nii", "a_0000.nii", "b_0000.nii", "c.nii", "x/a_0001.nii")
+    }
     assert joined(files, 1) == files
     assert joined(files, 2) == {
         "b.nii": "/b_0000.nii | /b_0001.nii", "a_0000.nii": "/a_0000.nii", "c.nii": "/c.nii",
@@ -219,12 +278,17 @@ def test_channels_and_masks_are_found_by_the_names_of_nnunet(bundles: Callable[[
 
 def test_a_channel_alone_is_told_as_what_it_is(tmp_path: Path) -> None:
     for name in ("case_0000", "case_0001"):
-        save(tmp_path / f"{name}.nii.gz", np.arange(26 * 42 * 25).reshape(26, 42, 25).astype(np.int16))
+        save(
+            tmp_path / f"{name}.nii.gz",
+            np.arange(26 * 42 * 25).reshape(26, 42, 25).astype(np.int16),
+        )
     two = with_weights("hippocampus", tmp_path, channels=2)
     told = r"case_0001.nii.gz is one channel; 2 channels an image: .*; give the others too"
     with pytest.raises(InputError, match=told):
         predict(two, tmp_path / "case_0001.nii.gz", tmp_path / "out")
-    both = predict(two, [tmp_path / "case_0000.nii.gz", tmp_path / "case_0001.nii.gz"], tmp_path / "out")
+    both = predict(
+        two, [tmp_path / "case_0000.nii.gz", tmp_path / "case_0001.nii.gz"], tmp_path / "out"
+    )
     assert both["failed"] == []
     assert [row["id"] for row in rows(tmp_path / "out/predictions.csv")] == ["case.nii.gz"]
 
@@ -243,7 +307,9 @@ def test_real_radiographs_of_all_sizes_get_masks_of_theirs(
         assert (mask.shape[::-1], set(np.unique(mask).tolist()) - {0, 255}) == (size, set())
 
 
-def test_dicom_pictures_get_masks_where_they_lie(segmenter: Path, lungs: Path, tmp_path: Path) -> None:
+def test_dicom_pictures_get_masks_where_they_lie(
+    segmenter: Path, lungs: Path, tmp_path: Path
+) -> None:
     """A radiograph as its hospital keeps it has the prediction of its PNG, as a slice in its place."""
     (tmp_path / "in").mkdir()
     file = sorted((lungs / "images").iterdir())[0]
@@ -267,11 +333,19 @@ def test_dicom_pictures_get_masks_where_they_lie(segmenter: Path, lungs: Path, t
 
 
 def test_volumes_for_pictures_and_pictures_for_volumes_are_refused_in_one_line(
-    bundles: Callable[[str], Path], pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bundles: Callable[[str], Path],
+    pictures: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     save(tmp_path / "v.nii.gz", IMAGE)
-    for bundle, image in (("mednist", tmp_path / "v.nii.gz"), ("hippocampus", next(pictures.iterdir()))):
-        assert main(["predict", str(bundles(bundle)), str(image), "--out", str(tmp_path / "out")]) == 2
+    for bundle, image in (
+        ("mednist", tmp_path / "v.nii.gz"),
+        ("hippocampus", next(pictures.iterdir())),
+    ):
+        assert (
+            main(["predict", str(bundles(bundle)), str(image), "--out", str(tmp_path / "out")]) == 2
+        )
         said = capsys.readouterr().err
         assert said.count("\n") == 1
         assert str(image) in said
@@ -287,7 +361,10 @@ def test_bad_images_among_good_are_named_and_the_others_go_on(
     good = predict(classifier, pictures, tmp_path / "good")["predictions"]
     (pictures / "torn.png").write_bytes(b"\x89PNG no")
     Image.new("RGB", (24, 24), (9, 90, 9)).save(pictures / "colour.png")
-    assert main(["predict", str(classifier), str(pictures), "--out", str(tmp_path / "out"), "--json"]) == 1
+    assert (
+        main(["predict", str(classifier), str(pictures), "--out", str(tmp_path / "out"), "--json"])
+        == 1
+    )
     caught = capsys.readouterr()
     told = json.loads(caught.out)
     assert told["predictions"] == good
@@ -320,7 +397,12 @@ def test_inputs_of_one_name_overwrite_nothing(segmenter: Path, lungs: Path, tmp_
     shutil.copy(files[3], folder / "a.bmp.png")
     told = predict(segmenter, folder, tmp_path / "out")
     masks = [row["mask"] for row in told["predictions"]]
-    assert [row["id"] for row in told["predictions"]] == ["a.bmp", "a.bmp.png", "a.png", "sub/a.png"]
+    assert [row["id"] for row in told["predictions"]] == [
+        "a.bmp",
+        "a.bmp.png",
+        "a.png",
+        "sub/a.png",
+    ]
     assert len(set(masks)) == 4
     alone = predict(segmenter, files, tmp_path / "alone")["predictions"]
     by_file = [alone[index]["mask"] for index in (1, 3, 0, 2)]
@@ -331,7 +413,9 @@ def test_inputs_of_one_name_overwrite_nothing(segmenter: Path, lungs: Path, tmp_
 # References
 
 
-def test_classes_are_scored_by_folders_and_by_tables(classifier: Path, pictures: Path, tmp_path: Path) -> None:
+def test_classes_are_scored_by_folders_and_by_tables(
+    classifier: Path, pictures: Path, tmp_path: Path
+) -> None:
     names = sorted(path.name for path in pictures.iterdir())
     labels = ["Hand", "CXR", "Hand", "HeadCT"]
     for name, label in zip(names, labels, strict=False):
@@ -339,12 +423,19 @@ def test_classes_are_scored_by_folders_and_by_tables(classifier: Path, pictures:
         shutil.copy(pictures / name, tmp_path / "classes" / label)
     table = tmp_path / "labels.csv"
     numbers = {"Hand": "4", "CXR": "CXR", "HeadCT": "HeadCT"}
-    lines = [f"{name.removesuffix('.png')},{numbers[label]}" for name, label in zip(names, labels, strict=False)]
+    lines = [
+        f"{name.removesuffix('.png')},{numbers[label]}"
+        for name, label in zip(names, labels, strict=False)
+    ]
     table.write_text("\n".join(["id,label", *lines]))
     told = [
         predict(classifier, images, tmp_path / f"out{number}", reference=reference)
         for number, (images, reference) in enumerate(
-            [(pictures, tmp_path / "classes"), (pictures, table), (tmp_path / "classes", tmp_path / "classes")]
+            [
+                (pictures, tmp_path / "classes"),
+                (pictures, table),
+                (tmp_path / "classes", tmp_path / "classes"),
+            ]
         )
     ]
     predicted = [row["prediction"] for row in told[0]["predictions"]]
@@ -354,7 +445,9 @@ def test_classes_are_scored_by_folders_and_by_tables(classifier: Path, pictures:
         assert each["scores"]["accuracy"] == sum(right) / 4
     assert told[0]["scores"] == told[1]["scores"]
     by_case = rows(tmp_path / "out0" / "scores_by_case.csv")
-    assert [(row["label"], row["prediction"]) for row in by_case] == list(zip(labels, predicted, strict=False))
+    assert [(row["label"], row["prediction"]) for row in by_case] == list(
+        zip(labels, predicted, strict=False)
+    )
 
 
 @pytest.mark.parametrize(
@@ -375,7 +468,9 @@ def test_tables_that_do_not_fit_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_reference_costs_a_score_and_no_prediction(segmenter: Path, lungs: Path, tmp_path: Path) -> None:
+def test_a_damaged_reference_costs_a_score_and_no_prediction(
+    segmenter: Path, lungs: Path, tmp_path: Path
+) -> None:
     masks = Path(shutil.copytree(lungs / "masks", tmp_path / "masks"))
     first, second, third, *_ = sorted(masks.iterdir())
     first.write_bytes(b"no")
@@ -396,7 +491,9 @@ def pictures_alone(folder: Path) -> Path:
 # Bundles and runs that do not predict
 
 
-def test_a_bundle_predicts_as_its_network_does(bundles: Callable[[str], Path], pictures: Path, tmp_path: Path) -> None:
+def test_a_bundle_predicts_as_its_network_does(
+    bundles: Callable[[str], Path], pictures: Path, tmp_path: Path
+) -> None:
     told = predict(bundles("mednist"), pictures, tmp_path / "out")
     assert told["model"].startswith("bundle ")
     row = told["predictions"][0]
@@ -410,7 +507,9 @@ def test_what_a_bundle_would_run_is_refused_without_trust(
     copy = Path(shutil.copytree(bundles("mednist"), tmp_path / "copy"))
     file = copy / "configs" / "inference.yaml"
     marked = tmp_path / "ran"
-    file.write_text(f"{file.read_text()}\nharm: \"$__import__('pathlib').Path('{marked}').touch()\"\n")
+    file.write_text(
+        f"{file.read_text()}\nharm: \"$__import__('pathlib').Path('{marked}').touch()\"\n"
+    )
     with pytest.raises(InputError, match="inference.yaml"):
         predict(copy, pictures, tmp_path / "out")
     with admission.trusting(True):

@@ -36,7 +36,9 @@ def lung_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def png() -> bytes:
     file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 24), dtype=np.uint8)).save(file, "PNG")
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 24), dtype=np.uint8)).save(
+        file, "PNG"
+    )
     return file.getvalue()
 
 
@@ -86,7 +88,9 @@ def test_metadata_of_another_form_are_refused_in_a_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, text = said(capsys, described(bundle, tmp_path, change), pictures, "--out", tmp_path / "out")
+    code, text = said(
+        capsys, described(bundle, tmp_path, change), pictures, "--out", tmp_path / "out"
+    )
     assert code == 2
     assert text.startswith("error: ")
     assert text.count("\n") == 1
@@ -94,11 +98,15 @@ def test_metadata_of_another_form_are_refused_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("name", ["id", "prediction", "=cmd()", "-2+cmd|' /C x'!A0", "two\nlines", "Hand"])
+@pytest.mark.parametrize(
+    "name", ["id", "prediction", "=cmd()", "-2+cmd|' /C x'!A0", "two\nlines", "Hand"]
+)
 def test_classes_are_columns_of_a_table_and_no_formulas(
     name: str, bundle: Path, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed = described(bundle, tmp_path, lambda told: told["outputs"]["pred"]["channel_def"].update({"0": name}))
+    changed = described(
+        bundle, tmp_path, lambda told: told["outputs"]["pred"]["channel_def"].update({"0": name})
+    )
     code, text = said(capsys, changed, pictures, "--out", tmp_path / "out")
     assert code == 2
     assert text.count("\n") == 1
@@ -110,7 +118,9 @@ def test_weights_that_are_no_numbers_predict_nothing(
 ) -> None:
     changed = Path(shutil.copytree(bundle, tmp_path / "changed"))
     weights = load_file(changed / "models" / "model.safetensors")
-    save_file({k: v * float("nan") for k, v in weights.items()}, changed / "models" / "model.safetensors")
+    save_file(
+        {k: v * float("nan") for k, v in weights.items()}, changed / "models" / "model.safetensors"
+    )
     code, text = said(capsys, changed, pictures, "--out", tmp_path / "out")
     assert code == 2
     assert "are not finite" in text

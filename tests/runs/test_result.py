@@ -25,15 +25,33 @@ CONFIG = {"network": "small_cnn", "image_size": 24}
 
 
 def train(out: Path, data: Path, method: str = "fedavg", **settings: Any) -> Result:
-    requested = {"data": data, "sites": 2, "rounds": 2, "local_epochs": 1, "batch_size": 8, "lr": 0.005, **settings}
+    requested = {
+        "data": data,
+        "sites": 2,
+        "rounds": 2,
+        "local_epochs": 1,
+        "batch_size": 8,
+        "lr": 0.005,
+        **settings,
+    }
     return medfl.run(
-        "ham10000", method, out=out, config=CONFIG, jobs=1, say=str, cohort=1.0, partition="iid", **requested
+        "ham10000",
+        method,
+        out=out,
+        config=CONFIG,
+        jobs=1,
+        say=str,
+        cohort=1.0,
+        partition="iid",
+        **requested,
     )
 
 
 @pytest.fixture(scope="module")
 def lesions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("ham10000", tmp_path_factory.mktemp("lesions") / "data", per_class=20, size=24)
+    return datasets.write_phantom(
+        "ham10000", tmp_path_factory.mktemp("lesions") / "data", per_class=20, size=24
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,21 +64,31 @@ def personal(lesions: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return train(tmp_path_factory.mktemp("personal") / "fedper", lesions, "fedper")
 
 
-def apart(made: list[dict[str, Any]], recorded: list[dict[str, Any]], classes: tuple[str, ...]) -> float:
+def apart(
+    made: list[dict[str, Any]], recorded: list[dict[str, Any]], classes: tuple[str, ...]
+) -> float:
     by_id = {row["id"]: row for row in made}
     assert by_id.keys() == {row["id"] for row in recorded}
-    return max(abs(by_id[row["id"]][f"p_{name}"] - row[f"p_{name}"]) for row in recorded for name in classes)
+    return max(
+        abs(by_id[row["id"]][f"p_{name}"] - row[f"p_{name}"])
+        for row in recorded
+        for name in classes
+    )
 
 
 # What the run wrote
 
 
 def test_a_run_says_in_one_line_what_it_was(run: Result) -> None:
-    assert repr(run).startswith("<fedavg on ham10000, PHANTOM data, 2 sites, 2 of 2 rounds, balanced accuracy 0.")
+    assert repr(run).startswith(
+        "<fedavg on ham10000, PHANTOM data, 2 sites, 2 of 2 rounds, balanced accuracy 0."
+    )
 
 
 def test_records_are_tables_with_numbers(run: Result) -> None:
-    rounds, sites, predictions = (pd.DataFrame(rows) for rows in (run.rounds, run.sites, run.predictions))
+    rounds, sites, predictions = (
+        pd.DataFrame(rows) for rows in (run.rounds, run.sites, run.predictions)
+    )
     assert rounds["round"].tolist() == [1, 2]
     assert {"train_loss", "bytes_up", "val_balanced_accuracy"} <= set(rounds)
     assert sites["site"].tolist() == ["site-1", "site-2"]
@@ -131,7 +159,9 @@ def test_each_site_s_own_model_predicts_what_the_run_recorded(personal: Result) 
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_site_is_named_where_each_has_a_model_and_nowhere_else(run: Result, personal: Result) -> None:
+def test_a_site_is_named_where_each_has_a_model_and_nowhere_else(
+    run: Result, personal: Result
+) -> None:
     with pytest.raises(InputError, match="one model, the same for all"):
         run.network(site="site-1")
     with pytest.raises(InputError, match="site-1, site-2"):
@@ -174,7 +204,9 @@ def test_images_of_the_same_name_are_all_answered(run: Result, tmp_path: Path) -
     for folder, names in {"a": ("1.png", "2.png"), "b": ("1.png",)}.items():
         (tmp_path / folder).mkdir()
         for name in names:
-            Image.new("RGB", (24, 24), (60 if folder == "a" else 200,) * 3).save(tmp_path / folder / name)
+            Image.new("RGB", (24, 24), (60 if folder == "a" else 200,) * 3).save(
+                tmp_path / folder / name
+            )
     both = tmp_path / "a", tmp_path / "b"
     answers = {row["id"]: row["p_nv"] for row in run.predict(both)}
     assert list(answers) == ["a/1.png", "2.png", "b/1.png"]
@@ -272,7 +304,9 @@ def test_a_grid_is_run_and_compared(lesions: Path, tmp_path: Path) -> None:
     assert (tmp_path / "grid" / "tables.md").is_file()
 
 
-def test_a_sites_state_is_found_where_a_site_of_flare_keeps_it(personal: Result, tmp_path: Path) -> None:
+def test_a_sites_state_is_found_where_a_site_of_flare_keeps_it(
+    personal: Result, tmp_path: Path
+) -> None:
     shutil.copytree(personal.path, tmp_path / "apart")
     digest = json.loads((personal.path / "run.json").read_text())["run_hash"][:16]
     for name in personal.run.partition.sites:
@@ -283,7 +317,10 @@ def test_a_sites_state_is_found_where_a_site_of_flare_keeps_it(personal: Result,
     moved = load_run(tmp_path / "apart")
     for name in personal.run.partition.sites:
         own = personal.network(site=name).state_dict()
-        assert all(torch.equal(own[key], value) for key, value in moved.network(site=name).state_dict().items())
+        assert all(
+            torch.equal(own[key], value)
+            for key, value in moved.network(site=name).state_dict().items()
+        )
 
 
 def test_a_site_s_model_of_a_run_on_flare_and_a_gpu_is_found_where_the_site_keeps_it(
@@ -293,11 +330,21 @@ def test_a_site_s_model_of_a_run_on_flare_and_a_gpu_is_found_where_the_site_keep
     moved = tmp_path / "run"
     shutil.copytree(personal.path, moved)
     made = dataclasses.replace(personal.run, device="cuda")
-    document = {**json.loads((moved / "run.json").read_text()), **made.to_dict(), "run_hash": made.run_hash}
+    document = {
+        **json.loads((moved / "run.json").read_text()),
+        **made.to_dict(),
+        "run_hash": made.run_hash,
+    }
     (moved / "run.json").write_text(json.dumps(document))
     (state,) = (moved / "state").glob("*-site-site-1*.safetensors")
     kept = moved / "sites" / made.run_hash[:16] / "site-1" / "000002.safetensors"
     kept.parent.mkdir(parents=True)
     state.rename(kept)
-    expected = {name: tensor.tolist() for name, tensor in personal.network(site="site-1").state_dict().items()}
-    assert {n: tensor.tolist() for n, tensor in load_run(moved).network(site="site-1").state_dict().items()} == expected
+    expected = {
+        name: tensor.tolist()
+        for name, tensor in personal.network(site="site-1").state_dict().items()
+    }
+    assert {
+        n: tensor.tolist()
+        for n, tensor in load_run(moved).network(site="site-1").state_dict().items()
+    } == expected

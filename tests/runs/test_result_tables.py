@@ -20,9 +20,13 @@ def linear() -> nn.Module:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> medfl.Result:
     draws = torch.Generator().manual_seed(0)
-    items = [{"image": torch.randn(1, 4, 4, generator=draws) + i % 2, "label": i % 2} for i in range(40)]
+    items = [
+        {"image": torch.randn(1, 4, 4, generator=draws) + i % 2, "label": i % 2} for i in range(40)
+    ]
     data = {"a": items[:20], "b": items[20:]}
-    parts = medfl.Parts(linear, data, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), classes=("p", "q"))
+    parts = medfl.Parts(
+        linear, data, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), classes=("p", "q")
+    )
     return medfl.run(parts, rounds=3, out=tmp_path_factory.mktemp("run") / "run", jobs=1, say=str)
 
 
@@ -31,7 +35,9 @@ def test_each_list_of_records_is_a_table(run: medfl.Result) -> None:
     rounds = run.to_frame()
     assert rounds.index.tolist() == [1, 2, 3]
     assert rounds["val_accuracy"].tolist() == [row["val_accuracy"] for row in run.rounds]
-    assert run.to_frame("site_rounds").loc[(2, "b"), "train_loss"] == run.site_rounds[3]["train_loss"]
+    assert (
+        run.to_frame("site_rounds").loc[(2, "b"), "train_loss"] == run.site_rounds[3]["train_loss"]
+    )
     assert run.to_frame("sites").loc["a", "train"] == 14
     assert run.to_frame("predictions").shape == (8, len(run.predictions[0]) - 1)
     with pytest.raises(medfl.InputError, match="did you mean rounds"):
@@ -41,7 +47,9 @@ def test_each_list_of_records_is_a_table(run: medfl.Result) -> None:
 def test_curves_have_the_values_of_the_rounds(run: medfl.Result) -> None:
     axes = run.plot_curves(axes=Figure().add_subplot())
     (line,) = axes.get_lines()
-    assert line.get_xydata().tolist() == [[row["round"], row["val_balanced_accuracy"]] for row in run.rounds]
+    assert line.get_xydata().tolist() == [
+        [row["round"], row["val_balanced_accuracy"]] for row in run.rounds
+    ]
     assert axes.get_legend().get_texts()[0].get_text() == "Balanced accuracy (validation)"
     axes = run.plot_curves("loss", "train_loss", by_site=True, axes=Figure().add_subplot())
     lines = axes.get_lines()

@@ -25,7 +25,9 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def chest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("chest") / "data", per_class=20, size=28)
+    return datasets.write_phantom(
+        "pneumonia", tmp_path_factory.mktemp("chest") / "data", per_class=20, size=28
+    )
 
 
 def command(chest: Path, out: Path, *more: str) -> list[str]:
@@ -40,7 +42,9 @@ def finished(chest: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_schedule_that_ends_before_the_rounds_that_are_added_is_told(chest: Path, tmp_path: Path) -> None:
+def test_a_schedule_that_ends_before_the_rounds_that_are_added_is_told(
+    chest: Path, tmp_path: Path
+) -> None:
     """FedProc's `rounds` are those that the run was begun with."""
     out, told = tmp_path / "run", list[str]()
     assert cli.main(command(chest, out, "--rounds", "1", "--method", "fedproc")) == 0
@@ -69,12 +73,16 @@ def error(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def content(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
 
 
 def local_columns(path: Path) -> list[dict[str, str]]:
     with (path / "sites.csv").open() as file:
-        return [{k: v for k, v in row.items() if k.startswith("local_")} for row in csv.DictReader(file)]
+        return [
+            {k: v for k, v in row.items() if k.startswith("local_")} for row in csv.DictReader(file)
+        ]
 
 
 # The record
@@ -108,7 +116,11 @@ def test_damage_is_told_before_the_images_are_read(
 
 
 def test_each_resume_records_its_versions_and_a_repetition_has_those_of_here(
-    copied: Path, chest: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    copied: Path,
+    chest: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     was = read(copied / "run.json")
     shutil.copy(copied / "run.json", tmp_path / "record.json")
@@ -116,8 +128,13 @@ def test_each_resume_records_its_versions_and_a_repetition_has_those_of_here(
     monkeypatch.setattr(begun, "versions", lambda: here)
     resume = ["run", "--resume", "--out", str(copied), "--jobs", "1", "--rounds"]
     assert cli.main([*resume, "2"]) == 0
-    assert f"the run began with torch {was['versions']['torch']} (here 99.0)" in capsys.readouterr().err
-    assert cli.main([*command(chest, copied, "--resume"), "--rounds", "3"]) == 0, "other versions are no other setting"
+    assert (
+        f"the run began with torch {was['versions']['torch']} (here 99.0)"
+        in capsys.readouterr().err
+    )
+    assert cli.main([*command(chest, copied, "--resume"), "--rounds", "3"]) == 0, (
+        "other versions are no other setting"
+    )
     now = read(copied / "run.json")
     assert now["versions"] == was["versions"], "those of the rounds before"
     assert [(entry["round"], entry["versions"]) for entry in now["resumed"]] == [(2, here)] * 2
@@ -128,7 +145,10 @@ def test_each_resume_records_its_versions_and_a_repetition_has_those_of_here(
     assert page.count("# after round 2") == 2
     assert read(copied / "summary.json")["run_hash"] == now["run_hash"]
 
-    assert cli.main(["run", "--from", str(tmp_path / "record.json"), "--out", str(tmp_path / "again")]) == 0
+    assert (
+        cli.main(["run", "--from", str(tmp_path / "record.json"), "--out", str(tmp_path / "again")])
+        == 0
+    )
     assert "the run was recorded with torch" in capsys.readouterr().err
     again = read(tmp_path / "again" / "run.json")
     assert again["versions"] == here
@@ -147,7 +167,9 @@ def test_a_resumed_run_keeps_its_local_reference(copied: Path, finished: Path) -
     assert content(copied / "local") == before, "there was nothing to do"
 
 
-def test_a_resume_reads_each_state_once_to_check_it(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_reads_each_state_once_to_check_it(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the run and of its Local reference, which both go on."""
     aged(copied)
     read, states = list[Path](), [*copied.rglob("*.safetensors")]
@@ -158,16 +180,31 @@ def test_a_resume_reads_each_state_once_to_check_it(copied: Path, monkeypatch: p
         return file_sha256(path)
 
     monkeypatch.setattr("medfl.storage.run_integrity.file_sha256", counted)
-    assert cli.main(["run", "--out", str(copied), "--resume", "--rounds", "3", "--jobs", "1", "--quiet"]) == 0
+    assert (
+        cli.main(
+            ["run", "--out", str(copied), "--resume", "--rounds", "3", "--jobs", "1", "--quiet"]
+        )
+        == 0
+    )
     assert sorted(read) == sorted(there)
 
 
-def test_more_rounds_are_more_for_the_local_reference_too(chest: Path, copied: Path, tmp_path: Path) -> None:
-    assert cli.main(["run", "--resume", "--out", str(copied), "--rounds", "3", "--jobs", "1", "--quiet"]) == 0
+def test_more_rounds_are_more_for_the_local_reference_too(
+    chest: Path, copied: Path, tmp_path: Path
+) -> None:
+    assert (
+        cli.main(
+            ["run", "--resume", "--out", str(copied), "--rounds", "3", "--jobs", "1", "--quiet"]
+        )
+        == 0
+    )
     assert cli.main(command(chest, tmp_path / "whole", "--rounds", "3", "--with-local")) == 0
     assert local_columns(copied) == local_columns(tmp_path / "whole")
     for name in ("summary.json", "local/summary.json"):
-        assert read(copied / name)["weights_sha256"] == read(tmp_path / "whole" / name)["weights_sha256"]
+        assert (
+            read(copied / name)["weights_sha256"]
+            == read(tmp_path / "whole" / name)["weights_sha256"]
+        )
 
 
 def test_fewer_rounds_than_the_local_reference_has_are_refused(
@@ -178,12 +215,19 @@ def test_fewer_rounds_than_the_local_reference_has_are_refused(
         (copied / name).unlink()
     before = content(copied)
     assert cli.main(["run", "--resume", "--out", str(copied), "--rounds", "1", "--quiet"]) == 2
-    assert "--rounds 1; 2 rounds of the Local reference are done already; ask for at least 2" in error(capsys)
+    assert (
+        "--rounds 1; 2 rounds of the Local reference are done already; ask for at least 2"
+        in error(capsys)
+    )
     assert content(copied) == before
 
 
 def test_what_ctrl_c_says_in_the_local_reference_is_true(
-    chest: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    chest: Path,
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, train = tmp_path / "run", Local.train
 
@@ -198,5 +242,8 @@ def test_what_ctrl_c_says_in_the_local_reference_is_true(
     assert "continues with --resume" in capsys.readouterr().err
     assert cli.main(["run", "--resume", "--out", str(out), "--jobs", "1", "--quiet"]) == 0
     assert local_columns(out) == local_columns(finished)
-    assert read(out / "summary.json")["weights_sha256"] == read(finished / "summary.json")["weights_sha256"]
+    assert (
+        read(out / "summary.json")["weights_sha256"]
+        == read(finished / "summary.json")["weights_sha256"]
+    )
     assert read(out / "run.json")["run_hash"] == read(finished / "run.json")["run_hash"]

@@ -16,7 +16,9 @@ from medfl.runs.subgroups import of
 CLASSES = ("a", "b", "c")
 
 
-def rows(counts: dict[str, tuple[int, ...]], classes: tuple[str, ...] = CLASSES) -> list[dict[str, Any]]:
+def rows(
+    counts: dict[str, tuple[int, ...]], classes: tuple[str, ...] = CLASSES
+) -> list[dict[str, Any]]:
     """Centre -> cases of each class, with probabilities that are right more often than not."""
     draws, made = np.random.default_rng(0), []
     for centre, numbers in counts.items():
@@ -24,7 +26,13 @@ def rows(counts: dict[str, tuple[int, ...]], classes: tuple[str, ...] = CLASSES)
             for _ in range(number):
                 p = draws.dirichlet(np.ones(len(classes)) + 2 * np.eye(len(classes))[label])
                 made.append(
-                    {"id": str(len(made)), "site": "s", "label": label, "predicted": int(p.argmax()), "centre": centre}
+                    {
+                        "id": str(len(made)),
+                        "site": "s",
+                        "label": label,
+                        "predicted": int(p.argmax()),
+                        "centre": centre,
+                    }
                     | {f"p_{name}": float(value) for name, value in zip(classes, p, strict=True)}
                 )
     return made
@@ -39,8 +47,12 @@ def test_the_metrics_of_a_group_are_those_of_its_cases() -> None:
     group = found.groups[0]
     assert (group.name, group.count, group.small_classes) == ("north", 47, ())
     assert group.metrics["accuracy"].value == pytest.approx(np.mean(np.equal(label, predicted)))
-    assert group.metrics["balanced_accuracy"].value == pytest.approx(recall_score(label, predicted, average="macro"))
-    assert group.metrics["auroc"].value == pytest.approx(roc_auc_score(label, probabilities, multi_class="ovr"))
+    assert group.metrics["balanced_accuracy"].value == pytest.approx(
+        recall_score(label, predicted, average="macro")
+    )
+    assert group.metrics["auroc"].value == pytest.approx(
+        roc_auc_score(label, probabilities, multi_class="ovr")
+    )
     assert group.areas["b"] == delong.area(np.equal(label, 1), probabilities[:, 1])
     assert all(one.low < one.value < one.high for one in group.metrics.values())
     assert found.total.count == len(made)
@@ -54,9 +66,17 @@ def test_of_two_classes_the_area_has_delong_s_interval() -> None:
 
 
 def test_small_groups_are_not_told_and_do_not_enter_the_total() -> None:
-    found = of(rows({"large": (12, 12, 12), "next": (10, 10, 10), "small": (3, 3, 3)}), "centre", CLASSES)
-    next_, large, small = (next(one for one in found.groups if one.name == n) for n in ("next", "large", "small"))
-    assert (next_.count, large.count, small.count) == (30, None, None)  # small would be what is left of all cases
+    found = of(
+        rows({"large": (12, 12, 12), "next": (10, 10, 10), "small": (3, 3, 3)}), "centre", CLASSES
+    )
+    next_, large, small = (
+        next(one for one in found.groups if one.name == n) for n in ("next", "large", "small")
+    )
+    assert (next_.count, large.count, small.count) == (
+        30,
+        None,
+        None,
+    )  # small would be what is left of all cases
     assert not small.metrics
     assert found.total.count == 30
     record = next(row for row in found.records() if row["centre"] == "small")
@@ -94,7 +114,8 @@ def test_ages_are_put_into_bands_from_young_to_old() -> None:
 def test_segmentation_gives_the_mean_of_each_metric() -> None:
     draws = np.random.default_rng(0)
     made = [
-        {"id": str(i), "site": "ab"[i % 2], "dice": float(d), "loss": 1.0} for i, d in enumerate(draws.uniform(size=40))
+        {"id": str(i), "site": "ab"[i % 2], "dice": float(d), "loss": 1.0}
+        for i, d in enumerate(draws.uniform(size=40))
     ]
     first = of(made, "site").groups[0]
     own = [row["dice"] for row in made if row["site"] == "a"]

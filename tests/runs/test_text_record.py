@@ -32,7 +32,9 @@ E = unit(torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)))
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=32
+    )
 
 
 def written(path: Path, seed: int) -> Path:
@@ -43,37 +45,72 @@ def written(path: Path, seed: int) -> Path:
 
 
 def run(scans: Path, out: Path, plm: Path, code: int = 0) -> dict[str, Any]:
-    command = ["run", "mednist", "--method", "fedcb", "--data", scans, "--set", f"plm={plm}", *SMALL, "--out", out]
+    command = [
+        "run",
+        "mednist",
+        "--method",
+        "fedcb",
+        "--data",
+        scans,
+        "--set",
+        f"plm={plm}",
+        *SMALL,
+        "--out",
+        out,
+    ]
     assert cli.main([*map(str, command)]) == code
     return json.loads((out / "summary.json").read_text()) if code == 0 else {}
 
 
-def test_a_run_has_its_embeddings_with_it(scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_has_its_embeddings_with_it(
+    scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The same file elsewhere is the same run, another one under the same name is not; the file may then be gone."""
     file, out = written(tmp_path / "e.safetensors", 0), tmp_path / "run"
     first = run(scans, out, file)
     record = json.loads((out / "run.json").read_text())["text"]
     kept = safetensors.torch.load_file(out / text_record.FILE)["embeddings"]
-    assert (record["plm"], record["shape"], record["sha256"]) == ("drawn", [6, 24, 16], text_record.fingerprint(kept))
+    assert (record["plm"], record["shape"], record["sha256"]) == (
+        "drawn",
+        [6, 24, 16],
+        text_record.fingerprint(kept),
+    )
     moved = run(scans, tmp_path / "moved", file.rename(tmp_path / "f.safetensors"))
-    assert (moved["run_hash"], moved["weights_sha256"]) == (first["run_hash"], first["weights_sha256"])
+    assert (moved["run_hash"], moved["weights_sha256"]) == (
+        first["run_hash"],
+        first["weights_sha256"],
+    )
     other = run(scans, tmp_path / "other", written(file, 1))
     assert other["run_hash"] != first["run_hash"]
     assert other["weights_sha256"] != first["weights_sha256"]
 
     file.unlink()
-    assert cli.main(["run", "--from", str(out / "run.json"), "--out", str(tmp_path / "again"), "--quiet"]) == 0
+    assert (
+        cli.main(
+            ["run", "--from", str(out / "run.json"), "--out", str(tmp_path / "again"), "--quiet"]
+        )
+        == 0
+    )
     again = json.loads((tmp_path / "again" / "summary.json").read_text())
     assert again["weights_sha256"] == first["weights_sha256"]
-    assert cli.main(["run", "--resume", "--out", str(out), "--rounds", "2", "--jobs", "1", "--quiet"]) == 0
+    assert (
+        cli.main(["run", "--resume", "--out", str(out), "--rounds", "2", "--jobs", "1", "--quiet"])
+        == 0
+    )
     safetensors.torch.save_file({"embeddings": kept.flip(0).contiguous()}, out / text_record.FILE)
     capsys.readouterr()
-    assert cli.main(["run", "--resume", "--out", str(out), "--rounds", "3", "--jobs", "1", "--quiet"]) == 2
+    assert (
+        cli.main(["run", "--resume", "--out", str(out), "--rounds", "3", "--jobs", "1", "--quiet"])
+        == 2
+    )
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: the text embeddings of {out / text_record.FILE} (checksum ")
     assert "the run used those of 'drawn' with checksum" in last
     (out / text_record.FILE).write_bytes(b"nonsense")
-    assert cli.main(["run", "--resume", "--out", str(out), "--rounds", "3", "--jobs", "1", "--quiet"]) == 2
+    assert (
+        cli.main(["run", "--resume", "--out", str(out), "--rounds", "3", "--jobs", "1", "--quiet"])
+        == 2
+    )
     assert f"{out / text_record.FILE} is damaged" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -107,7 +144,9 @@ def test_embeddings_are_kept_to_the_last_bit(tmp_path: Path) -> None:
     found = Texts(-E)
     found = text_record.restored(found, made, method, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(found.values, E)
-    with pytest.raises(InputError, match=r"the text embeddings of plm=.*; the run used those of 'model'"):
+    with pytest.raises(
+        InputError, match=r"the text embeddings of plm=.*; the run used those of 'model'"
+    ):
         text_record.restored(Texts(-E), made, method, None)  # type: ignore[arg-type]
     text_record.restored(Texts(E.clone()), made, method, None)  # type: ignore[arg-type]
 
@@ -118,7 +157,13 @@ def test_a_job_carries_them_as_json(tmp_path: Path) -> None:
     found = Texts(-E)
     found = text_record.restored(found, made, method, tmp_path)  # type: ignore[arg-type]
     assert torch.equal(found.values, E)
-    for damaged in ("", "[]", "{}", '{"shape": [3, 4, 5], "float32": "?"}', '{"shape": [9], "float32": "AAAA"}'):
+    for damaged in (
+        "",
+        "[]",
+        "{}",
+        '{"shape": [3, 4, 5], "float32": "?"}',
+        '{"shape": [9], "float32": "AAAA"}',
+    ):
         path.write_text(damaged)
         with pytest.raises(InputError, match="text.json is damaged"):
             text_record.restored(Texts(E), made, method, tmp_path)  # type: ignore[arg-type]
@@ -152,13 +197,17 @@ def test_the_record() -> None:
     (line,) = one.difference(other)
     assert line.startswith("text.sha256: ")
     old = run_record(options={"plm": "a", "tau": 1.0})
-    assert one.difference(old) == old.difference(one) == [], "a record of before said nothing of text"
+    assert one.difference(old) == old.difference(one) == [], (
+        "a record of before said nothing of text"
+    )
     assert run_record(options={"plm": "c"}).difference(run_record(options={"plm": "a"})) != []
     with pytest.raises(InputError, match="run.json without 'text.sha256'"):
         Run.from_dict({**one.to_dict(), "text": {"plm": "a", "shape": [1]}})
 
 
-def test_what_is_made_here_is_what_its_file_would_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_made_here_is_what_its_file_would_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half precision, whether or not `medfl concepts` was called before."""
     text = Text(("p", "q", "r"), ("a {concept}", "b {concept}", "c {concept}", "d {concept}"))
     made = Embeddings(E, "drawn", "0" * 64, text)

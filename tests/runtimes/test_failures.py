@@ -30,7 +30,9 @@ NAME = "/data/clinic/Doe_John_1951.nii.gz"
 
 def question(made: Federation, round_: int = 1) -> Payload:
     host = made.host(round_)
-    down = made.method.broadcast(host, made.method.init_server(host, made.networks.initial, {}), "x")
+    down = made.method.broadcast(
+        host, made.method.init_server(host, made.networks.initial, {}), "x"
+    )
     return message_payload(down, wire.question_numbers(round_), state_rounds({"x": 0}))
 
 
@@ -40,7 +42,10 @@ def site(made: Any, log: Path | None = None, **settings: Any) -> FlareSite:
 
 @pytest.mark.parametrize("kind", [OSError, RunError])
 def test_the_text_of_a_failure_stays_at_the_site_under_its_id(
-    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: type[Exception],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def broken(*_: object) -> None:
         raise kind(f"cannot read {NAME}")
@@ -66,7 +71,11 @@ def test_what_fails_before_the_site_is_ready_is_in_its_log_once(tmp_path: Path) 
     found = re.fullmatch(WORDS, told.failure_reason)
     assert found is not None
     (entry,) = verify(tmp_path / "log").entries
-    assert (entry["site"], entry["failure"], entry["reason"]) == ("x", found[1], f"ValueError: no image {NAME}")
+    assert (entry["site"], entry["failure"], entry["reason"]) == (
+        "x",
+        found[1],
+        f"ValueError: no image {NAME}",
+    )
 
 
 def test_texts_about_the_server_s_own_message_are_told(tmp_path: Path) -> None:
@@ -82,11 +91,19 @@ def test_texts_about_the_server_s_own_message_are_told(tmp_path: Path) -> None:
         told = site(made).answer(wire.TRAIN, Payload({**good.tensors, **change}, good.numbers))
         assert text in told.failure_reason
     assert "is asked for 'hack'" in site(made).answer("hack", good).failure_reason
-    assert "sites of a simulation alone answer it" in site(made).answer(wire.COPY_WEIGHTS, good).failure_reason
+    assert (
+        "sites of a simulation alone answer it"
+        in site(made).answer(wire.COPY_WEIGHTS, good).failure_reason
+    )
 
 
 def test_an_executor_tells_no_path_of_the_site_s_own_files(job: Path, tmp_path: Path) -> None:
-    told = asked(RemoteExecutor(), wire.TRAIN, Payload({}, {"round": 1}), Workspace(job, tmp_path / "nowhere"))
+    told = asked(
+        RemoteExecutor(),
+        wire.TRAIN,
+        Payload({}, {"round": 1}),
+        Workspace(job, tmp_path / "nowhere"),
+    )
     assert re.fullmatch(WORDS.replace("'x'", "'north'"), told.failure_reason)
     place = local(tmp_path / "local", policy="missing.yaml", audit="audit.jsonl")
     told = asked(RemoteExecutor(), wire.TRAIN, Payload({}, {"round": 1}), Workspace(job, place))

@@ -35,7 +35,10 @@ def federation(method: str = "fedavg", **changes) -> Federation:
 
 
 def parts(**where: list[int]) -> PartitionRecord:
-    sites = {name: {section: [f"{section}{i}" for i in rows] for section in SECTIONS} for name, rows in where.items()}
+    sites = {
+        name: {section: [f"{section}{i}" for i in rows] for section in SECTIONS}
+        for name, rows in where.items()
+    }
     return PartitionRecord("iid", 0, (), sites)
 
 
@@ -72,22 +75,36 @@ def test_sections_are_prepared_once_and_shared() -> None:
 
 
 def test_without_test_items_the_validation_items_serve() -> None:
-    ids = {name: {**found, "test": found["validate"]} for name, found in run_record().partition.sites.items()}
+    ids = {
+        name: {**found, "test": found["validate"]}
+        for name, found in run_record().partition.sites.items()
+    }
     made = Federation(
         ToyBundle(sections=ToySections(has_test=False)),
         load("fedavg"),
         run_record(partition=PartitionRecord("iid", 0, (), ids)),
     )
-    assert made.shard("x", "test").ids == made.shard("x", "validate").ids == ["validate0", "validate1", "validate2"]
+    assert (
+        made.shard("x", "test").ids
+        == made.shard("x", "validate").ids
+        == ["validate0", "validate1", "validate2"]
+    )
 
 
 def test_settings_seed_and_round_reach_the_site() -> None:
     made = federation(local_epochs=3, batch_size=5, lr=0.3, lr_decay=0.5)
     site = made.site("x", 4)
     network = site.network()
-    assert (site.settings.epochs, site.settings.batch_size, site.settings.lr_factor, site.round) == (3, 5, 0.125, 4)
+    assert (
+        site.settings.epochs,
+        site.settings.batch_size,
+        site.settings.lr_factor,
+        site.round,
+    ) == (3, 5, 0.125, 4)
     assert site.settings.optimizer(network).param_groups[0]["lr"] == 0.3
-    assert federation(lr=None).site("x", 1).settings.optimizer(network).param_groups[0]["lr"] == 0.05
+    assert (
+        federation(lr=None).site("x", 1).settings.optimizer(network).param_groups[0]["lr"] == 0.05
+    )
     seeds = [made.site(name, round_).seed for name in made.names for round_ in (1, 2)]
     seeds += [made.host(1).seed, made.host(2).seed, federation(seed=1).site("x", 1).seed]
     assert len(set(seeds)) == len(seeds)
@@ -99,9 +116,13 @@ def test_the_learning_rate_decays_per_round_or_per_local_epoch() -> None:
     seen: list[float] = []
 
     class Recorded(ToyBundle):
-        def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
+        def optimizer(
+            self, network: nn.Module, lr: float | None = None, epoch: int = 0
+        ) -> torch.optim.Optimizer:
             made = super().optimizer(network, lr, epoch)
-            made.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+            made.register_step_pre_hook(
+                lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"])
+            )
             return made
 
     for decay_per, round_, exponents in (
@@ -110,7 +131,13 @@ def test_the_learning_rate_decays_per_round_or_per_local_epoch() -> None:
         ("epoch", 2, [2, 3]),
     ):
         seen.clear()
-        settings = {"lr": 0.01, "lr_decay": 0.99, "local_epochs": 2, "batch_size": 8, "decay_per": decay_per}
+        settings = {
+            "lr": 0.01,
+            "lr_decay": 0.99,
+            "local_epochs": 2,
+            "batch_size": 8,
+            "decay_per": decay_per,
+        }
         made = Federation(Recorded(), load("fedcb", classifier="trainable"), run_record(**settings))
         site_step(made, round_, "x", None, Message({"weights": made.networks.initial}))
         assert seen == pytest.approx([0.01 * 0.99**e for e in exponents], rel=1e-12)
@@ -131,7 +158,11 @@ def test_what_follows_the_rate_in_a_method_decays_with_the_local_epochs() -> Non
 def test_a_site_keeps_its_optimisers_over_the_rounds(method: str, calls: int) -> None:
     options = {"fedbm": {"generator": False, "classifier": "trainable"}}.get(method, {})
     kept, fresh = (
-        Federation(ToyBundle(), load(method, options), run_record(method=method, lr_decay=1.0, keep_optimizer=keep))
+        Federation(
+            ToyBundle(),
+            load(method, options),
+            run_record(method=method, lr_decay=1.0, keep_optimizer=keep),
+        )
         for keep in (True, False)
     )
     down = Message({"weights": kept.networks.initial})
@@ -141,7 +172,9 @@ def test_a_site_keeps_its_optimisers_over_the_rounds(method: str, calls: int) ->
         before = bits(first.state)
         results[name] = first, site_step(made, 2, "y", first.state, down)
         assert bits(first.state) == before
-    assert bits(results["kept"][0].reply) == bits(results["fresh"][0].reply), "the first round is the same"
+    assert bits(results["kept"][0].reply) == bits(results["fresh"][0].reply), (
+        "the first round is the same"
+    )
     assert bits(results["kept"][1].reply) != bits(results["fresh"][1].reply)
     memory = results["kept"][1].state["optimizers"]
     assert len(memory) == calls
@@ -151,15 +184,24 @@ def test_a_site_keeps_its_optimisers_over_the_rounds(method: str, calls: int) ->
 
 
 def test_fednova_takes_new_optimisers_only() -> None:
-    with pytest.raises(InputError, match="--keep-optimizer with method 'fednova'; .*; leave it out"):
+    with pytest.raises(
+        InputError, match="--keep-optimizer with method 'fednova'; .*; leave it out"
+    ):
         federation("fednova", keep_optimizer=True)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedhelp", "fedcb", "fedprox", "fednova", "scaffold"])
 def test_sites_count_the_same_where_the_run_says_so(method: str) -> None:
-    options = {"fedcb": {"classifier": "trainable"}, "fedhelp": {"lambda_j": 0, "large": "x", "large_network": ""}}
+    options = {
+        "fedcb": {"classifier": "trainable"},
+        "fedhelp": {"lambda_j": 0, "large": "x", "large_network": ""},
+    }
     made, even = (
-        Federation(ToyBundle(), load(method, options.get(method, {})), run_record(method=method, site_weights=by))
+        Federation(
+            ToyBundle(),
+            load(method, options.get(method, {})),
+            run_record(method=method, site_weights=by),
+        )
         for by in ("samples", "uniform")
     )
     server = made.method.init_server(made.host(0), made.networks.initial, {})
@@ -167,7 +209,11 @@ def test_sites_count_the_same_where_the_run_says_so(method: str) -> None:
     replies = {name: site_step(made, 1, name, None, down).reply for name in ("x", "y")}
     results = [f.aggregate(1, server, replies)["weights"] for f in (made, even)]
     name = "0.weight"
-    mean = (replies["x"]["weights"][name] + replies["y"]["weights"][name]) / 2 if "weights" in replies["x"] else None
+    mean = (
+        (replies["x"]["weights"][name] + replies["y"]["weights"][name]) / 2
+        if "weights" in replies["x"]
+        else None
+    )
     if method == "scaffold":  # its own rule is the plain mean
         assert bits(results[0]) == bits(results[1])
         return
@@ -205,7 +251,9 @@ def test_the_pooled_section_has_all_items_also_those_of_no_site() -> None:
 
 
 def test_an_item_that_is_not_in_the_data_is_named() -> None:
-    with pytest.raises(InputError, match=r"site 'b' has train item 'train99', which is not in the data \(2 such\)"):
+    with pytest.raises(
+        InputError, match=r"site 'b' has train item 'train99', which is not in the data \(2 such\)"
+    ):
         federation(partition=parts(a=[1], b=[2, 99, 98]))
 
 
@@ -226,8 +274,13 @@ def test_bodies_are_dealt_in_equal_blocks() -> None:
     """Twenty sites and three networks: 7, 7 and 6."""
     names = [f"s{i}" for i in range(20)]
     dealt = deal("18,20,22", names)
-    assert [dealt[name] for name in names] == [{"network": n} for n in [18] * 7 + [20] * 7 + [22] * 6]
-    assert deal("width=[1, 2], [3, 4]", names[:2]) == {"s0": {"width": [1, 2]}, "s1": {"width": [3, 4]}}
+    assert [dealt[name] for name in names] == [
+        {"network": n} for n in [18] * 7 + [20] * 7 + [22] * 6
+    ]
+    assert deal("width=[1, 2], [3, 4]", names[:2]) == {
+        "s0": {"width": [1, 2]},
+        "s1": {"width": [3, 4]},
+    }
     assert deal("resnet20, resnet110,resnet20", names[:3]) == {
         "s0": {"network": "resnet20"}, "s1": {"network": "resnet110"}, "s2": {"network": "resnet20"}
     }  # fmt: skip
@@ -250,7 +303,9 @@ class Wide(ToyBundle):
 
     def __init__(self, width: int | None = None) -> None:
         def network() -> nn.Module:
-            return nn.Sequential(nn.Linear(8, width), nn.Identity(), nn.ReLU(), nn.Identity(), nn.Linear(width, 3))
+            return nn.Sequential(
+                nn.Linear(8, width), nn.Identity(), nn.ReLU(), nn.Identity(), nn.Linear(width, 3)
+            )
 
         super().__init__(**({} if width is None else {"network": network}))
         vars(self).update(width=width)
@@ -258,8 +313,12 @@ class Wide(ToyBundle):
     def variant(self, config: dict) -> Wide:  # type: ignore[override]
         return Wide(**config)
 
-    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
-        assert isinstance(network[1], nn.Identity) == (self.width is not None), "the optimiser of another bundle"
+    def optimizer(
+        self, network: nn.Module, lr: float | None = None, epoch: int = 0
+    ) -> torch.optim.Optimizer:
+        assert isinstance(network[1], nn.Identity) == (self.width is not None), (
+            "the optimiser of another bundle"
+        )
         return super().optimizer(network, lr)
 
 
@@ -296,7 +355,10 @@ def test_one_scope_takes_back_what_any_pool_lent() -> None:
 
 def test_what_leaves_is_checked_for_each_site() -> None:
     """The sites' networks have 4 tensors, the bundle's 9; what leaves is personal neither here nor there."""
-    assert mixed("local", bodies="width=5,7").describe_exchange() == "0 tensors leave each site, 4 stay"
+    assert (
+        mixed("local", bodies="width=5,7").describe_exchange()
+        == "0 tensors leave each site, 4 stay"
+    )
 
     @dataclasses.dataclass(frozen=True)
     class Shared(type(load("local"))):
@@ -312,7 +374,9 @@ def test_what_leaves_is_checked_for_each_site() -> None:
     made.message_rules("x").check_reply(reply)
     with pytest.raises(RunError, match="site 'z': tensor 'weights/4.bias' must not leave it"):
         made.message_rules("z").check_reply(reply)
-    with pytest.raises(RunError, match=r"site 'x': 'weights/4.bias' is \(5,\) torch.float32; expected \(3,\)"):
+    with pytest.raises(
+        RunError, match=r"site 'x': 'weights/4.bias' is \(5,\) torch.float32; expected \(3,\)"
+    ):
         made.message_rules("x").check_reply(Message({"weights": {"4.bias": torch.zeros(5)}}))
 
 
@@ -329,16 +393,22 @@ def test_features_of_other_lengths_are_refused_before_round_1() -> None:
 
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=20, size=28)
+    return datasets.write_phantom(
+        "pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=20, size=28
+    )
 
 
-def run(phantom: Path, out: Path, method: str, jobs: int = 1, rounds: int = 2, **options: object) -> dict:
+def run(
+    phantom: Path, out: Path, method: str, jobs: int = 1, rounds: int = 2, **options: object
+) -> dict:
     requested = {
         "method": method, "data": str(phantom), "sites": 3, "partition": "iid", "rounds": rounds, "local_epochs": 1,
         "batch_size": 8, "lr": 0.01,
     }  # fmt: skip
     config = {"network": "small_cnn", "image_size": 28}
-    return federate("pneumonia", options=options, config=config, requested=requested, out=out, jobs=jobs)
+    return federate(
+        "pneumonia", options=options, config=config, requested=requested, out=out, jobs=jobs
+    )
 
 
 def test_a_run_whose_sites_have_other_networks(phantom: Path, tmp_path: Path) -> None:
@@ -348,14 +418,21 @@ def test_a_run_whose_sites_have_other_networks(phantom: Path, tmp_path: Path) ->
         run(phantom, tmp_path / "none", "pfedpm", **options)
     assert not (tmp_path / "none").exists()
     options["bodies"] = "small_cnn,resnet20"
-    alone, helped = (run(phantom, tmp_path / f"jobs{jobs}", "pfedpm", jobs, **options) for jobs in (1, 2))
+    alone, helped = (
+        run(phantom, tmp_path / f"jobs{jobs}", "pfedpm", jobs, **options) for jobs in (1, 2)
+    )
     assert alone["weights_sha256"] == helped["weights_sha256"]
     weights = load_weights(tmp_path / "jobs1" / "weights.safetensors")
-    shapes = {name: weights[f"{name}/network.fc.0.weight"].shape for name in ("site-1", "site-2", "site-3")}
+    shapes = {
+        name: weights[f"{name}/network.fc.0.weight"].shape
+        for name in ("site-1", "site-2", "site-3")
+    }
     assert shapes == {"site-1": (16, 72), "site-2": (16, 72), "site-3": (16, 64)}
     assert not any(name.startswith("site-1/network.stages") for name in weights)
     assert all(math.isfinite(value) for value in alone["last"].values())
-    with pytest.raises(InputError, match="features of length 64 at site-3; length 72 at site-1, site-2"):
+    with pytest.raises(
+        InputError, match="features of length 64 at site-3; length 72 at site-1, site-2"
+    ):
         run(phantom, tmp_path / "unlike", "fedproto", bodies="small_cnn,resnet20")
 
 
@@ -366,7 +443,9 @@ def test_everybody_takes_part_by_default() -> None:
     assert federation().cohort(1) == ["x", "y", "z"]
 
 
-@pytest.mark.parametrize(("fraction", "count"), [(0.1, 1), (0.34, 3), (0.5, 5), (0.99, 9), (0.01, 1)])
+@pytest.mark.parametrize(
+    ("fraction", "count"), [(0.1, 1), (0.34, 3), (0.5, 5), (0.99, 9), (0.01, 1)]
+)
 def test_a_cohort_is_a_fixed_number_without_repeats(fraction: float, count: int) -> None:
     made = federation(partition=parts(**{f"s{i}": [i] for i in range(10)}), cohort=fraction)
     drawn = [made.cohort(round_) for round_ in range(1, 60)]
@@ -398,11 +477,23 @@ def test_replies_are_held_to_the_policy() -> None:
     weights = {name: t for name, t in made.networks.initial.items() if not name.startswith("1.")}
     made.message_rules("x").check_reply(Message({"weights": weights}, {"samples": 1}))
     wrong = [
-        ({**weights, "1.running_mean": torch.zeros(6)}, "tensor 'weights/1.running_mean' must not leave it"),
+        (
+            {**weights, "1.running_mean": torch.zeros(6)},
+            "tensor 'weights/1.running_mean' must not leave it",
+        ),
         ({**weights, "secret": torch.zeros(1)}, "tensor 'weights/secret' must not leave it"),
-        ({**weights, "0.bias": torch.zeros(7)}, r"'weights/0.bias' is \(7,\) torch.float32; expected \(6,\)"),
-        ({**weights, "0.bias": torch.zeros(6).double()}, r"'weights/0.bias' is \(6,\) torch.float64"),
-        ({**weights, "0.bias": torch.full((6,), torch.nan)}, "'weights/0.bias' has NaN or infinite"),
+        (
+            {**weights, "0.bias": torch.zeros(7)},
+            r"'weights/0.bias' is \(7,\) torch.float32; expected \(6,\)",
+        ),
+        (
+            {**weights, "0.bias": torch.zeros(6).double()},
+            r"'weights/0.bias' is \(6,\) torch.float64",
+        ),
+        (
+            {**weights, "0.bias": torch.full((6,), torch.nan)},
+            "'weights/0.bias' has NaN or infinite",
+        ),
     ]
     for tensors, text in wrong:
         with pytest.raises(RunError, match=f"site 'x': {text}"):
@@ -411,7 +502,9 @@ def test_replies_are_held_to_the_policy() -> None:
         hidden = torch.zeros(() if group == "scalars" else 6)
         with pytest.raises(RunError, match=f"site 'x': tensor '{group}/1.bias' must not leave it"):
             made.message_rules("x").check_reply(Message.from_flat({f"{group}/1.bias": hidden}))
-    with pytest.raises(RunError, match="'control/0.bias' is in a group that the method's .* does not declare"):
+    with pytest.raises(
+        RunError, match="'control/0.bias' is in a group that the method's .* does not declare"
+    ):
         made.message_rules("x").check_reply(Message({"control": {"0.bias": torch.zeros(6)}}))
     with pytest.raises(RunError, match="'scalars/samples' has NaN"):
         made.message_rules("x").check_reply(Message({}, {"samples": float("nan")}))
@@ -421,17 +514,23 @@ def test_groups_of_the_networks_form_are_held_to_it() -> None:
     made = federation("scaffold")
     with pytest.raises(RunError, match="'control/c' is no tensor of the network"):
         made.message_rules("x").check_reply(Message({"control": {"c": torch.zeros(6)}}))
-    with pytest.raises(RunError, match=r"'control/0.bias' is \(7,\) torch.float32; expected \(6,\)"):
+    with pytest.raises(
+        RunError, match=r"'control/0.bias' is \(7,\) torch.float32; expected \(6,\)"
+    ):
         made.message_rules("x").check_reply(Message({"control": {"0.bias": torch.zeros(7)}}))
     with pytest.raises(RunError, match="'control/0.bias' has NaN"):
-        made.message_rules("x").check_reply(Message({"control": {"0.bias": torch.full((6,), torch.inf)}}))
+        made.message_rules("x").check_reply(
+            Message({"control": {"0.bias": torch.full((6,), torch.inf)}})
+        )
 
 
 def test_a_method_that_sends_what_is_personal_is_stopped() -> None:
     class Leaky(type(load("fedbn"))):
         def local_update(self, site, state, down):
             state, reply = super().local_update(site, state, down)
-            return state, Message({"weights": {**reply["weights"], **state["weights"]}}, reply.scalars)
+            return state, Message(
+                {"weights": {**reply["weights"], **state["weights"]}}, reply.scalars
+            )
 
     made = Federation(ToyBundle(), Leaky(), run_record())
     server = made.method.init_server(made.host(0), made.networks.initial, {})
@@ -445,13 +544,19 @@ def test_a_method_that_sends_what_is_personal_is_stopped() -> None:
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
 def test_a_step_gives_state_reply_loss_and_scores(method: str) -> None:
     made = federation(method, local_epochs=2, batch_size=2)
-    server = made.method.init_server(made.host(0), made.networks.initial, {"x": introduce(made, "x")})
+    server = made.method.init_server(
+        made.host(0), made.networks.initial, {"x": introduce(made, "x")}
+    )
     down = made.method.broadcast(made.host(1), server, "y")
     result = site_step(made, 1, "y", None, down, ("validate",))
-    assert result.steps == (12 if method == "ditto" else 6)  # five items in batches of two, twice, for each network
+    assert result.steps == (
+        12 if method == "ditto" else 6
+    )  # five items in batches of two, twice, for each network
     assert result.loss > 0
     assert result.cases["validate"].ids == tuple(f"validate{i}" for i in PARTS["y"])
-    assert bits([result.state, result.reply]) == bits([(r := site_step(made, 1, "y", None, down)).state, r.reply])
+    assert bits([result.state, result.reply]) == bits(
+        [(r := site_step(made, 1, "y", None, down)).state, r.reply]
+    )
     assert r.cases == {}
     next_round = site_step(made, 2, "y", result.state, down)
     assert bits(next_round.reply) != bits(result.reply)
@@ -461,7 +566,9 @@ def test_judging_trains_nothing_and_uses_the_sites_own_model() -> None:
     made = federation("local")
     state = site_step(made, 1, "x", None, Message()).state
     kept = bits(state)
-    before, after = (score_site(made, 2, "x", s, Message(), ("validate", "test")) for s in (None, state))
+    before, after = (
+        score_site(made, 2, "x", s, Message(), ("validate", "test")) for s in (None, state)
+    )
     assert set(after) == {"validate", "test"}
     assert bits(after["test"].values) != bits(before["test"].values)
     assert bits(state) == kept
@@ -498,7 +605,12 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("scaffold", {"server_lr": 0.5}), ("feddyn", {"alpha": 1.0}), ("feddc", {"alpha": 1.0}), ("fednova", {})],
+    [
+        ("scaffold", {"server_lr": 0.5}),
+        ("feddyn", {"alpha": 1.0}),
+        ("feddc", {"alpha": 1.0}),
+        ("fednova", {}),
+    ],
 )
 def test_a_shared_layer_is_corrected_under_all_its_names(
     method: str, options: dict[str, float], tmp_path: Path

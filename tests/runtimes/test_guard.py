@@ -44,16 +44,24 @@ def site(made: Any, **settings: Any) -> MedflClientAlgo:
 
 def change(reply: ExchangeObject, down: ExchangeObject) -> float:
     """L2 norm of the change of the floating weights."""
-    moved = [reply.weights[k].double() - t.double() for k, t in down.weights.items() if t.is_floating_point()]
+    moved = [
+        reply.weights[k].double() - t.double()
+        for k, t in down.weights.items()
+        if t.is_floating_point()
+    ]
     return math.sqrt(sum(float(part.square().sum()) for part in moved))
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedper"])
-def test_law1_without_rules_and_with_rules_that_hold_nothing_changes(method: str, tmp_path: Path) -> None:
+def test_law1_without_rules_and_with_rules_that_hold_nothing_changes(
+    method: str, tmp_path: Path
+) -> None:
     made = federation(method)
     plain = started(made)["x"]
     wide = Outbound(keys=("*",), max_bytes=10**9, clip=1e9)
-    watched = [site(made, outbound=rules, audit=tmp_path / "log") for rules in (None, Outbound(), wide)]
+    watched = [
+        site(made, outbound=rules, audit=tmp_path / "log") for rules in (None, Outbound(), wide)
+    ]
     for round_ in (1, 2):
         plain.train(broadcast(made, "x", round_))
         for each in watched:
@@ -85,12 +93,16 @@ def test_rounds_with_noise_are_told_counted_and_end_with_the_budget(tmp_path: Pa
     assert spoken == [f"site 'x', round 1: 1 reply: epsilon {epsilon:.3g} at delta 1e-05 for all training images of "
                       "this site replaced by as many others (the number of images is sent exactly)"]  # fmt: skip
     budget = Outbound(clip=1.0, noise=8.0, epsilon=1.6 * epsilon)
-    second = site(made, outbound=budget, folder=tmp_path)  # started again: the account is in the folder
+    second = site(
+        made, outbound=budget, folder=tmp_path
+    )  # started again: the account is in the folder
     assert second.summary["privacy"]["replies"] == 1
     second.train(broadcast(made, "x", 2))
     assert epsilon < second.summary["privacy"]["epsilon"] <= budget.epsilon
     before = second.states.last
-    with pytest.raises(RunError, match=r"site 'x': its outbound policy refuses: the budget is epsilon"):
+    with pytest.raises(
+        RunError, match=r"site 'x': its outbound policy refuses: the budget is epsilon"
+    ):
         second.train(broadcast(made, "x", 3))
     assert (second.states.last, second.summary["privacy"]["replies"]) == (before, 2)
     with pytest.raises(RunError, match="nothing to send"):
@@ -154,7 +166,9 @@ def test_noise_goes_through_smaller_messages_too() -> None:
     assert "no formal privacy" not in noisy.summary["privacy"]["words"]
 
 
-def test_a_reply_with_other_keys_or_more_bytes_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_reply_with_other_keys_or_more_bytes_is_refused_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
     made = federation("scaffold")
     for rules, says in (
         (Outbound(keys=("weights", "scalars")), "'control/.*' is not among its keys"),
@@ -181,8 +195,12 @@ def test_scores_leave_as_metrics_and_only_if_they_may(tmp_path: Path) -> None:
     told = noisy.evaluate(broadcast(made, "x"), {"section": "test"}).metrics
     entry = verify(tmp_path / "other").entries[-1]
     assert (entry["kind"], entry["direction"]) == ("evaluate", "left")
-    assert entry["numbers"] == pytest.approx({f"test/{name}": value for name, value in told.items()})
-    assert "metrics/test/accuracy" in entry["privacy"]  # nothing shows that these are no training images
+    assert entry["numbers"] == pytest.approx(
+        {f"test/{name}": value for name, value in told.items()}
+    )
+    assert (
+        "metrics/test/accuracy" in entry["privacy"]
+    )  # nothing shows that these are no training images
     noisy.visit(score_site, broadcast(made, "x"), ("train",))
     assert "metrics/train/accuracy" in noisy.summary["privacy"]["uncovered"]
     with pytest.raises(RunError, match="refuses: score_site_on_all, which shows cases"):
@@ -197,7 +215,10 @@ class Filed(ToyBundle):
         vars(self).update(folder=folder, changed=changed)
 
     def _entry(self, section: str, index: int) -> dict[str, Any]:
-        entry = {"image": str(self.folder / f"{section}-{index}.png"), "group": f"{section}-{index}"}
+        entry = {
+            "image": str(self.folder / f"{section}-{index}.png"),
+            "group": f"{section}-{index}",
+        }
         Path(entry["image"]).write_text(entry["group"])
         return {**entry, **(self.changed if section == "validate" and index == 0 else {})}
 
@@ -207,11 +228,15 @@ class Filed(ToyBundle):
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Any:
         prepared = super().prepared(section)
         groups = [self._entry(section, index).get("group") for index in range(12)]
-        prepared.items = [{**item, "group": group} for item, group in zip(prepared.items, groups, strict=True)]
+        prepared.items = [
+            {**item, "group": group} for item, group in zip(prepared.items, groups, strict=True)
+        ]
         return prepared
 
 
-def test_each_answer_about_images_kept_out_of_training_is_counted_and_bounded(tmp_path: Path) -> None:
+def test_each_answer_about_images_kept_out_of_training_is_counted_and_bounded(
+    tmp_path: Path,
+) -> None:
     """Whoever asks with weights made for it learns of these images with each answer."""
     made = federation(bundle=Filed(tmp_path))
     asked = site(made, outbound=replace(NOISY, epsilon=8.0, answers=2), folder=tmp_path / "account")
@@ -221,14 +246,18 @@ def test_each_answer_about_images_kept_out_of_training_is_counted_and_bounded(tm
         assert (privacy["answers"], privacy["uncovered"], privacy["epsilon"]) == (count, {}, 0.0)
     assert "kept out of training, answered without noise: 2" in privacy["words"]
     again = site(made, outbound=replace(NOISY, epsilon=8.0, answers=2), folder=tmp_path / "account")
-    with pytest.raises(RunError, match="it has answered 2 questions about images that are kept out of training"):
+    with pytest.raises(
+        RunError, match="it has answered 2 questions about images that are kept out of training"
+    ):
         again.evaluate(broadcast(made, "x"))
     free = site(made)
     free.evaluate(broadcast(made, "x"))
     assert free.summary["privacy"] is None
 
 
-@pytest.mark.parametrize("why", ["the same file", "a copy", "a patient of both", "no patient", "no file"])
+@pytest.mark.parametrize(
+    "why", ["the same file", "a copy", "a patient of both", "no patient", "no file"]
+)
 def test_validation_images_count_as_training_images_unless_they_are_shown_to_be_others(
     why: str, tmp_path: Path
 ) -> None:
@@ -262,12 +291,16 @@ def test_scores_of_a_personal_model_are_not_covered(tmp_path: Path) -> None:
 class Ranged(ToyBundle):
     """A bundle that says what its network's inputs are."""
 
-    metadata: dict[str, Any] = {"network_data_format": {"inputs": {"image": {"value_range": [-2, 2]}}}}
+    metadata: dict[str, Any] = {
+        "network_data_format": {"inputs": {"image": {"value_range": [-2, 2]}}}
+    }
 
 
 def test_the_bins_are_the_site_s_where_small_counts_are_not_told(tmp_path: Path) -> None:
     """The difference of two histograms whose bins differ by little is of few images."""
-    strict = site(federation(bundle=Ranged()), outbound=Outbound(min_count=3), audit=tmp_path / "log")
+    strict = site(
+        federation(bundle=Ranged()), outbound=Outbound(min_count=3), audit=tmp_path / "log"
+    )
     for number, ends in ((4, [-2, 2]), (32, [-2, 2.001]), (33, [-2, 2])):
         with pytest.raises(InputError, match="with min_count 32 from -2 to 2"):
             strict.get_data_stats({FlStatistics.HIST_BINS: number, FlStatistics.HIST_RANGE: ends})
@@ -279,7 +312,11 @@ def test_statistics_keep_the_least_count_of_the_policy(tmp_path: Path) -> None:
     """Site x has three items of each section, one of each class."""
     made = federation(bundle=Ranged())
     asked = {FlStatistics.HIST_BINS: 32, FlStatistics.HIST_RANGE: [-2, 2]}
-    told = site(made, outbound=Outbound(min_count=3), audit=tmp_path / "log").get_data_stats(asked).statistics
+    told = (
+        site(made, outbound=Outbound(min_count=3), audit=tmp_path / "log")
+        .get_data_stats(asked)
+        .statistics
+    )
     assert told["train"]["data_count"] == 3
     assert told["train"]["class_counts"] == {"p": None, "q": None, "r": None}
     assert told["total_data"]["class_counts"] == {"p": None, "q": None, "r": None}
@@ -294,7 +331,10 @@ def test_statistics_keep_the_least_count_of_the_policy(tmp_path: Path) -> None:
         strict=True,
     ):
         assert here["counts"].count(None) != 1
-        assert all(mine in (None, theirs) for mine, theirs in zip(here["counts"], all_["counts"], strict=True))
+        assert all(
+            mine in (None, theirs)
+            for mine, theirs in zip(here["counts"], all_["counts"], strict=True)
+        )
     entry = verify(tmp_path / "log").entries[-1]
     assert entry["kind"] == "statistics"
     assert entry["sha256"] == hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
@@ -311,7 +351,9 @@ def test_the_log_has_all_that_came_and_left_with_its_hash(host: str, tmp_path: P
     assert logged.get_weights() is reply  # asked for twice, it is the same and left once
 
     def digest(weights: Any) -> str:
-        message = Message({"weights": weights}) if host == "averaging" else Message.from_flat(weights)
+        message = (
+            Message({"weights": weights}) if host == "averaging" else Message.from_flat(weights)
+        )
         return hashlib.sha256(message.encode()).hexdigest()
 
     introduced, came, left = verify(tmp_path / "log").entries
@@ -323,7 +365,13 @@ def test_the_log_has_all_that_came_and_left_with_its_hash(host: str, tmp_path: P
     ]
     assert left["numbers"]["data_count"] == 3
     assert left["groups"]["weights"]["norm"] == pytest.approx(
-        math.sqrt(sum(float(t.double().square().sum()) for k, t in reply.weights.items() if "scalars/" not in k)),
+        math.sqrt(
+            sum(
+                float(t.double().square().sum())
+                for k, t in reply.weights.items()
+                if "scalars/" not in k
+            )
+        ),
         rel=1e-5,
     )
 
@@ -353,18 +401,25 @@ def test_hosts_of_monai_fl_drive_sites_with_rules(tmp_path: Path) -> None:
     """Three rounds of a host that averages and knows nothing of medfl, with two sites that clip and log."""
     made = federation()
     sites = {
-        name: MedflClientAlgo(made, name, host="averaging", outbound=Outbound(clip=0.5), audit=tmp_path / name)
+        name: MedflClientAlgo(
+            made, name, host="averaging", outbound=Outbound(clip=0.5), audit=tmp_path / name
+        )
         for name in ("x", "y")
     }
     for name, each in sites.items():
         each.initialize({ExtraItems.CLIENT_NAME: name})
     weights = averaging(sites, 3)
-    assert all(math.isfinite(float(each.evaluate(said(weights)).metrics["loss"])) for each in sites.values())
+    assert all(
+        math.isfinite(float(each.evaluate(said(weights)).metrics["loss"]))
+        for each in sites.values()
+    )
     for name, each in sites.items():
         each.finalize()
         found = verify(tmp_path / name)
         assert found.problems == ()
-        assert [e["round"] for e in found.entries if e["kind"] == "train" and e["direction"] == "left"] == [1, 2, 3]
+        assert [
+            e["round"] for e in found.entries if e["kind"] == "train" and e["direction"] == "left"
+        ] == [1, 2, 3]
 
 
 def test_a_policy_file_holds_for_a_site_of_a_host(tmp_path: Path) -> None:
@@ -376,7 +431,13 @@ def test_a_policy_file_holds_for_a_site_of_a_host(tmp_path: Path) -> None:
     settings = {"data": str(data), "local_epochs": 1, "lr": 0.01}
     config = {"network": "small_cnn", "image_size": 16}
     algo = launch.site_algo(
-        "mednist", "clinic", config=config, requested=settings, host="averaging", policy=policy, audit=tmp_path / "log"
+        "mednist",
+        "clinic",
+        config=config,
+        requested=settings,
+        host="averaging",
+        policy=policy,
+        audit=tmp_path / "log",
     )
     algo.initialize()
     start = algo.get_weights()
@@ -388,7 +449,9 @@ def test_a_policy_file_holds_for_a_site_of_a_host(tmp_path: Path) -> None:
         launch.site_algo("mednist", "clinic", requested=settings, policy=policy)
 
 
-def test_a_message_with_thousands_of_numbers_is_refused_before_it_is_described(tmp_path: Path) -> None:
+def test_a_message_with_thousands_of_numbers_is_refused_before_it_is_described(
+    tmp_path: Path,
+) -> None:
     made = federation()
     logged = site(made, audit=tmp_path / "log")
     data = broadcast(made, "x")
@@ -398,7 +461,9 @@ def test_a_message_with_thousands_of_numbers_is_refused_before_it_is_described(t
     assert [entry["direction"] for entry in verify(tmp_path / "log").entries] == ["refused"]
 
 
-def test_the_number_of_a_section_s_items_is_checked_and_logged_where_it_is_told(tmp_path: Path) -> None:
+def test_the_number_of_a_section_s_items_is_checked_and_logged_where_it_is_told(
+    tmp_path: Path,
+) -> None:
     made = federation(bundle=ToyBundle(norm=False))
     some = site(made, outbound=Outbound(keys=("metrics/validate/[!c]*",)), audit=tmp_path / "log")
     with pytest.raises(RunError, match="'metrics/validate/cases' is not among its keys"):
@@ -422,7 +487,11 @@ def test_the_clip_bounds_what_leaves_with_error_feedback_too() -> None:
             wire = Message.from_flat(each.get_weights().weights)
             received = Message.from_flat(down.weights)
             reply = made.compression.decompress_reply(wire, received, "x")["weights"]
-            moved = [reply[n].double() - t.double() for n, t in received["weights"].items() if t.is_floating_point()]
+            moved = [
+                reply[n].double() - t.double()
+                for n, t in received["weights"].items()
+                if t.is_floating_point()
+            ]
             norms.append(math.sqrt(sum(float(part.square().sum()) for part in moved)))
         assert 0 < norms[0] <= 0.01 * (1 + 1e-5)
         assert norms[1] > 0.02

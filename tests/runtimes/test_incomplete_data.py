@@ -60,7 +60,11 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     head = ("file", "label", "centre", "section")
     table(root / "full" / "labels.csv", head, rows)
     shutil.copytree(root / "full", root / "bare")
-    table(root / "bare" / "labels.csv", head, [[f, "" if s == "west" else k, s, part] for f, k, s, part in rows])
+    table(
+        root / "bare" / "labels.csv",
+        head,
+        [[f, "" if s == "west" else k, s, part] for f, k, s, part in rows],
+    )
     seen = starter.survey(root / "full" / "images", labels=root / "full" / "labels.csv")
     starter.write(root / "bundle", seen, size=16)
     return root
@@ -75,9 +79,13 @@ def volumes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(12):
         mask = np.zeros((18, 16, 16), np.uint8)
         mask[4 : 9 + number % 4, 5:11, 4:10] = 1
-        nib.save(nib.Nifti1Image(mask, np.eye(4)), root / "full" / "labelsTr" / f"s_{number:02d}.nii.gz")
+        nib.save(
+            nib.Nifti1Image(mask, np.eye(4)), root / "full" / "labelsTr" / f"s_{number:02d}.nii.gz"
+        )
         for channel in (0, 1):
-            voxels = (draws.normal(0, 1, mask.shape) + (2 - channel) * mask).astype(np.float32) * 10**channel
+            voxels = (draws.normal(0, 1, mask.shape) + (2 - channel) * mask).astype(
+                np.float32
+            ) * 10**channel
             place = root / "full" / "imagesTr" / f"s_{number:02d}_{channel:04d}.nii.gz"
             nib.save(nib.Nifti1Image(voxels, np.eye(4)), place)
     rows = [[f"s_{n:02d}", f"p{n}", SITES[n % 3], section(n)] for n in range(12)]
@@ -103,11 +111,15 @@ def run(root: Path, data: str, out: Path, **changes: Any) -> str:
     requested = {**ASKED, "data": str(root / data), **changes}
     options = OPTIONS if requested["method"] == "fedsemi" else {}
     return str(
-        federate(str(root / "bundle"), options=options, requested=requested, out=out, **called)["weights_sha256"]
+        federate(str(root / "bundle"), options=options, requested=requested, out=out, **called)[
+            "weights_sha256"
+        ]
     )
 
 
-def test_law1_images_without_labels_give_the_bits_of_hidden_labels(pictures: Path, tmp_path: Path) -> None:
+def test_law1_images_without_labels_give_the_bits_of_hidden_labels(
+    pictures: Path, tmp_path: Path
+) -> None:
     hidden = run(pictures, "full", tmp_path / "hidden")
     assert run(pictures, "bare", tmp_path / "bare") == hidden
     assert run(pictures, "bare", tmp_path / "monai", runtime="monai-fl") == hidden
@@ -118,7 +130,9 @@ def test_law1_images_without_labels_give_the_bits_of_hidden_labels(pictures: Pat
 
 
 @pytest.mark.slow
-def test_law1_volumes_without_masks_and_channels_give_the_bits_of_hidden_ones(volumes: Path, tmp_path: Path) -> None:
+def test_law1_volumes_without_masks_and_channels_give_the_bits_of_hidden_ones(
+    volumes: Path, tmp_path: Path
+) -> None:
     both = {"site_channels": "west=1"}
     hidden = run(volumes, "full", tmp_path / "hidden", **both)
     assert run(volumes, "bare", tmp_path / "bare", **both) == hidden
@@ -148,10 +162,24 @@ def test_law1_volumes_without_masks_and_channels_give_the_bits_of_hidden_ones(vo
     ],
 )
 def test_what_is_lacking_elsewhere_is_refused_in_a_line(
-    root: str, flags: list[str], told: str, tmp_path: Path, request: Any, capsys: pytest.CaptureFixture[str]
+    root: str,
+    flags: list[str],
+    told: str,
+    tmp_path: Path,
+    request: Any,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     place, out = request.getfixturevalue(root), tmp_path / "run"
-    command = ["run", str(place / "bundle"), "--data", str(place / "bare"), "--method", "fedsemi", "--out", str(out)]
+    command = [
+        "run",
+        str(place / "bundle"),
+        "--data",
+        str(place / "bare"),
+        "--method",
+        "fedsemi",
+        "--out",
+        str(out),
+    ]
     assert cli.main([*command, "--partition", "centre", *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {told}")
@@ -159,7 +187,9 @@ def test_what_is_lacking_elsewhere_is_refused_in_a_line(
     assert not out.exists()
 
 
-def test_a_setting_of_the_bundle_is_tried_where_there_are_labels(pictures: Path, tmp_path: Path) -> None:
+def test_a_setting_of_the_bundle_is_tried_where_there_are_labels(
+    pictures: Path, tmp_path: Path
+) -> None:
     """The first site has none: a step of training there has no loss."""
     command = [
         "run",
@@ -197,8 +227,17 @@ def test_a_list_cannot_say_itself_what_is_lacking(tmp_path: Path) -> None:
 
 def test_without_being_named_they_are_left_out_as_before(pictures: Path, tmp_path: Path) -> None:
     bundle = str(pictures / "bundle")
-    assert len(with_data(open_problem(bundle), str(pictures / "bare"), {}).bundle.items("train")) == 8
-    assert len(with_data(open_problem(bundle), str(pictures / "bare"), {}, unlabelled=True).bundle.items("train")) == 16
+    assert (
+        len(with_data(open_problem(bundle), str(pictures / "bare"), {}).bundle.items("train")) == 8
+    )
+    assert (
+        len(
+            with_data(
+                open_problem(bundle), str(pictures / "bare"), {}, unlabelled=True
+            ).bundle.items("train")
+        )
+        == 16
+    )
 
 
 # Sites with images of their own
@@ -229,14 +268,24 @@ def test_a_site_of_monai_fl_has_images_alone(root: str, tmp_path: Path, request:
     channels = {"site_channels": "west=1"} if root == "volumes" else {}
     for path in alone.rglob("*_0000.nii.gz"):
         path.unlink()
-    assert trained(place / "bundle", alone, **channels) == trained(place / "bundle", labelled, **channels)
+    assert trained(place / "bundle", alone, **channels) == trained(
+        place / "bundle", labelled, **channels
+    )
     with pytest.raises(InputError, match="--unlabelled"):
-        site_algo(str(place / "bundle"), "west", requested={**ASKED, "data": str(alone), "unlabelled": "south"})
+        site_algo(
+            str(place / "bundle"),
+            "west",
+            requested={**ASKED, "data": str(alone), "unlabelled": "south"},
+        )
     found = check(PreflightOptions(str(place / "bundle"), str(alone), unlabelled=True))
     assert found.ok, found.text(200)
-    assert any("have no label" in line.text and "--unlabelled" in line.advice for line in found.lines)
+    assert any(
+        "have no label" in line.text and "--unlabelled" in line.advice for line in found.lines
+    )
     opened = with_data(open_problem(str(place / "bundle"), {}), str(alone), {}, unlabelled=True)
-    told = gather(opened.bundle, str(alone), StatisticsOptions(bins_of(opened.bundle, 4, "-3,3"), 0))
+    told = gather(
+        opened.bundle, str(alone), StatisticsOptions(bins_of(opened.bundle, 4, "-3,3"), 0)
+    )
     assert list(told["sections"]) == ["train"]
     assert told["sections"]["train"]["images"] == len(opened.bundle.items("train"))
     json.dumps(told)
@@ -253,9 +302,16 @@ def test_a_flare_site_of_a_shipped_bundle_has_images_alone(tmp_path: Path) -> No
 
     phantom = datasets.write_phantom("pneumonia", tmp_path / "phantom", per_class=15, size=28)
     config = {"network": "small_cnn", "image_size": 28}
-    asked = {name: value for name, value in ASKED.items() if name not in ("partition", "unlabelled")}
+    asked = {
+        name: value for name, value in ASKED.items() if name not in ("partition", "unlabelled")
+    }
     made = offer(
-        "pneumonia", SITES, options=OPTIONS, config=config, requested={**asked, "unlabelled": "west"}, rehearsal=True
+        "pneumonia",
+        SITES,
+        options=OPTIONS,
+        config=config,
+        requested={**asked, "unlabelled": "west"},
+        rehearsal=True,
     )
     items = with_data(open_problem("pneumonia", config), str(phantom), config).bundle.data("train")
     alone = tmp_path / "alone"
@@ -268,15 +324,22 @@ def test_a_flare_site_of_a_shipped_bundle_has_images_alone(tmp_path: Path) -> No
         site = SiteConfig("pneumonia", "unused", str(place), permits=tuple(config))
         federation = open_site(made, "west", site)
         assert len(federation.shard("west", "train")) == len(items)
-        weights = {f"message/weights/{name}": tensor for name, tensor in federation.networks.initial.items()}
-        question = Payload({**weights, **wire.state_rounds({"west": 0})}, wire.question_numbers(1, ["validate"]))
+        weights = {
+            f"message/weights/{name}": tensor
+            for name, tensor in federation.networks.initial.items()
+        }
+        question = Payload(
+            {**weights, **wire.state_rounds({"west": 0})}, wire.question_numbers(1, ["validate"])
+        )
         answer = FlareSite(MedflClientAlgo(federation, "west"), "west").answer(wire.TRAIN, question)
         assert not answer.failure_reason, answer.failure_reason
         replies.append(bits(answer.tensors))
         assert ("validate/cases" in answer.metrics) == (place == phantom)
     assert replies[0] == replies[1]
     with pytest.raises(InputError, match="holds no pneumonia data"):
-        open_site(made, "north", SiteConfig("pneumonia", "unused", str(alone), permits=tuple(config)))
+        open_site(
+            made, "north", SiteConfig("pneumonia", "unused", str(alone), permits=tuple(config))
+        )
 
 
 # Bundles of others
@@ -288,15 +351,34 @@ def test_entries_of_a_zoo_bundle_lack_labels_or_files_of_channels(tmp_path: Path
     """Also where crops go by the mask, and where an image is a list of files."""
 
     def runs(bundle: ZooBundle, flags: dict[str, Any], change: Callable[[], None]) -> list[str]:
-        opened = with_data(open_problem(str(bundle.path), bundle.overrides), None, bundle.overrides).bundle
-        sites = [(item["id"], "ab"[number > 1]) for number, item in enumerate(opened.items("train"))]
-        table(tmp_path / "sites.csv", ("id", "site"), [*sites, *((i["id"], "a") for i in opened.items("validate"))])
-        asked = {**ASKED, "partition": f"file:{tmp_path / 'sites.csv'}", "batch_size": 2, "unlabelled": "", **flags}
+        opened = with_data(
+            open_problem(str(bundle.path), bundle.overrides), None, bundle.overrides
+        ).bundle
+        sites = [
+            (item["id"], "ab"[number > 1]) for number, item in enumerate(opened.items("train"))
+        ]
+        table(
+            tmp_path / "sites.csv",
+            ("id", "site"),
+            [*sites, *((i["id"], "a") for i in opened.items("validate"))],
+        )
+        asked = {
+            **ASKED,
+            "partition": f"file:{tmp_path / 'sites.csv'}",
+            "batch_size": 2,
+            "unlabelled": "",
+            **flags,
+        }
         options = OPTIONS if asked["method"] == "fedsemi" else {}
 
         def made(name: str, **changes: Any) -> str:
             own = {} if changes else options
-            called = {"options": own, "config": bundle.overrides, "requested": {**asked, **changes}, "jobs": 1}
+            called = {
+                "options": own,
+                "config": bundle.overrides,
+                "requested": {**asked, **changes},
+                "jobs": 1,
+            }
             return str(federate(str(bundle.path), out=tmp_path / name, **called)["weights_sha256"])
 
         hidden = made(f"{bundle.path.name}-hidden")
@@ -305,7 +387,10 @@ def test_entries_of_a_zoo_bundle_lack_labels_or_files_of_channels(tmp_path: Path
             made("refused", method="fedavg", unlabelled="", site_channels="")
         return [hidden, made(f"{bundle.path.name}-bare")]
 
-    ball, brain = ZOO["seg3d_decathlon_json"](tmp_path / "ball"), ZOO["seg3d_multilabel_json"](tmp_path / "brain")
+    ball, brain = (
+        ZOO["seg3d_decathlon_json"](tmp_path / "ball"),
+        ZOO["seg3d_multilabel_json"](tmp_path / "brain"),
+    )
 
     def without_labels() -> None:
         file = ball.path / "data" / "Task99_Ball" / "dataset.json"
@@ -316,7 +401,11 @@ def test_entries_of_a_zoo_bundle_lack_labels_or_files_of_channels(tmp_path: Path
 
     def without_channels() -> None:
         for number, kind in ((2, "t1ce"), (2, "t2"), (3, "t2")):
-            (Path(brain.overrides["dataset_dir"]) / f"case_{number}" / f"case_{number}_{kind}.nii.gz").unlink()
+            (
+                Path(brain.overrides["dataset_dir"])
+                / f"case_{number}"
+                / f"case_{number}_{kind}.nii.gz"
+            ).unlink()
 
     one, other = runs(ball, {"unlabelled": "b"}, without_labels)
     assert one == other
@@ -331,7 +420,11 @@ def test_images_without_labels_are_found_in_folders(kind: str, tmp_path: Path) -
 
     def picture(path: Path, mask: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = np.zeros((16, 16), np.uint8) if mask else draws.integers(0, 255, (16, 16)).astype(np.uint8)
+        pixels = (
+            np.zeros((16, 16), np.uint8)
+            if mask
+            else draws.integers(0, 255, (16, 16)).astype(np.uint8)
+        )
         pixels[3:9, 3:9] = 1 if mask else pixels[3:9, 3:9]
         Image.fromarray(pixels).save(path)
 
@@ -341,28 +434,51 @@ def test_images_without_labels_are_found_in_folders(kind: str, tmp_path: Path) -
         if kind == "pictures":
             picture(data / "masks" / f"{number:02d}.png", mask=True)
     bare = "unlabelled" if kind == "labelled" else "images"
-    seen = starter.survey(data) if kind == "labelled" else starter.survey(data / "images", data / "masks")
+    seen = (
+        starter.survey(data)
+        if kind == "labelled"
+        else starter.survey(data / "images", data / "masks")
+    )
     bundle = str(starter.write(tmp_path / "bundle", seen, size=16))
     before = {
-        section: [i["id"] for i in with_data(open_problem(bundle), str(data), {}).bundle.items(section)]
+        section: [
+            i["id"] for i in with_data(open_problem(bundle), str(data), {}).bundle.items(section)
+        ]
         for section in SECTIONS
     }
     for name in ("x", "y"):
         picture(data / bare / f"{name}.png")
     after = with_data(open_problem(bundle), str(data), {}).bundle
-    assert {section: [item["id"] for item in after.items(section)] for section in SECTIONS} == before
+    assert {
+        section: [item["id"] for item in after.items(section)] for section in SECTIONS
+    } == before
     opened = with_data(open_problem(bundle), str(data), {}, unlabelled=True).bundle
     more = {"labelled": ["unlabelled/x.png", "unlabelled/y.png"], "pictures": ["x", "y"]}[kind]
     found = {section: [item["id"] for item in opened.items(section)] for section in SECTIONS}
     assert found == {**before, "train": sorted([*before["train"], *more])}
-    survey = starter.survey(data) if kind == "labelled" else starter.survey(data / "images", data / "masks")
+    survey = (
+        starter.survey(data)
+        if kind == "labelled"
+        else starter.survey(data / "images", data / "masks")
+    )
     assert (survey.classes, survey.counts) == (seen.classes, seen.counts)
     held_out = Path(before["test"][0]).stem
-    paths = [path.relative_to(data).as_posix() for path in data.rglob("*.png") if "masks" not in path.parts]
-    patients = {path: "p" if Path(path).stem in (held_out, "x") else Path(path).stem for path in paths}
+    paths = [
+        path.relative_to(data).as_posix()
+        for path in data.rglob("*.png")
+        if "masks" not in path.parts
+    ]
+    patients = {
+        path: "p" if Path(path).stem in (held_out, "x") else Path(path).stem for path in paths
+    }
     sections = {i: section for section in SECTIONS for i in before[section]}
     rows = [
-        [p, patients[p], next((s for i, s in sections.items() if Path(i).stem == Path(p).stem), "train")] for p in paths
+        [
+            p,
+            patients[p],
+            next((s for i, s in sections.items() if Path(i).stem == Path(p).stem), "train"),
+        ]
+        for p in paths
     ]
     table(data / "cases.csv", ("file", "patient", "section"), rows)
     opened = with_data(open_problem(bundle), str(data), {}, unlabelled=True).bundle

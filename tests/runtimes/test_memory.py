@@ -46,7 +46,9 @@ def test_a_step_is_measured_where_it_does_no_harm(volumes: Federation) -> None:
     assert memory._status("VmHWM") - before < 64 * MIB
 
 
-def test_workers_are_bounded_by_memory_and_it_is_said(volumes: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_bounded_by_memory_and_it_is_said(
+    volumes: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[str] = []
     monkeypatch.setattr(memory, "step_bytes", lambda federation: 1024 * MIB)
     monkeypatch.setattr(memory, "free_ram", lambda: 4096 * MIB)
@@ -64,7 +66,9 @@ def test_small_images_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jobs_that_fit(Federation(ToyBundle(), load("fedavg"), run_record()), 8) == 8
 
 
-def test_a_step_that_fails_is_left_to_the_first_round(volumes: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_fails_is_left_to_the_first_round(
+    volumes: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no memory")
 

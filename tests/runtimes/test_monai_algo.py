@@ -74,8 +74,15 @@ def workflow(name: str, folder: Path, *files: str, **more: Any) -> ConfigWorkflo
 def filters(folder: Path) -> str:
     """A file with MONAI's filter that prints a summary, before and after everything."""
     path = folder / "filters.json"
-    kinds = ("pre_filters", "post_weight_filters", "post_evaluate_filters", "post_statistics_filters")
-    path.write_text(json.dumps({kind: [{"_target_": "monai.fl.utils.filters.SummaryFilter"}] for kind in kinds}))
+    kinds = (
+        "pre_filters",
+        "post_weight_filters",
+        "post_evaluate_filters",
+        "post_statistics_filters",
+    )
+    path.write_text(
+        json.dumps({kind: [{"_target_": "monai.fl.utils.filters.SummaryFilter"}] for kind in kinds})
+    )
     return str(path)
 
 
@@ -110,11 +117,15 @@ def test_it_trains_and_is_scored(name: str, form: str, places: Path) -> None:
     algo.initialize(NAMED)
     algo.abort()
     sent = own_network(algo.train_workflow).state_dict()
-    algo.train(data=ExchangeObject(weights={key: tensor.clone() for key, tensor in sent.items()}), extra={})
+    algo.train(
+        data=ExchangeObject(weights={key: tensor.clone() for key, tensor in sent.items()}), extra={}
+    )
     moved = algo.get_weights({}).weights
     assert moved.keys() == sent.keys()
     assert any(tensor.abs().max() > 0 for tensor in moved.values())
-    metrics = algo.evaluate(data=ExchangeObject(weights=own_network(algo.eval_workflow).state_dict()), extra={}).metrics
+    metrics = algo.evaluate(
+        data=ExchangeObject(weights=own_network(algo.eval_workflow).state_dict()), extra={}
+    ).metrics
     assert np.isfinite(metrics[Bundle(name).key_metric])
     algo.finalize()
 
@@ -128,7 +139,10 @@ def test_weights_are_asked_for_before_any_training(differences: bool, places: Pa
         with pytest.raises(ValueError, match="global_weights"):
             algo.get_weights({})
     else:
-        assert algo.get_weights({}).weights.keys() == own_network(algo.train_workflow).state_dict().keys()
+        assert (
+            algo.get_weights({}).weights.keys()
+            == own_network(algo.train_workflow).state_dict().keys()
+        )
 
 
 @pytest.mark.slow
@@ -172,19 +186,25 @@ def some_items(whole: Callable[..., list[Any]], *given: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", mostly_slow(sorted(shipped()), WHOLE))
-def test_statistics_count_every_image(name: str, places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_count_every_image(
+    name: str, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The files are named, and the images lie below `MEDFL_DATA`; of long lists some of their images do."""
     settings(name, places)
     monkeypatch.setenv("MEDFL_DATA", str(places / "data"))
     if name not in WHOLE:
         monkeypatch.setattr(datasets, "datalist", partial(some_items, datasets.datalist))
-    algo = MonaiAlgoStats(root_of(name), config_train_filename=TRAIN, config_filters_filename=filters(places))
+    algo = MonaiAlgoStats(
+        root_of(name), config_train_filename=TRAIN, config_filters_filename=filters(places)
+    )
     algo.initialize(NAMED)
     algo.app_root = str(places)
     told = algo.get_data_stats(extra=ASKED).statistics
     data = places / "data" / name
     lists = {part: datasets.datalist(name, data, section) for part, section in PARTS.items()}
-    assert {part: told[part]["data_count"] for part in lists} == {part: len(items) for part, items in lists.items()}
+    assert {part: told[part]["data_count"] for part in lists} == {
+        part: len(items) for part, items in lists.items()
+    }
     assert all(told[part]["fail_count"] == 0 for part in lists)
     if datasets.get(name).task == "classification":
         labels = told["train"]["data_stats"]["label_stats"]["labels"]
@@ -200,7 +220,9 @@ def test_statistics_of_a_workflow(places: Path) -> None:
     algo.initialize({**NAMED, ExtraItems.APP_ROOT: str(places)})
     found = algo.get_data_stats(extra=ASKED).statistics["train"]["data_stats"]
     items = datasets.datalist("mednist", places / "data" / "mednist", "train")
-    shaded = [datasets.read_pixels(item["image"]) for item in items if item["label"] > 0]  # class 0 is its background
+    shaded = [
+        datasets.read_pixels(item["image"]) for item in items if item["label"] > 0
+    ]  # class 0 is its background
     intensity = found["image_foreground_stats"]["intensity"]
     assert intensity["max"] == max(image.max() for image in shaded)
     assert intensity["mean"] == pytest.approx(
@@ -227,7 +249,12 @@ def test_a_class_is_an_image_of_its_index_for_monai_s_reader(tmp_path: Path) -> 
 def test_a_class_with_its_image_is_a_number_like_any_other() -> None:
     index = ClassIndex(3, "x.png")
     assert index == 3
-    assert (str(index), repr(index), f"{index}", json.dumps({"label": index})) == ("3", "3", "3", '{"label": 3}')
+    assert (str(index), repr(index), f"{index}", json.dumps({"label": index})) == (
+        "3",
+        "3",
+        "3",
+        '{"label": 3}',
+    )
     assert copy.deepcopy(index) == 3
     assert os.fspath(copy.deepcopy(index)) == "x.png?class=3"
     assert torch.as_tensor([index]).dtype == torch.int64

@@ -41,7 +41,15 @@ from medfl.storage.files import load_state, load_weights
 from medfl.storage.run_folder import RunFolder
 from tests.runtimes.test_smaller_messages import Wide
 from tests.support.sweeps import FEW, mostly_slow
-from tests.support.toy import CLASSIFYING, WITHOUT_IMAGES, ToyBundle, bits, blobs, public_blobs, run_record
+from tests.support.toy import (
+    CLASSIFYING,
+    WITHOUT_IMAGES,
+    ToyBundle,
+    bits,
+    blobs,
+    public_blobs,
+    run_record,
+)
 from tests.zoo.build import ZOO
 
 RUNTIMES = ("simulator", "monai-fl")
@@ -49,20 +57,30 @@ NEED_A_BUNDLE = {"fedhelp"}
 """Methods whose sites have different networks; they run on phantoms below."""
 
 
-def federation(method: str = "fedavg", bundle: ToyBundle | None = None, **changes: Any) -> Federation:
+def federation(
+    method: str = "fedavg", bundle: ToyBundle | None = None, **changes: Any
+) -> Federation:
     made = load(method, WITHOUT_IMAGES.get(method))
-    return Federation(bundle or ToyBundle(), made, run_record(method=method, **changes), public=public_blobs())
+    return Federation(
+        bundle or ToyBundle(), made, run_record(method=method, **changes), public=public_blobs()
+    )
 
 
 def left(out: Path) -> dict[str, Any]:
     """What a run leaves, but for the time that it took and how it was called."""
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     summary = json.loads((out / "summary.json").read_text())
-    timeless = {k: v for k, v in summary.items() if not k.startswith("seconds") and k != "peak_memory_bytes"}
+    timeless = {
+        k: v for k, v in summary.items() if not k.startswith("seconds") and k != "peak_memory_bytes"
+    }
     weights = {path.name: bits(load_weights(path)) for path in sorted(out.glob("*.safetensors"))}
-    states = {path.name: bits(load_state(path)) for path in sorted((out / "state").glob("*.safetensors"))}
+    states = {
+        path.name: bits(load_state(path)) for path in sorted((out / "state").glob("*.safetensors"))
+    }
     return {
-        "rounds": [{k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds],
+        "rounds": [
+            {k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds
+        ],
         "summary": timeless,
         "tables": {path.name: path.read_text() for path in sorted(out.glob("*.csv"))},
         "weights": weights,
@@ -73,14 +91,18 @@ def left(out: Path) -> dict[str, Any]:
 # The same results as the simulator's
 
 
-def simulate(out: Path, made: Federation, workers: Callable[[Federation, int], Workers]) -> dict[str, Any]:
+def simulate(
+    out: Path, made: Federation, workers: Callable[[Federation, int], Workers]
+) -> dict[str, Any]:
     folder = RunFolder.create(out)
     folder.write_run(made.run, {})
     Simulator(Execution(made, folder), workers).execute()
     return left(out)
 
 
-@pytest.mark.parametrize("method", mostly_slow(sorted(set(CLASSIFYING) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto")))
+@pytest.mark.parametrize(
+    "method", mostly_slow(sorted(set(CLASSIFYING) - NEED_A_BUNDLE), (*FEW, "fedmd", "fedproto"))
+)
 def test_every_method_leaves_what_the_simulator_leaves(tmp_path: Path, method: str) -> None:
     settings = {"rounds": 2, "cohort": 0.67, "eval_every": 2}
     expected = simulate(tmp_path / "simulator", federation(method, **settings), Workers)
@@ -89,7 +111,9 @@ def test_every_method_leaves_what_the_simulator_leaves(tmp_path: Path, method: s
 
 @pytest.mark.parametrize("messages", ["float16", "int8", "topk:0.1"])
 @pytest.mark.parametrize("method", ["scaffold", "fedmd"])
-def test_smaller_messages_are_made_and_opened_at_the_two_ends(tmp_path: Path, method: str, messages: str) -> None:
+def test_smaller_messages_are_made_and_opened_at_the_two_ends(
+    tmp_path: Path, method: str, messages: str
+) -> None:
     settings = {"rounds": 3, "messages": messages, "bundle": Wide()}
     expected = simulate(tmp_path / "simulator", federation(method, **settings), Workers)
     assert simulate(tmp_path / "monai-fl", federation(method, **settings), Exchange) == expected
@@ -102,9 +126,13 @@ def test_a_profile_has_the_parts_of_a_site_s_work(tmp_path: Path) -> None:
     Simulator(Execution(made, folder, Launch(profile=True, say=said.append)), Exchange).execute()
     spans = json.loads((tmp_path / "run" / "profile.json").read_text())["traceEvents"]
     assert {"x", "y", "z"} < {span["name"] for span in spans}
-    assert {profiling.DATA, profiling.PASSES, profiling.OPTIMISER, profiling.EVALUATION, profiling.MESSAGES} < {
-        span["name"] for span in spans
-    }
+    assert {
+        profiling.DATA,
+        profiling.PASSES,
+        profiling.OPTIMISER,
+        profiling.EVALUATION,
+        profiling.MESSAGES,
+    } < {span["name"] for span in spans}
     simulate(tmp_path / "plain", federation("ditto", rounds=2), Exchange)
     assert left(tmp_path / "run") == left(tmp_path / "plain")
 
@@ -121,13 +149,17 @@ SIX = {
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=10, size=16
+    )
 
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Public images."""
-    return datasets.write_phantom("mnist", tmp_path_factory.mktemp("digits") / "data", per_class=10, size=28)
+    return datasets.write_phantom(
+        "mnist", tmp_path_factory.mktemp("digits") / "data", per_class=10, size=28
+    )
 
 
 CONFIG = {"network": "small_cnn", "image_size": 16}
@@ -140,12 +172,21 @@ def run(scans: Path, out: Path, method: str, runtime: str, **changes: Any) -> di
         "local_epochs": 1, "batch_size": 8, **changes,
     }  # fmt: skip
     return launch.federate(
-        "mednist", options=options, config=CONFIG, requested=requested, out=out, jobs=1, runtime=runtime, resume=resume
+        "mednist",
+        options=options,
+        config=CONFIG,
+        requested=requested,
+        out=out,
+        jobs=1,
+        runtime=runtime,
+        resume=resume,
     )
 
 
 @pytest.mark.parametrize("method", SIX)
-def test_law1_a_phantom_run_is_the_same_bit_for_bit(scans: Path, digits: Path, tmp_path: Path, method: str) -> None:
+def test_law1_a_phantom_run_is_the_same_bit_for_bit(
+    scans: Path, digits: Path, tmp_path: Path, method: str
+) -> None:
     options = {**SIX[method], **({"public": f"mnist:{digits}"} if method == "fedhelp" else {})}
     summaries = [run(scans, tmp_path / name, method, name, options=options) for name in RUNTIMES]
     assert len({summary["run_hash"] for summary in summaries}) == 1
@@ -162,27 +203,48 @@ def test_law1_a_bundle_that_is_not_ours_is_the_same_bit_for_bit(tmp_path: Path) 
     for runtime in RUNTIMES:
         out = tmp_path / runtime
         launch.federate(
-            str(bundle.path), config=bundle.overrides, requested=requested, out=out, jobs=1, runtime=runtime
+            str(bundle.path),
+            config=bundle.overrides,
+            requested=requested,
+            out=out,
+            jobs=1,
+            runtime=runtime,
         )
     simulator, monai = (left(tmp_path / name) for name in RUNTIMES)
     assert monai == simulator
 
 
 @pytest.mark.parametrize("first", RUNTIMES)
-def test_law1_a_run_that_is_resumed_by_the_other_runtime(scans: Path, tmp_path: Path, first: str) -> None:
+def test_law1_a_run_that_is_resumed_by_the_other_runtime(
+    scans: Path, tmp_path: Path, first: str
+) -> None:
     """SCAFFOLD's control variates are in the sites' States, and a cohort of two of three leaves one out."""
     (other,) = set(RUNTIMES) - {first}
     whole = run(scans, tmp_path / "whole", "scaffold", first, rounds=3, cohort=0.67)
     run(scans, tmp_path / "parts", "scaffold", first, rounds=1, cohort=0.67)
     parts = run(scans, tmp_path / "parts", "scaffold", other, rounds=3, cohort=0.67, resume=True)
-    assert (parts["run_hash"], parts["weights_sha256"]) == (whole["run_hash"], whole["weights_sha256"])
+    assert (parts["run_hash"], parts["weights_sha256"]) == (
+        whole["run_hash"],
+        whole["weights_sha256"],
+    )
     assert left(tmp_path / "parts") == left(tmp_path / "whole")
 
 
 def test_the_command_line_runs_it_and_refuses_several_processes(
     scans: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["run", "mednist", "--data", str(scans), "--sites", "2", "--partition", "iid", "--rounds", "1"]
+    command = [
+        "run",
+        "mednist",
+        "--data",
+        str(scans),
+        "--sites",
+        "2",
+        "--partition",
+        "iid",
+        "--rounds",
+        "1",
+    ]
     command += [f"--config={key}={value}" for key, value in CONFIG.items()]
     command += ["--local-epochs", "1", "--out", str(tmp_path / "out"), "--runtime", "monai-fl"]
     assert cli.main([*command, "--jobs", "2"]) == 2
@@ -205,7 +267,8 @@ def started(made: Federation, host: str = "medfl", **settings: Any) -> dict[str,
 def said(weights: Mapping[str, Any], round_: int | None = None, **settings: Any) -> ExchangeObject:
     statistics = {} if round_ is None else {"round": round_}
     return ExchangeObject(
-        weights=dict(weights), **{"weight_type": WeightType.WEIGHTS, "statistics": statistics, **settings}
+        weights=dict(weights),
+        **{"weight_type": WeightType.WEIGHTS, "statistics": statistics, **settings},
     )
 
 
@@ -215,20 +278,31 @@ def broadcast(made: Federation, name: str, round_: int = 1) -> ExchangeObject:
     with made.scope():
         introductions = {name: Message() for name in made.participants}
         server = made.method.init_server(host, made.networks.initial, introductions)
-        return said({k: v.clone() for k, v in made.method.broadcast(host, server, name).flat().items()}, round_)
+        return said(
+            {k: v.clone() for k, v in made.method.broadcast(host, server, name).flat().items()},
+            round_,
+        )
 
 
 def averaged(replies: Sequence[ExchangeObject]) -> dict[str, np.ndarray]:
     """Average as hosts do that know nothing of the tensors: everything in float64, counters too."""
     counts = [reply.statistics[FlStatistics.DATA_COUNT] for reply in replies]
     return {
-        key: np.sum([n * reply.weights[key].numpy().astype(float) for n, reply in zip(counts, replies, strict=True)], 0)
+        key: np.sum(
+            [
+                n * reply.weights[key].numpy().astype(float)
+                for n, reply in zip(counts, replies, strict=True)
+            ],
+            0,
+        )
         / sum(counts)
         for key in replies[0].weights
     }
 
 
-def averaging(sites: Mapping[str, MedflClientAlgo], rounds: int, start: Mapping[str, Any] | None = None) -> Any:
+def averaging(
+    sites: Mapping[str, MedflClientAlgo], rounds: int, start: Mapping[str, Any] | None = None
+) -> Any:
     """Run rounds of a host that has never heard of medfl."""
     weights: Mapping[str, Any] = start or next(iter(sites.values())).get_weights().weights
     for _ in range(rounds):
@@ -258,10 +332,17 @@ def test_a_plain_averaging_host_gives_the_simulator_s_weights(tmp_path: Path, me
 def test_the_methods_for_a_plain_averaging_host_are_those_of_the_method_table() -> None:
     """Of these FedAvg and FedProx as papers say; SCAFFOLD's server averages control variates too."""
     table = (Path(__file__).parents[2] / "docs" / "methods.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in table if line.startswith("| [`")]
+    rows = [
+        [cell.strip() for cell in line.split(" | ")] for line in table if line.startswith("| [`")
+    ]
     said = {row[0].split("`")[1]: row[4] for row in rows if row[0].split("`")[1] in names()}
     assert said == {name: "yes" if has_fedavg_server(load(name)) else "no" for name in names()}
-    assert (said["fedavg"], said["fedprox"], said["scaffold"], said["central"]) == ("yes", "yes", "no", "no")
+    assert (said["fedavg"], said["fedprox"], said["scaffold"], said["central"]) == (
+        "yes",
+        "yes",
+        "no",
+        "no",
+    )
 
 
 def test_a_site_goes_on_from_its_folder_after_a_restart(tmp_path: Path) -> None:
@@ -317,7 +398,9 @@ def test_a_site_with_nothing_but_its_own_images_replies_as_in_the_whole_federati
             own = Federation(
                 ToyBundle(),
                 load(method),
-                dataclasses.replace(whole.run, partition=PartitionRecord("iid", 0, (), {name: ids})),
+                dataclasses.replace(
+                    whole.run, partition=PartitionRecord("iid", 0, (), {name: ids})
+                ),
             )
             replies = []
             for made in (whole, own):
@@ -330,7 +413,9 @@ def test_a_site_with_nothing_but_its_own_images_replies_as_in_the_whole_federati
 
 def test_a_bundle_is_opened_for_one_site_when_the_host_initializes_it(scans: Path) -> None:
     settings = {"data": str(scans), "local_epochs": 1, "lr": 0.01}
-    site = launch.site_algo("mednist", "clinic", config=CONFIG, requested=settings, host="averaging")
+    site = launch.site_algo(
+        "mednist", "clinic", config=CONFIG, requested=settings, host="averaging"
+    )
     with pytest.raises(RunError, match=r"site 'clinic' is not initialized; call initialize first"):
         site.get_weights()
     site.initialize({ExtraItems.CLIENT_NAME: "clinic"})
@@ -338,8 +423,14 @@ def test_a_bundle_is_opened_for_one_site_when_the_host_initializes_it(scans: Pat
     assert before.statistics == {FlStatistics.DATA_COUNT: 42}
     site.train(said(before.weights))
     after = site.get_weights()
-    assert set(before.weights) == set(Bundle("mednist", CONFIG).network().state_dict()) == set(after.weights)
-    assert any(not torch.equal(before.weights[name], tensor) for name, tensor in after.weights.items())
+    assert (
+        set(before.weights)
+        == set(Bundle("mednist", CONFIG).network().state_dict())
+        == set(after.weights)
+    )
+    assert any(
+        not torch.equal(before.weights[name], tensor) for name, tensor in after.weights.items()
+    )
     assert 0 <= site.evaluate(said(after.weights)).metrics["accuracy"] <= 1
 
 
@@ -366,7 +457,9 @@ class Kept(Exchange):
 
 
 @pytest.mark.parametrize("method", ["fedbn", "fedper", "pfedpm"])
-def test_nothing_personal_crosses_and_the_sample_count_always_does(tmp_path: Path, method: str) -> None:
+def test_nothing_personal_crosses_and_the_sample_count_always_does(
+    tmp_path: Path, method: str
+) -> None:
     made = federation(method, rounds=2)
     with made.scope():
         personal = made.method.personal_names(made.networks.lease(made.networks.initial))
@@ -420,7 +513,10 @@ def test_a_personal_model_is_scored(tmp_path: Path) -> None:
     for name, site in sites.items():
         assert site.evaluate(said(weights)).metrics == pytest.approx(reported[name]["personal"])
     other = started(made, "averaging")["y"]
-    assert other.evaluate(said(weights)).metrics["loss"] != sites["y"].evaluate(said(weights)).metrics["loss"]
+    assert (
+        other.evaluate(said(weights)).metrics["loss"]
+        != sites["y"].evaluate(said(weights)).metrics["loss"]
+    )
 
 
 # What a site accepts
@@ -488,7 +584,9 @@ def test_a_bad_message_is_refused_in_one_line_and_changes_nothing(what: str) -> 
         site.train(data)
     assert str(caught.value).startswith("site 'x'")
     assert "\n" not in str(caught.value)
-    with pytest.raises(RunError, match="site 'x' has nothing to send: its last training did not end"):
+    with pytest.raises(
+        RunError, match="site 'x' has nothing to send: its last training did not end"
+    ):
         site.get_weights()
     assert (bits(site.states.newest(9)), site.states.last, site.phase) == (before, 1, FlPhase.IDLE)
     if what != "not the method's":  # scoring needs no control variates
@@ -542,7 +640,10 @@ def test_a_host_that_counts_rounds_from_0_is_told(host: str) -> None:
     made = federation()
     site = started(made, host)["x"]
     weights = broadcast(made, "x").weights if host == "medfl" else site.get_weights().weights
-    with pytest.raises(RunError, match="site 'x': the server's message: its round is 0, after none; rounds count from"):
+    with pytest.raises(
+        RunError,
+        match="site 'x': the server's message: its round is 0, after none; rounds count from",
+    ):
         site.train(said(weights, 0))
     site.train(said(weights, 1))
 
@@ -555,17 +656,31 @@ def test_a_host_that_counts_rounds_from_0_is_told(host: str) -> None:
             {},
             "method 'scaffold' with a plain averaging host; such a host does for methods that keep FedAvg's",
         ),
-        ("fedavg", {"messages": "int8"}, "--messages int8 with a plain averaging host; it takes lossless ones"),
-        ("fedavg", {"aggregation": "median"}, "--aggregation median with a plain averaging host; it takes the mean"),
+        (
+            "fedavg",
+            {"messages": "int8"},
+            "--messages int8 with a plain averaging host; it takes lossless ones",
+        ),
+        (
+            "fedavg",
+            {"aggregation": "median"},
+            "--aggregation median with a plain averaging host; it takes the mean",
+        ),
         (
             "fedavg",
             {"site_weights": "uniform"},
             "--site-weights uniform with a plain averaging host; it weighs by",
         ),
-        ("fedavg", {"max_share": 0.5}, "--max-share 0.5 with a plain averaging host; it has no cap on shares"),
+        (
+            "fedavg",
+            {"max_share": 0.5},
+            "--max-share 0.5 with a plain averaging host; it has no cap on shares",
+        ),
     ],
 )
-def test_what_averaging_does_not_do_is_refused_at_the_start(method: str, changes: dict[str, Any], text: str) -> None:
+def test_what_averaging_does_not_do_is_refused_at_the_start(
+    method: str, changes: dict[str, Any], text: str
+) -> None:
     with pytest.raises(InputError, match=text):
         started(federation(method, **changes), "averaging")
 
@@ -582,9 +697,13 @@ def test_other_bad_input_is_one_line() -> None:
         with pytest.raises(InputError, match="its name here is "):
             site.initialize({ExtraItems.CLIENT_NAME: called} if called else None)
     site = started(made)["x"]
-    with pytest.raises(InputError, match=r"section 'all'; one of train, validate, test; choose one"):
+    with pytest.raises(
+        InputError, match=r"section 'all'; one of train, validate, test; choose one"
+    ):
         site.evaluate(broadcast(made, "x"), {"section": "all"})
-    with pytest.raises(InputError, match=r"site 'x': model type fl_best_model; a site keeps no such model"):
+    with pytest.raises(
+        InputError, match=r"site 'x': model type fl_best_model; a site keeps no such model"
+    ):
         site.get_weights({ExtraItems.MODEL_TYPE: ModelType.BEST_MODEL})
     site.finalize()
     with pytest.raises(RunError, match="site 'x' is not initialized"):
@@ -646,7 +765,9 @@ def test_abort_ends_training_and_evaluation_before_the_next_batch(phase: str) ->
     go_on.set()
     thread.join(20)
     what = {"train": "training", "evaluate": "evaluation"}[phase]
-    assert [str(error) for error in found] == [f"site 'y': {what} aborted; its State is that of the round before"]
+    assert [str(error) for error in found] == [
+        f"site 'y': {what} aborted; its State is that of the round before"
+    ]
     assert bundle.passes == 2
     assert (bits(site.states.newest(9)), site.states.last) == (before, 1)
     vars(bundle)["passes"] = 10
@@ -701,7 +822,9 @@ def test_statistics_are_those_of_the_site_s_images() -> None:
     asked = {FlStatistics.HIST_BINS: 4, FlStatistics.HIST_RANGE: [-2, 2]}
     told = site.get_data_stats(asked).statistics
     sections = (("train", "train", 0), ("eval", "validate", 1))
-    rows = {part: blobs({name: 12}, seed=seed)[name][0][3:8].numpy() for part, name, seed in sections}
+    rows = {
+        part: blobs({name: 12}, seed=seed)[name][0][3:8].numpy() for part, name, seed in sections
+    }
     rows["total_data"] = np.concatenate([rows["train"], rows["eval"]])
     assert list(told) == list(rows)
     for part, x in rows.items():
@@ -714,7 +837,11 @@ def test_statistics_are_those_of_the_site_s_images() -> None:
         for channel, histogram in enumerate(found["data_stats"]["image_histogram"]):
             assert histogram["counts"] == np.histogram(x[:, channel], 4, (-2, 2))[0].tolist()
             assert histogram["bin_edges"] == [-2, -1, 0, 1, 2]
-    assert told["train"]["class_counts"] == {"p": 2, "q": 2, "r": 1}  # labels 0, 1, 2, 0, 1 of items 3 to 7
+    assert told["train"]["class_counts"] == {
+        "p": 2,
+        "q": 2,
+        "r": 1,
+    }  # labels 0, 1, 2, 0, 1 of items 3 to 7
     assert told["total_data"]["class_counts"] == {"p": 4, "q": 4, "r": 2}
     json.dumps(told)
     assert "image_histogram" not in site.get_data_stats().statistics["train"]["data_stats"]
@@ -732,11 +859,14 @@ def test_statistics_of_a_site_without_validation_images() -> None:
 
 
 @pytest.mark.parametrize(
-    ("bins", "limits"), [(0, (0, 1)), (4, None), (None, (0, 1)), (4, (1, 0)), (4, (0, 1, 2)), ("a", (0, 1))]
+    ("bins", "limits"),
+    [(0, (0, 1)), (4, None), (None, (0, 1)), (4, (1, 0)), (4, (0, 1, 2)), ("a", (0, 1))],
 )
 def test_bins_that_are_none_are_refused(bins: Any, limits: Any) -> None:
     site = started(federation())["x"]
-    with pytest.raises(InputError, match="a whole number of at least 1, and the two ends of the range"):
+    with pytest.raises(
+        InputError, match="a whole number of at least 1, and the two ends of the range"
+    ):
         site.get_data_stats({FlStatistics.HIST_BINS: bins, FlStatistics.HIST_RANGE: limits})
 
 
@@ -761,7 +891,10 @@ def contained() -> Iterator[None]:
 def test_a_shipped_bundle_runs_under_monai_s_own_algo_as_it_is(name: str, tmp_path: Path) -> None:
     """Two sites with every second training image each, three rounds of averaging."""
     data = datasets.write_phantom(name, tmp_path / "data", per_class=10, size=16)
-    root, folders = Bundle(name).root, dict.fromkeys(("output_dir", "ckpt_dir"), str(tmp_path / "out"))
+    root, folders = (
+        Bundle(name).root,
+        dict.fromkeys(("output_dir", "ckpt_dir"), str(tmp_path / "out")),
+    )
     mine = {"dataset_dir": str(data), "device": "cpu", **folders, **SHIPPED[name]}
     every = f"$medfl.datasets.datalist({name!r}, @dataset_dir, 'train', @split)"
     sites, initial = [], Bundle(name, SHIPPED[name]).network().state_dict()
@@ -780,7 +913,9 @@ def test_a_shipped_bundle_runs_under_monai_s_own_algo_as_it_is(name: str, tmp_pa
         replies = []
         for site in sites:
             site.train(said(weights), {})
-            replies.append({key: tensor.clone() for key, tensor in site.get_weights({}).weights.items()})
+            replies.append(
+                {key: tensor.clone() for key, tensor in site.get_weights({}).weights.items()}
+            )
             assert site.trainer.state.epoch == round_
         assert bits(replies[0]) != bits(replies[1])
         weights = {key: sum(reply[key] for reply in replies) / 2 for key in initial}

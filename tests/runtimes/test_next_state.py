@@ -24,7 +24,15 @@ from medfl.runtimes.server.claims import check_counts
 from medfl.runtimes.server.next_state import NextState, first_state, next_state, odd_replies
 from medfl.runtimes.step import introduce, site_step
 from medfl.storage.files import State
-from tests.support.toy import CLASSIFYING, SECTIONS, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
+from tests.support.toy import (
+    CLASSIFYING,
+    SECTIONS,
+    WITHOUT_IMAGES,
+    ToyBundle,
+    bits,
+    public_blobs,
+    run_record,
+)
 
 ROUNDS = 3
 ITEMS = {"x": (0, 1, 2), "y": (3, 4, 5, 8), "z": (6, 9, 10, 7)}
@@ -51,7 +59,10 @@ def federation(method: str, **changes: Any) -> Federation:
                 return dict.fromkeys(names, {})
 
         made = Same(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made)})
-    sites = {name: {section: [f"{section}{i}" for i in where] for section in SECTIONS} for name, where in ITEMS.items()}
+    sites = {
+        name: {section: [f"{section}{i}" for i in where] for section in SECTIONS}
+        for name, where in ITEMS.items()
+    }
     record = run_record(method=method, partition=PartitionRecord("file", 0, (), sites), **changes)
     return Federation(ToyBundle(), made, record, public=public_blobs())
 
@@ -97,7 +108,9 @@ def settled(
         arrived[name] = reply
     if not arrived:
         raise RunError("; ".join(left_out.values()))
-    after = next_state(made, played.round, played.server, arrived, Tolerance(least), left_out, said.append)
+    after = next_state(
+        made, played.round, played.server, arrived, Tolerance(least), left_out, said.append
+    )
     return after, left_out, said
 
 
@@ -137,15 +150,21 @@ def test_of_honest_replies_none_is_refused_and_nothing_changes(method: str, site
         after, left_out, said = settled(one, one.replies, None)
         assert (left_out, said) == ({}, [])
         assert after.replies == one.replies
-        assert bits(after.server) == bits(one.federation.aggregate(one.round, one.server, one.replies))
+        assert bits(after.server) == bits(
+            one.federation.aggregate(one.round, one.server, one.replies)
+        )
         assert after.observed == one.federation.method.observed(after.server, one.replies)
 
 
-def test_of_a_round_in_which_nothing_is_wrong_the_server_s_half_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_round_in_which_nothing_is_wrong_the_server_s_half_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     one, asked = played("fedproto")[1], []
     inner = Federation.aggregate
     monkeypatch.setattr(
-        Federation, "aggregate", lambda self, *given: asked.append(len(given[2])) or inner(self, *given)
+        Federation,
+        "aggregate",
+        lambda self, *given: asked.append(len(given[2])) or inner(self, *given),
     )
     settled(one, one.replies)
     assert asked == [3]
@@ -184,7 +203,12 @@ def of_tensor(change: Callable[[Tensor], Tensor]) -> Change:
 
 def renamed(name: str) -> Change:
     """Give a tensor another name; the rest of its group stays."""
-    return of_group(lambda part: {**dict(list(part.items())[1:]), name: next(iter(part.values()), torch.ones(1))})
+    return of_group(
+        lambda part: {
+            **dict(list(part.items())[1:]),
+            name: next(iter(part.values()), torch.ones(1)),
+        }
+    )
 
 
 def added(name: str) -> Change:
@@ -198,7 +222,11 @@ def scalar(value: float | None) -> Change:
         numbers = dict(reply.scalars)
         if numbers:
             name = sorted(numbers)[at % len(numbers)]
-            numbers = {**numbers, name: value} if value is not None else {k: v for k, v in numbers.items() if k != name}
+            numbers = (
+                {**numbers, name: value}
+                if value is not None
+                else {k: v for k, v in numbers.items() if k != name}
+            )
         return Message(reply.tensors, numbers)
 
     return changed
@@ -207,13 +235,17 @@ def scalar(value: float | None) -> Change:
 def without_group(reply: Message, at: int) -> Message:
     groups = sorted(reply.tensors)
     gone = groups[at % len(groups)] if groups else None
-    return Message({group: part for group, part in reply.tensors.items() if group != gone}, reply.scalars)
+    return Message(
+        {group: part for group, part in reply.tensors.items() if group != gone}, reply.scalars
+    )
 
 
 def swapped(reply: Message, at: int) -> Message:
     groups = sorted(reply.tensors)
     turned = groups[at % max(1, len(groups)) :] + groups[: at % max(1, len(groups))]
-    return Message({group: reply[other] for group, other in zip(groups, turned, strict=True)}, reply.scalars)
+    return Message(
+        {group: reply[other] for group, other in zip(groups, turned, strict=True)}, reply.scalars
+    )
 
 
 CHANGES: Mapping[str, Change] = {
@@ -230,7 +262,9 @@ CHANGES: Mapping[str, Change] = {
     "a class more": added("3"),
     "a name more": added("zzz"),
     "a first name more": added("!"),
-    "a group more": lambda reply, at: Message({**reply.tensors, "evil": {"0": torch.ones(2)}}, reply.scalars),
+    "a group more": lambda reply, at: Message(
+        {**reply.tensors, "evil": {"0": torch.ones(2)}}, reply.scalars
+    ),
     "a dimension more": of_tensor(lambda t: t[None]),
     "one number": of_tensor(lambda t: t.reshape(-1)[:1].reshape(()) if t.numel() else t),
     "one in a list": of_tensor(lambda t: t.reshape(-1)[:1]),
@@ -246,7 +280,11 @@ CHANGES: Mapping[str, Change] = {
     "bool": of_tensor(lambda t: t.bool()),
     "zero": of_tensor(torch.zeros_like),
     "negative": of_tensor(lambda t: -t - 1 if t.dtype != torch.bool else t),
-    "huge": of_tensor(lambda t: torch.full_like(t, 3e38) if t.is_floating_point() else torch.full_like(t, 2**31 - 1)),
+    "huge": of_tensor(
+        lambda t: (
+            torch.full_like(t, 3e38) if t.is_floating_point() else torch.full_like(t, 2**31 - 1)
+        )
+    ),
     "NaN": of_tensor(lambda t: torch.full_like(t, float("nan")) if t.is_floating_point() else t),
     "no number": scalar(None),
     "number 0": scalar(0.0),
@@ -258,7 +296,9 @@ CHANGES: Mapping[str, Change] = {
 }
 
 
-def outcome(method: str, round_: int, sites: int, changes: Sequence[tuple[str, int]], least: int | None) -> str:
+def outcome(
+    method: str, round_: int, sites: int, changes: Sequence[tuple[str, int]], least: int | None
+) -> str:
     """Return how a round ends whose site y has changed its reply so: never but by a refused site or a sound State."""
     one = played(method, sites)[round_ - 1]
     name = "central" if one.federation.method.pools_data else "y"
@@ -282,9 +322,17 @@ def outcome(method: str, round_: int, sites: int, changes: Sequence[tuple[str, i
 
 
 @pytest.mark.parametrize("method", CLASSIFYING)
-@settings(max_examples=8, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=8,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 @given(
-    changes=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 30)), min_size=1, max_size=3),
+    changes=st.lists(
+        st.tuples(st.sampled_from(sorted(CHANGES)), st.integers(0, 30)), min_size=1, max_size=3
+    ),
     round_=st.integers(1, ROUNDS),
     sites=st.sampled_from([3, 3, 2, 1]),
     least=st.sampled_from([1, 1, 2, None]),
@@ -347,14 +395,17 @@ def test_the_site_is_named_and_nobody_else_is_refused(what: str) -> None:
     assert bits(after.server) == bits(one.federation.aggregate(one.round, one.server, rest))
     assert after.observed == one.federation.method.observed(after.server, rest)
     for name in left_out:
-        arrival = name not in after.replies and not any(f"without site {name!r}" in line for line in said)
+        arrival = name not in after.replies and not any(
+            f"without site {name!r}" in line for line in said
+        )
         assert arrival or f"round 2: without site {name!r}: {left_out[name]}" in said
 
 
 def test_without_a_minimum_of_replies_the_first_bad_one_ends_the_run() -> None:
     one = played("scaffold")[1]
     with pytest.raises(
-        RunError, match="^site 'y': the server's half can do nothing with its reply: no group 'control'"
+        RunError,
+        match="^site 'y': the server's half can do nothing with its reply: no group 'control'",
     ):
         settled(one, changed(one, y=("no group", 0)), None)
 
@@ -362,7 +413,9 @@ def test_without_a_minimum_of_replies_the_first_bad_one_ends_the_run() -> None:
 def test_a_state_that_is_not_finite_is_not_gone_on_with() -> None:
     """The counts of a class, all of them 0, divide its mean."""
     one = played("fedmr", 1)[1]
-    with pytest.raises(RunError, match="^site 'y': .*next State: 'prototypes/0' has NaN or infinite values"):
+    with pytest.raises(
+        RunError, match="^site 'y': .*next State: 'prototypes/0' has NaN or infinite values"
+    ):
         settled(one, changed(one, y=("zero", 0)), None)
 
 
@@ -370,7 +423,8 @@ def test_with_too_few_replies_the_last_good_round_is_kept() -> None:
     one = played("fednova")[1]
     bad = changed(one, x=("no number", 0), y=("no number", 0))
     with pytest.raises(
-        RunError, match=r"^round 2: 2 of 3 sites do not answer, and at least 2 .* continue with --resume"
+        RunError,
+        match=r"^round 2: 2 of 3 sites do not answer, and at least 2 .* continue with --resume",
     ):
         settled(one, bad, 2)
 
@@ -384,7 +438,9 @@ def test_of_two_sites_that_differ_the_server_s_own_message_decides() -> None:
 
     _, left_out, _ = settled(second, bad(second))
     assert left_out == {"x": "'prototypes/0' is (5,) torch.float32; expected (6,) torch.float32"}
-    with pytest.raises(RunError, match="'prototypes/0' is .* the other sites' is another") as caught:
+    with pytest.raises(
+        RunError, match="'prototypes/0' is .* the other sites' is another"
+    ) as caught:
         settled(first, bad(first))
     assert re.search(r"x: .*; y: ", str(caught.value))
 
@@ -394,8 +450,13 @@ def test_the_form_of_most_is_right() -> None:
         return Message({"means": {"0": torch.ones(size), "1": torch.ones(size)}, "other": more})
 
     assert odd_replies({"x": reply(3), "y": reply(3), "z": reply(4)}, {}).keys() == {"z"}
-    assert odd_replies({"x": reply(3), "y": reply(4)}, {"means": {"2": torch.ones(4)}}).keys() == {"x"}
-    assert odd_replies({"x": reply(3), "y": reply(4)}, {"means": {"2": torch.ones(5)}}).keys() == {"x", "y"}
+    assert odd_replies({"x": reply(3), "y": reply(4)}, {"means": {"2": torch.ones(4)}}).keys() == {
+        "x"
+    }
+    assert odd_replies({"x": reply(3), "y": reply(4)}, {"means": {"2": torch.ones(5)}}).keys() == {
+        "x",
+        "y",
+    }
     assert odd_replies({"x": reply(3, a=torch.ones(1)), "y": reply(3, b=torch.ones(2))}, {}) == {}
     crooked = Message({"means": {"0": torch.ones(3), "1": torch.ones(2)}})
     assert odd_replies({"x": reply(3), "y": crooked}, {}) == {
@@ -418,7 +479,10 @@ def test_what_fails_with_every_reply_is_nobodys_fault() -> None:
     made = federation("fedbn")
     for error, text in (
         (RunError, "^the server's half fails$"),
-        (KeyError, r"^round 2: the server's half fails with each reply \('x', 'y', 'z'\): the server's half fails$"),
+        (
+            KeyError,
+            r"^round 2: the server's half fails with each reply \('x', 'y', 'z'\): the server's half fails$",
+        ),
         (ZeroDivisionError, "ZeroDivisionError: the server's half fails$"),
     ):
         made.method = Broken(error=error)

@@ -55,7 +55,9 @@ class Left:
     error: str
 
 
-def simulate(out: Path, method: Any = "fedavg", jobs: int = 2, workers: Any = Workers, **changes: Any) -> Left:
+def simulate(
+    out: Path, method: Any = "fedavg", jobs: int = 2, workers: Any = Workers, **changes: Any
+) -> Left:
     """Run, or continue, five rounds at three sites; a run that fails is looked at too."""
     min_replies = changes.pop("min_replies", None)
     made_by = load(method) if isinstance(method, str) else method
@@ -76,13 +78,22 @@ def left(out: Path, said: list[str] | None = None, error: str = "") -> Left:
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     timeless = [{k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds]
     manifest = json.loads((out / "state" / "manifest.json").read_text())
-    states = {name: storage.load_state(out / "state" / file) for name, file in manifest["sites"].items()}
-    files: dict[str, Any] = {"server": storage.load_state(out / "state" / manifest["server"]), **states}
+    states = {
+        name: storage.load_state(out / "state" / file) for name, file in manifest["sites"].items()
+    }
+    files: dict[str, Any] = {
+        "server": storage.load_state(out / "state" / manifest["server"]),
+        **states,
+    }
     files |= {path.name: load_weights(path) for path in out.glob("*.safetensors")}
     files |= {path.name: path.read_text() for path in out.glob("*.csv")}
     written = {path.name for path in (out / "state").iterdir()}
-    summary = json.loads((out / "summary.json").read_text()) if (out / "summary.json").is_file() else {}
-    untimed = {k: v for k, v in summary.items() if not k.startswith("seconds") and k != "peak_memory_bytes"}
+    summary = (
+        json.loads((out / "summary.json").read_text()) if (out / "summary.json").is_file() else {}
+    )
+    untimed = {
+        k: v for k, v in summary.items() if not k.startswith("seconds") and k != "peak_memory_bytes"
+    }
     lines = [re.sub(r"\d+\.\d s$", "", line) for line in said or []]
     return Left(lines, timeless, {**bits(files), "state": written}, untimed, error)
 
@@ -127,11 +138,20 @@ def order(out: Path, method: str, jobs: int, **changes: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["fedavg", "ditto"])
-def test_the_next_training_is_given_out_and_then_the_evaluation(tmp_path: Path, method: str) -> None:
+def test_the_next_training_is_given_out_and_then_the_evaluation(
+    tmp_path: Path, method: str
+) -> None:
     """Not so in the first round of a process, whose commit clears away what a kill may have left."""
     assert order(tmp_path / "one", method, 1) == ["t1", "e1", "t2", "e2", "t3", "e3", "t4", "e4"]
     assert order(tmp_path / "two", method, 2) == ["t1", "e1", "t2", "t3", "e2", "t4", "e3", "e4"]
-    assert order(tmp_path / "every 2nd", method, 2, eval_every=2) == ["t1", "t2", "t3", "e2", "t4", "e4"]
+    assert order(tmp_path / "every 2nd", method, 2, eval_every=2) == [
+        "t1",
+        "t2",
+        "t3",
+        "e2",
+        "t4",
+        "e4",
+    ]
 
 
 def test_workers_that_do_not_overlap_keep_the_order(tmp_path: Path) -> None:
@@ -139,8 +159,17 @@ def test_workers_that_do_not_overlap_keep_the_order(tmp_path: Path) -> None:
         overlaps = False
 
     made: list[Recording] = []
-    simulate(tmp_path, "fedavg", 2, lambda *given: made.append(Sequential(*given)) or made[0], rounds=3)
-    assert [kind for kind, _ in itertools.groupby(made[0].given)] == ["t1", "e1", "t2", "e2", "t3", "e3"]
+    simulate(
+        tmp_path, "fedavg", 2, lambda *given: made.append(Sequential(*given)) or made[0], rounds=3
+    )
+    assert [kind for kind, _ in itertools.groupby(made[0].given)] == [
+        "t1",
+        "e1",
+        "t2",
+        "e2",
+        "t3",
+        "e3",
+    ]
 
 
 # What a run leaves
@@ -154,7 +183,9 @@ def test_workers_that_do_not_overlap_keep_the_order(tmp_path: Path) -> None:
         for given in (("scaffold", 2), ("ditto", 0), ("local", 1), ("local", 2))
     ],
 )
-def test_nothing_else_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, every: int) -> None:
+def test_nothing_else_shows_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, every: int
+) -> None:
     """SCAFFOLD is judged globally, the others personally; Local has no weights at the server."""
     alone = simulate(tmp_path / "alone", method, 1, eval_every=every)
     assert len(alone.rounds) == ROUNDS
@@ -168,7 +199,9 @@ def test_the_seconds_of_a_round_add_up(tmp_path: Path) -> None:
     started = time.perf_counter()
     simulate(tmp_path / "run")
     wall = time.perf_counter() - started
-    rounds = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    rounds = [
+        json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    ]
     for entry in rounds:
         parts = [entry[f"seconds_{part}"] for part in ("train", "server", "eval")]
         assert min(parts) >= 0
@@ -223,7 +256,15 @@ def test_a_site_that_is_left_out_is_said_in_its_turn(tmp_path: Path) -> None:
     alone, two = (simulate(tmp_path / str(jobs), method, jobs, min_replies=2) for jobs in (1, 2))
     assert two == alone
     lines = [line.split(":")[0] for line in two.said if line.startswith("round ")]
-    assert lines == ["round 1/5", "round 2", "round 2/5", "round 3/5", "round 4", "round 4/5", "round 5/5"]
+    assert lines == [
+        "round 1/5",
+        "round 2",
+        "round 2/5",
+        "round 3/5",
+        "round 4",
+        "round 4/5",
+        "round 5/5",
+    ]
 
 
 def test_a_failing_evaluation_ends_the_run(tmp_path: Path) -> None:
@@ -285,16 +326,25 @@ def manifest(out: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("method", "moments"),
-    [("fedavg", range(15, 40, 6)), pytest.param("ditto", range(23, 60, 10), marks=pytest.mark.slow)],
+    [
+        ("fedavg", range(15, 40, 6)),
+        pytest.param("ditto", range(23, 60, 10), marks=pytest.mark.slow),
+    ],
 )
-def test_a_run_is_killed_within_rounds_that_overlap_and_resumed(tmp_path: Path, method: str, moments: range) -> None:
+def test_a_run_is_killed_within_rounds_that_overlap_and_resumed(
+    tmp_path: Path, method: str, moments: range
+) -> None:
     whole, done = simulate(tmp_path / "whole", method), []
     for at in moments:
         out = tmp_path / str(at)
         assert killed(out, method, at)
         done.append(manifest(out)["round"])
         again = simulate(out, method)
-        assert (again.rounds, again.files, again.summary) == (whole.rounds, whole.files, whole.summary)
+        assert (again.rounds, again.files, again.summary) == (
+            whole.rounds,
+            whole.files,
+            whole.summary,
+        )
     assert {2, 3} <= set(done)
 
 
@@ -312,5 +362,9 @@ def test_a_run_is_killed_at_any_answer_and_write_and_resumed(
         if not killed(out, method, at, rounds=rounds):
             break
         again = simulate(out, method, rounds=rounds)
-        assert (again.rounds, again.files, again.summary) == (whole.rounds, whole.files, whole.summary)
+        assert (again.rounds, again.files, again.summary) == (
+            whole.rounds,
+            whole.files,
+            whole.summary,
+        )
     assert at > 8 * rounds

@@ -10,7 +10,9 @@ from medfl.runtimes.output.overlays import SITES, chosen
 
 def sites(count: int) -> dict[str, Cases]:
     """Sites with one case each, whose Dice falls from the first to the last."""
-    return {f"s{i}": Cases((f"c{i}",), {"dice": torch.tensor([1 - i / count])}) for i in range(count)}
+    return {
+        f"s{i}": Cases((f"c{i}",), {"dice": torch.tensor([1 - i / count])}) for i in range(count)
+    }
 
 
 def test_few_sites_are_all_drawn() -> None:

@@ -28,7 +28,14 @@ from medfl.storage.files import load_weights
 from medfl.storage.run_folder import RunFolder
 from tests.support.toy import SECTIONS, ToyBundle, bits, run_record
 
-QUICK = {"g_every": 2, "g_start": 1, "g_iterations": 1, "g_batch": 6, "synthetic_batch": 3, "normalise": "half"}
+QUICK = {
+    "g_every": 2,
+    "g_start": 1,
+    "g_iterations": 1,
+    "g_batch": 6,
+    "synthetic_batch": 3,
+    "normalise": "half",
+}
 FEATURES = ["features-pca", "features-tsne", "spectrum"]
 WORST = [f"worst-{rank:02d}" for rank in range(1, 13)]
 STEPS = ("begin", "after", "finish", "draw_cases")  # what the simulator calls
@@ -36,20 +43,29 @@ STEPS = ("begin", "after", "finish", "draw_cases")  # what the simulator calls
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        nn.Conv2d(1, 4, 3, 2, 1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
     )
 
 
 class Images(ToyBundle):
     """Grey squares of 16 x 16 whose brightness is their class; the test section has 48, of which sites own 12."""
 
-    def __init__(self, build: Callable[[], nn.Module] = network, task: str = "classification") -> None:
+    def __init__(
+        self, build: Callable[[], nn.Module] = network, task: str = "classification"
+    ) -> None:
         classes = ("p", "q", "r") if task == "classification" else ()
         super().__init__(network=build, task=task, classes=classes)
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
         y = torch.arange(48 if section == "test" else 12) % 3
-        noise = 0.3 * torch.randn(len(y), 1, 16, 16, generator=torch.Generator().manual_seed(SECTIONS.index(section)))
+        noise = 0.3 * torch.randn(
+            len(y), 1, 16, 16, generator=torch.Generator().manual_seed(SECTIONS.index(section))
+        )
         return Stacked(
             [{"id": f"{section}{i}", "label": int(c)} for i, c in enumerate(y)],
             (noise + y[:, None, None, None] - 1).clamp(-1, 1),
@@ -57,14 +73,18 @@ class Images(ToyBundle):
         )
 
 
-def simulate(out: Path, method: Method | None = None, bundle: ToyBundle | None = None, **changes: Any) -> list[str]:
+def simulate(
+    out: Path, method: Method | None = None, bundle: ToyBundle | None = None, **changes: Any
+) -> list[str]:
     """Run, or continue, and return the names of the pictures."""
     resume = (out / "run.json").is_file()
     method = method or load("fedbm", QUICK)
     record = run_record(**changes)
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
-    Simulator(Execution(Federation(bundle or Images(), method, record), folder, Launch(resume=resume))).execute()
+    Simulator(
+        Execution(Federation(bundle or Images(), method, record), folder, Launch(resume=resume))
+    ).execute()
     return sorted(path.stem for path in (out / "pictures").glob("*"))
 
 
@@ -90,7 +110,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_fedbm_leaves_all_pictures_and_a_grid_only_where_the_images_changed(whole: Path) -> None:
     names = sorted(path.stem for path in (whole / "pictures").iterdir())
-    assert names == [*FEATURES[:2], "generated-0001", "generated-0003", "spectrum", "text-embeddings", *WORST]
+    assert names == [
+        *FEATURES[:2],
+        "generated-0001",
+        "generated-0003",
+        "spectrum",
+        "text-embeddings",
+        *WORST,
+    ]
     captions = {name: Picture.read(whole / "pictures" / f"{name}.png").caption for name in names}
     assert "48 test items (dots) and 99 generated images" in captions["features-tsne"]
 
@@ -102,19 +129,30 @@ def test_tensorboard_has_them_too(whole: Path) -> None:
     steps = {tag: [image.step for image in events.Images(tag)] for tag in events.Tags()["images"]}
     expected = {f"pictures/{name}": [3] for name in (*FEATURES, *WORST)}
     assert steps == {**expected, "pictures/generated": [1, 3], "pictures/text-embeddings": [0]}
-    assert (events.Images("pictures/spectrum")[0].width, events.Images("pictures/spectrum")[0].height) == (960, 960)
+    assert (
+        events.Images("pictures/spectrum")[0].width,
+        events.Images("pictures/spectrum")[0].height,
+    ) == (960, 960)
 
 
-def test_nothing_of_a_run_changes_with_them(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_a_run_changes_with_them(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in STEPS:
         monkeypatch.setattr(pictures.Pictures, name, lambda *_: None)
     assert simulate(tmp_path / "bare") == []
     for name in ("weights", "best"):
-        ours, bare = (load_weights(out / f"{name}.safetensors") for out in (whole, tmp_path / "bare"))
+        ours, bare = (
+            load_weights(out / f"{name}.safetensors") for out in (whole, tmp_path / "bare")
+        )
         assert bits(ours) == bits(bare)
-    assert (whole / "predictions.csv").read_text() == (tmp_path / "bare" / "predictions.csv").read_text()
+    assert (whole / "predictions.csv").read_text() == (
+        tmp_path / "bare" / "predictions.csv"
+    ).read_text()
     assert not (tmp_path / "bare" / "pictures").exists()
-    files = ({path.name for path in (out / "state").iterdir()} for out in (whole, tmp_path / "bare"))
+    files = (
+        {path.name for path in (out / "state").iterdir()} for out in (whole, tmp_path / "bare")
+    )
     assert next(files) == next(files)
 
 
@@ -175,7 +213,9 @@ def test_more_rounds_later_show_no_unchanged_images_again(whole: Path, tmp_path:
 
 
 @pytest.mark.usefixtures("unmapped")
-def test_rounds_without_evaluation_make_no_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_without_evaluation_make_no_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[int, int]] = []
     original = FedBM.synthetic
 
@@ -191,7 +231,9 @@ def test_rounds_without_evaluation_make_no_images(tmp_path: Path, monkeypatch: p
 
 def test_a_method_without_generator_has_features_only(tmp_path: Path) -> None:
     assert simulate(tmp_path / "out", load("fedavg"), rounds=1) == [*FEATURES, *WORST]
-    assert "generated" not in Picture.read(tmp_path / "out" / "pictures" / "features-pca.png").caption
+    assert (
+        "generated" not in Picture.read(tmp_path / "out" / "pictures" / "features-pca.png").caption
+    )
 
 
 @pytest.mark.usefixtures("unmapped")
@@ -204,7 +246,11 @@ def test_prototypes_leave_curves_of_their_distances(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("unmapped")
 def test_a_text_head_has_its_geometry(tmp_path: Path) -> None:
-    assert simulate(tmp_path / "out", load("fedcb"), rounds=1) == ["spectrum", "text-embeddings", *WORST]
+    assert simulate(tmp_path / "out", load("fedcb"), rounds=1) == [
+        "spectrum",
+        "text-embeddings",
+        *WORST,
+    ]
 
 
 class Spare(nn.Module):
@@ -237,7 +283,14 @@ def tokens() -> nn.Module:
         ("fedavg", ToyBundle()),
         ("local", Images()),
     ],
-    ids=["no classes", "a convolution for head", "head not called", "no vectors", "few items", "no global network"],
+    ids=[
+        "no classes",
+        "a convolution for head",
+        "head not called",
+        "no vectors",
+        "few items",
+        "no global network",
+    ],
 )
 def test_without_classes_vectors_or_a_global_network_there_are_no_features(
     tmp_path: Path, method: str, bundle: ToyBundle
@@ -282,7 +335,9 @@ def test_a_folder_that_cannot_take_pictures_is_our_own_error(tmp_path: Path) -> 
 
 def test_the_first_items_drawn_have_all_classes_alike() -> None:
     y = torch.tensor([0] * 40 + [1] * 6 + [2] * 2)
-    pooled = Shard.of(Stacked([{"label": int(c)} for c in y], torch.zeros(48, 1, 4, 4), y), range(48))
+    pooled = Shard.of(
+        Stacked([{"label": int(c)} for c in y], torch.zeros(48, 1, 4, 4), y), range(48)
+    )
     drawn = pictures._sample_items(pooled, 3, torch.Generator().manual_seed(0))
     labels = torch.tensor(drawn.labels)
     assert sorted(drawn.indices.tolist()) == list(range(48))
@@ -295,7 +350,9 @@ def test_fewer_large_images_are_drawn() -> None:
     """1,000 items of 64 x 64 pixels, as many pixels of larger ones, at least 25 a class."""
     for side, expected in ((32, 1000), (64, 1000), (128, 250), (512, 50)):
         x = torch.zeros(1).expand(1200, 1, side, side)
-        pooled = Shard.of(Stacked([{}] * 1200, x, torch.zeros(1200, dtype=torch.int64)), range(1200))
+        pooled = Shard.of(
+            Stacked([{}] * 1200, x, torch.zeros(1200, dtype=torch.int64)), range(1200)
+        )
         assert len(pictures._sample_items(pooled, 2, torch.Generator())) == expected
 
 

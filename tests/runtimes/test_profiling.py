@@ -126,10 +126,17 @@ def test_the_trace_is_what_viewers_read(clock: Clock) -> None:
     rows = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert rows == {0: "server", 1: "worker 1"}
     drawn = [event for event in events if event["ph"] == "X"]
-    assert all(event.keys() >= {"name", "cat", "ts", "dur", "pid", "tid", "args"} for event in drawn)
+    assert all(
+        event.keys() >= {"name", "cat", "ts", "dur", "pid", "tid", "args"} for event in drawn
+    )
     assert min(event["ts"] for event in drawn) == 0
     (visit,) = [event for event in drawn if event["cat"] == "visit"]
-    assert (visit["name"], visit["ts"], visit["dur"], visit["args"]) == ("a", 50e6, 8e6, {"round": 1, "site": "a"})
+    assert (visit["name"], visit["ts"], visit["dur"], visit["args"]) == (
+        "a",
+        50e6,
+        8e6,
+        {"round": 1, "site": "a"},
+    )
     own = [event for event in drawn if event["args"].get("site") == "a" and event["cat"] == "part"]
     assert [event["name"] for event in own] == [CHECKPOINT, REST, DATA, REST]
     assert all(50e6 <= event["ts"] <= event["ts"] + event["dur"] <= 58e6 for event in own)
@@ -141,7 +148,9 @@ def test_the_trace_is_what_viewers_read(clock: Clock) -> None:
     assert told["rounds"][0][DATA] == 3
 
 
-def test_a_long_run_is_counted_whole_though_not_drawn_whole(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_is_counted_whole_though_not_drawn_whole(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiling, "_DRAWN", 5)
     recorder = Recorder()
     with recorder.in_round(1), recorder.visit("a"):
@@ -151,7 +160,10 @@ def test_a_long_run_is_counted_whole_though_not_drawn_whole(clock: Clock, monkey
     assert recorder.rows()["server"][DATA] == 10
     drawn = [event for event in recorder.trace()["traceEvents"] if event["ph"] == "X"]
     assert [event["name"] for event in drawn] == [DATA] * 5 + ["a"]
-    recorder.gather(1, Segment([Span(DATA, 1.0, 2.0, 1, "b"), Span("b", 1.0, 3.0, 1, "b")], {(1, "b", DATA): 1.0}))
+    recorder.gather(
+        1,
+        Segment([Span(DATA, 1.0, 2.0, 1, "b"), Span("b", 1.0, 3.0, 1, "b")], {(1, "b", DATA): 1.0}),
+    )
     names = [e["name"] for e in recorder.trace()["traceEvents"] if e["ph"] == "X" and e["tid"] == 1]
     assert names == ["b"]
     assert recorder.rows()["worker 1"][DATA] == 1
@@ -168,7 +180,9 @@ def test_training_is_split_into_its_parts_and_not_changed(classes: Toy, method: 
     recorder = Recorder()
     with profiling.recording(recorder), recorder.during(REST):
         watched = simulate(made, classes.adapted(made), 1)
-    assert bits([watched.server, watched.states, watched.replies]) == bits([plain.server, plain.states, plain.replies])
+    assert bits([watched.server, watched.states, watched.replies]) == bits(
+        [plain.server, plain.states, plain.replies]
+    )
     counts = Counter(span.name for span in recorder.take_segment().spans)
     assert counts[OPTIMISER] == 3 + 2 + 3
     assert counts[DATA] >= 4 + 3 + 4
@@ -234,12 +248,37 @@ def test_optimiser_steps_without_a_recorder_running_are_not_counted() -> None:
 # The command line
 
 
-def test_run_profile_says_the_table_and_writes_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_profile_says_the_table_and_writes_the_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = datasets.write_phantom("pneumonia", tmp_path / "data", per_class=12, size=28)
     out = tmp_path / "out"
-    given = ["--sites", "2", "--partition", "iid", "--rounds", "1", "--local-epochs", "1", "--batch-size", "8"]
+    given = [
+        "--sites",
+        "2",
+        "--partition",
+        "iid",
+        "--rounds",
+        "1",
+        "--local-epochs",
+        "1",
+        "--batch-size",
+        "8",
+    ]
     config = ["--config", "network=small_cnn", "--config", "image_size=28"]
-    run = ["run", "pneumonia", "--data", str(data), *given, *config, "--jobs", "2", "--out", str(out), "--json"]
+    run = [
+        "run",
+        "pneumonia",
+        "--data",
+        str(data),
+        *given,
+        *config,
+        "--jobs",
+        "2",
+        "--out",
+        str(out),
+        "--json",
+    ]
     assert cli.main([*run, "--profile"]) == 0
     stdout, stderr = capsys.readouterr()
     assert json.loads(stdout)["rounds"] == 1

@@ -22,7 +22,9 @@ def lacking(group: str, name: str) -> Any:
 
     def change(payload: Payload) -> Payload:
         start = f"message/{group}/{name}"
-        return replace(payload, tensors={k: v for k, v in payload.tensors.items() if not k.startswith(start)})
+        return replace(
+            payload, tensors={k: v for k, v in payload.tensors.items() if not k.startswith(start)}
+        )
 
     return change
 
@@ -37,16 +39,25 @@ def lacking(group: str, name: str) -> Any:
         ("fedsm", "selector"),
     ],
 )
-def test_a_round_goes_on_without_a_reply_that_lacks_something(tmp_path: Path, method: str, group: str) -> None:
+def test_a_round_goes_on_without_a_reply_that_lacks_something(
+    tmp_path: Path, method: str, group: str
+) -> None:
     bearing = {"tolerance": Tolerance(2)}
     left = executed(
-        tmp_path / "a", federation(method, rounds=3), near(tmp_path / "a", second(lacking(group, ""))), **bearing
+        tmp_path / "a",
+        federation(method, rounds=3),
+        near(tmp_path / "a", second(lacking(group, ""))),
+        **bearing,
     )
     assert [list(e.get("left_out", {})) for e in left["rounds"]] == [[], ["y"], []]
     assert "can do nothing with its reply" in left["rounds"][1]["left_out"]["y"]
     assert "y" not in {n for n, s in left["rounds"][1]["sites"].items() if "train_loss" in s}
     with pytest.raises(RunError, match="^site 'y': the server's half can do nothing"):
-        executed(tmp_path / "b", federation(method, rounds=3), near(tmp_path / "b", second(lacking(group, ""))))
+        executed(
+            tmp_path / "b",
+            federation(method, rounds=3),
+            near(tmp_path / "b", second(lacking(group, ""))),
+        )
 
 
 class Lacking(Workers):
@@ -54,11 +65,16 @@ class Lacking(Workers):
 
     def run(self, tasks, sizes=None):
         made = [make() for make in tasks]
-        for index, answer in super().run([partial(lambda task: task, task) for task in made], sizes):
+        for index, answer in super().run(
+            [partial(lambda task: task, task) for task in made], sizes
+        ):
             if isinstance(made[index], Train) and (made[index].round, made[index].site) == (2, "y"):
                 result, saved = answer
                 answer = (
-                    replace(result, reply=Message({"weights": result.reply["weights"]}, result.reply.scalars)),
+                    replace(
+                        result,
+                        reply=Message({"weights": result.reply["weights"]}, result.reply.scalars),
+                    ),
                     saved,
                 )
             yield index, answer
@@ -68,11 +84,21 @@ def test_the_state_of_such_a_reply_does_not_count(tmp_path: Path) -> None:
     bearing = {"tolerance": Tolerance(2)}
     sim = executed(tmp_path / "s", federation("scaffold", rounds=4), Lacking, **bearing)
     out = tmp_path / "f"
-    assert executed(out, federation("scaffold", rounds=4), near(out, second(lacking("control", ""))), **bearing) == sim
+    assert (
+        executed(
+            out,
+            federation("scaffold", rounds=4),
+            near(out, second(lacking("control", ""))),
+            **bearing,
+        )
+        == sim
+    )
     assert [list(e.get("left_out", {})) for e in sim["rounds"]] == [[], ["y"], [], []]
 
 
-def test_a_tracked_run_goes_on_in_mlflow_and_is_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracked_run_goes_on_in_mlflow_and_is_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = (tmp_path / "store").as_uri()
@@ -86,5 +112,7 @@ def test_a_tracked_run_goes_on_in_mlflow_and_is_the_same_run(tmp_path: Path, mon
     got = {m.step: m.value for m in c.get_metric_history(run.info.run_id, "train/loss")}
     assert got == {e["round"]: e["train_loss"] for e in RunFolder(out).rounds()}
     plain = executed(tmp_path / "plain", federation("fedavg", rounds=4), Workers)
-    again = executed(tmp_path / "plain2", federation("fedavg", rounds=4), Workers, track=f"mlflow:{uri}")
+    again = executed(
+        tmp_path / "plain2", federation("fedavg", rounds=4), Workers, track=f"mlflow:{uri}"
+    )
     assert plain == again

@@ -20,7 +20,9 @@ from tests.runtimes.test_simulator import simulate
 from tests.support.toy import CLASSIFYING
 
 
-def rewritten(folder: Path, which: Callable[[dict[str, Any]], str], change: Callable[[State], object]) -> Path:
+def rewritten(
+    folder: Path, which: Callable[[dict[str, Any]], str], change: Callable[[State], object]
+) -> Path:
     """Change a State of the last round, and its sum in the manifest."""
     manifest = json.loads((folder / "state" / "manifest.json").read_text())
     path = folder / "state" / which(manifest)
@@ -85,7 +87,9 @@ def test_a_sites_state_of_another_form(tmp_path: Path, method: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_mistake_of_the_methods_own_is_no_fault_of_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_of_the_methods_own_is_no_fault_of_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     simulate(tmp_path / "run", "scaffold", rounds=1, cohort=1.0)
 
     def failing(*_: Any) -> None:
@@ -107,7 +111,9 @@ def test_a_mistake_of_the_methods_own_is_no_fault_of_a_state(tmp_path: Path, mon
         lambda m: m.update(round=10**9),
     ],
 )
-def test_a_manifest_of_another_form(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def test_a_manifest_of_another_form(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
     simulate(tmp_path / "run", rounds=1)
     edited(tmp_path / "run", change)
     with pytest.raises(InputError, match=r"manifest\.json"):

@@ -24,14 +24,18 @@ CLIPPED = ("clip:0.3", "clip:auto")
 every_rule = pytest.mark.parametrize("rule", ALIKE + CLIPPED)
 
 
-def replies(count: int = 9, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Message]:
+def replies(
+    count: int = 9, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> dict[str, Message]:
     """Sites near to each other, with a matrix, a scalar, an empty tensor and a counter."""
     generator = torch.Generator().manual_seed(seed)
     centre = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     made = {}
     for i in range(count):
         weights = {
-            "w": (centre + 0.1 * torch.randn(4, 3, generator=generator, dtype=torch.float64)).to(dtype),
+            "w": (centre + 0.1 * torch.randn(4, 3, generator=generator, dtype=torch.float64)).to(
+                dtype
+            ),
             "b": torch.randn((), generator=generator, dtype=torch.float64).to(dtype),
             "none": torch.zeros(0, 2, dtype=dtype),
             "batches": torch.tensor(10 + i),
@@ -40,9 +44,13 @@ def replies(count: int = 9, dtype: torch.dtype = torch.float32, seed: int = 0) -
     return made
 
 
-def combined(rule: str, given: Mapping[str, Message], before: Weights | None = None) -> dict[str, Tensor]:
+def combined(
+    rule: str, given: Mapping[str, Message], before: Weights | None = None
+) -> dict[str, Tensor]:
     """Apply a rule to changes from `before`, or from 0."""
-    before = before or {name: torch.zeros_like(tensor) for name, tensor in given[min(given)]["weights"].items()}
+    before = before or {
+        name: torch.zeros_like(tensor) for name, tensor in given[min(given)]["weights"].items()
+    }
     return Aggregation.parse(rule).combined(given, "weights", before)
 
 
@@ -67,22 +75,31 @@ def test_the_trimmed_mean_is_scipys(count: int, fraction: float) -> None:
     given = replies(count, torch.float64)
     found = combined(f"trimmed:{fraction}", given)
     for name in ("w", "b"):
-        np.testing.assert_allclose(found[name].numpy(), trim_mean(stacked(given, name), fraction, 0), rtol=1e-14)
+        np.testing.assert_allclose(
+            found[name].numpy(), trim_mean(stacked(given, name), fraction, 0), rtol=1e-14
+        )
 
 
 def test_a_fraction_is_taken_as_it_is_written() -> None:
     """0.29 of 100 are 29, although 0.29 * 100 is 28.999…: the 29 that are far out at each end are gone."""
     values = [-1e6] * 29 + [1.0] * 42 + [1e6] * 29
-    given = {f"{i:03d}": Message({"weights": {"w": torch.tensor([v])}}) for i, v in enumerate(values)}
+    given = {
+        f"{i:03d}": Message({"weights": {"w": torch.tensor([v])}}) for i, v in enumerate(values)
+    }
     assert combined("trimmed:0.29", given)["w"].item() == 1.0
 
 
 def by_hand(given: Mapping[str, Message], bad: int) -> list[str]:
     """Sites by Krum's score, each distance written out."""
-    flat = {n: np.concatenate([m["weights"][k].double().numpy().ravel() for k in ("w", "b")]) for n, m in given.items()}
+    flat = {
+        n: np.concatenate([m["weights"][k].double().numpy().ravel() for k in ("w", "b")])
+        for n, m in given.items()
+    }
     scores = {}
     for name, own in flat.items():
-        distances = sorted(((own - other) ** 2).sum() for site, other in flat.items() if site != name)
+        distances = sorted(
+            ((own - other) ** 2).sum() for site, other in flat.items() if site != name
+        )
         scores[name] = sum(distances[: len(flat) - bad - 2])
     return sorted(scores, key=scores.__getitem__)
 
@@ -93,7 +110,9 @@ def test_krum_chooses_the_reply_nearest_to_its_neighbours(count: int, bad: int) 
     order = by_hand(given, bad)
     assert bits(combined(f"krum:{bad}", given)) == bits(given[order[0]]["weights"])
     chosen = {name: given[name] for name in order[: count - bad - 2]}
-    assert bits(combined(f"multikrum:{bad}", given)) == bits(weighted_mean(chosen, "weights", uniform_shares(chosen)))
+    assert bits(combined(f"multikrum:{bad}", given)) == bits(
+        weighted_mean(chosen, "weights", uniform_shares(chosen))
+    )
 
 
 def test_of_equal_replies_krum_chooses_the_first_by_name() -> None:
@@ -103,23 +122,36 @@ def test_of_equal_replies_krum_chooses_the_first_by_name() -> None:
 
 
 def test_nothing_trimmed_from_sites_of_equal_size_is_fedavgs_mean() -> None:
-    given = {name: Message(message.tensors, {"samples": 7}) for name, message in replies(dtype=torch.float64).items()}
-    found, mean = combined("trimmed:0", given), weighted_mean(given, "weights", sample_shares(given))
+    given = {
+        name: Message(message.tensors, {"samples": 7})
+        for name, message in replies(dtype=torch.float64).items()
+    }
+    found, mean = (
+        combined("trimmed:0", given),
+        weighted_mean(given, "weights", sample_shares(given)),
+    )
     for name in ("w", "b", "none"):
         torch.testing.assert_close(found[name], mean[name], rtol=1e-14, atol=1e-15)
 
 
 def test_a_counter_takes_the_middle_value() -> None:
     given = replies()
-    given["s0"] = Message({"weights": {**given["s0"]["weights"], "batches": torch.tensor(2**62)}}, {})
+    given["s0"] = Message(
+        {"weights": {**given["s0"]["weights"], "batches": torch.tensor(2**62)}}, {}
+    )
     for rule in ("median", "trimmed:0.2"):
         assert combined(rule, given)["batches"] == 15, "of 11 to 18 and 2**62"
 
 
-def changed(moves: Mapping[str, tuple[float, ...]], samples: Mapping[str, int]) -> dict[str, Message]:
+def changed(
+    moves: Mapping[str, tuple[float, ...]], samples: Mapping[str, int]
+) -> dict[str, Message]:
     """Replies whose one tensor was (1, 1) before."""
     return {
-        name: Message({"weights": {"w": 1 + torch.tensor(move, dtype=torch.float64)}}, {"samples": samples[name]})
+        name: Message(
+            {"weights": {"w": 1 + torch.tensor(move, dtype=torch.float64)}},
+            {"samples": samples[name]},
+        )
         for name, move in moves.items()
     }
 
@@ -136,7 +168,10 @@ def test_long_changes_are_shortened_and_weigh_as_before() -> None:
     expected = {"clip:2.5": (1.375, 0.0), "clip:auto": (1.525, 0.2), "clip:5": (1.75, 0.5)}
     for rule, weights in expected.items():
         torch.testing.assert_close(
-            combined(rule, given, BEFORE)["w"], torch.tensor(weights, dtype=torch.float64), rtol=0, atol=1e-15
+            combined(rule, given, BEFORE)["w"],
+            torch.tensor(weights, dtype=torch.float64),
+            rtol=0,
+            atol=1e-15,
         )
     told = Aggregation.parse("clip:auto").observed(given, "weights", BEFORE)
     assert told == {"clip": 3.5, "norm/a": 5.0, "norm/b": 2.0, "share/a": 0.25, "share/b": 0.75}
@@ -150,13 +185,19 @@ def test_long_changes_are_shortened_and_weigh_as_before() -> None:
         ((1.0, 2.0, 7.0), 0.5, (1.0, 2.0, 3.0)),  # 3 of 6
         ((1.0, 1.0, 1e12), 0.5, (1.0, 1.0, 2.0)),
         ((1.0, 9.0, 9.0, 2.0), 0.4, (1.0, 6.0, 6.0, 2.0)),  # two of them: 6 of 15
-        ((1.0, 3.2, 9.0), 0.4, (1.0, 2.0, 2.0)),  # the second is above only once the first is shortened
+        (
+            (1.0, 3.2, 9.0),
+            0.4,
+            (1.0, 2.0, 2.0),
+        ),  # the second is above only once the first is shortened
         ((4.0, 1.0), 0.5, (1.0, 1.0)),
         ((1.0, 2.0, 4.0), 0.3, (1.0, 1.0, 1.0)),  # of three nobody can have less than a third
         ((5.0,), 0.5, (1.0,)),
     ],
 )
-def test_a_cap_on_shares(counts: tuple[float, ...], most: float, expected: tuple[float, ...]) -> None:
+def test_a_cap_on_shares(
+    counts: tuple[float, ...], most: float, expected: tuple[float, ...]
+) -> None:
     names = "abcd"[: len(counts)]
     assert cap_counts(dict(zip(names, counts, strict=True)), most) == pytest.approx(
         dict(zip(names, expected, strict=True))
@@ -165,7 +206,9 @@ def test_a_cap_on_shares(counts: tuple[float, ...], most: float, expected: tuple
 
 def test_a_bound_that_nobody_reaches_is_fedavg_bit_for_bit() -> None:
     given = replies()
-    assert bits(combined("clip:1e6", given)) == bits(weighted_mean(given, "weights", sample_shares(given)))
+    assert bits(combined("clip:1e6", given)) == bits(
+        weighted_mean(given, "weights", sample_shares(given))
+    )
 
 
 @pytest.mark.parametrize("rule", CLIPPED)
@@ -173,7 +216,9 @@ def test_no_counter_carries_what_a_bound_holds_back(rule: str) -> None:
     """Norms are of floating tensors: also where each is 0, one site's whole numbers count no more than the others'."""
     before = {"w": torch.zeros(2), "n": torch.tensor(5)}
     given = {
-        name: Message({"weights": {"w": torch.zeros(2), "n": torch.tensor(count)}}, {"samples": samples})
+        name: Message(
+            {"weights": {"w": torch.zeros(2), "n": torch.tensor(count)}}, {"samples": samples}
+        )
         for name, count, samples in (("a", 10**12, 9.0), ("b", 6, 1.0), ("c", 7, 1.0))
     }
     assert combined(rule, given, before)["n"] == 7
@@ -181,7 +226,9 @@ def test_no_counter_carries_what_a_bound_holds_back(rule: str) -> None:
 
 def test_where_most_sites_stand_still_none_moves_the_mean() -> None:
     given = changed({"a": (0.0, 0.0), "b": (0.0, 0.0), "c": (1e9, 0.0)}, {"a": 1, "b": 1, "c": 100})
-    torch.testing.assert_close(combined("clip:auto", given, BEFORE)["w"], BEFORE["w"], rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        combined("clip:auto", given, BEFORE)["w"], BEFORE["w"], rtol=0, atol=1e-15
+    )
 
 
 @pytest.mark.parametrize("size", [1e3, 1e30, 1e300])
@@ -209,7 +256,9 @@ def test_forms_stay_and_the_order_of_replies_is_of_no_matter(rule: str, dtype: t
 
 
 @every_rule
-def test_neither_blocks_nor_the_disk_change_a_bit(rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_blocks_nor_the_disk_change_a_bit(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = replies()
     plain = combined(rule, given)
     monkeypatch.setattr(robust, "_BLOCK", 9 * 5)  # of 12 numbers 5, 5 and 2
@@ -224,7 +273,9 @@ def test_neither_blocks_nor_the_disk_change_a_bit(rule: str, tmp_path: Path, mon
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
 
 
-def test_of_a_reply_on_disk_only_a_block_is_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_reply_on_disk_only_a_block_is_read_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from medfl.runtimes.spilled_replies import TensorStore
 
     filed, read, part = Replies(["a", "b", "c"], tmp_path, budget=0), [], TensorStore.part
@@ -249,14 +300,17 @@ def poisoned(kind: str, count: int) -> dict[str, Message]:
     given = replies()
     for i in range(count):
         weights = dict(given[f"s{i}"]["weights"])
-        weights |= {name: tensor * (1000 if kind == "x1000" else -1) for name, tensor in weights.items()}
+        weights |= {
+            name: tensor * (1000 if kind == "x1000" else -1) for name, tensor in weights.items()
+        }
         given[f"s{i}"] = Message({"weights": weights}, {"samples": 1e9})
     return given
 
 
 @pytest.mark.parametrize("kind", ["x1000", "sign"])
 @pytest.mark.parametrize(
-    ("rule", "count"), [("median", 4), ("trimmed:0.2", 1), ("trimmed:0.4", 3), ("krum:2", 2), ("multikrum:2", 2)]
+    ("rule", "count"),
+    [("median", 4), ("trimmed:0.2", 1), ("trimmed:0.4", 3), ("krum:2", 2), ("multikrum:2", 2)],
 )
 def test_bad_sites_do_not_move_it_out_of_the_good_ones(rule: str, count: int, kind: str) -> None:
     """Every coordinate stays between the smallest and the largest value of the good sites."""
@@ -280,7 +334,17 @@ def test_one_bad_site_moves_the_mean_as_far_as_it_likes(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["mean", "clip:auto", "clip:2.5", "median", "trimmed:0.0", "trimmed:0.25", "krum:0", "krum:12", "multikrum:1"],
+    [
+        "mean",
+        "clip:auto",
+        "clip:2.5",
+        "median",
+        "trimmed:0.0",
+        "trimmed:0.25",
+        "krum:0",
+        "krum:12",
+        "multikrum:1",
+    ],
 )
 def test_a_rule_reads_what_it_writes(text: str) -> None:
     assert str(Aggregation.parse(text)) == text
@@ -308,5 +372,7 @@ def test_krum_needs_two_f_and_three_replies(kind: str) -> None:
     rule = Aggregation.parse(f"{kind}:2")
     assert rule.least == 7
     combined(str(rule), replies(7))
-    with pytest.raises(RunError, match=rf"--aggregation {kind}:2 with 6 replies: it needs at least 7"):
+    with pytest.raises(
+        RunError, match=rf"--aggregation {kind}:2 with 6 replies: it needs at least 7"
+    ):
         combined(str(rule), replies(6))

@@ -52,7 +52,10 @@ class Hoarder(Method):
 
 class Starting(Method):
     def init_server(self, host: Any, weights: Any, introductions: Any) -> Any:
-        return {**super().init_server(host, weights, introductions), "by_class": {0: torch.zeros(1)}}
+        return {
+            **super().init_server(host, weights, introductions),
+            "by_class": {0: torch.zeros(1)},
+        }
 
 
 class Vector(Method):
@@ -69,19 +72,25 @@ class Silent(Method):
 
 
 class Writing(Method):
-    def aggregate(self, host: Any, server: Any, replies: Mapping[str, Message], num_sites: int) -> Any:
+    def aggregate(
+        self, host: Any, server: Any, replies: Mapping[str, Message], num_sites: int
+    ) -> Any:
         server["weights"]["4.bias"] += 1
         return super().aggregate(host, server, replies, num_sites)
 
 
 class Adding(Method):
-    def aggregate(self, host: Any, server: Any, replies: Mapping[str, Message], num_sites: int) -> Any:
+    def aggregate(
+        self, host: Any, server: Any, replies: Mapping[str, Message], num_sites: int
+    ) -> Any:
         server["rounds"] = server.get("rounds", 0) + 1
         return super().aggregate(host, server, replies, num_sites)
 
 
 class WritingAndFailing(Method):
-    def aggregate(self, host: Any, server: Any, replies: Mapping[str, Message], num_sites: int) -> Any:
+    def aggregate(
+        self, host: Any, server: Any, replies: Mapping[str, Message], num_sites: int
+    ) -> Any:
         server["weights"].pop("4.bias")
         raise KeyError("4.bias")
 
@@ -102,13 +111,17 @@ class WritingAndFailing(Method):
         (WritingAndFailing, "aggregate of method 'mine' changed 'weights/4.bias' of the server's State in place"),
     ],
 )  # fmt: skip
-def test_a_mistake_ends_the_run_in_one_line(tmp_path: Path, method: type[Method], said: str) -> None:
+def test_a_mistake_ends_the_run_in_one_line(
+    tmp_path: Path, method: type[Method], said: str
+) -> None:
     """Also where sites may be missing: it is no site's fault."""
     record = run_record(method="mine", rounds=2)
     folder = RunFolder.create(tmp_path / "run")
     folder.write_run(record, {})
     with pytest.raises(InputError, match=said) as caught:
-        Simulator(Execution(Federation(ToyBundle(), method(), record), folder, Launch(min_replies=1))).execute()
+        Simulator(
+            Execution(Federation(ToyBundle(), method(), record), folder, Launch(min_replies=1))
+        ).execute()
     assert "\n" not in str(caught.value)
 
 

@@ -22,7 +22,9 @@ def test_auroc_can_be_made_again_from_the_predictions(tmp_path: Path) -> None:
     label = torch.randint(3, (count,), generator=generator)
     logits = torch.randn(count, 3, generator=generator) + torch.tensor([18.0, 0, 0])
     logits[:, 1:] += torch.nn.functional.one_hot(label, 3)[:, 1:]
-    cases = Cases(tuple(map(str, range(count))), {"probabilities": logits.softmax(1), "label": label})
+    cases = Cases(
+        tuple(map(str, range(count))), {"probabilities": logits.softmax(1), "label": label}
+    )
     folder = build(tmp_path, classes=list(classes))
     rows = _predictions(cases, classes, {})
     with (folder / "predictions.csv").open("w", newline="") as file:
@@ -33,5 +35,7 @@ def test_auroc_can_be_made_again_from_the_predictions(tmp_path: Path) -> None:
     assert found is not None
     assert found.probabilities is not None
     assert torch.equal(torch.from_numpy(found.probabilities).float(), cases.values["probabilities"])
-    again = [roc_auc_score(found.label == index, found.probabilities[:, index]) for index in range(3)]
+    again = [
+        roc_auc_score(found.label == index, found.probabilities[:, index]) for index in range(3)
+    ]
     assert sum(again) / 3 == pytest.approx(summarise(cases)["auroc"], abs=1e-9)

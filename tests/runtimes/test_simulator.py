@@ -70,7 +70,9 @@ def simulate(
     folder = RunFolder.existing(out) if resume else RunFolder.create(out)
     folder.write_run(record, {})
     federation = Federation(bundle or ToyBundle(), load(method, options), record)
-    return Simulator(Execution(federation, folder, Launch(resume=resume, jobs=jobs, profile=profile))).execute()
+    return Simulator(
+        Execution(federation, folder, Launch(resume=resume, jobs=jobs, profile=profile))
+    ).execute()
 
 
 def left(out: Path) -> dict[str, Any]:
@@ -78,7 +80,11 @@ def left(out: Path) -> dict[str, Any]:
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     timeless = [{k: v for k, v in entry.items() if not k.startswith("seconds")} for entry in rounds]
     tables = {name: (out / name).read_text() for name in ("sites.csv", "predictions.csv")}
-    return {"rounds": timeless, "weights": bits(load_weights(out / "weights.safetensors")), **tables}
+    return {
+        "rounds": timeless,
+        "weights": bits(load_weights(out / "weights.safetensors")),
+        **tables,
+    }
 
 
 @pytest.mark.parametrize("method", mostly_slow(["scaffold", "ditto", "fedproto"], ["ditto"]))
@@ -116,11 +122,15 @@ class Wide(ToyBundle):
     """A network of 10,752 numbers, so that one State more is seen."""
 
     def __init__(self) -> None:
-        super().__init__(network=lambda: nn.Sequential(nn.Linear(8, 896), nn.ReLU(), nn.Linear(896, 3)))
+        super().__init__(
+            network=lambda: nn.Sequential(nn.Linear(8, 896), nn.ReLU(), nn.Linear(896, 3))
+        )
 
 
 @pytest.mark.parametrize("method", ["scaffold", "ditto", "local"])
-def test_memory_does_not_grow_with_the_sites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_memory_does_not_grow_with_the_sites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     """8 of 10 sites and 8 of 100, six rounds: what the tensors of this process hold when a round is committed.
 
     A site costs the positions of its items, 5 + 1 + 1 numbers of 8 bytes at most. A State of any of the three methods
@@ -137,7 +147,9 @@ def test_memory_does_not_grow_with_the_sites(tmp_path: Path, monkeypatch: pytest
 
         monkeypatch.setattr(RunFolder, "commit", counted)
         out = tmp_path / str(sites)
-        simulate(out, method, Wide(), partition=divided(sites), cohort=8 / sites, rounds=6, eval_every=0)
+        simulate(
+            out, method, Wide(), partition=divided(sites), cohort=8 / sites, rounds=6, eval_every=0
+        )
         assert len(list((out / "state").glob("*site*"))) >= (30 if sites == 100 else 8)
     few, many = held.values()
     assert max(many[:5]) - max(few[:5]) <= 90 * 7 * 8 + 40_000
@@ -181,7 +193,11 @@ def test_patience_ends_a_run_and_a_resumed_one_stays_ended(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("method", "options", "own"),
-    [("fedsm", {}, True), ("fedetf", {"finetune_rounds": 1}, True), ("fedetf", {"finetune_rounds": 0}, False)],
+    [
+        ("fedsm", {}, True),
+        ("fedetf", {"finetune_rounds": 1}, True),
+        ("fedetf", {"finetune_rounds": 0}, False),
+    ],
 )
 def test_a_site_of_a_globally_judged_method_is_scored_by_its_own_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any], own: bool
@@ -190,7 +206,9 @@ def test_a_site_of_a_globally_judged_method_is_scored_by_its_own_model(
     scored, trained = (tasks_run(kind, monkeypatch) for kind in (ScoreSite, TrainToScore))
     summary = simulate(tmp_path / "run", method, options=options, score_trained=True)
     used, unused = (scored, trained) if own else (trained, scored)
-    assert [(task.site, task.round) for task in used] == [(f"s{i}", 3 if own else 4) for i in range(12)]
+    assert [(task.site, task.round) for task in used] == [
+        (f"s{i}", 3 if own else 4) for i in range(12)
+    ]
     assert not unused
     rows = list(csv.DictReader((tmp_path / "run" / "sites.csv").read_text().splitlines()))
     assert all(row["personal_accuracy"] for row in rows[:12])
@@ -200,7 +218,11 @@ def test_a_site_of_a_globally_judged_method_is_scored_by_its_own_model(
 
 def test_a_fine_tuned_models_options_are_seen_in_the_personal_scores_alone(tmp_path: Path) -> None:
     runs = [
-        simulate(tmp_path / f"{rate:g}", "fedetf", options={"finetune_rounds": 1, "finetune_projection_lr": rate})
+        simulate(
+            tmp_path / f"{rate:g}",
+            "fedetf",
+            options={"finetune_rounds": 1, "finetune_projection_lr": rate},
+        )
         for rate in (0.05, 5.0)
     ]
     assert runs[0]["weights_sha256"] == runs[1]["weights_sha256"]
@@ -235,8 +257,15 @@ def test_the_profile_adds_up_and_names_rounds_sites_and_workers(tmp_path: Path) 
         cohorts = {name for entry in left(out)["rounds"] for name in entry["cohort"]}
         assert set(told["sites"]) == cohorts
         for parts in told["sites"].values():
-            assert parts.keys() >= {profiling.DATA, profiling.PASSES, profiling.OPTIMISER, profiling.CHECKPOINT}
-        sums = {part: sum(row[part] for row in told["seconds"].values()) for part in profiling.PARTS}
+            assert parts.keys() >= {
+                profiling.DATA,
+                profiling.PASSES,
+                profiling.OPTIMISER,
+                profiling.CHECKPOINT,
+            }
+        sums = {
+            part: sum(row[part] for row in told["seconds"].values()) for part in profiling.PARTS
+        }
         assert min(sums.values()) > 0, "every part takes some time in this run"
         names = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"]
         assert set(names) == rows
@@ -245,9 +274,13 @@ def test_the_profile_adds_up_and_names_rounds_sites_and_workers(tmp_path: Path) 
 
 def test_the_time_of_the_rounds_is_that_of_the_record(tmp_path: Path) -> None:
     simulate(tmp_path / "run", profile=True)
-    rounds = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    rounds = [
+        json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()
+    ]
     told = json.loads((tmp_path / "run" / "profile.json").read_text())["otherData"]["rounds"]
     for entry, parts in zip(rounds, told, strict=True):
-        assert entry["seconds"] <= parts["seconds"]  # the record is written before the round is committed
+        assert (
+            entry["seconds"] <= parts["seconds"]
+        )  # the record is written before the round is committed
         assert parts["aggregation"] <= entry["seconds_server"] * 1.5 + 0.01
         assert parts["evaluation"] >= 0.5 * entry["seconds_eval"]

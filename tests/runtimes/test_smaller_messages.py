@@ -43,7 +43,11 @@ class Wide(ToyBundle):
     def __init__(self, width: int = 64) -> None:
         def network() -> nn.Module:
             return nn.Sequential(
-                nn.Linear(8, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 3)
+                nn.Linear(8, width),
+                nn.BatchNorm1d(width),
+                nn.ReLU(),
+                nn.Dropout(0.2),
+                nn.Linear(width, 3),
             )
 
         super().__init__(network=network)
@@ -52,7 +56,9 @@ class Wide(ToyBundle):
         return Wide(int(config["width"]))  # type: ignore[call-overload]
 
 
-def federation(messages: str, method: str | FedAvg = "fedavg", options: dict | None = None, **changes) -> Federation:
+def federation(
+    messages: str, method: str | FedAvg = "fedavg", options: dict | None = None, **changes
+) -> Federation:
     made = load(method, options or {}) if isinstance(method, str) else method
     record = run_record(messages=messages, **changes)
     return Federation(Wide(), made, record, public=public_blobs(40))
@@ -79,8 +85,12 @@ def play(made: Federation, rounds: int = 2, before: Played | None = None, first:
     now = dataclasses.replace(before, states=dict(before.states))
     for round_ in range(first, first + rounds):
         with made.scope():
-            now.sent = {name: method.broadcast(made.host(round_), now.server, name) for name in names}
-        now.results = {name: site_step(made, round_, name, now.states[name], now.sent[name]) for name in names}
+            now.sent = {
+                name: method.broadcast(made.host(round_), now.server, name) for name in names
+            }
+        now.results = {
+            name: site_step(made, round_, name, now.states[name], now.sent[name]) for name in names
+        }
         now.states = {name: now.results[name].state or None for name in names}
         with made.scope():
             replies = {name: result.reply for name, result in now.results.items()}
@@ -101,7 +111,10 @@ def test_the_form_is_said_with_what_it_applies_to() -> None:
     plain = "9 tensors leave each site, 0 stay"
     both = "replies and broadcasts"
     assert federation("lossless").describe_exchange() == plain
-    assert federation("int8").describe_exchange() == f"{plain}; {both}: int8, 2 tensors of the network; 7 lossless"
+    assert (
+        federation("int8").describe_exchange()
+        == f"{plain}; {both}: int8, 2 tensors of the network; 7 lossless"
+    )
     assert (
         federation("topk:0.1").describe_exchange()
         == f"{plain}; replies: topk:0.1, 2 tensors of the network; 7 lossless"
@@ -111,14 +124,21 @@ def test_the_form_is_said_with_what_it_applies_to() -> None:
     assert policy == f"{plain}; {both}: float16, 0 tensors of the network; 0 lossless"
 
 
-def test_biases_and_what_normalises_are_exact_in_every_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_biases_and_what_normalises_are_exact_in_every_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     exact = federation("int8").compression.exact
-    norm = {f"1.{name}" for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")}
+    norm = {
+        f"1.{name}"
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    }
     assert exact == {"0.bias", "4.bias", *norm}
 
     other = ToyBundle(network=lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)))
     monkeypatch.setattr(Wide, "variant", lambda *_: other)
-    assert {"0.weight", "1.bias"} < federation("int8", "fedproto", {"bodies": "width=5,6,7"}).compression.exact
+    assert {"0.weight", "1.bias"} < federation(
+        "int8", "fedproto", {"bodies": "width=5,6,7"}
+    ).compression.exact
 
 
 def test_a_record_with_an_unknown_form_is_refused() -> None:
@@ -177,11 +197,15 @@ def test_methods_do_not_notice(
     assert finite(played.states)
     weights = {n: t for n, t in played.server.get("weights", {}).items() if t.is_floating_point()}
     for name, tensor in weights.items():
-        distance = (tensor - plain.server["weights"][name]).norm() / (1 + plain.server["weights"][name].norm())
+        distance = (tensor - plain.server["weights"][name]).norm() / (
+            1 + plain.server["weights"][name].norm()
+        )
         assert distance < 0.25, name
     with made.scope():
         for name in made.participants:
-            cases = score_site(made, 3, name, played.states[name], played.sent[name], ("test",))["test"]
+            cases = score_site(made, 3, name, played.states[name], played.sent[name], ("test",))[
+                "test"
+            ]
             assert len(cases)
 
 
@@ -220,7 +244,9 @@ def test_the_site_trains_from_the_broadcast_as_it_arrived() -> None:
     assert bits(arrived["0.weight"]) != bits(sent["0.weight"])
     assert bits(arrived["1.running_var"]) == bits(sent["1.running_var"])
     result = copy_site_weights(made, 1, "x", None, Message({"weights": sent}))
-    assert bits(result["0.weight"]) == bits(arrived["0.weight"])  # what a site is judged by arrived there too
+    assert bits(result["0.weight"]) == bits(
+        arrived["0.weight"]
+    )  # what a site is judged by arrived there too
 
 
 def test_the_server_adds_a_sites_change_to_the_weights_as_they_were_before_the_broadcast() -> None:
@@ -246,7 +272,12 @@ def test_rounding_differs_between_sites_rounds_and_seeds_and_repeats() -> None:
     def arrived(federated: Federation, round_: int, name: str) -> object:
         return bits(copy_site_weights(federated, round_, name, None, sent)["0.weight"])
 
-    found = [arrived(made, 1, "x"), arrived(made, 1, "y"), arrived(made, 2, "x"), arrived(other, 1, "x")]
+    found = [
+        arrived(made, 1, "x"),
+        arrived(made, 1, "y"),
+        arrived(made, 2, "x"),
+        arrived(other, 1, "x"),
+    ]
     assert len(set(found)) == 4
     assert arrived(federation("int8"), 1, "x") == found[0]
 
@@ -254,7 +285,9 @@ def test_rounding_differs_between_sites_rounds_and_seeds_and_repeats() -> None:
 def test_what_is_judged_before_and_after_is_deterministic() -> None:
     made = federation("int8", "ditto")
     played = play(made, 1)
-    scores = [score_site_on_all(made, 1, "x", played.states["x"], played.sent["x"]) for _ in range(2)]
+    scores = [
+        score_site_on_all(made, 1, "x", played.states["x"], played.sent["x"]) for _ in range(2)
+    ]
     assert bits(scores[0].values) == bits(scores[1].values)
 
 
@@ -279,7 +312,10 @@ def test_error_feedback_is_kept_apart_from_the_methods_state() -> None:
     assert len(seen) == 7
     assert all({*state} == {"control"} for state in seen)
     assert {*played.states["x"]} == {"control", UNSENT}
-    assert {n: t.shape for n, t in played.states["x"][UNSENT].items()} == {"0.weight": (64, 8), "4.weight": (3, 64)}
+    assert {n: t.shape for n, t in played.states["x"][UNSENT].items()} == {
+        "0.weight": (64, 8),
+        "4.weight": (3, 64),
+    }
     assert not any(UNSENT in key or "@" in key for key in played.results["x"].reply.flat())
 
 
@@ -309,8 +345,12 @@ def test_a_reply_and_the_error_feedback_add_up_to_the_change() -> None:
         arrived, w = result.reply["weights"][name], down["weights"][name]
         torch.testing.assert_close(arrived + unsent, reply["weights"][name], rtol=0, atol=1e-6)
         assert 0 < (arrived != w).sum() + (unsent != 0).sum() <= w.numel()
-    sent = sum(int((result.reply["weights"][n] != down["weights"][n]).sum()) for n in result.state[UNSENT])
-    assert 60 <= sent <= 70  # a tenth of 704; fewer where the weight is too large to show the change
+    sent = sum(
+        int((result.reply["weights"][n] != down["weights"][n]).sum()) for n in result.state[UNSENT]
+    )
+    assert (
+        60 <= sent <= 70
+    )  # a tenth of 704; fewer where the weight is too large to show the change
     assert bits(result.reply["weights"]["1.running_var"]) == bits(reply["weights"]["1.running_var"])
 
 
@@ -333,7 +373,9 @@ def test_what_is_personal_does_not_leave_in_a_smaller_form_either(form: str) -> 
     class Leaky(type(load("fedbn"))):
         def local_update(self, site, state, down):
             state, reply = super().local_update(site, state, down)
-            return state, Message({"weights": {**reply["weights"], **state["weights"]}}, reply.scalars)
+            return state, Message(
+                {"weights": {**reply["weights"], **state["weights"]}}, reply.scalars
+            )
 
     with pytest.raises(RunError, match=r"site 'x': tensor 'weights/1\.\w+' must not leave it"):
         play(federation(form, Leaky()))
@@ -342,11 +384,31 @@ def test_what_is_personal_does_not_leave_in_a_smaller_form_either(form: str) -> 
 @pytest.mark.parametrize(
     ("form", "label", "value", "text"),
     [
-        ("topk:0.1", "weights@topk@float32/indices", torch.full((70,), 2**30, dtype=torch.int32), "not ascending"),
+        (
+            "topk:0.1",
+            "weights@topk@float32/indices",
+            torch.full((70,), 2**30, dtype=torch.int32),
+            "not ascending",
+        ),
         ("int8", "weights@scales@float32/scales", torch.full((4,), torch.nan), "NaN or infinite"),
-        ("int8", "weights@int8@float32/1.running_var", torch.ones(64, dtype=torch.int8), r"expected \(5,\)"),
-        ("int8", "weights@int8@float32/0.weight", torch.ones(16, 32, dtype=torch.int8), r"is \(16, 32\) torch.float32"),
-        ("float16", "weights@float16@float32/secret", torch.ones(3).half(), "tensor 'weights/secret' must not leave"),
+        (
+            "int8",
+            "weights@int8@float32/1.running_var",
+            torch.ones(64, dtype=torch.int8),
+            r"expected \(5,\)",
+        ),
+        (
+            "int8",
+            "weights@int8@float32/0.weight",
+            torch.ones(16, 32, dtype=torch.int8),
+            r"is \(16, 32\) torch.float32",
+        ),
+        (
+            "float16",
+            "weights@float16@float32/secret",
+            torch.ones(3).half(),
+            "tensor 'weights/secret' must not leave",
+        ),
     ],
 )
 def test_a_message_changed_on_its_way_is_refused_by_the_server(
@@ -369,7 +431,10 @@ def test_training_that_ends_in_nan_is_told_as_before(monkeypatch: pytest.MonkeyP
             bad = {**reply["weights"], "0.weight": torch.full((64, 8), torch.nan)}
             return state, Message({"weights": bad}, reply.scalars)
 
-    with pytest.raises(RunError, match="site 'x': 'weights/0.weight' has NaN or infinite values; the last good round"):
+    with pytest.raises(
+        RunError,
+        match="site 'x': 'weights/0.weight' has NaN or infinite values; the last good round",
+    ):
         play(federation("int8", Broken()), 1)
 
 
@@ -378,18 +443,28 @@ def test_training_that_ends_in_nan_is_told_as_before(monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="module")
 def phantom(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=20, size=28)
+    return datasets.write_phantom(
+        "pneumonia", tmp_path_factory.mktemp("data") / "phantom", per_class=20, size=28
+    )
 
 
 def run(
-    phantom: Path, out: Path, messages: str | None, *, jobs: int = 1, rounds: int = 2, resume: bool = False
+    phantom: Path,
+    out: Path,
+    messages: str | None,
+    *,
+    jobs: int = 1,
+    rounds: int = 2,
+    resume: bool = False,
 ) -> dict:
     requested = {
         "method": "scaffold", "data": str(phantom), "sites": 3, "partition": "iid", "rounds": rounds, "cohort": 0.67,
         "local_epochs": 1, "batch_size": 8, "lr": 0.01, **({"messages": messages} if messages else {}),
     }  # fmt: skip
     config = {"network": "small_cnn", "image_size": 28}
-    return federate("pneumonia", config=config, requested=requested, out=out, jobs=jobs, resume=resume)
+    return federate(
+        "pneumonia", config=config, requested=requested, out=out, jobs=jobs, resume=resume
+    )
 
 
 def test_the_command_line_takes_a_form() -> None:
@@ -402,7 +477,9 @@ def test_the_command_line_takes_a_form() -> None:
 def test_law1_smaller_messages_depend_neither_on_workers_nor_on_a_resume(
     form: str, phantom: Path, tmp_path: Path
 ) -> None:
-    alone, helped = (run(phantom, tmp_path / f"jobs{jobs}", form, jobs=jobs, rounds=2) for jobs in (1, 2))
+    alone, helped = (
+        run(phantom, tmp_path / f"jobs{jobs}", form, jobs=jobs, rounds=2) for jobs in (1, 2)
+    )
     run(phantom, tmp_path / "cut", form, rounds=1)
     resumed = run(phantom, tmp_path / "cut", None, rounds=2, resume=True)
     assert alone["weights_sha256"] == helped["weights_sha256"] == resumed["weights_sha256"]
@@ -410,12 +487,17 @@ def test_law1_smaller_messages_depend_neither_on_workers_nor_on_a_resume(
     assert alone["bytes_up"] == helped["bytes_up"] == resumed["bytes_up"]
     again = federate(source=tmp_path / "jobs1" / "run.json", out=tmp_path / "again", jobs=1)
     assert again["weights_sha256"] == alone["weights_sha256"]
-    with pytest.raises(InputError, match=f'--resume with other settings: messages: "float16" was "{form}"'):
+    with pytest.raises(
+        InputError, match=f'--resume with other settings: messages: "float16" was "{form}"'
+    ):
         run(phantom, tmp_path / "cut", "float16", rounds=2, resume=True)
 
 
 def test_a_run_says_what_it_sends(phantom: Path, tmp_path: Path) -> None:
-    plain, said = run(phantom, tmp_path / "plain", None), run(phantom, tmp_path / "said", "lossless")
+    plain, said = (
+        run(phantom, tmp_path / "plain", None),
+        run(phantom, tmp_path / "said", "lossless"),
+    )
     small = run(phantom, tmp_path / "small", "int8")
     assert plain["run_hash"] == said["run_hash"] != small["run_hash"]
     assert "messages" not in json.loads((tmp_path / "said" / "run.json").read_text())

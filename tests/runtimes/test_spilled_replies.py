@@ -38,12 +38,24 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path, budget: int) -> None:
     assert len(kept) == len(TENSORS)
 
 
-def test_what_fits_the_budget_stays_in_memory_and_the_rest_is_in_no_file_with_a_name(tmp_path: Path) -> None:
+def test_what_fits_the_budget_stays_in_memory_and_the_rest_is_in_no_file_with_a_name(
+    tmp_path: Path,
+) -> None:
     """Two tensors of 40 bytes fit 100; the third goes to the file, and a fourth of 20 fits again."""
     held = TensorStore(tmp_path, 100)
-    given = [{"w": torch.randn(10)}, {"w": torch.randn(10)}, {"w": torch.randn(10)}, {"w": torch.randn(5)}]
+    given = [
+        {"w": torch.randn(10)},
+        {"w": torch.randn(10)},
+        {"w": torch.randn(10)},
+        {"w": torch.randn(5)},
+    ]
     kept = [held.keep(tensors) for tensors in given]
-    assert [mine is theirs for mine, theirs in zip(kept, given, strict=True)] == [True, True, False, True]
+    assert [mine is theirs for mine, theirs in zip(kept, given, strict=True)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
     assert held.held == 100
     assert [bits(dict(tensors)) for tensors in kept] == [bits(tensors) for tensors in given]
     assert [*tmp_path.iterdir()] == []
@@ -61,9 +73,14 @@ def test_a_folder_without_room_is_our_own_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", [0, 10**9])
-def test_replies_are_listed_in_the_order_of_the_sites_and_not_of_arrival(tmp_path: Path, budget: int) -> None:
+def test_replies_are_listed_in_the_order_of_the_sites_and_not_of_arrival(
+    tmp_path: Path, budget: int
+) -> None:
     replies = Replies(["b", "a", "c"], tmp_path, budget)
-    messages = {name: Message({"weights": TENSORS, "none": {}}, {"samples": i}) for i, name in enumerate("abc")}
+    messages = {
+        name: Message({"weights": TENSORS, "none": {}}, {"samples": i})
+        for i, name in enumerate("abc")
+    }
     for name in ("c", "a"):
         replies.add(name, messages[name])
     assert list(replies) == ["a", "c"]
@@ -75,16 +92,25 @@ def test_replies_are_listed_in_the_order_of_the_sites_and_not_of_arrival(tmp_pat
     assert len(replies) == 3
     assert bits(dict(replies)) == bits({name: messages[name] for name in "bac"})
     assert "none" in replies["a"]
-    assert bits(Message.decode(replies["a"].encode())) == bits(Message.decode(messages["a"].encode()))
+    assert bits(Message.decode(replies["a"].encode())) == bits(
+        Message.decode(messages["a"].encode())
+    )
 
 
-def test_a_mean_reads_a_block_of_one_reply_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mean_reads_a_block_of_one_reply_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 20 replies one tensor is read whole, for its form; of the others a block is alive while it is added."""
     size = 3 * _BLOCK + 5
-    replies, generator = Replies([f"{i:02}" for i in range(20)], tmp_path, 0), torch.Generator().manual_seed(0)
+    replies, generator = (
+        Replies([f"{i:02}" for i in range(20)], tmp_path, 0),
+        torch.Generator().manual_seed(0),
+    )
     plain = {}
     for i in range(20):
-        message = Message({"weights": {"w": torch.randn(size, generator=generator)}}, {"samples": i + 1})
+        message = Message(
+            {"weights": {"w": torch.randn(size, generator=generator)}}, {"samples": i + 1}
+        )
         plain[f"{i:02}"] = message
         replies.add(f"{i:02}", message)
     alive, most, read = [], [], TensorStore.part
@@ -113,12 +139,17 @@ def test_no_method_can_tell_where_its_replies_lie(name: str, classes: Toy, tmp_p
         for site, message in outcome.replies.items():
             replies.add(site, message)
         with toy.networks.scope():
-            found.append(method.aggregate(toy.host(2), outcome.history[1], replies, len(outcome.replies)))
+            found.append(
+                method.aggregate(toy.host(2), outcome.history[1], replies, len(outcome.replies))
+            )
     assert bits(found) == bits([outcome.server, outcome.server])
 
 
 def test_the_weights_of_all_sites_are_one_mapping(tmp_path: Path) -> None:
-    parts = {name: {"w": torch.randn(3), "n": torch.tensor(i)} for i, name in enumerate(("site-1", "site-10", "a/b"))}
+    parts = {
+        name: {"w": torch.randn(3), "n": torch.tensor(i)}
+        for i, name in enumerate(("site-1", "site-10", "a/b"))
+    }
     flat = {f"{name}/{key}": tensor for name, part in parts.items() for key, tensor in part.items()}
     for budget in (0, 30, 10**9):
         weights = SitesWeights(tmp_path, budget)

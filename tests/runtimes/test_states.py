@@ -19,7 +19,9 @@ Make = Callable[[], States]
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """The States of one site; those in a folder are opened anew each time."""
     held = States()
-    return lambda: held if request.param == "memory" else StatesInFolder(tmp_path / "s", torch.device("cpu"))
+    return lambda: (
+        held if request.param == "memory" else StatesInFolder(tmp_path / "s", torch.device("cpu"))
+    )
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
@@ -35,7 +37,9 @@ def test_a_round_keeps_its_state_and_the_one_that_it_was_made_from(make: Make) -
     for round_, base in ((1, 0), (2, 1), (3, 1)):  # the reply of round 2 was refused
         make().keep(round_, state(round_), base)
     assert (make().of(1), make().of(3), make().last) == (state(1), state(3), 3)
-    with pytest.raises(RunError, match=r"this site's State of round 2, which is not here \(those that are: 1, 3\)"):
+    with pytest.raises(
+        RunError, match=r"this site's State of round 2, which is not here \(those that are: 1, 3\)"
+    ):
         make().of(2)
     make().keep(4, state(4), 3)
     with pytest.raises(RunError, match="State of round 1"):
@@ -89,6 +93,11 @@ def test_a_folder_of_medfl_0_6_is_gone_on_with(tmp_path: Path) -> None:
     states = StatesInFolder(tmp_path, torch.device("cpu"))
     assert (states.last, states.of(1), states.newest(9)) == (2, state(1), state(2))
     states.keep(3, state(3), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000002.safetensors", "000003.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "000002.safetensors",
+        "000003.safetensors",
+    ]
     (tmp_path / "000002.safetensors").write_bytes(b"half")
-    assert (states.last, states.of(3)) == (3, state(3)), "the damage of a State that is not needed stops nothing"
+    assert (states.last, states.of(3)) == (3, state(3)), (
+        "the damage of a State that is not needed stops nothing"
+    )

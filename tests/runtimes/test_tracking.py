@@ -89,10 +89,18 @@ def test_mlflow_has_the_settings_but_no_places_and_no_items(tmp_path: Path, stor
     (run,) = runs(store)
     assert (run.info.run_name, run.info.status) == ("a-run", "FINISHED")
     params = run.data.params
-    assert (params["method"], params["options.mu"], params["rounds"], params["sites"]) == ("fedprox", "0.1", "3", "3")
+    assert (params["method"], params["options.mu"], params["rounds"], params["sites"]) == (
+        "fedprox",
+        "0.1",
+        "3",
+        "3",
+    )
     assert (params["data.source"], params["runtime"]) == ("phantom", "simulator")
     assert run.data.tags["run_hash"] == run_record(method="fedprox", options={"mu": 0.1}).run_hash
-    assert not any("/data/toy" in value or "/bundles" in value or "train0" in value for value in params.values())
+    assert not any(
+        "/data/toy" in value or "/bundles" in value or "train0" in value
+        for value in params.values()
+    )
 
 
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run(tmp_path: Path, store: str) -> None:
@@ -141,7 +149,10 @@ def test_a_password_in_the_uri_is_neither_said_nor_kept(tmp_path: Path) -> None:
     said = play(run, "http://me:secret@127.0.0.1:9/path", range(1, 2))
     assert said[0].startswith("MLflow at http://127.0.0.1:9/path: ")
     assert "secret" not in said[0] + (run.path / FILE).read_text()
-    assert Tracking(run, "http://me:secret@127.0.0.1:9/path", str).uri == "http://me:secret@127.0.0.1:9/path"
+    assert (
+        Tracking(run, "http://me:secret@127.0.0.1:9/path", str).uri
+        == "http://me:secret@127.0.0.1:9/path"
+    )
 
 
 def test_what_mlflow_lacks_is_written_when_the_run_is_resumed(
@@ -207,7 +218,9 @@ def test_without_mlflow_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPa
     for name in [name for name in sys.modules if name == "mlflow" or name.startswith("mlflow.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(InputError, match=r"--track mlflow; it needs MLflow; pip install 'medfl-monai\[mlflow\]'"):
+    with pytest.raises(
+        InputError, match=r"--track mlflow; it needs MLflow; pip install 'medfl-monai\[mlflow\]'"
+    ):
         parse("mlflow")
 
 

@@ -30,10 +30,14 @@ class Server:
         self.ended: list[int] = []
         self.fail_from = 10**9
 
-    def init(self, *, project: str, id: str | None, resume: str, name: str, dir: str, config: Any) -> Any:
+    def init(
+        self, *, project: str, id: str | None, resume: str, name: str, dir: str, config: Any
+    ) -> Any:
         ident = id or f"run{len(self.runs)}"
         told = self.runs.setdefault(ident, {})
-        self.begun.append({"project": project, "resume": resume, "name": name, "dir": dir, "config": config})
+        self.begun.append(
+            {"project": project, "resume": resume, "name": name, "dir": dir, "config": config}
+        )
 
         def log(numbers: dict[str, float], step: int) -> None:
             if step >= self.fail_from:
@@ -80,26 +84,37 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
-def test_the_numbers_and_settings_are_there_and_a_resumed_run_goes_on(folder: RunFolder, server: Server) -> None:
+def test_the_numbers_and_settings_are_there_and_a_resumed_run_goes_on(
+    folder: RunFolder, server: Server
+) -> None:
     said = play(folder, "wandb:lungs", range(1, 3))
     assert said == ["Weights & Biases: run run0 of project lungs"]
     assert server.runs["run0"] == {round_: scalars(entry(round_)) for round_ in (1, 2)}
     begun = server.begun[0]
     assert (begun["project"], begun["name"], begun["dir"]) == ("lungs", "a-run", str(folder.path))
     assert (begun["config"]["options.mu"], begun["config"]["sites"]) == (0.1, 3)
-    assert not any(str(value) in ("/data/toy", "/bundles/toy") for value in begun["config"].values())
-    assert json.loads((folder.path / "wandb.json").read_text()) == {"project": "lungs", "run_id": "run0"}
+    assert not any(
+        str(value) in ("/data/toy", "/bundles/toy") for value in begun["config"].values()
+    )
+    assert json.loads((folder.path / "wandb.json").read_text()) == {
+        "project": "lungs",
+        "run_id": "run0",
+    }
     play(folder, None, range(3, 5))
     assert list(server.runs) == ["run0"]
     assert list(server.runs["run0"]) == [1, 2, 3, 4]
     assert server.ended == [0, 0]
 
 
-def test_a_failure_is_said_once_and_what_is_lacking_is_written_later(folder: RunFolder, server: Server) -> None:
+def test_a_failure_is_said_once_and_what_is_lacking_is_written_later(
+    folder: RunFolder, server: Server
+) -> None:
     server.fail_from = 2
     said = play(folder, "wandb", range(1, 4))
     assert len(said) == 2
-    assert said[1].startswith("Weights & Biases at project medfl: ConnectionError: no network; the run goes on without")
+    assert said[1].startswith(
+        "Weights & Biases at project medfl: ConnectionError: no network; the run goes on without"
+    )
     assert list(server.runs["run0"]) == [1]
     server.fail_from = 10**9
     play(folder, None, range(4, 5))
@@ -119,7 +134,9 @@ def test_what_is_cut_short_is_said(folder: RunFolder, server: Server) -> None:
 
 def test_without_it_the_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(InputError, match=r"--track wandb; it needs .*; pip install 'medfl-monai\[wandb\]'"):
+    with pytest.raises(
+        InputError, match=r"--track wandb; it needs .*; pip install 'medfl-monai\[wandb\]'"
+    ):
         parse("wandb")
     with pytest.raises(InputError, match="mlflow or mlflow:URI, wandb or wandb:PROJECT"):
         parse("wandb:")
@@ -153,9 +170,14 @@ def offline(folder: RunFolder) -> tuple[dict[str, Any], dict[int, dict[str, floa
     for file in sorted(folder.path.glob("wandb/offline-run-*/run-*.wandb")):
         for record in map(Record.FromString, records(file.read_bytes())):
             config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            row = {
+                i.key or "/".join(i.nested_key): json.loads(i.value_json)
+                for i in record.history.item
+            }
             if row:
-                told[record.history.step.num] = {name: v for name, v in row.items() if not name.startswith("_")}
+                told[record.history.step.num] = {
+                    name: v for name, v in row.items() if not name.startswith("_")
+                }
             ended += [record.exit.exit_code] if record.HasField("exit") else []
     return config, told, ended
 
@@ -163,8 +185,14 @@ def offline(folder: RunFolder) -> tuple[dict[str, Any], dict[int, dict[str, floa
 def test_the_package_itself_writes_the_numbers_and_settings(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pytest.importorskip("wandb", reason="Weights & Biases is not installed: pip install 'medfl-monai[wandb]'")
-    for name, value in (("MODE", "offline"), ("SILENT", "true"), ("CACHE_DIR", str(tmp_path / "cache"))):
+    pytest.importorskip(
+        "wandb", reason="Weights & Biases is not installed: pip install 'medfl-monai[wandb]'"
+    )
+    for name, value in (
+        ("MODE", "offline"),
+        ("SILENT", "true"),
+        ("CACHE_DIR", str(tmp_path / "cache")),
+    ):
         monkeypatch.setenv(f"WANDB_{name}", value)
     assert len(play(folder, "wandb:lungs", range(1, 3))) == 1
     assert len(play(folder, None, range(3, 5))) == 1

@@ -28,7 +28,9 @@ from tests.support import forked
 from tests.support.sweeps import mostly_slow
 from tests.support.toy import CLASSIFYING, WITHOUT_IMAGES, ToyBundle, bits, public_blobs, run_record
 
-STAND_IN = SimpleNamespace(run=SimpleNamespace(threads=1), number=7, networks=SimpleNamespace(initial={}))
+STAND_IN = SimpleNamespace(
+    run=SimpleNamespace(threads=1), number=7, networks=SimpleNamespace(initial={})
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,11 @@ def wait_until_gone(pids: list[int], seconds: float = 10) -> bool:
 
 
 def test_every_task_is_a_frozen_dataclass() -> None:
-    kinds = [kind for kind in vars(tasks).values() if isinstance(kind, type) and issubclass(kind, WorkerTask)]
+    kinds = [
+        kind
+        for kind in vars(tasks).values()
+        if isinstance(kind, type) and issubclass(kind, WorkerTask)
+    ]
     work = [kind for kind in kinds if kind is not WorkerTask]
     assert len(work) > 8
     assert all(is_dataclass(kind) and kind.__dataclass_params__.frozen for kind in work)
@@ -119,7 +125,9 @@ def test_the_longest_task_begins_first_where_there_are_several_workers() -> None
     with Workers(STAND_IN, 2) as workers:
         begun = dict(workers.run(tasks, sizes))
         assert max(begun[1], begun[3]) < begun[2] < begun[0]
-        assert dict(workers.run([call(add, i) for i in range(4)], [1] * 4)) == {i: 7 + i for i in range(4)}
+        assert dict(workers.run([call(add, i) for i in range(4)], [1] * 4)) == {
+            i: 7 + i for i in range(4)
+        }
     with Workers(STAND_IN, 1) as workers:
         assert [index for index, _ in workers.run(tasks, sizes)] == [0, 1, 2, 3]
 
@@ -131,7 +139,9 @@ def test_a_task_is_made_when_it_is_its_turn(jobs: int) -> None:
 
     def task(i: int) -> WorkerTask:
         made.append(i)
-        assert len(made) - done <= jobs + 1  # the one whose result is about to be handed over has ended
+        assert (
+            len(made) - done <= jobs + 1
+        )  # the one whose result is about to be handed over has ended
         return Call(add, (i, 0.01))
 
     with Workers(STAND_IN, jobs) as workers:
@@ -144,8 +154,12 @@ def test_a_task_is_made_when_it_is_its_turn(jobs: int) -> None:
 # Tasks that are begun and go on while others are run
 
 
-def start(workers: Workers, tasks: list[MakeTask], folder: Path, on_result: Any = None, **rest: Any) -> Any:
-    return workers.start(tasks, round_=1, on_result=on_result or (lambda: None), folder=folder, **rest)
+def start(
+    workers: Workers, tasks: list[MakeTask], folder: Path, on_result: Any = None, **rest: Any
+) -> Any:
+    return workers.start(
+        tasks, round_=1, on_result=on_result or (lambda: None), folder=folder, **rest
+    )
 
 
 def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_path: Path) -> None:
@@ -159,17 +173,23 @@ def test_what_is_begun_first_is_given_out_first_and_the_rest_fills_the_gaps(tmp_
     with Workers(STAND_IN, 2) as workers:
         assert workers.overlaps
         tasks: Any = [partial(task, i) for i in range(4)]
-        answers = start(workers, tasks, tmp_path, lambda: came.append(len(given)), sizes=[1, 4, 2, 3])
+        answers = start(
+            workers, tasks, tmp_path, lambda: came.append(len(given)), sizes=[1, 4, 2, 3]
+        )
         assert given == [1, 3]
         assert workers.all([partial(task, "a"), partial(task, "b")]) == [7, 7]
         assert given == [1, 3, 2, 0, "a", "b"]
-        assert came[:3] == [2, 3, 4], "four were given when the third came, and 'a' then, beside the last of them"
+        assert came[:3] == [2, 3, 4], (
+            "four were given when the third came, and 'a' then, beside the last of them"
+        )
         assert dict(answers) == dict.fromkeys(range(4), 7)
         assert len(came) == 4
 
 
 @pytest.mark.parametrize("budget", [0, None])
-def test_answers_that_wait_are_those_that_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: Any) -> None:
+def test_answers_that_wait_are_those_that_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget: Any
+) -> None:
     monkeypatch.setattr(spilled_replies, "BUDGET", budget)
     with Workers(STAND_IN, 2) as workers:
         answers = start(workers, [call(echo, value) for value in VALUES.values()], tmp_path)
@@ -258,7 +278,10 @@ def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
     host = federation.host(0)
     introductions = {name: introduce(federation, name) for name in federation.participants}
     server = method.init_server(host, federation.networks.initial, introductions)
-    tasks = [call(site_step, 1, n, None, method.broadcast(host, server, n), ()) for n in federation.participants * 2]
+    tasks = [
+        call(site_step, 1, n, None, method.broadcast(host, server, n), ())
+        for n in federation.participants * 2
+    ]
     results = []
     for jobs in (1, 2, 3):
         with Workers(federation, jobs) as workers:
@@ -271,13 +294,19 @@ def test_training_does_not_depend_on_the_number_of_workers(name: str) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_failed_run_keeps_its_type_and_text(jobs: int) -> None:
-    with Workers(STAND_IN, jobs) as workers, pytest.raises(RunError, match="^site 'a': the loss is nan$"):
+    with (
+        Workers(STAND_IN, jobs) as workers,
+        pytest.raises(RunError, match="^site 'a': the loss is nan$"),
+    ):
         workers.all([call(fail, "run"), call(add, 1)])
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_bad_input_keeps_its_type_and_text(jobs: int) -> None:
-    with Workers(STAND_IN, jobs) as workers, pytest.raises(InputError, match="^given; allowed; advice$"):
+    with (
+        Workers(STAND_IN, jobs) as workers,
+        pytest.raises(InputError, match="^given; allowed; advice$"),
+    ):
         workers.all([call(fail, "input"), call(add, 1)])
 
 

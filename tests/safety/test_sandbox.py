@@ -16,7 +16,9 @@ import pytest
 from medfl.core.errors import InputError
 from medfl.safety import sandbox, syscall_filter
 
-landlock = pytest.mark.skipif(sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4")
+landlock = pytest.mark.skipif(
+    sandbox.abi() < 4, reason="the kernel's Landlock is missing, or older than ABI 4"
+)
 
 CHILD = """
 import ctypes, fcntl, json, os, socket, subprocess, sys, termios, threading
@@ -114,7 +116,15 @@ DONE = (
     "read data", "list data", "write the run", "folders in the run", "move in the run", "delete in the run",
     "shared memory", "null device", "a child writes outside", "import", "a pair of sockets",
 )  # fmt: skip
-NETWORK = ("connect", "connect elsewhere", "bind", "bind there", "unix socket", "netlink", "multipath TCP")
+NETWORK = (
+    "connect",
+    "connect elsewhere",
+    "bind",
+    "bind there",
+    "unix socket",
+    "netlink",
+    "multipath TCP",
+)
 PROGRAMS = ("program", "spawn", "python")
 
 
@@ -131,7 +141,10 @@ def place(tmp_path: Path) -> Path:
 @pytest.fixture
 def ports() -> Iterator[list[int]]:
     """Two ports that listen, and one that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as one,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         with socket.create_server(("127.0.0.1", 0)) as free:
             last = free.getsockname()[1]
         yield [one.getsockname()[1], other.getsockname()[1], last]
@@ -144,7 +157,12 @@ def tried(place: Path, ports: list[int], **allowed: Any) -> dict[str, str]:
     command = [sys.executable, "-c", CHILD, str(place), json.dumps(allowed), str(package)]
     environment = {**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parents[2])}
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environment, stdin=subprocess.DEVNULL
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment,
+        stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
     assert not (package / "canary.py").exists()
@@ -157,11 +175,15 @@ def tree(folder: Path) -> dict[str, tuple[str, int]]:
 
 
 @landlock
-def test_only_the_run_folder_is_written_and_nothing_connected_or_executed(place: Path, ports: list[int]) -> None:
+def test_only_the_run_folder_is_written_and_nothing_connected_or_executed(
+    place: Path, ports: list[int]
+) -> None:
     before = tree(place / "outside"), tree(place / "data")
     result = tried(place, ports)
     line = result.pop("line")
-    assert line.startswith(f"Landlock ABI {sandbox.abi()}: writes below {place / 'run'} only, no network, no ")
+    assert line.startswith(
+        f"Landlock ABI {sandbox.abi()}: writes below {place / 'run'} only, no network, no "
+    )
     refused = {name: how for name, how in result.items() if how != "done"}
     assert tuple(name for name in result if name not in refused) == DONE
     assert set(refused.values()) <= {"PermissionError", "OSError"}, refused
@@ -178,7 +200,9 @@ def test_an_allowed_port_is_reached_and_no_other(place: Path, ports: list[int]) 
 
 @landlock
 def test_an_allowed_program_runs_and_no_other(place: Path, ports: list[int]) -> None:
-    loader = [str(path) for path in Path("/lib64").glob("ld-linux*")] + [str(p) for p in Path("/lib").glob("ld-linux*")]
+    loader = [str(path) for path in Path("/lib64").glob("ld-linux*")] + [
+        str(p) for p in Path("/lib").glob("ld-linux*")
+    ]
     result = tried(place, ports, programs=[os.path.realpath(sys.executable), *loader])
     assert [name for name in PROGRAMS if result[name] == "done"] == ["python"]
     assert not any(result[name] == "done" for name in NETWORK)
@@ -191,25 +215,36 @@ def test_a_process_with_threads_is_refused() -> None:
         "threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); Sandbox(Allowed()).enter()"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(sandbox.__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert "a sandbox in a process with threads" in done.stderr
 
 
-def test_without_landlock_it_is_an_error_and_not_a_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_landlock_it_is_an_error_and_not_a_run_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sandbox, "abi", lambda: 0)
     with pytest.raises(InputError, match=r"a Linux kernel of at least 5\.13 with Landlock"):
         sandbox.Sandbox(sandbox.Allowed())
 
 
 @landlock
-def test_what_an_older_kernel_does_not_refuse_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_an_older_kernel_does_not_refuse_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     assert sandbox.Sandbox(sandbox.Allowed()).not_refused == []
     monkeypatch.setattr(sandbox, "abi", lambda: 3)
     box = sandbox.Sandbox(sandbox.Allowed())
     assert box.not_refused == ["TCP connections", "ioctl of devices", "signals to other processes"]
-    assert box.line(tmp_path).endswith("does not refuse TCP connections, ioctl of devices, signals to other processes")
+    assert box.line(tmp_path).endswith(
+        "does not refuse TCP connections, ioctl of devices, signals to other processes"
+    )
     monkeypatch.setattr(syscall_filter, "supported", lambda: False)
-    assert sandbox.Sandbox(sandbox.Allowed()).not_refused[-1] == "sockets but TCP, and changes of permissions"
+    assert (
+        sandbox.Sandbox(sandbox.Allowed()).not_refused[-1]
+        == "sockets but TCP, and changes of permissions"
+    )
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -220,5 +255,9 @@ def test_the_filter_is_whole_on_each_machine(machine: str, monkeypatch: pytest.M
         for programs in (False, True):
             code = list(syscall_filter._instructions(sockets, programs))
             assert all(len(one) == 8 for one in code)
-            assert all(i + 1 + max(one[2], one[3]) < len(code) for i, one in enumerate(code) if one[0] in (0x15, 0x35))
+            assert all(
+                i + 1 + max(one[2], one[3]) < len(code)
+                for i, one in enumerate(code)
+                if one[0] in (0x15, 0x35)
+            )
             assert code[-1][0] == 0x06

@@ -52,7 +52,11 @@ TABLES = {
     "semicolons": ("file;class", "{file};{name}", "'file'.*'class'"),
     "tabs and capitals": ("ID\tClass", "{stem}\t{name}", "'ID'.*'Class'"),
     "one-hot": ("image,A,B b", "{stem},{a:.1f},{b:.1f}", "'image'.*columns A, B b"),
-    "a column of files that names none": ("file,image_id,label", "elsewhere,{stem},{name}", "'image_id'"),
+    "a column of files that names none": (
+        "file,image_id,label",
+        "elsewhere,{stem},{name}",
+        "'image_id'",
+    ),
 }
 
 
@@ -62,23 +66,44 @@ def test_a_table_names_the_classes(form: str, tmp_path: Path) -> None:
     for number in range(20):
         picture(tmp_path / "images" / f"Bild {number:02d} ü.PNG")
     rows = [
-        row.format(stem=f"Bild {n:02d} ü", file=f"Bild {n:02d} ü.png", name=("A", "B b")[n % 2], a=1 - n % 2, b=n % 2)
+        row.format(
+            stem=f"Bild {n:02d} ü",
+            file=f"Bild {n:02d} ü.png",
+            name=("A", "B b")[n % 2],
+            a=1 - n % 2,
+            b=n % 2,
+        )
         for n in range(20)
     ]
     (tmp_path / "t.csv").write_text("\n".join([head, *rows]) + "\n")
     if form == "diagnosis before label":  # .png of the table is .PNG of the file
-        assert label_table.read(tmp_path / "t.csv", ["Bild 00 ü.PNG"]).classes == {"Bild 00 ü.PNG": "A"}
+        assert label_table.read(tmp_path / "t.csv", ["Bild 00 ü.PNG"]).classes == {
+            "Bild 00 ü.PNG": "A"
+        }
     seen = starter.survey(tmp_path / "images", labels=tmp_path / "t.csv")
-    assert (seen.classes, seen.counts, seen.images, seen.labels) == (("A", "B b"), (10, 10), "images", "t.csv")
+    assert (seen.classes, seen.counts, seen.images, seen.labels) == (
+        ("A", "B b"),
+        (10, 10),
+        "images",
+        "t.csv",
+    )
     found = label_table.read(tmp_path / "t.csv", [f"Bild {n:02d} ü.PNG" for n in range(20)])
     assert re.search(told, found.columns)
-    items = [item for section in SECTIONS for item in listed(tmp_path, "images", "t.csv", seen.classes, section)]
-    assert {item["id"]: item["label"] for item in items} == {f"Bild {n:02d} ü.PNG": n % 2 for n in range(20)}
+    items = [
+        item
+        for section in SECTIONS
+        for item in listed(tmp_path, "images", "t.csv", seen.classes, section)
+    ]
+    assert {item["id"]: item["label"] for item in items} == {
+        f"Bild {n:02d} ü.PNG": n % 2 for n in range(20)
+    }
 
 
 def test_classes_that_differ_in_case_only_are_told(tmp_path: Path) -> None:
     names = ["Benign", "benign", "nevus", "MEL", "mel", "Mel"]
-    (tmp_path / "t.csv").write_text("\n".join(["file,label", *(f"{n}.png,{name}" for n, name in enumerate(names))]))
+    (tmp_path / "t.csv").write_text(
+        "\n".join(["file,label", *(f"{n}.png,{name}" for n, name in enumerate(names))])
+    )
     found = label_table.read(tmp_path / "t.csv", [f"{n}.png" for n in range(6)])
     assert found.notes == (
         "classes that differ in upper and lower case only: 'Benign' and 'benign'; 'MEL' and 'Mel' and 'mel'; "
@@ -92,7 +117,9 @@ def test_what_lacks_an_image_or_a_class_is_listed(tmp_path: Path) -> None:
     for number in range(12):
         picture(tmp_path / f"{number}.png")
     rows = [f"{n},{'ab'[n % 2]},p{n // 2}" for n in range(9)]
-    (tmp_path / "t.csv").write_text("\n".join(["image,label,patient", *rows, "9,", "99,a,p9"]) + "\n")
+    (tmp_path / "t.csv").write_text(
+        "\n".join(["image,label,patient", *rows, "9,", "99,a,p9"]) + "\n"
+    )
     seen = starter.survey(tmp_path, labels=tmp_path / "t.csv")
     assert seen.images == "."
     assert seen.patients == 5
@@ -101,7 +128,9 @@ def test_what_lacks_an_image_or_a_class_is_listed(tmp_path: Path) -> None:
         "1 images have no class in the table: left out, 9.png",
         "1 rows of the table have no image: left out, 99",
     ]
-    patients = [{i["group"] for i in listed(tmp_path, ".", "t.csv", "ab", section)} for section in SECTIONS]
+    patients = [
+        {i["group"] for i in listed(tmp_path, ".", "t.csv", "ab", section)} for section in SECTIONS
+    ]
     assert sum(map(len, patients)) == len(set.union(*patients)) == 5
 
 
@@ -139,7 +168,9 @@ def test_another_site_has_no_other_classes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["_mask", "_seg", "_LABEL", "_segmentation"])
 @pytest.mark.parametrize("patients", [False, True])
-def test_masks_beside_images_are_told_by_their_endings(ending: str, patients: bool, tmp_path: Path) -> None:
+def test_masks_beside_images_are_told_by_their_endings(
+    ending: str, patients: bool, tmp_path: Path
+) -> None:
     for number in range(10):
         place = tmp_path / f"p{number}" if patients else tmp_path
         picture(place / f"x{number}.png")
@@ -148,7 +179,9 @@ def test_masks_beside_images_are_told_by_their_endings(ending: str, patients: bo
     assert (seen.kind, seen.images, seen.masks, seen.counts) == ("pictures", ".", ".", (10, 10))
     assert f"end in {ending} are masks" in seen.said[0]
     items = [item for section in SECTIONS for item in paired(tmp_path, ".", ".", section)]
-    assert all(str(item["label"]) == str(item["image"]).replace(".png", f"{ending}.png") for item in items)
+    assert all(
+        str(item["label"]) == str(item["image"]).replace(".png", f"{ending}.png") for item in items
+    )
     assert len(items) == 10
 
 
@@ -167,15 +200,20 @@ def test_volumes_of_several_files_a_mask_are_told_what_to_be_called(tmp_path: Pa
         for kind in ("t1", "flair", "seg"):
             volume(tmp_path / f"B{number}" / f"B{number}_{kind}.nii.gz", 2)
     with pytest.raises(
-        InputError, match="has volumes whose masks are not found by their names; .*NAME_0000, NAME_0001"
+        InputError,
+        match="has volumes whose masks are not found by their names; .*NAME_0000, NAME_0001",
     ):
         starter.survey(tmp_path)
 
 
 def test_endings_in_upper_case_are_endings(tmp_path: Path) -> None:
     for number in range(3):
-        volume(tmp_path / "images" / f"H{number}.nii.gz").rename(tmp_path / "images" / f"H{number}.NII.GZ")
-        volume(tmp_path / "masks" / f"H{number}.nii.gz", 2).rename(tmp_path / "masks" / f"H{number}.NII.GZ")
+        volume(tmp_path / "images" / f"H{number}.nii.gz").rename(
+            tmp_path / "images" / f"H{number}.NII.GZ"
+        )
+        volume(tmp_path / "masks" / f"H{number}.nii.gz", 2).rename(
+            tmp_path / "masks" / f"H{number}.NII.GZ"
+        )
     lines = [f"H{number}.NII.GZ,p{number}" for number in range(3)]
     (tmp_path / "cases.csv").write_text("\n".join(["file,patient", *lines]) + "\n")
     assert starter.survey(tmp_path / "images", tmp_path / "masks").patients == 3
@@ -207,21 +245,35 @@ def nnunet(root: Path, channels: int = 1, **document: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "labels", [{"background": 0, "organ": 1, "tumour": 2}, {"0": "background", "1": "organ", "2": "tumour"}]
+    "labels",
+    [{"background": 0, "organ": 1, "tumour": 2}, {"0": "background", "1": "organ", "2": "tumour"}],
 )
 def test_the_layout_of_nnunet_is_read_with_its_names(labels: dict, tmp_path: Path) -> None:
     nnunet(tmp_path, labels=labels, file_ending=".nii.gz")
     (tmp_path / "imagesTs").mkdir()
-    for seen in (starter.survey(tmp_path), starter.survey(tmp_path / "imagesTr", tmp_path / "labelsTr")):
-        assert (seen.images, seen.masks, seen.classes) == ("imagesTr", "labelsTr", ("background", "organ", "tumour"))
+    for seen in (
+        starter.survey(tmp_path),
+        starter.survey(tmp_path / "imagesTr", tmp_path / "labelsTr"),
+    ):
+        assert (seen.images, seen.masks, seen.classes) == (
+            "imagesTr",
+            "labelsTr",
+            ("background", "organ", "tumour"),
+        )
     assert "imagesTs is left out" in starter.survey(tmp_path).said[0]
-    assert [item["id"] for section in SECTIONS for item in paired(tmp_path, "imagesTr", "labelsTr", section)]
+    assert [
+        item["id"]
+        for section in SECTIONS
+        for item in paired(tmp_path, "imagesTr", "labelsTr", section)
+    ]
 
 
 def test_channels_of_nnunet_are_one_image(tmp_path: Path) -> None:
     seen = starter.survey(nnunet(tmp_path, 2))
     assert (seen.channels, seen.counts) == (2, (4, 4, 4))
-    items = [item for section in SECTIONS for item in paired(tmp_path, "imagesTr", "labelsTr", section)]
+    items = [
+        item for section in SECTIONS for item in paired(tmp_path, "imagesTr", "labelsTr", section)
+    ]
     assert len(items) == 4
     files = items[0]["image"].split(" | ")
     image, labels = read_pair(items[0]["image"], str(items[0]["label"]), 3)
@@ -230,18 +282,37 @@ def test_channels_of_nnunet_are_one_image(tmp_path: Path) -> None:
     assert all((image[k] == read_volume(file)[0]).all() for k, file in enumerate(files))
     assert tuple(image.meta["spatial_shape"]) == (16, 16, 16)
     volume(Path(files[1]), affine=2)
-    with pytest.raises(InputError, match=r"channel \S+0000\.nii\.gz has the affine .*, channel \S+0001\.nii\.gz"):
+    with pytest.raises(
+        InputError, match=r"channel \S+0000\.nii\.gz has the affine .*, channel \S+0001\.nii\.gz"
+    ):
         read_volume(items[0]["image"])
     Path(files[1]).unlink()
-    with pytest.raises(InputError, match="has no channel 0001, which others have; .* --site-channels"):
+    with pytest.raises(
+        InputError, match="has no channel 0001, which others have; .* --site-channels"
+    ):
         starter.survey(tmp_path)
-    items = [item for section in SECTIONS for item in paired(tmp_path, "imagesTr", "labelsTr", section)]
-    assert sorted(len(item["image"].split(" | ")) for item in items) == [1, 2, 2, 2]  # a run asks for the other
+    items = [
+        item for section in SECTIONS for item in paired(tmp_path, "imagesTr", "labelsTr", section)
+    ]
+    assert sorted(len(item["image"].split(" | ")) for item in items) == [
+        1,
+        2,
+        2,
+        2,
+    ]  # a run asks for the other
 
 
 @pytest.mark.parametrize(
     "labels",
-    [{"background": 0, "whole": [1, 2]}, {"a": 1, "b": 2}, {}, [], {"0": "a", "1": "a"}, {"a": 0, "b\u0007": 1}, 5],
+    [
+        {"background": 0, "whole": [1, 2]},
+        {"a": 1, "b": 2},
+        {},
+        [],
+        {"0": "a", "1": "a"},
+        {"a": 0, "b\u0007": 1},
+        5,
+    ],
 )
 def test_names_that_are_none_are_refused(labels: Any, tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text(json.dumps({"labels": labels}))
@@ -251,7 +322,9 @@ def test_names_that_are_none_are_refused(labels: Any, tmp_path: Path) -> None:
 
 def test_values_without_a_name_are_refused(tmp_path: Path) -> None:
     nnunet(tmp_path, labels={"background": 0, "organ": 1})
-    with pytest.raises(InputError, match=r"dataset\.json names organ, and masks have values up to 2"):
+    with pytest.raises(
+        InputError, match=r"dataset\.json names organ, and masks have values up to 2"
+    ):
         starter.survey(tmp_path)
 
 
@@ -271,7 +344,9 @@ def bids(root: Path, entities: str = "label-lesion_desc-expert") -> Path:
     return root
 
 
-@pytest.mark.parametrize("entities", ["label-lesion_desc-expert", "space-orig_desc-x", "space-T1w_res-1"])
+@pytest.mark.parametrize(
+    "entities", ["label-lesion_desc-expert", "space-orig_desc-x", "space-T1w_res-1"]
+)
 def test_a_bids_data_set_keeps_its_subjects_together(tmp_path: Path, entities: str) -> None:
     seen = starter.survey(bids(tmp_path, entities))
     assert (seen.kind, seen.images, seen.masks) == ("volumes", ".", "derivatives/manual")
@@ -286,9 +361,9 @@ def test_a_bids_data_set_keeps_its_subjects_together(tmp_path: Path, entities: s
 def test_a_mask_in_another_space_is_no_mask_of_an_image(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="space-MNI"):
         starter.survey(bids(tmp_path, "space-MNI152NLin6Asym"))
-    assert conventions.bids([("a/sub-1_T1w", "x"), ("a/sub-1_T2w", "y")], [("b/sub-1_space-T2w_mask", "z")])[1] == [
-        ("a/sub-1_T2w", "z")
-    ]
+    assert conventions.bids(
+        [("a/sub-1_T1w", "x"), ("a/sub-1_T2w", "y")], [("b/sub-1_space-T2w_mask", "z")]
+    )[1] == [("a/sub-1_T2w", "z")]
 
 
 def test_bids_masks_that_are_not_plain_are_refused(tmp_path: Path) -> None:
@@ -299,9 +374,13 @@ def test_bids_masks_that_are_not_plain_are_refused(tmp_path: Path) -> None:
     (tmp_path / "sub-01" / "ses-1" / "anat" / "sub-01_ses-1_T2w.nii.gz").unlink()
     other = tmp_path / "derivatives" / "auto" / "sub-01" / "sub-01_ses-1_desc-brain_mask.nii.gz"
     volume(other, 2)
-    with pytest.raises(InputError, match=r"derivatives auto, manual of .* all have masks; .*; name it: --masks"):
+    with pytest.raises(
+        InputError, match=r"derivatives auto, manual of .* all have masks; .*; name it: --masks"
+    ):
         starter.survey(tmp_path)
-    assert starter.survey(tmp_path, tmp_path / "derivatives" / "manual").masks == "derivatives/manual"
+    assert (
+        starter.survey(tmp_path, tmp_path / "derivatives" / "manual").masks == "derivatives/manual"
+    )
     volume(tmp_path / "derivatives" / "manual" / "sub-01" / "sub-01_ses-1_mask.nii.gz", 2)
     with pytest.raises(InputError, match="are both the mask of image"):
         starter.survey(tmp_path, tmp_path / "derivatives" / "manual")
@@ -335,7 +414,9 @@ def test_no_name_becomes_something_that_a_bundle_evaluates(tmp_path: Path) -> No
     """dataset.json names the background too; and folders are names in a bundle's configuration."""
     expression = '$__import__("os").system("true")'
     for name in (expression, "%x", "@x"):
-        root = nnunet(tmp_path / str(len([*tmp_path.iterdir()])), labels={name: 0, "tumour": 1, "edge": 2})
+        root = nnunet(
+            tmp_path / str(len([*tmp_path.iterdir()])), labels={name: 0, "tumour": 1, "edge": 2}
+        )
         with pytest.raises(InputError, match=r"json: labels|a bundle evaluates these"):
             starter.write(tmp_path / "bundle", starter.survey(root))
     for index in range(10):
@@ -377,7 +458,10 @@ def test_pipes_and_files_without_a_text_for_a_name_are_left_out_and_told(tmp_pat
     told = [note for note in found.notes if note.startswith("4 pipes, devices, or names")]
     assert told[0].endswith("left out, first one/pipe.png")
     found_by = own.found_by(tmp_path, {"classes": ["one", "other"]})
-    items = [{"id": record.id, "image": record.image, "group": record.group} for record in found_by.records]
+    items = [
+        {"id": record.id, "image": record.image, "group": record.group}
+        for record in found_by.records
+    ]
     assert told[0] in own.notes(tmp_path, items, {"classes": ["one", "other"]})
     for index in range(5):
         (tmp_path / "one" / f"{index}.png").unlink()

@@ -40,7 +40,9 @@ def disc(side: int, radius: float, draws: np.random.Generator) -> tuple[np.ndarr
     """A noisy picture with a bright disc, and where it is."""
     y, x = np.mgrid[:side, :side]
     inside = (y - side / 2) ** 2 + (x - side / 2) ** 2 < radius**2
-    return np.clip(80 + 80 * inside + draws.normal(0, 9, inside.shape), 0, 255).astype(np.uint8), inside
+    return np.clip(80 + 80 * inside + draws.normal(0, 9, inside.shape), 0, 255).astype(
+        np.uint8
+    ), inside
 
 
 def save(pixels: np.ndarray, path: Path) -> None:
@@ -66,7 +68,9 @@ def pairs(tmp_path: Path) -> Path:
     for number in range(20):
         pixels, inside = disc(32, 8, draws)
         save(np.stack([pixels] * 3, 2), tmp_path / "data" / "images" / f"c{number:02d}.png")
-        save((255 * inside).astype(np.uint8), tmp_path / "data" / "masks" / f"c{number:02d}_mask.png")
+        save(
+            (255 * inside).astype(np.uint8), tmp_path / "data" / "masks" / f"c{number:02d}_mask.png"
+        )
     return tmp_path / "data"
 
 
@@ -97,7 +101,9 @@ def train(bundle: Path, data: Path, out: Path, **settings: Any) -> medfl.Result:
     return medfl.run(bundle, data=data, out=out, jobs=1, **requested)
 
 
-def predicted_without_its_images(run: medfl.Result, data: Path, image: Path) -> list[dict[str, Any]]:
+def predicted_without_its_images(
+    run: medfl.Result, data: Path, image: Path
+) -> list[dict[str, Any]]:
     """What `medfl predict` says of an image where none of those that the run was trained on are at hand."""
     apart = Path(shutil.copy(image, run.path.parent))
     data.rename(data.with_name("away"))
@@ -128,17 +134,29 @@ def test_labelled_pictures_become_a_bundle_that_runs(labelled: Path, tmp_path: P
     assert set(row) == {"id", "prediction", "no", "yes, it is"}
 
 
-def test_fedbms_generator_knows_the_constants_that_were_written(labelled: Path, tmp_path: Path) -> None:
+def test_fedbms_generator_knows_the_constants_that_were_written(
+    labelled: Path, tmp_path: Path
+) -> None:
     """(x - 0.5) / 0.25 makes -2 to 2 of pictures; a bundle whose transforms do something else is refused before."""
     bundle = starter.write(tmp_path / "mine", starter.survey(labelled), size=32)
     config = {"network": "small_cnn", "image_size": 16}
-    read = constants(Bundle(str(bundle), {**config, "dataset_dir": str(labelled)}).section("train").source.transforms)
+    read = constants(
+        Bundle(str(bundle), {**config, "dataset_dir": str(labelled)})
+        .section("train")
+        .source.transforms
+    )
     assert read == ((0.5,), (0.25,))
     file = bundle / "configs" / "train.yaml"
     changed = file.read_text().replace("_target_: NormalizeIntensityd", "_target_: AdjustContrastd")
     file.write_text(changed.replace("    subtrahend: 0.5\n    divisor: 0.25\n", "    gamma: 2.0\n"))
-    other = Bundle(str(bundle), {**config, "dataset_dir": str(labelled)}).section("train").source.transforms
-    with pytest.raises(InputError, match="^transform AdjustContrastd; .*; say which they are with --set normalise="):
+    other = (
+        Bundle(str(bundle), {**config, "dataset_dir": str(labelled)})
+        .section("train")
+        .source.transforms
+    )
+    with pytest.raises(
+        InputError, match="^transform AdjustContrastd; .*; say which they are with --set normalise="
+    ):
         constants(other)
 
 
@@ -159,13 +177,25 @@ def test_pictures_with_masks_become_a_bundle_that_runs(pairs: Path, tmp_path: Pa
 def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -> None:
     """A name more than there are values is a structure that no mask has."""
     data, bundle = pairs / "images", tmp_path / "named"
-    with pytest.raises(InputError, match="have the values 0, 255, the largest 255.*save class indices"):
+    with pytest.raises(
+        InputError, match="have the values 0, 255, the largest 255.*save class indices"
+    ):
         starter.survey(data, pairs / "masks", names=["Left lung", "tumour"])
     for mask in (pairs / "masks").iterdir():
         save(np.array(Image.open(mask)) // 255, mask)
-    command = ["new", str(bundle), "--images", str(data), "--masks", str(pairs / "masks"), "--classes"]
+    command = [
+        "new",
+        str(bundle),
+        "--images",
+        str(data),
+        "--masks",
+        str(pairs / "masks"),
+        "--classes",
+    ]
     assert cli.main([*command, "Left lung, tumour"]) == 0
-    channels = json.loads((bundle / "configs" / "metadata.json").read_text())["network_data_format"]["outputs"]["pred"]
+    channels = json.loads((bundle / "configs" / "metadata.json").read_text())[
+        "network_data_format"
+    ]["outputs"]["pred"]
     assert channels["channel_def"] == {"0": "background", "1": "Left lung", "2": "tumour"}
     checked(bundle)
     seen = starter.survey(data, pairs / "masks", names=["Left lung", "tumour"])
@@ -178,9 +208,15 @@ def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -
     cases = run.predictions
     found = run.summary["last"]["classes"]
     assert found["tumour"] == {"dice": None, "hd95": None, "surface_dice": None, "cases": 0}
-    assert found["Left lung"]["cases"] == len(cases) == sum(int(row["received_cases_left_lung"]) for row in sites)
+    assert (
+        found["Left lung"]["cases"]
+        == len(cases)
+        == sum(int(row["received_cases_left_lung"]) for row in sites)
+    )
     for kind in ("dice", "hd95", "surface_dice"):
-        assert found["Left lung"][kind] == pytest.approx(np.mean([row[f"{kind}_left_lung"] for row in cases]))
+        assert found["Left lung"][kind] == pytest.approx(
+            np.mean([row[f"{kind}_left_lung"] for row in cases])
+        )
         own = [row[f"{kind}_left_lung"] for row in cases if row["site"] == sites[0]["site"]]
         assert float(sites[0][f"received_{kind}_left_lung"]) == pytest.approx(np.mean(own))
     assert [row["received_cases_tumour"] for row in sites] == ["0", "0"]
@@ -193,7 +229,11 @@ def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -
     numbers = " | ".join(f"{left[kind]:.3f}" for kind in ("dice", "hd95", "surface_dice"))
     assert f"| Left lung | {left['cases']} | {numbers} |\n| tumour | 0 | – | – | – |\n" in card
     quick = train(
-        bundle, pairs, tmp_path / "quick", metrics="dice", config={"image_size": 32, "network": "unet8"}
+        bundle,
+        pairs,
+        tmp_path / "quick",
+        metrics="dice",
+        config={"image_size": 32, "network": "unet8"},
     ).summary["last"]
     assert quick["classes"] == {
         "Left lung": {"dice": left["dice"], "cases": left["cases"]}, "tumour": {"dice": None, "cases": 0}
@@ -203,12 +243,24 @@ def test_structures_have_the_names_that_are_given(pairs: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("names", "told"),
-    [("a b,a_b", "'a b'"), ("lung,Background", "'Background'"), ("lung,+", "'+'"), ("x#y,z", "'x#y'")],
+    [
+        ("a b,a_b", "'a b'"),
+        ("lung,Background", "'Background'"),
+        ("lung,+", "'+'"),
+        ("x#y,z", "'x#y'"),
+    ],
 )
 def test_names_that_metrics_cannot_tell_apart_are_refused(
     names: str, told: str, pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["new", str(tmp_path / "b"), "--images", str(pairs / "images"), "--masks", str(pairs / "masks")]
+    command = [
+        "new",
+        str(tmp_path / "b"),
+        "--images",
+        str(pairs / "images"),
+        "--masks",
+        str(pairs / "masks"),
+    ]
     assert cli.main([*command, "--classes", names]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
@@ -228,7 +280,10 @@ def test_there_is_a_name_for_each_value(pairs: Path) -> None:
 def test_a_run_says_how_many_images_have_no_mask(pairs: Path, tmp_path: Path) -> None:
     """Also of images that came after the bundle was written, once a run, and again where it is resumed."""
     bundle = starter.write(
-        tmp_path / "mine", starter.survey(pairs / "images", pairs / "masks"), size=32, network="unet8"
+        tmp_path / "mine",
+        starter.survey(pairs / "images", pairs / "masks"),
+        size=32,
+        network="unet8",
     )
     for number in range(3):
         save(disc(32, 8, np.random.default_rng(number))[0], pairs / "images" / f"new{number}.png")
@@ -253,7 +308,9 @@ def test_a_run_says_how_many_images_have_no_mask(pairs: Path, tmp_path: Path) ->
 def test_no_images_are_said_to_lack_masks_where_none_do(pairs: Path) -> None:
     """Neither of whole pairs, nor of a folder whose pairs are not what the items are."""
     items = [
-        item for section in ("train", "validate", "test") for item in own.paired(pairs, "images", "masks", section)
+        item
+        for section in ("train", "validate", "test")
+        for item in own.paired(pairs, "images", "masks", section)
     ]
     named = [{**item, "group": "p1"} for item in items]
     ids = {"images": "images", "masks": "masks"}
@@ -284,7 +341,10 @@ def test_volumes_with_masks_become_a_bundle_that_runs(solid: Path, tmp_path: Pat
 def test_predicted_masks_of_files_of_one_name_stay_apart(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    data, names = request.getfixturevalue(kind), ("images", "masks" if kind == "pairs" else "labels")
+    data, names = (
+        request.getfixturevalue(kind),
+        ("images", "masks" if kind == "pairs" else "labels"),
+    )
     in_folders(data, names)
     bundle = starter.write(tmp_path / "mine", starter.survey(data / names[0], data / names[1]))
     config = ConfigParser()
@@ -294,14 +354,18 @@ def test_predicted_masks_of_files_of_one_name_stay_apart(
     for item in config.get_parsed_content("dataset"):
         pred = torch.zeros(3, *item["image"].shape[1:])
         writer({**item, "pred": MetaTensor(pred, meta=item["image"].meta)})
-    found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
+    found = sorted(
+        path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*")
+    )
     ids = sorted(item["id"] for item in own.paired(data, *names, "test"))
     assert len(found) == len(ids) > 1
     assert [name.partition("/")[0] for name in found] == [ident.partition("/")[0] for ident in ids]
 
 
 @pytest.mark.parametrize("kind", ["labelled", "pairs", "solid"])
-def test_a_site_accepts_what_was_written(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_a_site_accepts_what_was_written(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     data = request.getfixturevalue(kind)
     masks = {"labelled": None, "pairs": data / "masks", "solid": data / "labels"}[kind]
     seen = starter.survey(data if masks is None else data / "images", masks)
@@ -314,7 +378,9 @@ def test_the_same_images_elsewhere_give_the_same_bundle(labelled: Path, tmp_path
     one = starter.write(tmp_path / "one" / "mine", seen)
     (tmp_path / "two").mkdir()
     labelled.rename(tmp_path / "two" / "elsewhere")
-    other = starter.write(tmp_path / "three" / "mine", starter.survey(tmp_path / "two" / "elsewhere"))
+    other = starter.write(
+        tmp_path / "three" / "mine", starter.survey(tmp_path / "two" / "elsewhere")
+    )
     assert medfl.Bundle(str(one)).sha256 == medfl.Bundle(str(other)).sha256
 
 
@@ -368,7 +434,13 @@ def test_the_verb_says_what_it_saw_and_how_to_go_on(
 
 def own_groups(bundle: Path, data: Path) -> int:
     opened = medfl.Bundle(str(bundle), {"dataset_dir": str(data)})
-    return len({item["group"] for section in ("train", "validate", "test") for item in opened.items(section)})
+    return len(
+        {
+            item["group"]
+            for section in ("train", "validate", "test")
+            for item in opened.items(section)
+        }
+    )
 
 
 def test_the_verb_offers_patients_of_file_names_and_takes_none_unasked(
@@ -403,7 +475,9 @@ def test_the_verb_names_empty_class_folders_and_classes_that_are_not_tested(
     assert "note: no test image of rare (1): too few images or patients" in said
 
 
-def test_pictures_with_a_table_of_labels_become_a_bundle_that_runs(pairs: Path, tmp_path: Path) -> None:
+def test_pictures_with_a_table_of_labels_become_a_bundle_that_runs(
+    pairs: Path, tmp_path: Path
+) -> None:
     rows = [f"c{number:02d},{number % 2},{1 - number % 2},p{number // 2}" for number in range(20)]
     (pairs / "truth.csv").write_text("\n".join(["image,EVEN,ODD,patient", *rows]) + "\n")
     seen = starter.survey(pairs / "images", labels=pairs / "truth.csv")
@@ -415,11 +489,15 @@ def test_pictures_with_a_table_of_labels_become_a_bundle_that_runs(pairs: Path, 
     run = train(bundle, pairs, tmp_path / "run", say=said.append)
     assert not any("patients are not known" in line for line in said)
     held = [set(ids["test"]) for ids in run.run.partition.sites.values()]
-    assert all({f"c{int(i[1:3]) ^ 1:02d}.png" for i in ids} == ids for ids in held)  # both images of a patient
+    assert all(
+        {f"c{int(i[1:3]) ^ 1:02d}.png" for i in ids} == ids for ids in held
+    )  # both images of a patient
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 9])
-def test_a_few_pairs_are_divided_among_as_many_sites_as_they_fill(count: int, pairs: Path, tmp_path: Path) -> None:
+def test_a_few_pairs_are_divided_among_as_many_sites_as_they_fill(
+    count: int, pairs: Path, tmp_path: Path
+) -> None:
     for number in range(count, 20):
         (pairs / "images" / f"c{number:02d}.png").unlink()
         (pairs / "masks" / f"c{number:02d}_mask.png").unlink()
@@ -430,7 +508,9 @@ def test_a_few_pairs_are_divided_among_as_many_sites_as_they_fill(count: int, pa
         assert len(plan.run.partition.sites) == min(3, count - 2)
 
 
-def test_eight_pairs_are_enough(pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eight_pairs_are_enough(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in range(8, 20):
         (pairs / "images" / f"c{number:02d}.png").unlink()
         (pairs / "masks" / f"c{number:02d}_mask.png").unlink()
@@ -438,12 +518,17 @@ def test_eight_pairs_are_enough(pairs: Path, tmp_path: Path, capsys: pytest.Capt
     bundle = tmp_path / "mine"
     assert cli.main(["new", str(bundle), *told]) == 0
     said = capsys.readouterr().out
-    assert f"or, as 2 test images are few: medfl run {bundle} --data {pairs} --out runs/mine --folds 5" in said
+    assert (
+        f"or, as 2 test images are few: medfl run {bundle} --data {pairs} --out runs/mine --folds 5"
+        in said
+    )
     opened = medfl.Bundle(str(bundle), {"dataset_dir": str(pairs)})
     assert [len(opened.items(section)) for section in ("train", "validate", "test")] == [5, 1, 2]
 
 
-def test_a_bundle_beside_the_shipped_ones_is_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_beside_the_shipped_ones_is_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine" / "configs").mkdir(parents=True)
     (tmp_path / "mine" / "configs" / "train.yaml").write_text("{}")
     shipped = files.shipped_folders()
@@ -457,7 +542,10 @@ def test_a_bundle_beside_the_shipped_ones_is_none_of_them(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("name", "images", "masks"),
-    [("kvasir_v2", "kvasir-dataset-v2", None), pytest.param("lung_cxr", "images", "masks", marks=pytest.mark.slow)],
+    [
+        ("kvasir_v2", "kvasir-dataset-v2", None),
+        pytest.param("lung_cxr", "images", "masks", marks=pytest.mark.slow),
+    ],
 )
 def test_drawn_images_stay_drawn_in_a_bundle_of_ones_own(
     name: str, images: str, masks: str | None, tmp_path: Path
@@ -469,14 +557,21 @@ def test_drawn_images_stay_drawn_in_a_bundle_of_ones_own(
     checked(bundle)
     said: list[str] = []
     run = train(
-        bundle, Path(seen.folder), tmp_path / "run", partition="iid", config={"image_size": 16}, say=said.append
+        bundle,
+        Path(seen.folder),
+        tmp_path / "run",
+        partition="iid",
+        config={"image_size": 16},
+        say=said.append,
     )
     assert any("of a PHANTOM cohort" in line for line in said)
     assert run.summary["data_source"] == "phantom"
     assert ", PHANTOM data, " in repr(run)
 
 
-def test_the_verb_says_that_images_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_says_that_images_are_drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     cohort = datasets.write_phantom("lung_cxr", tmp_path / "cohort", per_class=10, size=16)
     told = ["--images", str(cohort / "images"), "--masks", str(cohort / "masks")]
     assert cli.main(["new", str(tmp_path / "mine"), *told]) == 0

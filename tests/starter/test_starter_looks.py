@@ -62,12 +62,16 @@ def test_the_brightest_value_is_that_of_the_type_or_seen(
 ) -> None:
     seen = starter.survey(classes(tmp_path, "a", "b", **about))
     assert (seen.brightest, seen.own_depth) == (brightest, own_depth)
-    notes = ("pictures of 16 bits with values up to 300: read as 0 to 1023; brighter ones are refused",)
+    notes = (
+        "pictures of 16 bits with values up to 300: read as 0 to 1023; brighter ones are refused",
+    )
     assert seen.notes == (notes if own_depth == 1023 else ())
 
 
 @pytest.mark.parametrize("depth", [255, 4095, 65535])
-def test_pictures_are_the_same_to_a_network_however_many_of_their_bits_they_use(depth: int, tmp_path: Path) -> None:
+def test_pictures_are_the_same_to_a_network_however_many_of_their_bits_they_use(
+    depth: int, tmp_path: Path
+) -> None:
     """Version 0.6.0 divided those of 12 bits by 65535, so that all were black; and told a class of brighter ones."""
     grey = DRAWS.integers(0, 256, (24, 8, 8))
     grey[:, 0, :2] = 0, 255
@@ -75,15 +79,15 @@ def test_pictures_are_the_same_to_a_network_however_many_of_their_bits_they_use(
         for place, most in (("8", 255), ("other", depth)):
             path = tmp_path / place / "ab"[number % 2] / f"{number:02d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((pixels * (most / 255)).round().astype(np.uint16 if place == "other" else np.uint8)).save(
-                path
-            )
+            Image.fromarray(
+                (pixels * (most / 255)).round().astype(np.uint16 if place == "other" else np.uint8)
+            ).save(path)
     shown = []
     for place in ("8", "other"):
         bundle = starter.write(tmp_path / f"b{place}", starter.survey(tmp_path / place), size=16)
-        section = Bundle(str(bundle), {"dataset_dir": str(tmp_path / place)}, policy=Policy(trusted=True)).section(
-            "train"
-        )
+        section = Bundle(
+            str(bundle), {"dataset_dir": str(tmp_path / place)}, policy=Policy(trusted=True)
+        ).section("train")
         shown.append([_transformed(section, entry) for entry in section.source.entries])
     for one, same in zip(*shown, strict=True):
         np.testing.assert_allclose(one, same, atol=0.02)
@@ -115,9 +119,13 @@ def test_pictures_of_8_and_16_bits_are_each_read_by_their_own_depth(tmp_path: Pa
         "pictures of several depths, each divided by its own: 12 of at most 255, 12 of at most 65535",
     )
     bundle = starter.write(tmp_path / "mine", seen, size=16)
-    section = Bundle(str(bundle), {"dataset_dir": str(data)}, policy=Policy(trusted=True)).section("train")
+    section = Bundle(str(bundle), {"dataset_dir": str(data)}, policy=Policy(trusted=True)).section(
+        "train"
+    )
     for entry in (section.source.entries[0], section.source.entries[-1]):
-        assert 0.5 < float(ReadPixelsd("image", size=16, own_depth=65535)(entry)["image"].max()) <= 1
+        assert (
+            0.5 < float(ReadPixelsd("image", size=16, own_depth=65535)(entry)["image"].max()) <= 1
+        )
         sample = entry
         for transform in section.source.transforms:
             sample = transform(sample)
@@ -129,7 +137,10 @@ def test_pictures_of_8_and_16_bits_are_each_read_by_their_own_depth(tmp_path: Pa
 def test_depths_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     classes(classes(tmp_path, "a"), "b", most=3000, dtype=np.uint16)
     picture(tmp_path / "b" / "float.tif", 90000, np.float32)
-    with pytest.raises(InputError, match="several depths: 12 of at most 255, 12 of at most 4095, 1 of at most 90000;"):
+    with pytest.raises(
+        InputError,
+        match="several depths: 12 of at most 255, 12 of at most 4095, 1 of at most 90000;",
+    ):
         starter.survey(tmp_path)
 
 
@@ -143,13 +154,17 @@ def test_pictures_of_16_bits_train(tmp_path: Path) -> None:
     assert answers[0][0]["p_a"] == answers[1][0]["p_a"]
 
 
-def test_what_is_left_out_is_counted_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_left_out_is_counted_and_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = classes(tmp_path / "data", "a", "b")
     for name in ("loose.png", "_old/1.png", "_old/2.png", ".hidden/1.png"):
         picture(data / name)
     for name in ("a/1.dcm", "notes.txt", ".DS_Store"):
         (data / name).write_text("")
-    (data / "cases.csv").write_text("file\n" + "".join(f"{c}/{n:02d}.png\n" for c in "ab" for n in range(12)))
+    (data / "cases.csv").write_text(
+        "file\n" + "".join(f"{c}/{n:02d}.png\n" for c in "ab" for n in range(12))
+    )
     left = (
         "3 images in no class folder: left out, first loose.png",
         "2 files that do not end in .jpg, .jpeg, .png, .bmp, .tif, .tiff: left out, first notes.txt",
@@ -178,7 +193,9 @@ def test_up_to_five_broken_files_are_named(tmp_path: Path) -> None:
     classes(tmp_path, "a", "b")
     for number in range(7):
         (tmp_path / "a" / f"{number:02d}.png").write_bytes(b"no picture")
-    with pytest.raises(InputError, match=r"^7 of 24 images: image .*00\.png.*04\.png .* and 2 more files;") as caught:
+    with pytest.raises(
+        InputError, match=r"^7 of 24 images: image .*00\.png.*04\.png .* and 2 more files;"
+    ) as caught:
         starter.survey(tmp_path)
     assert "05.png" not in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -187,13 +204,21 @@ def test_up_to_five_broken_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "told"),
     [
-        (("test", "train", "other"), r"folders test, train in .* are named as sections, .*column 'section' of cases"),
+        (
+            ("test", "train", "other"),
+            r"folders test, train in .* are named as sections, .*column 'section' of cases",
+        ),
         (("Validation", "TEST"), r"folders TEST, Validation in .* are named as sections"),
         (("train",), r"folders train in .* are named as sections"),
-        (("Images", "masks", "overlays"), r"folders Images and masks .*; give --images \S+/Images --masks \S+/masks"),
+        (
+            ("Images", "masks", "overlays"),
+            r"folders Images and masks .*; give --images \S+/Images --masks \S+/masks",
+        ),
     ],
 )
-def test_folders_that_are_no_classes_are_refused(names: tuple[str, ...], told: str, tmp_path: Path) -> None:
+def test_folders_that_are_no_classes_are_refused(
+    names: tuple[str, ...], told: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=told):
         starter.survey(classes(tmp_path, *names))
 
@@ -201,7 +226,9 @@ def test_folders_that_are_no_classes_are_refused(names: tuple[str, ...], told: s
 def test_masks_among_labelled_pictures_are_refused(tmp_path: Path) -> None:
     classes(tmp_path, "benign", "control")
     picture(tmp_path / "benign" / "03_mask.png")
-    with pytest.raises(InputError, match=r"class folder \S+/benign holds 03\.png and its mask 03_mask\.png"):
+    with pytest.raises(
+        InputError, match=r"class folder \S+/benign holds 03\.png and its mask 03_mask\.png"
+    ):
         starter.survey(tmp_path)
 
 
@@ -210,11 +237,15 @@ def test_swapped_folders_and_masks_without_classes_are_told(tmp_path: Path) -> N
     for path in (data / "images").iterdir():
         Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16)).save(path)
         Image.fromarray(np.eye(16) > 0).save(data / "masks" / path.name)
-    with pytest.raises(InputError, match=r"files in \S+/masks look like masks, those in \S+/images like .*; swap"):
+    with pytest.raises(
+        InputError, match=r"files in \S+/masks look like masks, those in \S+/images like .*; swap"
+    ):
         starter.survey(data / "masks", data / "images")
     data = pairs(tmp_path / "empty", 0)
     with pytest.raises(InputError, match="have no value but 0; .*check that these are the masks"):
         starter.survey(data / "images", data / "masks")
     data = pairs(tmp_path / "grey", 200)
-    with pytest.raises(InputError, match=r"have the values 0, 200, the largest 200; 0 for the background"):
+    with pytest.raises(
+        InputError, match=r"have the values 0, 200, the largest 200; 0 for the background"
+    ):
         starter.survey(data / "images", data / "masks")

@@ -55,7 +55,11 @@ def packed(path: Path, steps: bytes, fill: int = 0) -> Path:
 def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
         assert type(found) is torch.Tensor
-        assert (found.dtype, found.stride(), found.device.type) == (expected.dtype, expected.stride(), "cpu")
+        assert (found.dtype, found.stride(), found.device.type) == (
+            expected.dtype,
+            expected.stride(),
+            "cpu",
+        )
         return torch.equal(found, expected)
     if isinstance(expected, np.ndarray):
         return found.dtype == expected.dtype and np.array_equal(found, expected)
@@ -67,13 +71,17 @@ def test_tensors_and_plain_values_are_read_as_they_were(tmp_path: Path, archive:
     found = load_pickled(saved(tmp_path / "a.pt", WRITTEN, archive))
     assert list(found) == list(FRIENDLY)
     assert [name for name in FRIENDLY if not same(found[name], FRIENDLY[name])] == []
-    assert found["turned"].untyped_storage().data_ptr() == found["tensor"].untyped_storage().data_ptr()
+    assert (
+        found["turned"].untyped_storage().data_ptr() == found["tensor"].untyped_storage().data_ptr()
+    )
     assert not found["turned"]._is_view()
 
 
 @pytest.mark.parametrize("archive", [True, False])
 def test_a_training_checkpoint_is_read_and_loaded(tmp_path: Path, archive: bool) -> None:
-    network = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 2, 1))
+    network = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Conv2d(4, 2, 1)
+    )
     tied = torch.nn.ModuleDict({"a": network[0], "b": network[0]})
     torch.nn.utils.spectral_norm(network[2])
     optimizer = torch.optim.Adam(network.parameters())
@@ -81,7 +89,11 @@ def test_a_training_checkpoint_is_read_and_loaded(tmp_path: Path, archive: bool)
     optimizer.step()
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
     parts = {"model": network, "tied": tied, "optimizer": optimizer, "scheduler": scheduler}
-    path = saved(tmp_path / "a.pt", {name: part.state_dict() for name, part in parts.items()} | {"epoch": 3}, archive)
+    path = saved(
+        tmp_path / "a.pt",
+        {name: part.state_dict() for name, part in parts.items()} | {"epoch": 3},
+        archive,
+    )
     found = load_pickled(path)
     assert found["model"]._metadata == network.state_dict()._metadata
     assert found["tied"]["a.weight"].data_ptr() == found["tied"]["b.weight"].data_ptr()
@@ -90,7 +102,9 @@ def test_a_training_checkpoint_is_read_and_loaded(tmp_path: Path, archive: bool)
 
 
 @pytest.mark.parametrize("archive", [True, False])
-def test_what_a_gpu_wrote_comes_to_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archive: bool) -> None:
+def test_what_a_gpu_wrote_comes_to_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, archive: bool
+) -> None:
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
     assert same(load_pickled(saved(tmp_path / "a.pt", {"w": X}, archive))["w"], X)
 
@@ -187,7 +201,9 @@ def test_nothing_else_is_rebuilt(tmp_path: Path, value: Any, archive: bool) -> N
 
 @pytest.mark.parametrize("archive", [True, False])
 @pytest.mark.parametrize("places", BEYOND.values(), ids=BEYOND)
-def test_a_tensor_stays_within_its_storage(tmp_path: Path, places: tuple[Any, ...], archive: bool) -> None:
+def test_a_tensor_stays_within_its_storage(
+    tmp_path: Path, places: tuple[Any, ...], archive: bool
+) -> None:
     path = saved(tmp_path / "a.pt", {"w": described(*places, False, OrderedDict())}, archive)
     with pytest.raises((pickle.UnpicklingError, RuntimeError)) as raised:
         load_pickled(path)
@@ -223,13 +239,16 @@ def test_names_are_not_hashed_however_deep_they_are(tmp_path: Path) -> None:
 def test_values_that_stand_in_each_other_are_looked_at_once(tmp_path: Path) -> None:
     twice = b"".join(b"](h%ch%ceq%c" % (at, at, at + 1) for at in range(100))
     assert isinstance(load_pickled(packed(tmp_path / "a.pt", b"]q\0" + twice)), list)
-    assert isinstance(load_pickled(packed(tmp_path / "b.pt", b"]" + b"](" * 10**5 + b"e" * 10**5)), list)
+    assert isinstance(
+        load_pickled(packed(tmp_path / "b.pt", b"]" + b"](" * 10**5 + b"e" * 10**5)), list
+    )
     (itself,) = load_pickled(packed(tmp_path / "c.pt", b"]q\0h\0a"))
     assert itself[0] is itself
 
 
 @pytest.mark.parametrize(
-    "steps", [b"\x8e" + bytes(7) + b"\x40", b"\x96" + bytes(7) + b"\x40", b"\x8f", b"N\x81", b"I1\n"]
+    "steps",
+    [b"\x8e" + bytes(7) + b"\x40", b"\x96" + bytes(7) + b"\x40", b"\x8f", b"N\x81", b"I1\n"],
 )
 def test_steps_that_torch_save_never_writes_are_refused(tmp_path: Path, steps: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError, match="no pickle as torch.save writes it"):
@@ -237,7 +256,9 @@ def test_steps_that_torch_save_never_writes_are_refused(tmp_path: Path, steps: b
 
 
 def test_a_storage_is_as_long_as_it_says(tmp_path: Path) -> None:
-    storage = b"(" + text(b"storage") + b"ctorch\nFloatStorage\n" + text(b"0") + text(b"cpu") + b"K%ctQ"
+    storage = (
+        b"(" + text(b"storage") + b"ctorch\nFloatStorage\n" + text(b"0") + text(b"cpu") + b"K%ctQ"
+    )
     assert load_pickled(packed(tmp_path / "a.pt", storage % 4, 16)).tolist() == [0, 0, 0, 0]
     for count in (3, 5, 200):
         with pytest.raises(pickle.UnpicklingError, match="another size|more memory"):
@@ -250,7 +271,11 @@ class _Streamed(pickle.Pickler):
     count = 24
 
     def persistent_id(self, value: Any) -> Any:
-        return ("storage", torch.FloatStorage, "1", "cpu", self.count, None) if value is Ellipsis else None
+        return (
+            ("storage", torch.FloatStorage, "1", "cpu", self.count, None)
+            if value is Ellipsis
+            else None
+        )
 
 
 def test_files_of_older_pytorch_have_the_numbers_of_their_tensors(tmp_path: Path) -> None:
@@ -267,7 +292,9 @@ def test_files_of_older_pytorch_have_the_numbers_of_their_tensors(tmp_path: Path
             pickle.dump(value, file, 2)
         pickler = _Streamed(file, 2)
         pickler.count = count
-        pickler.dump(Made(torch._utils._rebuild_tensor_v2, (..., 0, (24,), (1,), False, OrderedDict())))
+        pickler.dump(
+            Made(torch._utils._rebuild_tensor_v2, (..., 0, (24,), (1,), False, OrderedDict()))
+        )
         pickle.dump([], file, 2)
         (tmp_path / "b.pt").write_bytes(file.getvalue())
         with pytest.raises((ValueError, pickle.UnpicklingError), match=said):

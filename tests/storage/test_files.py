@@ -116,7 +116,9 @@ def test_weights_are_a_plain_safetensors_file(tmp_path: Path) -> None:
     assert bits(load_weights(tmp_path / "w")) == bits(load_file(tmp_path / "w"))
 
 
-def test_the_file_is_whole_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_whole_before_it_takes_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, seen = tmp_path / "f", []
     path.write_bytes(b"old")
     replace = os.replace
@@ -136,7 +138,9 @@ def full(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_failing_rename_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_rename_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "state"
     save_state(path, {"x": 1})
     monkeypatch.setattr(os, "replace", full)
@@ -147,7 +151,9 @@ def test_a_failing_rename_leaves_the_old_file_and_no_other(tmp_path: Path, monke
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_while_writing_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_while_writing_leaves_the_old_file_and_no_other(
+    tmp_path: Path, monkeypatch
+) -> None:
     path = tmp_path / "state"
     write_atomic(path, b"old")
     plain = Path.open
@@ -204,7 +210,9 @@ def test_a_state_moves_to_a_device_whole() -> None:
 
 def test_a_state_s_file_says_its_round(tmp_path: Path) -> None:
     """Files of medfl 0.6.0 do not: the round is in their names, and so it is where a file is damaged."""
-    said, older, damaged, other = (tmp_path / name for name in ("x", "000007-site-a.safetensors", "000008", "y"))
+    said, older, damaged, other = (
+        tmp_path / name for name in ("x", "000007-site-a.safetensors", "000008", "y")
+    )
     save_state(said, STATE, 12)
     assert bits(load_state(said)) == bits(STATE)
     save_state(older, STATE)
@@ -225,10 +233,16 @@ def test_what_torch_cannot_save_on_a_full_disk_is_our_own_error(tmp_path: Path) 
     """Its writer has no number of the system; a limit of file sizes stands for the disk."""
     resource = pytest.importorskip("resource")
     (tmp_path / "model.pt").write_bytes(b"old")
-    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before, ignored = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     try:
-        with pytest.raises(RunError, match="no space left"), atomic_replace(tmp_path / "model.pt", 8000) as temporary:
+        with (
+            pytest.raises(RunError, match="no space left"),
+            atomic_replace(tmp_path / "model.pt", 8000) as temporary,
+        ):
             torch.save({"w": torch.zeros(2000)}, temporary)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -246,10 +260,16 @@ class _Asks:
 
 @pytest.mark.parametrize("asked", [_Asks(torch.Tensor, 2**20), _Asks(bytearray, 2**20)])
 @pytest.mark.parametrize("plain", [True, False])
-def test_a_pickle_takes_no_more_memory_than_its_file(tmp_path: Path, asked: object, plain: bool) -> None:
+def test_a_pickle_takes_no_more_memory_than_its_file(
+    tmp_path: Path, asked: object, plain: bool
+) -> None:
     path = tmp_path / "a.pt"
-    torch.save({"model": {"a": asked}}, path, pickle_protocol=2, _use_new_zipfile_serialization=plain)
-    with pytest.raises(pickle.UnpicklingError, match="it holds (torch.Tensor|__builtin__.bytearray)"):
+    torch.save(
+        {"model": {"a": asked}}, path, pickle_protocol=2, _use_new_zipfile_serialization=plain
+    )
+    with pytest.raises(
+        pickle.UnpicklingError, match="it holds (torch.Tensor|__builtin__.bytearray)"
+    ):
         load_pickled(path)
 
 

@@ -45,17 +45,59 @@ def test_a_run_of_fedrod_goes_on_with_the_head_that_it_began_with(
 ) -> None:
     """In the second round the first site comes for the first time: its head begins as it did in 0.6.0."""
     draw_small(monkeypatch)
-    common = ["run", "mednist", "--data", "phantom", "--method", "fedrod", "--sites", "3", "--cohort", "0.34"]
-    common += ["--config", "image_size=28", "--config", "network=small_cnn", "--jobs", "1", "--quiet", "--set"]
-    for name, start, rounds in (("whole", "zero", "3"), ("cut", "zero", "1"), ("today", "generic", "3")):
-        assert cli.main([*common, f"personal_start={start}", "--rounds", rounds, "--out", str(tmp_path / name)]) == 0
+    common = [
+        "run",
+        "mednist",
+        "--data",
+        "phantom",
+        "--method",
+        "fedrod",
+        "--sites",
+        "3",
+        "--cohort",
+        "0.34",
+    ]
+    common += [
+        "--config",
+        "image_size=28",
+        "--config",
+        "network=small_cnn",
+        "--jobs",
+        "1",
+        "--quiet",
+        "--set",
+    ]
+    for name, start, rounds in (
+        ("whole", "zero", "3"),
+        ("cut", "zero", "1"),
+        ("today", "generic", "3"),
+    ):
+        assert (
+            cli.main(
+                [
+                    *common,
+                    f"personal_start={start}",
+                    "--rounds",
+                    rounds,
+                    "--out",
+                    str(tmp_path / name),
+                ]
+            )
+            == 0
+        )
     path = tmp_path / "cut" / "run.json"
     document = json.loads(path.read_text())
     del document["options"]["personal_start"]
     document["run_hash"] = Run.from_dict(document).run_hash
     path.write_text(json.dumps(document))
-    assert cli.main(["run", "--resume", "--out", str(tmp_path / "cut"), "--rounds", "3", "--quiet"]) == 0
-    states = {name: sorted((tmp_path / name / "state").glob("*.safetensors")) for name in ("whole", "cut", "today")}
+    assert (
+        cli.main(["run", "--resume", "--out", str(tmp_path / "cut"), "--rounds", "3", "--quiet"])
+        == 0
+    )
+    states = {
+        name: sorted((tmp_path / name / "state").glob("*.safetensors"))
+        for name in ("whole", "cut", "today")
+    }
     content = {name: [file.read_bytes() for file in files] for name, files in states.items()}
     assert content["cut"] == content["whole"] != content["today"]
     assert load_run(tmp_path / "cut").run.options["personal_start"] == "zero"

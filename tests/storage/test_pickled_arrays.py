@@ -60,7 +60,10 @@ def torch_loaded(value: Any) -> Any:
 
 @pytest.mark.parametrize("array", ARRAYS.values(), ids=ARRAYS)
 def test_arrays_are_those_that_numpy_reads(array: Any) -> None:
-    for found in (*(_unpickled(pickle.dumps({"x": array}, n))["x"] for n in (2, 3, 4)), torch_loaded(array)):
+    for found in (
+        *(_unpickled(pickle.dumps({"x": array}, n))["x"] for n in (2, 3, 4)),
+        torch_loaded(array),
+    ):
         expected = pickle.loads(pickle.dumps(array))
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert np.array_equal(found, expected)
@@ -89,4 +92,6 @@ def test_an_array_that_is_asked_for_directly_is_empty() -> None:
 
 def test_no_name_of_numpy_is_let_through() -> None:
     assert f"{MULTIARRAY}._reconstruct" in STAND_INS
-    assert not [name for name, made in STAND_INS.items() if str(made.__module__).startswith("numpy")]
+    assert not [
+        name for name, made in STAND_INS.items() if str(made.__module__).startswith("numpy")
+    ]

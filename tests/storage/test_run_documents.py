@@ -71,7 +71,9 @@ def test_a_record_that_is_wrong(tmp_path: Path, name: str) -> None:
     one_line(error)
 
 
-@pytest.mark.parametrize("text", [DEEP, '{"a":' * 100_000, "[]", "null", "", "\x00", '{"rounds": 1e999}', "9" * 5000])
+@pytest.mark.parametrize(
+    "text", [DEEP, '{"a":' * 100_000, "[]", "null", "", "\x00", '{"rounds": 1e999}', "9" * 5000]
+)
 def test_a_text_that_is_no_record(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.json"
     path.write_text(text)
@@ -137,7 +139,9 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
     "a name with a null": not_a_state("000003-server\0.safetensors"),
     "a name with a line break": not_a_state("000003-server.safetensors\n"),
     "a best file above": lambda d: d.update(best="../best.safetensors"),
-    "a site's file above": lambda d: d.update(sites={"a": "../../000003-site-a.safetensors", "b": "x"}),
+    "a site's file above": lambda d: d.update(
+        sites={"a": "../../000003-site-a.safetensors", "b": "x"}
+    ),
 }
 
 
@@ -150,7 +154,9 @@ def test_a_manifest_that_is_wrong(tmp_path: Path, name: str) -> None:
     one_line(error)
 
 
-@pytest.mark.parametrize("name", ["000003-server.safetensors", "000003-site-a.safetensors", "000002-best.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["000003-server.safetensors", "000003-site-a.safetensors", "000002-best.safetensors"]
+)
 def test_a_state_that_is_a_link_is_not_followed(tmp_path: Path, name: str) -> None:
     """The file that it leads to is a whole State with the recorded sum."""
     folder = made(tmp_path / "run")
@@ -179,7 +185,9 @@ def test_a_folder_of_states_that_is_a_link_is_not_emptied(tmp_path: Path) -> Non
         state_file(folder.path, "000001-server.safetensors")
 
 
-@pytest.mark.parametrize("where", ["predictions/site-a", "local/state", "events/x/y", "state/deeper/z"])
+@pytest.mark.parametrize(
+    "where", ["predictions/site-a", "local/state", "events/x/y", "state/deeper/z"]
+)
 def test_a_link_anywhere_in_what_a_run_writes_is_not_followed(tmp_path: Path, where: str) -> None:
     folder = made(tmp_path / "run")
     (tmp_path / "home").mkdir()
@@ -219,7 +227,9 @@ def test_a_pipe_in_the_place_of_a_state_is_not_waited_for(tmp_path: Path) -> Non
 # rounds.jsonl
 
 
-@pytest.mark.parametrize("line", ['{"round": "4"}', '{"round": null}', '{"round": 4, "seconds": []}', DEEP, "9" * 5000])
+@pytest.mark.parametrize(
+    "line", ['{"round": "4"}', '{"round": null}', '{"round": 4, "seconds": []}', DEEP, "9" * 5000]
+)
 def test_a_line_after_the_last_round_of_any_kind_is_dropped(tmp_path: Path, line: str) -> None:
     folder = made(tmp_path / "run")
     with (folder.path / "rounds.jsonl").open("a") as file:
@@ -240,7 +250,9 @@ def test_a_line_of_a_round_that_is_wrong(tmp_path: Path, line: str) -> None:
 # summary.json and tables
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"rounds": "3", "seconds": 1}', '{"rounds": 3, "seconds": null}', DEEP])
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"rounds": "3", "seconds": 1}', '{"rounds": 3, "seconds": null}', DEEP]
+)
 def test_a_summary_that_is_wrong(tmp_path: Path, text: str) -> None:
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(InputError, match=r"summary\.json"):
@@ -335,7 +347,10 @@ def test_whole_files_are_taken(tmp_path: Path) -> None:
     assert read_verified_run(folder.path / "run.json")[0] == run_record()
     manifest = verified_manifest(RunFolder(folder.path))
     assert manifest is not None
-    assert file_sha256(state_file(folder.path, manifest["server"])) == manifest["sha256"][manifest["server"]]
+    assert (
+        file_sha256(state_file(folder.path, manifest["server"]))
+        == manifest["sha256"][manifest["server"]]
+    )
     save_state(tmp_path / "s", {"a": [1, None, "x", {"b": float("inf")}]})
     assert load_state(tmp_path / "s") == {"a": [1, None, "x", {"b": float("inf")}]}
     save_weights(tmp_path / "w", server(1)["weights"])

@@ -96,7 +96,9 @@ def test_commit_and_load(folder: RunFolder) -> None:
     assert folder.manifest() is None
     states = {"a": {"c": torch.randn(3)}, "b": {"c": torch.randn(3)}}
     commit(folder, 1, server(1), states, {"best": {"round": 1, "value": 0.5}})
-    commit(folder, 2, server(2), {"b": {"c": torch.zeros(3)}}, {"best": {"round": 2, "value": 0.75}})
+    commit(
+        folder, 2, server(2), {"b": {"c": torch.zeros(3)}}, {"best": {"round": 2, "value": 0.75}}
+    )
     manifest = RunFolder(folder.path).manifest()
     assert (manifest["round"], manifest["record"]) == (2, {"best": {"round": 2, "value": 0.75}})
     loaded, sites = load(folder.path)
@@ -130,7 +132,11 @@ def test_what_was_saved_but_not_committed_is_not_found_again(folder: RunFolder) 
     for name in ("a", "b"):
         save_state(folder.state_path(2, name), {"x": 2})
     folder.accept_states(2, ["a", "b"])
-    assert load_state(folder.newest_state("a").path) == load_state(folder.newest_state("b").path) == {"x": 2}
+    assert (
+        load_state(folder.newest_state("a").path)
+        == load_state(folder.newest_state("b").path)
+        == {"x": 2}
+    )
     again = RunFolder(folder.path)  # after a kill
     assert load_state(again.newest_state("a").path) == {"x": 1}
     assert again.newest_state("b") is None
@@ -143,7 +149,9 @@ BEST = {round_: {"best": {"round": round_, "value": 0.5}} for round_ in (1, 2)}
 
 
 @pytest.mark.parametrize("at", range(4))
-def test_a_full_disk_at_any_write_keeps_the_last_round(folder: RunFolder, monkeypatch, at: int) -> None:
+def test_a_full_disk_at_any_write_keeps_the_last_round(
+    folder: RunFolder, monkeypatch, at: int
+) -> None:
     """Round 2 writes the server's State, two sites' and the manifest; each of the four renames fails once."""
     commit(folder, 1, server(1), {"a": {"x": 1}}, BEST[1])
     replace, calls = os.replace, []
@@ -221,7 +229,10 @@ def test_rounds_are_read_back_and_cut_at_the_last_committed_one(folder: RunFolde
     assert [entry["round"] for entry in folder.truncate_rounds(2)] == [1, 2]
     assert [entry["round"] for entry in folder.rounds()] == [1, 2]
     folder.append_round({"round": 3})
-    assert [json.loads(line)["round"] for line in (folder.path / "rounds.jsonl").read_text().splitlines()] == [1, 2, 3]
+    assert [
+        json.loads(line)["round"]
+        for line in (folder.path / "rounds.jsonl").read_text().splitlines()
+    ] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
@@ -272,7 +283,10 @@ def test_weights_and_summary(folder: RunFolder) -> None:
     folder.write_weights("best", {"w": torch.ones(2)})
     assert load_weights(folder.path / "best.safetensors")["w"].tolist() == [1, 1]
     folder.write_summary({"status": "finished", "names": ("a", "b")})
-    assert json.loads((folder.path / "summary.json").read_text()) == {"status": "finished", "names": ["a", "b"]}
+    assert json.loads((folder.path / "summary.json").read_text()) == {
+        "status": "finished",
+        "names": ["a", "b"],
+    }
 
 
 WEIGHTS = {
@@ -290,11 +304,15 @@ WEIGHTS = {
 def test_weights_that_are_no_dict_are_written_one_by_one_and_read_as_any(folder: RunFolder) -> None:
     folder.write_weights("streamed", MappingProxyType(WEIGHTS))
     folder.write_weights("whole", WEIGHTS)
-    streamed, whole = (load_weights(folder.path / f"{name}.safetensors") for name in ("streamed", "whole"))
+    streamed, whole = (
+        load_weights(folder.path / f"{name}.safetensors") for name in ("streamed", "whole")
+    )
     assert bits(streamed) == bits(dict(sorted(WEIGHTS.items()))) == bits(whole)
 
 
-def test_a_full_disk_keeps_the_weights_that_were_streamed_before(folder: RunFolder, monkeypatch) -> None:
+def test_a_full_disk_keeps_the_weights_that_were_streamed_before(
+    folder: RunFolder, monkeypatch
+) -> None:
     folder.write_weights("best", MappingProxyType({"w": torch.ones(2)}))
 
     def full(source, target):

@@ -35,7 +35,9 @@ def made(path: Path, rounds: int = 3) -> RunFolder:
 
 
 def content(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()
+    }
 
 
 def flipped(path: Path) -> None:
@@ -61,7 +63,9 @@ def aged(folder: Path) -> None:
         os.utime(path, (then, then))
 
 
-def test_a_state_is_read_again_only_where_its_file_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_is_read_again_only_where_its_file_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, read = made(tmp_path / "run"), list[str]()
 
     def counted(path: Path) -> str:
@@ -106,24 +110,47 @@ def test_a_kill_at_any_moment_of_a_round_is_no_damage(tmp_path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a bit of a site's State": (lambda p: flipped(p / "state" / "000003-site-a.safetensors"), "000003-site-a"),
-    "a bit of the server's State": (lambda p: flipped(p / "state" / "000003-server.safetensors"), "000003-server"),
-    "a bit of the best State": (lambda p: flipped(p / "state" / "000002-best.safetensors"), "000002-best"),
-    "no State of a site": (lambda p: (p / "state" / "000003-site-b.safetensors").unlink(), "000003-site-b.* missing"),
-    "no best State": (lambda p: (p / "state" / "000002-best.safetensors").unlink(), "000002-best.* missing"),
+    "a bit of a site's State": (
+        lambda p: flipped(p / "state" / "000003-site-a.safetensors"),
+        "000003-site-a",
+    ),
+    "a bit of the server's State": (
+        lambda p: flipped(p / "state" / "000003-server.safetensors"),
+        "000003-server",
+    ),
+    "a bit of the best State": (
+        lambda p: flipped(p / "state" / "000002-best.safetensors"),
+        "000002-best",
+    ),
+    "no State of a site": (
+        lambda p: (p / "state" / "000003-site-b.safetensors").unlink(),
+        "000003-site-b.* missing",
+    ),
+    "no best State": (
+        lambda p: (p / "state" / "000002-best.safetensors").unlink(),
+        "000002-best.* missing",
+    ),
     "no best weights": (lambda p: (p / "best.safetensors").unlink(), "best.safetensors is missing"),
     "no manifest": (lambda p: (p / "state" / "manifest.json").unlink(), "manifest.json is missing"),
     "no rounds": (lambda p: (p / "rounds.jsonl").unlink(), "rounds.jsonl.* line 1 "),
-    "a short table": (lambda p: (p / "rounds.jsonl").write_text('{"round": 1}\n'), "rounds.jsonl.* line 2 "),
+    "a short table": (
+        lambda p: (p / "rounds.jsonl").write_text('{"round": 1}\n'),
+        "rounds.jsonl.* line 2 ",
+    ),
     "a round twice": (
-        lambda p: (p / "rounds.jsonl").write_text('{"round": 1}\n{"round": 1}\n{"round": 2}\n{"round": 3}\n'),
+        lambda p: (p / "rounds.jsonl").write_text(
+            '{"round": 1}\n{"round": 1}\n{"round": 2}\n{"round": 3}\n'
+        ),
         "rounds.jsonl.* line 2 ",
     ),
     "a damaged line": (
         lambda p: (p / "rounds.jsonl").write_bytes(b'{"round": 1}\n{"ro\xff}\n{"round": 3}\n'),
         "rounds.jsonl.* line 2 ",
     ),
-    "a line that is no round": (lambda p: (p / "rounds.jsonl").write_text("1\n2\n3\n"), "rounds.jsonl.* line 1 "),
+    "a line that is no round": (
+        lambda p: (p / "rounds.jsonl").write_text("1\n2\n3\n"),
+        "rounds.jsonl.* line 1 ",
+    ),
 }
 
 
@@ -158,10 +185,14 @@ def test_an_older_folder_without_sums_is_gone_on_with(tmp_path: Path) -> None:
     assert verified_manifest(again) == manifest
     commit(again, 4, server(4), {"a": {"x": 4}}, manifest["record"])
     assert again.best_state()["weights"]["w"].item() == 2
-    assert set((again.manifest() or {})["sha256"]) == {path.name for path in folder.state.glob("*.safetensors")}
+    assert set((again.manifest() or {})["sha256"]) == {
+        path.name for path in folder.state.glob("*.safetensors")
+    }
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "{}", '{"round": "3", "server": "x", "sites": {}, "record": {}}'])
+@pytest.mark.parametrize(
+    "text", ["[]", "null", "{}", '{"round": "3", "server": "x", "sites": {}, "record": {}}']
+)
 def test_an_odd_manifest_is_our_own_error(tmp_path: Path, text: str) -> None:
     folder = made(tmp_path / "run")
     (folder.state / "manifest.json").write_text(text)
@@ -198,6 +229,8 @@ def test_a_record_with_settings_that_were_withdrawn_is_read(tmp_path: Path) -> N
 
 def test_withdrawn_settings_at_their_defaults_are_no_part_of_a_hash() -> None:
     document = run_record().to_dict()
-    assert run_record().run_hash == "60d7022ae49cfbb471cd90deead47fe0d473bb5054391502d884ea7a5ed28db6", "as of 0.7"
+    assert (
+        run_record().run_hash == "60d7022ae49cfbb471cd90deead47fe0d473bb5054391502d884ea7a5ed28db6"
+    ), "as of 0.7"
     assert hash_as_recorded({**document, "capture": False, "pack": 1}) == run_record().run_hash
     assert withdrawn_settings({**document, "capture": False, "pack": 4}) == {"pack": 4}

@@ -10,9 +10,17 @@ from medfl.core.message import Message
 from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+)
 def test_tensors_of_any_type_arrive_bit_for_bit_and_can_be_written(dtype: torch.dtype) -> None:
-    sent = {"a": [torch.arange(6).reshape(2, 3).to(dtype), torch.zeros((), dtype=dtype), torch.zeros(0, dtype=dtype)]}
+    sent = {
+        "a": [
+            torch.arange(6).reshape(2, 3).to(dtype),
+            torch.zeros((), dtype=dtype),
+            torch.zeros(0, dtype=dtype),
+        ]
+    }
     got = load_shared(dump_shared(sent))
     for left, right in zip(sent["a"], got["a"], strict=True):
         assert left.dtype == right.dtype
@@ -29,7 +37,11 @@ def test_parameters_views_messages_and_errors_arrive() -> None:
     assert str(error) == "a; b; c"
 
 
-LARGE = {"w": torch.arange(5000.0).reshape(50, 100).t(), "b": torch.arange(9000).to(torch.bfloat16), "n": torch.ones(3)}
+LARGE = {
+    "w": torch.arange(5000.0).reshape(50, 100).t(),
+    "b": torch.arange(9000).to(torch.bfloat16),
+    "n": torch.ones(3),
+}
 
 
 def test_large_tensors_go_through_shared_memory_and_small_ones_do_not() -> None:
@@ -37,7 +49,9 @@ def test_large_tensors_go_through_shared_memory_and_small_ones_do_not() -> None:
     packed = dump_shared(LARGE, shared)
     assert len(packed) < 1000 < len(dump_shared(LARGE))
     got = load_shared(packed, shared)
-    assert {name: tensor.dtype for name, tensor in got.items()} == {name: t.dtype for name, t in LARGE.items()}
+    assert {name: tensor.dtype for name, tensor in got.items()} == {
+        name: t.dtype for name, t in LARGE.items()
+    }
     assert all(torch.equal(got[name], LARGE[name]) for name in LARGE)
 
 
@@ -55,7 +69,9 @@ def test_what_does_not_fit_travels_with_the_rest() -> None:
     shared = SharedBuffer(24_000)  # 20,000 bytes of w; b has 18,000
     packed = dump_shared(LARGE, shared)
     assert 18_000 < len(packed) < 20_000
-    assert all(torch.equal(tensor, LARGE[name]) for name, tensor in load_shared(packed, shared).items())
+    assert all(
+        torch.equal(tensor, LARGE[name]) for name, tensor in load_shared(packed, shared).items()
+    )
 
 
 def test_a_forked_process_reads_what_was_packed_and_answers() -> None:

@@ -70,12 +70,19 @@ EXPORTING = {
 def unlisted(modules: Iterable[str]) -> set[str]:
     """Return the libraries of modules that a run has no need to import."""
     libraries = {name.partition(".")[0] for name in modules}
-    return {name for name in libraries - LISTED - EXPORTING - set(sys.stdlib_module_names) if name[0] != "_"}
+    return {
+        name
+        for name in libraries - LISTED - EXPORTING - set(sys.stdlib_module_names)
+        if name[0] != "_"
+    }
 
 
 def _renames(caller: FrameType) -> bool:
     """Tell whether it is PyTorch (2.15) that gives a decorator as `torch.no_grad` the name of what it decorates."""
-    return caller.f_code.co_name == "_set_stack_frame_name" and caller.f_globals.get("__name__") == _DECORATORS
+    return (
+        caller.f_code.co_name == "_set_stack_frame_name"
+        and caller.f_globals.get("__name__") == _DECORATORS
+    )
 
 
 class Watch:
@@ -112,8 +119,14 @@ class Watch:
                 self.seen.append(f"{event} {arguments!r:.200}")
             elif event == "open" and self._changes(arguments):
                 self._place(event, arguments[0])
-            elif event in ("os.remove", "os.rmdir") and isinstance(arguments[1], int) and arguments[1] >= 0:
-                self._place(event, f"/proc/self/fd/{arguments[1]}/{arguments[0]}")  # of a tree that is removed
+            elif (
+                event in ("os.remove", "os.rmdir")
+                and isinstance(arguments[1], int)
+                and arguments[1] >= 0
+            ):
+                self._place(
+                    event, f"/proc/self/fd/{arguments[1]}/{arguments[0]}"
+                )  # of a tree that is removed
             elif event in _CHANGES:
                 for place in arguments[event.startswith("shutil.copy") : 2]:
                     self._place(event, place)
@@ -122,11 +135,15 @@ class Watch:
 
     def _changes(self, arguments: tuple[Any, ...]) -> bool:
         mode, flags = arguments[1], arguments[2]
-        return bool(flags & _WRITES) if mode is None else any(letter in str(mode) for letter in "wax+")
+        return (
+            bool(flags & _WRITES) if mode is None else any(letter in str(mode) for letter in "wax+")
+        )
 
     def _place(self, event: str, place: Any) -> None:
         if not isinstance(place, str | bytes | os.PathLike):
             return  # a descriptor that is open already
         path = os.path.realpath(os.fsdecode(place))
-        if path != os.devnull and not any(path == root or path.startswith(root + os.sep) for root in self._roots):
+        if path != os.devnull and not any(
+            path == root or path.startswith(root + os.sep) for root in self._roots
+        ):
             self.seen.append(f"{event} {path}")

@@ -51,7 +51,11 @@ class Browser:
         self._session: dict[str, str] = {}
         self.events: list[dict[str, Any]] = []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {"sessionId": self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self._session = {
+            "sessionId": self.ask("Target.attachToTarget", targetId=target, flatten=True)[
+                "sessionId"
+            ]
+        }
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.ask(f"{domain}.enable")
 
@@ -73,7 +77,9 @@ class Browser:
 
     def value(self, expression: str) -> Any:
         """Evaluate JavaScript in the page."""
-        answer = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.ask(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
@@ -97,7 +103,9 @@ class Browser:
         )
         height = self.ask("Page.getLayoutMetrics")["cssContentSize"]["height"]
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-        shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)["data"]
+        shot = self.ask(
+            "Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip
+        )["data"]
         happened = [(one.get("method"), one.get("params", {})) for one in self.events]
         return Seen(
             [p["request"]["url"] for name, p in happened if name == "Network.requestWillBeSent"],
@@ -110,7 +118,9 @@ class Browser:
 
     def pdf(self) -> bytes:
         """Print the page that is open."""
-        return base64.b64decode(self.ask("Page.printToPDF", printBackground=False, preferCSSPageSize=True)["data"])
+        return base64.b64decode(
+            self.ask("Page.printToPDF", printBackground=False, preferCSSPageSize=True)["data"]
+        )
 
     def _next(self) -> dict[str, Any]:
         end = time.monotonic() + _PATIENCE

@@ -19,7 +19,13 @@ import atheris
 
 # What reads the followed kinds, and all that it imports of medfl; the code of other packages is theirs to follow.
 with atheris.instrument_imports(include=["medfl"], enable_loader_override=False):
-    for name in ("core.message", "storage.run_integrity", "policy.evaluate", "policy.expressions", "report"):
+    for name in (
+        "core.message",
+        "storage.run_integrity",
+        "policy.evaluate",
+        "policy.expressions",
+        "report",
+    ):
         importlib.import_module(f"medfl.{name}")
     from medfl.core.errors import MedflError
     from medfl.core.untrusted import Refused
@@ -69,7 +75,13 @@ def follow(kind: str, inputs: int, run: Path, folder: Path) -> None:
         sys.stdout.flush()
 
     atexit.register(tell)
-    limits = [f"-atheris_runs={inputs}", f"-max_len={BYTES}", "-rss_limit_mb=4096", "-timeout=3600", "-seed=1"]
+    limits = [
+        f"-atheris_runs={inputs}",
+        f"-max_len={BYTES}",
+        "-rss_limit_mb=4096",
+        "-timeout=3600",
+        "-seed=1",
+    ]
     files = [f"-artifact_prefix={place}/", str(folder / f"seeds-{kind}")]
     atheris.Setup([sys.argv[0], *limits, *files], each)
     atheris.Fuzz()

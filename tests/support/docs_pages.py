@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = "../README.md"
 FOLDERS = (DOCS, DOCS / "methods", DOCS / "results")
-PAGES = sorted(path.relative_to(DOCS).as_posix() for folder in FOLDERS for path in folder.glob("*.md"))
+PAGES = sorted(
+    path.relative_to(DOCS).as_posix() for folder in FOLDERS for path in folder.glob("*.md")
+)
 
 # What is not executed, with the reason; everything else runs as it stands, but for what is appended below.
 NOT_RUN = {
@@ -110,10 +112,14 @@ def is_run(command: str) -> bool:
 def shortened(command: str) -> list[str]:
     """Return the words of a command of a page with what makes it short, and paths for patterns."""
     words = shlex.split(command)
-    extra = next((more for word, more in OTHERWISE.items() if word in command), SHORTER.get(words[1], ""))
+    extra = next(
+        (more for word, more in OTHERWISE.items() if word in command), SHORTER.get(words[1], "")
+    )
     extra = extra if words[1] in SHORTER else ""
     besides = [more for word, more in BESIDES.items() if word in command and words[1] in SHORTER]
-    found = [path for word in words for path in (sorted(glob.glob(word)) if "*" in word else [word])]
+    found = [
+        path for word in words for path in (sorted(glob.glob(word)) if "*" in word else [word])
+    ]
     return [*found, *shlex.split(" ".join([extra, *besides]))]
 
 

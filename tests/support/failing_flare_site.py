@@ -34,7 +34,9 @@ class StandIn(MedflExecutor):
         super().__init__(folder, start)
         self.site, self.does = site, dict(does)
 
-    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+    def execute(
+        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Shareable:
         question = FLModelUtils.from_shareable(shareable)
         round_ = str(int(question.meta.get("round", 0)))
         what = self.does.get(round_, "") if task_name == "train" else ""
@@ -42,7 +44,9 @@ class StandIn(MedflExecutor):
             return super().execute(task_name, shareable, fl_ctx, abort_signal)
         (Path(self.folder) / "flare" / f"{self.site}-{round_}.json").write_text(json.dumps(what))
         if what == "disk full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (150_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+            )
         if what == "silent":
             while not abort_signal.triggered:
                 time.sleep(0.2)
@@ -63,7 +67,9 @@ class StandIn(MedflExecutor):
         elif what == "pickle":
             params[KEY] = "cos\nsystem\n(S'true'\ntR."
         elif what in ("truncated", "claim"):
-            tensor_downloader.save_tensors = _broken(what)  # for all that this process sends from now on
+            tensor_downloader.save_tensors = _broken(
+                what
+            )  # for all that this process sends from now on
         return FLModelUtils.to_shareable(model)
 
 

@@ -11,7 +11,14 @@ from medfl.methods import load
 from medfl.methods.fedbm import FedBM
 from tests.support.toy import Outcome, Toy, cross_entropy, prompts, sgd, simulate
 
-QUICK = {"g_every": 1, "g_start": 1, "g_iterations": 2, "g_batch": 6, "synthetic_batch": 4, "normalise": "half"}
+QUICK = {
+    "g_every": 1,
+    "g_start": 1,
+    "g_iterations": 2,
+    "g_batch": 6,
+    "synthetic_batch": 4,
+    "normalise": "half",
+}
 EMBEDDINGS = prompts("minilm")
 
 
@@ -19,7 +26,9 @@ def quick(**options: object) -> FedBM:
     return load("fedbm", {**QUICK, **options})
 
 
-def images(counts: dict[str, int], size: int = 16, channels: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
+def images(
+    counts: dict[str, int], size: int = 16, channels: int = 1
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Grey squares whose brightness is their class, with noise."""
     draws = torch.Generator().manual_seed(0)
     data = {}
@@ -32,7 +41,12 @@ def images(counts: dict[str, int], size: int = 16, channels: int = 1) -> dict[st
 
 def network() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3)
+        nn.Conv2d(1, 4, 3, 2, 1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 3),
     )
 
 
@@ -41,5 +55,7 @@ def federation(method: FedBM, **changes: object) -> Toy:
     return Toy(images({"a": 9, "b": 6, "c": 11}), network, cross_entropy, **values).adapted(method)
 
 
-def run(method: FedBM, rounds: int, cohorts: Sequence[Sequence[str]] | None = None, **changes: object) -> Outcome:
+def run(
+    method: FedBM, rounds: int, cohorts: Sequence[Sequence[str]] | None = None, **changes: object
+) -> Outcome:
     return simulate(method, federation(method, **changes), rounds, cohorts)

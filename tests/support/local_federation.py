@@ -22,8 +22,14 @@ from medfl.flare.job import kill_tree
 
 SERVER, ADMIN, _ORG = "server", "admin@medfl.org", "medfl"
 _BUILDERS: list[Mapping[str, Any]] = [
-    {"path": "nvflare.lighter.impl.workspace.WorkspaceBuilder", "args": {"template_file": ["master_template.yml"]}},
-    {"path": "nvflare.lighter.impl.static_file.StaticFileBuilder", "args": {"config_folder": "config"}},
+    {
+        "path": "nvflare.lighter.impl.workspace.WorkspaceBuilder",
+        "args": {"template_file": ["master_template.yml"]},
+    },
+    {
+        "path": "nvflare.lighter.impl.static_file.StaticFileBuilder",
+        "args": {"config_folder": "config"},
+    },
     {"path": "nvflare.lighter.impl.cert.CertBuilder"},
     {"path": "nvflare.lighter.impl.signature.SignatureBuilder"},
 ]
@@ -53,8 +59,12 @@ class LocalFederation:
         self._provision([*_BUILDERS[:-1], *builders, _BUILDERS[-1]])
         for name in (SERVER, *self.sites):
             allow_classes(self.kit(name) / "local" / "resources.json", allowed)
-        resources = self.kit(SERVER) / "local" / "resources.json"  # FLARE's default is one place for all of a machine
-        resources.write_text(resources.read_text().replace("/tmp/nvflare/", f"{self.folder}/storage/"))
+        resources = (
+            self.kit(SERVER) / "local" / "resources.json"
+        )  # FLARE's default is one place for all of a machine
+        resources.write_text(
+            resources.read_text().replace("/tmp/nvflare/", f"{self.folder}/storage/")
+        )
 
     def kit(self, name: str) -> Path:
         """Return a startup kit's folder."""
@@ -62,20 +72,41 @@ class LocalFederation:
 
     def _provision(self, builders: Sequence[Mapping[str, Any]]) -> None:
         ports = _free_ports(2)
-        server: dict[str, Any] = {"name": SERVER, "type": "server", "org": _ORG, "default_host": "127.0.0.1"}
+        server: dict[str, Any] = {
+            "name": SERVER,
+            "type": "server",
+            "org": _ORG,
+            "default_host": "127.0.0.1",
+        }
         server |= {"fed_learn_port": ports[0], "admin_port": ports[1]}
         people = [server, *({"name": name, "type": "client", "org": _ORG} for name in self.sites)]
         people.append({"name": ADMIN, "type": "admin", "org": _ORG, "role": "project_admin"})
-        project = {"api_version": 3, "name": "medfl", "description": "one machine", "participants": people}
+        project = {
+            "api_version": 3,
+            "name": "medfl",
+            "description": "one machine",
+            "participants": people,
+        }
         path = self.folder / "project.yml"
         path.write_text(yaml.safe_dump({**project, "builders": list(builders)}))
-        command = [sys.executable, "-m", "nvflare.cli", "provision", "-p", str(path), "-w", str(self.folder / "kits")]
+        command = [
+            sys.executable,
+            "-m",
+            "nvflare.cli",
+            "provision",
+            "-p",
+            str(path),
+            "-w",
+            str(self.folder / "kits"),
+        ]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=self.folder,
             env={**self._environment, "HOME": str(self.folder)},  # where FLARE keeps settings
         )  # fmt: skip
         if not self.kit(SERVER).is_dir():
-            raise RunError(f"NVIDIA FLARE could not provision: {(done.stderr or done.stdout).strip()[-400:]}")
+            raise RunError(
+                f"NVIDIA FLARE could not provision: {(done.stderr or done.stdout).strip()[-400:]}"
+            )
 
     # Processes
 
@@ -136,7 +167,9 @@ class LocalFederation:
             self._forget_session()
             time.sleep(1.0)
         missing = ", ".join(sorted(sites - there)) or "the server"
-        raise RunError(f"no sign of {missing} after {timeout:g} s{why}; the output is in {self.folder}")
+        raise RunError(
+            f"no sign of {missing} after {timeout:g} s{why}; the output is in {self.folder}"
+        )
 
     def submit(self, job: Path) -> str:
         """Submit an exported job and return FLARE's id for it."""
@@ -162,7 +195,9 @@ class LocalFederation:
             if status.startswith("FINISHED"):
                 return status
             time.sleep(0.5)
-        raise RunError(f"job {job} is not over after {timeout:g} s; its status is {self.status(job) or 'unknown'}")
+        raise RunError(
+            f"job {job} is not over after {timeout:g} s; its status is {self.status(job) or 'unknown'}"
+        )
 
     def log(self, name: str) -> str:
         """Return the output of a participant's processes."""

@@ -19,12 +19,33 @@ RAW = (
 )  # fmt: skip
 """JSON texts that are put in the place of values, and some that are no JSON."""
 _MARK = "@@RAW@@"
-_BYTES = (b"", b"\x00", b"\xff", b'"', b"{", b"}", b"[", b"]", b",", b"\n", b"\x80\x81", b"9" * 70, b"[" * 2000, b"NaN")
+_BYTES = (
+    b"",
+    b"\x00",
+    b"\xff",
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b"\n",
+    b"\x80\x81",
+    b"9" * 70,
+    b"[" * 2000,
+    b"NaN",
+)
 
 
 def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value below a JSON value."""
-    entries = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    entries = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     for key, child in entries:
         yield (*at, key)
         yield from places(child, (*at, key))
@@ -53,7 +74,9 @@ def changed(draw: st.DrawFn, document: Any, most: int = 3) -> str:
             *other, last = found[draw(st.integers(0, len(found) - 1))]
             value = document
             for step in (*other, last):
-                value = value[step] if isinstance(value, dict | list) and _has(value, step) else value
+                value = (
+                    value[step] if isinstance(value, dict | list) and _has(value, step) else value
+                )
             node[key] = json.loads(json.dumps(value))
     text = json.dumps(document)
     for index, raw in enumerate(raws):
@@ -114,7 +137,22 @@ def text_files(draw: st.DrawFn, text: bytes, words: tuple[bytes, ...]) -> bytes:
 
 
 _DTYPES = ("F64", "F32", "F16", "BF16", "I64", "U8", "BOOL", "F8_E4M3", "C64", "X", "")
-_SHAPES = ([], [0], [1], [2], [10**9], [2**40, 0], [2**62, 4], [-1], [1] * 9, [1] * 3000, [1.5], "2", None, [2**64])
+_SHAPES = (
+    [],
+    [0],
+    [1],
+    [2],
+    [10**9],
+    [2**40, 0],
+    [2**62, 4],
+    [-1],
+    [1] * 9,
+    [1] * 3000,
+    [1.5],
+    "2",
+    None,
+    [2**64],
+)
 
 
 def opened(data: bytes) -> bytes:
@@ -138,7 +176,12 @@ def tensor_files(draw: st.DrawFn, data: bytes) -> bytes:
     if kind == 0:
         return broken(draw, data)
     if kind == 1:
-        return draw(st.sampled_from((0, 1, 7, 2**31, 2**63, 2**64 - 1, length + 1))).to_bytes(8, "little") + data[8:]
+        return (
+            draw(st.sampled_from((0, 1, 7, 2**31, 2**63, 2**64 - 1, length + 1))).to_bytes(
+                8, "little"
+            )
+            + data[8:]
+        )
     if kind < 5 and "__metadata__" in header:
         told = header["__metadata__"]
         name = draw(st.sampled_from(sorted(told)))
@@ -158,9 +201,13 @@ def tensor_files(draw: st.DrawFn, data: bytes) -> bytes:
             pair = [draw(st.sampled_from((0, 4, -1, 2**63, len(body), 10**10))) for _ in range(2)]
             header[name]["data_offsets"] = pair
         elif field == 3:
-            header[draw(st.sampled_from(("", "0", "x", "a/b", "scalars/x", "scalars/", "/", "é", "_" * 600)))] = (
-                header.pop(name)
-            )
+            header[
+                draw(
+                    st.sampled_from(
+                        ("", "0", "x", "a/b", "scalars/x", "scalars/", "/", "é", "_" * 600)
+                    )
+                )
+            ] = header.pop(name)
         else:
             header[name] = {"dtype": "U8", "shape": [len(body)], "data_offsets": [0, len(body)]}
         text = json.dumps(header)

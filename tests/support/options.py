@@ -9,6 +9,10 @@ from medfl.methods import load, options_of
 
 def numbers(name: str) -> dict[str, tuple[Any, ...]]:
     """Return each number and switch: (default, least, most) without limits that it has not."""
-    numeric = (one for one in options_of(type(load(name))) if isinstance(one["default"], int | float))
+    numeric = (
+        one for one in options_of(type(load(name))) if isinstance(one["default"], int | float)
+    )
     limits = {one["name"]: (one["default"], one["minimum"], one["maximum"]) for one in numeric}
-    return {name: tuple(part for part in found if part is not None) for name, found in limits.items()}
+    return {
+        name: tuple(part for part in found if part is not None) for name, found in limits.items()
+    }

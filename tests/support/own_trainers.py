@@ -52,7 +52,11 @@ def images(folder: Path, count: int) -> None:
 
 def _loader(data: str, batch: int = 2) -> dict[str, Any]:
     load = {"_target_": "LoadImaged", "keys": "@key", "image_only": True}
-    steps = [load, {"_target_": "EnsureChannelFirstd", "keys": "@key"}, {"_target_": "ScaleIntensityd", "keys": "@key"}]
+    steps = [
+        load,
+        {"_target_": "EnsureChannelFirstd", "keys": "@key"},
+        {"_target_": "ScaleIntensityd", "keys": "@key"},
+    ]
     dataset = {
         "_target_": "CacheDataset",
         "data": data,
@@ -70,7 +74,9 @@ def _bundle(folder: Path, config: dict[str, Any]) -> Path:
 
 def _with_scripts(path: Path, **modules: str) -> Path:
     (path / "scripts").mkdir()
-    (path / "scripts" / "__init__.py").write_text("".join(f"from . import {name}\n" for name in modules))
+    (path / "scripts" / "__init__.py").write_text(
+        "".join(f"from . import {name}\n" for name in modules)
+    )
     for name, text in modules.items():
         (path / "scripts" / f"{name}.py").write_text(text)
     return path
@@ -164,7 +170,9 @@ def spleens(folder: Path, count: int) -> Path:
         mask[4 + index : 16 + index, 12:28, 5:15] = 1
         for name, values in (("imagesTr", volume + 150 * mask), ("labelsTr", mask)):
             (folder / name).mkdir(parents=True, exist_ok=True)
-            nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), folder / name / f"s_{index:02}.nii.gz")
+            nibabel.save(
+                nibabel.Nifti1Image(values, np.eye(4)), folder / name / f"s_{index:02}.nii.gz"
+            )
     return folder
 
 
@@ -180,8 +188,12 @@ def nodules(folder: Path, count: int) -> Path:
         volume = draw.normal(-800, 50, (64, 64, 32)).astype(np.float32)
         centre = [int(draw.integers(16, high)) for high in (36, 36, 26)]
         volume[tuple(slice(c - 4, c + 4) for c in centre)] = 0
-        nibabel.save(nibabel.Nifti1Image(volume, np.diag([-1.0, -1, 1, 1])), folder / f"{index:02}.nii.gz")
-        entries.append({"image": f"{index:02}.nii.gz", "box": [[*map(float, centre), 8, 8, 8]], "label": [0]})
+        nibabel.save(
+            nibabel.Nifti1Image(volume, np.diag([-1.0, -1, 1, 1])), folder / f"{index:02}.nii.gz"
+        )
+        entries.append(
+            {"image": f"{index:02}.nii.gz", "box": [[*map(float, centre), 8, 8, 8]], "label": [0]}
+        )
     (folder / "list.json").write_text(json.dumps({"training": entries}))
     return folder
 
@@ -245,7 +257,10 @@ def prompting(folder: Path) -> Path:
     """A bundle with VISTA3D's network at toy width, its sampler of prompts, and data lists by folds."""
     spleens(folder / "data", 5)
     names = [f"s_{index:02}.nii.gz" for index in range(5)]
-    items = [{"image": f"imagesTr/{n}", "label": f"labelsTr/{n}", "fold": int(n == names[-1])} for n in names]
+    items = [
+        {"image": f"imagesTr/{n}", "label": f"labelsTr/{n}", "fold": int(n == names[-1])}
+        for n in names
+    ]
     keys = ["image", "label"]
     steps = [
         {"_target_": "LoadImaged", "keys": keys, "image_only": True, "ensure_channel_first": True},
@@ -294,7 +309,13 @@ def reconstructing(folder: Path) -> Path:
     file = path / "configs" / "train.json"
     config = json.loads(file.read_text())
     old = config["trainer"]
-    shape = {"spatial_dims": 2, "in_channels": 1, "out_channels": 1, "channels": [2, 4], "strides": [1, 2]}
+    shape = {
+        "spatial_dims": 2,
+        "in_channels": 1,
+        "out_channels": 1,
+        "channels": [2, 4],
+        "strides": [1, 2],
+    }
     config["generator"] = {"_target_": "AutoEncoder", **shape}
     config["trainer"] = {
         "_target_": "AdversarialTrainer", "device": "@device", "max_epochs": 3,

@@ -27,4 +27,8 @@ def packaged_files(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
     """Return the paths, in the place where packages are installed, of all files that are not Python's."""
     build: Any = distribution(monkeypatch).get_command_obj("build_py")
     build.ensure_finalized()
-    return {Path(*package.split("."), name) for package, _, _, names in build.data_files for name in names}
+    return {
+        Path(*package.split("."), name)
+        for package, _, _, names in build.data_files
+        for name in names
+    }

@@ -43,7 +43,9 @@ def main(folder: Path) -> dict[str, str]:
             "method": method, "data": str(data), "sites": 2, "partition": "iid", "rounds": 2, "local_epochs": 1,
             "batch_size": 4, "eval_every": 0, "portable": True,
         }  # fmt: skip
-        federate(bundle, options=options, config=config, requested=requested, out=folder / name, jobs=1)
+        federate(
+            bundle, options=options, config=config, requested=requested, out=folder / name, jobs=1
+        )
         found[name] = weights_sha256(load_weights(folder / name / "weights.safetensors"))
     return found
 

@@ -26,8 +26,19 @@ DEVICE = torch.device("cpu")  # the pretended one as soon as `register` has run
 
 _aten = torch.ops.aten
 _COPIES = (_aten.copy_.default, _aten._to_copy.default)
-_INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default)
-_PRODUCTS = (_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, _aten.mv.default)
+_INDEXING = (
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+)
+_PRODUCTS = (
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.mv.default,
+)
 _WITH_NUMBER = (_aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor)
 _SIZED_LATER = (
     "arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace", "randperm", "randperm.generator",
@@ -71,7 +82,9 @@ def available() -> bool:
 def let_runs_name_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take its name where a run's device is given; the command line knows no such device."""
     monkeypatch.setattr(plan, "device_named", lambda name: name)
-    monkeypatch.setitem(cast(dict[str, Any], SETTINGS), "device", replace(SETTINGS["device"], parse=None))
+    monkeypatch.setitem(
+        cast(dict[str, Any], SETTINGS), "device", replace(SETTINGS["device"], parse=None)
+    )
 
 
 def register() -> torch.device:
@@ -108,7 +121,9 @@ def register() -> torch.device:
 def in_use() -> Iterator[torch.device]:
     """Give the device for the length of a block; backward passes inside run in the calling thread, as on the CPU."""
     swap = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay the objects they are, as with CUDA
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # parameters stay the objects they are, as with CUDA
     try:
         with torch.autograd.set_multithreading_enabled(False):
             yield register()
@@ -166,7 +181,9 @@ class Pretended(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         """Refuse, as CUDA tensors do, unless forced."""
         if not force:
-            raise TypeError(f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first.")
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() first."
+            )
         return self.detach().cpu().numpy()
 
     def tolist(self) -> Any:
@@ -180,7 +197,9 @@ class Pretended(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise NotImplementedError("the pretended device does not exchange a tensor's storage; copy_ into it")
+        raise NotImplementedError(
+            "the pretended device does not exchange a tensor's storage; copy_ into it"
+        )
 
     def __repr__(self, **_: Any) -> str:
         return f"{type(self).__name__}({self.inner!r})"
@@ -190,7 +209,11 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Apply a change to what is inside tuples, lists and dicts."""
     if isinstance(value, tuple | list):
         return type(value)(_mapped(change, member) for member in value)
-    return {key: _mapped(change, member) for key, member in value.items()} if type(value) is dict else change(value)
+    return (
+        {key: _mapped(change, member) for key, member in value.items()}
+        if type(value) is dict
+        else change(value)
+    )
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
@@ -223,7 +246,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _unchanged(outer: Tensor, inner: Tensor, func: Any) -> Tensor:
     if outer.shape != inner.shape:
-        raise NotImplementedError(f"{func} changes the shape of a tensor of the pretended device in place")
+        raise NotImplementedError(
+            f"{func} changes the shape of a tensor of the pretended device in place"
+        )
     return outer
 
 
@@ -237,16 +262,29 @@ def _refuse(func: Any, args: Any, kwargs: Any, leaves: list[Any]) -> None:
     if func in _COPIES or all(isinstance(leaf, Pretended) for leaf in tensors):
         return
     if func in _INDEXING:
-        if not isinstance(args[0], Pretended) and any(isinstance(index, Pretended) for index in args[1]):
-            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-        tensors = [args[0], *(leaf for leaf in args[2:3] if leaf.ndim or isinstance(leaf, Pretended))]
+        if not isinstance(args[0], Pretended) and any(
+            isinstance(index, Pretended) for index in args[1]
+        ):
+            raise RuntimeError(
+                "indices should be either on cpu or on the same device as the indexed tensor (cpu)"
+            )
+        tensors = [
+            args[0],
+            *(leaf for leaf in args[2:3] if leaf.ndim or isinstance(leaf, Pretended)),
+        ]
     elif torch.Tag.pointwise in func.tags or func in _WITH_NUMBER or "_foreach" in str(func):
         written = _written(func, args, kwargs)
-        tensors = [leaf for leaf in tensors if leaf.ndim or isinstance(leaf, Pretended) or id(leaf) in written]
+        tensors = [
+            leaf
+            for leaf in tensors
+            if leaf.ndim or isinstance(leaf, Pretended) or id(leaf) in written
+        ]
     devices = {leaf.device for leaf in tensors}
     if len(devices) > 1:
         found = " and ".join(sorted(map(str, devices)))
-        raise RuntimeError(f"{func}: Expected all tensors to be on the same device, but found {found}")
+        raise RuntimeError(
+            f"{func}: Expected all tensors to be on the same device, but found {found}"
+        )
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> set[int]:

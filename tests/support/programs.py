@@ -34,7 +34,9 @@ def warm_process() -> Iterator[str]:
         address = Path(folder, "warm")
         environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(
-            [sys.executable, str(LEAN / "warm_start.py"), str(address)], stdin=subprocess.PIPE, env=environment
+            [sys.executable, str(LEAN / "warm_start.py"), str(address)],
+            stdin=subprocess.PIPE,
+            env=environment,
         ) as process:
             yield str(address)
             process.communicate()

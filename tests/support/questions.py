@@ -12,7 +12,9 @@ from medfl.data.public import Public
 from medfl.runs.teachers.questions import Questions, public_classes
 
 
-def opened(name: str, folder: Path, per_class: int = 10, size: int = 24, **config: object) -> Bundle:
+def opened(
+    name: str, folder: Path, per_class: int = 10, size: int = 24, **config: object
+) -> Bundle:
     """Draw a phantom into a folder and open its bundle with images of a size, without augmentation."""
     if not folder.is_dir():
         datasets.write_phantom(name, folder, per_class=per_class, size=size)

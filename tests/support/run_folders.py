@@ -24,7 +24,9 @@ def metrics_at(level: float, draw: np.random.Generator) -> dict[str, float]:
     return values | {"loss": float(2 * (1 - level))}
 
 
-def make_rounds(sites: list[str], rounds: int, judged: str, draw: np.random.Generator) -> list[dict[str, Any]]:
+def make_rounds(
+    sites: list[str], rounds: int, judged: str, draw: np.random.Generator
+) -> list[dict[str, Any]]:
     skill = {site: float(draw.normal(0, 0.06)) for site in sites}
     entries = []
     for number in range(1, rounds + 1):
@@ -67,7 +69,10 @@ def make_run(
     sites: list[str], classes: list[str], rounds: int, source: str, draw: np.random.Generator
 ) -> dict[str, Any]:
     counts = {
-        site: [int(n) for n in draw.multinomial(draw.integers(20, 400), draw.dirichlet([0.4] * len(classes)))]
+        site: [
+            int(n)
+            for n in draw.multinomial(draw.integers(20, 400), draw.dirichlet([0.4] * len(classes)))
+        ]
         for site in sites
     }
     parts = {
@@ -94,7 +99,8 @@ def make_run(
             "checksum": "5f2c" * 16,
             "split": "official",
             "counts": {
-                section: sum(len(p[section]) for p in parts.values()) for section in ("train", "validate", "test")
+                section: sum(len(p[section]) for p in parts.values())
+                for section in ("train", "validate", "test")
             },
         },
         "partition": {
@@ -151,14 +157,26 @@ def make_summary(entries: list[dict[str, Any]], source: str, judged: str) -> dic
     }
 
 
-def write_tables(folder: Path, run: dict[str, Any], entries: list[dict[str, Any]], draw: np.random.Generator) -> None:
+def write_tables(
+    folder: Path, run: dict[str, Any], entries: list[dict[str, Any]], draw: np.random.Generator
+) -> None:
     rows = []
     for site, parts in run["partition"]["sites"].items():
-        row: dict[str, Any] = {"site": site, **{section: len(ids) for section, ids in parts.items()}}
-        row |= {f"train_{name}": n for name, n in zip(run["classes"], run["site_class_counts"][site], strict=True)}
+        row: dict[str, Any] = {
+            "site": site,
+            **{section: len(ids) for section, ids in parts.items()},
+        }
+        row |= {
+            f"train_{name}": n
+            for name, n in zip(run["classes"], run["site_class_counts"][site], strict=True)
+        }
         found = entries[-1]["sites"][site]
         local = {name: value - 0.08 for name, value in found["personal"].items()}
-        for kind, values in (("received", found["received"]), ("personal", found["personal"]), ("local", local)):
+        for kind, values in (
+            ("received", found["received"]),
+            ("personal", found["personal"]),
+            ("local", local),
+        ):
             names = found["personal"]
             row |= {f"{kind}_{name}": values[name] if values else "" for name in names}
         rows.append(row)
@@ -169,12 +187,16 @@ def write_tables(folder: Path, run: dict[str, Any], entries: list[dict[str, Any]
     k = len(run["classes"])
     with (folder / "predictions.csv").open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["id", "site", "label", "predicted", *(f"p_{name}" for name in run["classes"])])
+        table.writerow(
+            ["id", "site", "label", "predicted", *(f"p_{name}" for name in run["classes"])]
+        )
         for site, parts in run["partition"]["sites"].items():
             for name in parts["test"]:
                 label = int(draw.integers(0, k))
                 predicted = label if draw.random() < 0.8 else int(draw.integers(0, k))
-                table.writerow([name, site, label, predicted, *np.round(draw.dirichlet([1.0] * k), 4)])
+                table.writerow(
+                    [name, site, label, predicted, *np.round(draw.dirichlet([1.0] * k), 4)]
+                )
 
 
 def build(
@@ -220,7 +242,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action")]
+        self.loads += [
+            value or ""
+            for name, value in attrs
+            if name in ("src", "href", "xlink:href", "data", "action")
+        ]
         self.tags += [name for name, _ in attrs if name.startswith("on")]
         if tag not in self.VOID:
             self.open.append(tag)

@@ -13,4 +13,6 @@ FEW = ("ditto", "fedavg", "fedbm", "fedhelp", "scaffold")
 
 def mostly_slow(names: Iterable[str], few: Iterable[str] = FEW) -> list[Any]:
     """Return names for `parametrize`, all but a few of them marked as slow."""
-    return [name if name in tuple(few) else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [
+        name if name in tuple(few) else pytest.param(name, marks=pytest.mark.slow) for name in names
+    ]

@@ -33,7 +33,10 @@ WHOLE = 10**6
 """A batch size that takes all of a site's items at once."""
 
 
-WITHOUT_IMAGES: Mapping[str, Mapping[str, Any]] = {"fedbm": {"generator": False}, "fedhelp": {"large": "a"}}
+WITHOUT_IMAGES: Mapping[str, Mapping[str, Any]] = {
+    "fedbm": {"generator": False},
+    "fedhelp": {"large": "a"},
+}
 """Method -> the options that it needs on data that are no images, with sites named a, b, c."""
 CLASSIFYING = [name for name in names() if "classification" in method_class(name).tasks]
 """The methods that fit the toys' task; ConDistFL is tried by what it needs, masks."""
@@ -43,11 +46,15 @@ CLASSIFYING = [name for name in names() if "classification" in method_class(name
 
 
 def sgd(lr: float, **settings: float) -> Optimizer:
-    return lambda network: torch.optim.SGD([p for p in network.parameters() if p.requires_grad], lr, **settings)
+    return lambda network: torch.optim.SGD(
+        [p for p in network.parameters() if p.requires_grad], lr, **settings
+    )
 
 
 def adam(lr: float) -> Optimizer:
-    return lambda network: torch.optim.Adam([p for p in network.parameters() if p.requires_grad], lr)
+    return lambda network: torch.optim.Adam(
+        [p for p in network.parameters() if p.requires_grad], lr
+    )
 
 
 # Networks and losses
@@ -102,7 +109,9 @@ def prompts(plm: str) -> Tensor:
     return nn.functional.normalize(around + 0.3 * torch.randn(3, 5, 12, generator=generator), dim=2)
 
 
-def blobs(counts: Mapping[str, int], seed: int = 0, labels: Mapping[str, Sequence[int]] | None = None) -> Data:
+def blobs(
+    counts: Mapping[str, int], seed: int = 0, labels: Mapping[str, Sequence[int]] | None = None
+) -> Data:
     """Three Gaussian classes in 8 dimensions, float32; `labels` limits a site to some classes."""
     generator = torch.Generator().manual_seed(seed)
     data = {}
@@ -120,7 +129,8 @@ def public_blobs(count: int = 10, teachers: int = 2, classes: int = 4, seed: int
     x = torch.randn(count, 8, generator=generator) - 2 * nn.functional.one_hot(y, 8)
     answers = [torch.randn(count, classes, generator=generator).softmax(1) for _ in range(teachers)]
     shard = Shard.of(
-        Stacked([{"id": f"public{i}", "label": int(label)} for i, label in enumerate(y)], x, y), range(count)
+        Stacked([{"id": f"public{i}", "label": int(label)} for i, label in enumerate(y)], x, y),
+        range(count),
     )
     task = Task("classification", tuple("klmnopqr"[:classes]))
     return Public("toy-public", shard, task, tuple(answers))
@@ -189,16 +199,32 @@ class Toy:
         """Return a site in a round; "central" has everybody's items."""
         pooled = [torch.cat(parts) for parts in zip(*self.data.values(), strict=True)]
         x, y = pooled if name == "central" else self.data[name]
-        shard = Shard.of(Stacked([{"id": f"{name}{i}"} for i in range(len(x))], x, y), range(len(x)))
+        shard = Shard.of(
+            Stacked([{"id": f"{name}{i}"} for i in range(len(x))], x, y), range(len(x))
+        )
         factor = self.lr_decay ** (round_ - 1)
         settings = LocalSettings(self.epochs, self.batch_size, self.optimizer, factor, self.amp)
         seed = derive(self.seed, "round", round_, name)
         return Site(
-            name, seed, shard, shard, shard, self.loss, settings, self.networks, round=round_, public=self.public
+            name,
+            seed,
+            shard,
+            shard,
+            shard,
+            self.loss,
+            settings,
+            self.networks,
+            round=round_,
+            public=self.public,
         )
 
     def host(self, round_: int = 1) -> Host:
-        return Host(derive(self.seed, "round", round_, "server"), self.networks, round=round_, public=self.public)
+        return Host(
+            derive(self.seed, "round", round_, "server"),
+            self.networks,
+            round=round_,
+            public=self.public,
+        )
 
     @property
     def initial(self) -> dict[str, Tensor]:
@@ -211,7 +237,14 @@ def three_classes() -> Toy:
     The public data are of four other classes.
     """
     network, public = classifier(norm=True, dropout=0.3), public_blobs()
-    return Toy(blobs({"a": 9, "b": 6, "c": 11}), network, cross_entropy, sgd(0.1), batch_size=4, public=public)
+    return Toy(
+        blobs({"a": 9, "b": 6, "c": 11}),
+        network,
+        cross_entropy,
+        sgd(0.1),
+        batch_size=4,
+        public=public,
+    )
 
 
 @dataclass
@@ -246,7 +279,9 @@ def simulate(
         cohort = names if cohorts is None else cohorts[round_ - 1]
         with toy.networks.scope():
             host = toy.host(round_)
-            outcome.down = {name: sent(method.broadcast(host, outcome.server, name)) for name in cohort}
+            outcome.down = {
+                name: sent(method.broadcast(host, outcome.server, name)) for name in cohort
+            }
         outcome.replies = {}
         for name in cohort:
             with toy.networks.scope():
@@ -256,7 +291,9 @@ def simulate(
                 outcome.states[name], reply = method.local_update(site, state, outcome.down[name])
                 outcome.replies[name] = sent(reply)
         with toy.networks.scope():
-            outcome.server = method.aggregate(toy.host(round_), outcome.server, outcome.replies, len(names))
+            outcome.server = method.aggregate(
+                toy.host(round_), outcome.server, outcome.replies, len(names)
+            )
         outcome.history.append(outcome.server)
     return outcome
 
@@ -317,12 +354,16 @@ class ToyBundle(Problem):
 
     is_scheduled = False
 
-    def optimizer(self, network: nn.Module, lr: float | None = None, epoch: int = 0) -> torch.optim.Optimizer:
+    def optimizer(
+        self, network: nn.Module, lr: float | None = None, epoch: int = 0
+    ) -> torch.optim.Optimizer:
         return sgd(0.05 if lr is None else lr, momentum=0.9)(network)
 
     def prepared(self, section: str, *, jobs: int = 1, progress: bool = False) -> Stacked:
         x, y = blobs({section: 12}, seed=SECTIONS.index(section))[section]
-        return Stacked([{"id": f"{section}{i}", "label": int(label)} for i, label in enumerate(y)], x, y)
+        return Stacked(
+            [{"id": f"{section}{i}", "label": int(label)} for i, label in enumerate(y)], x, y
+        )
 
 
 @dataclass(frozen=True)

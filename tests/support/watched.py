@@ -24,8 +24,16 @@ def watched(place: Path, *commands: list[str], blank: bool = False) -> dict[str,
         Path(folder).mkdir()
     # matplotlib makes folders in both homes
     homes = dict.fromkeys(("XDG_CACHE_HOME", "XDG_CONFIG_HOME"), places[1])
-    environment = {**os.environ, **homes, "TMPDIR": places[2], "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = places[1]  # PyTorch sets it in whatever process has compiled something
+    environment = {
+        **os.environ,
+        **homes,
+        "TMPDIR": places[2],
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": python_path(),
+    }
+    environment["TORCHINDUCTOR_CACHE_DIR"] = places[
+        1
+    ]  # PyTorch sets it in whatever process has compiled something
     asked = json.dumps({"commands": commands, "places": places, "blank": blank})
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.watched", asked],
@@ -53,7 +61,12 @@ def main(commands: list[list[str]], places: list[str], blank: bool) -> None:
 
     if blank:
         leave_blank(pytest.MonkeyPatch())
-    for module in ("ignite", "nibabel", "PIL.Image", "medfl.runs.launch"):  # whatever imports them may
+    for module in (
+        "ignite",
+        "nibabel",
+        "PIL.Image",
+        "medfl.runs.launch",
+    ):  # whatever imports them may
         importlib.import_module(module)
     for name in [name for name in sys.modules if name.partition(".")[0] == "nvflare"]:
         del sys.modules[name]  # the warm process has it; that a command imports it has to be seen

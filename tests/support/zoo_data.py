@@ -23,15 +23,26 @@ Config = dict[str, str]
 
 
 def _volumes(
-    folder: Path, image: str, label: str, count: int, values: tuple[int, ...] = (0, 1, 1), **how: Any
+    folder: Path,
+    image: str,
+    label: str,
+    count: int,
+    values: tuple[int, ...] = (0, 1, 1),
+    **how: Any,
 ) -> list[dict[str, str]]:
     """Draw volumes and masks; `values` are the mask's for nothing, rim and core, `how` their size and spacing."""
     rng, items = np.random.default_rng(0), []
     for n in range(count):
         pixels, mask = blob(rng, how.get("size", (32, 32, 32)))
         items.append({"image": image.format(n), "label": label.format(n)})
-        save_nifti(folder / items[-1]["image"], 400 * pixels - 150, how.get("spacing", (1.0, 1.0, 1.0)))
-        save_nifti(folder / items[-1]["label"], np.choose(mask, values).astype(np.uint8), how.get("spacing", (1, 1, 1)))
+        save_nifti(
+            folder / items[-1]["image"], 400 * pixels - 150, how.get("spacing", (1.0, 1.0, 1.0))
+        )
+        save_nifti(
+            folder / items[-1]["label"],
+            np.choose(mask, values).astype(np.uint8),
+            how.get("spacing", (1, 1, 1)),
+        )
     return items
 
 
@@ -67,7 +78,9 @@ def brats_mri_segmentation(folder: Path) -> Config:
 
 def classification_template(folder: Path) -> Config:
     items = _volumes(folder, "img{}.nii.gz", "lbl{}.nii.gz", 15, size=(32, 32))
-    labelled = [{"image": str(folder / item["image"]), "label": n % 4} for n, item in enumerate(items)]
+    labelled = [
+        {"image": str(folder / item["image"]), "label": n % 4} for n, item in enumerate(items)
+    ]
     _json(folder / "train_samples.json", labelled)
     return {}
 
@@ -117,7 +130,9 @@ def pathology_nuclei_classification(folder: Path) -> Config:
         save_picture(folder / f"Images/{n}.png", np.stack([image] * 3, -1))
         (folder / "Labels").mkdir(exist_ok=True)
         kind = 1 + n % 4
-        Image.fromarray(np.choose(mask, (0, 255, kind)).astype(np.uint8)).save(folder / f"Labels/{n}.png")
+        Image.fromarray(np.choose(mask, (0, 255, kind)).astype(np.uint8)).save(
+            folder / f"Labels/{n}.png"
+        )
         files = {"image": str(folder / f"Images/{n}.png"), "label": str(folder / f"Labels/{n}.png")}
         items.append({**files, "nuclei_id": n, "mask_value": kind, "centroid": [16, 16]})
     _json(folder / "dataset.json", {"training": items[:8], "validation": items[8:]})
@@ -143,7 +158,9 @@ def pathology_tumor_detection(folder: Path) -> Config:
 
 
 def prostate_mri_anatomy(folder: Path) -> Config:
-    items = _volumes(folder, "train/{}/t2.nii.gz", "train/{}/mask.nii.gz", 6, (0, 1, 2), spacing=(0.5, 0.5, 0.5))
+    items = _volumes(
+        folder, "train/{}/t2.nii.gz", "train/{}/mask.nii.gz", 6, (0, 1, 2), spacing=(0.5, 0.5, 0.5)
+    )
     rows = [f"{n},{item['image']},{item['label']}\n" for n, item in enumerate(items)]
     for name, some in (("train", rows[:4]), ("valid", rows[4:])):
         (folder / f"{name}.csv").write_text("ID,t2,t2_anatomy_reader1\n" + "".join(some))

@@ -63,7 +63,9 @@ def bundle(folder: Path, ids: dict[str, Any], metadata: dict[str, Any] | None = 
     }  # fmt: skip
     pictures = {
         "inputs": {"image": {"num_channels": 1, "spatial_shape": [32, 32]}},
-        "outputs": {"pred": {"format": "segmentation", "num_channels": 2, "spatial_shape": [32, 32]}},
+        "outputs": {
+            "pred": {"format": "segmentation", "num_channels": 2, "spatial_shape": [32, 32]}
+        },
     }
     (folder / "configs").mkdir(parents=True)
     (folder / "configs" / "train.json").write_text(json.dumps(config))
@@ -78,7 +80,13 @@ def volume(path: Path) -> Any:
 
 CLASSIFIED = {
     "inputs": {"image": {"num_channels": 3, "spatial_shape": [32, 32]}},
-    "outputs": {"pred": {"type": "probabilities", "format": "classes", "channel_def": {"0": "no", "1": "yes"}}},
+    "outputs": {
+        "pred": {
+            "type": "probabilities",
+            "format": "classes",
+            "channel_def": {"0": "no", "1": "yes"},
+        }
+    },
 }
 ONE_IMAGE = {
     "transforms": {"_target_": "Compose", "transforms": [
@@ -198,7 +206,9 @@ def test_what_expressions_look_for_is_drawn(
 ) -> None:
     path = bundle(tmp_path / "bundle", ids, metadata)
     drawn = draw_data(str(path), tmp_path / "drawn")
-    present = {str(file.relative_to(drawn.folder)) for file in drawn.folder.rglob("*") if file.is_file()}
+    present = {
+        str(file.relative_to(drawn.folder)) for file in drawn.folder.rglob("*") if file.is_file()
+    }
     assert set(files) <= present
     assert all((drawn.folder / name).stat().st_size for name in present)
     opened = Bundle(str(path), configured(drawn))
@@ -224,7 +234,13 @@ def volumes(**ids: Any) -> dict[str, Any]:
         {"_target_": "LoadImaged", "keys": ["image", "label"]},
         {"_target_": "EnsureChannelFirstd", "keys": ["image", "label"]},
     ]
-    network = {"_target_": "UNet", "spatial_dims": 3, "in_channels": 1, "out_channels": 3, "channels": [4, 8]}
+    network = {
+        "_target_": "UNet",
+        "spatial_dims": 3,
+        "in_channels": 1,
+        "out_channels": 3,
+        "channels": [4, 8],
+    }
     return {
         "list": "$@dataset_dir + '/dataset.json'",
         "train_list": "$monai.data.load_decathlon_datalist(@list)",
@@ -236,29 +252,54 @@ def volumes(**ids: Any) -> dict[str, Any]:
 
 def told(channels: int) -> dict[str, Any]:
     image = {"num_channels": channels, "spatial_shape": ["8*n"] * 3}
-    return {"inputs": {"image": image}, "outputs": {"pred": {"format": "labels", "num_channels": 3}}}
+    return {
+        "inputs": {"image": image},
+        "outputs": {"pred": {"format": "labels", "num_channels": 3}},
+    }
 
 
 def test_volumes_have_the_values_spacing_and_intensities_that_are_asked_for(tmp_path: Path) -> None:
     more = [
         {"_target_": "Spacingd", "keys": ["image", "label"], "pixdim": [1.5, 1.5, 2.0]},
-        {"_target_": "ScaleIntensityRanged", "keys": "image", "a_min": -57, "a_max": 164, "b_min": 0, "b_max": 1},
+        {
+            "_target_": "ScaleIntensityRanged",
+            "keys": "image",
+            "a_min": -57,
+            "a_max": 164,
+            "b_min": 0,
+            "b_max": 1,
+        },
     ]
     draw_data(str(bundle(tmp_path / "bundle", volumes(more=more), told(1))), tmp_path / "drawn")
-    image, label = (volume(tmp_path / "drawn/data" / key / "case_003.nii.gz") for key in ("image", "label"))
+    image, label = (
+        volume(tmp_path / "drawn/data" / key / "case_003.nii.gz") for key in ("image", "label")
+    )
     assert image.shape == label.shape == (32, 32, 32)
     assert np.allclose(np.diag(image.affine), [1.5, 1.5, 2, 1])
     assert np.unique(label.get_fdata()).tolist() == [0, 1, 2]
     inside, pixels = label.get_fdata() > 0, image.get_fdata()
-    assert -57 <= pixels.min() < pixels[~inside].mean() < pixels[inside].mean() < pixels.max() <= 164
+    assert (
+        -57 <= pixels.min() < pixels[~inside].mean() < pixels[inside].mean() < pixels.max() <= 164
+    )
 
 
 def test_images_are_as_large_as_what_is_cut_out_of_them(tmp_path: Path) -> None:
-    crop = {"_target_": "RandCropByPosNegLabeld", "keys": ["image", "label"], "label_key": "label", "num_samples": 2}
-    path = bundle(tmp_path / "bundle", volumes(more=[{**crop, "spatial_size": "@roi"}], roi=[40, 32, 48]), told(1))
+    crop = {
+        "_target_": "RandCropByPosNegLabeld",
+        "keys": ["image", "label"],
+        "label_key": "label",
+        "num_samples": 2,
+    }
+    path = bundle(
+        tmp_path / "bundle",
+        volumes(more=[{**crop, "spatial_size": "@roi"}], roi=[40, 32, 48]),
+        told(1),
+    )
     draw_data(str(path), tmp_path / "drawn")
     assert volume(tmp_path / "drawn/data/image/case_000.nii.gz").shape == (40, 32, 48)
-    with pytest.raises(InputError, match="transforms.*could not be found out|could not be found out.*ROI"):
+    with pytest.raises(
+        InputError, match="transforms.*could not be found out|could not be found out.*ROI"
+    ):
         draw_data(str(path), tmp_path / "small", size=24)
 
 
@@ -272,7 +313,9 @@ def test_channels_are_those_of_the_metadata_in_one_file_or_several(tmp_path: Pat
         {"_target_": "EnsureTyped", "keys": ["image", "label"]},
         {"_target_": "ConvertToMultiChannelBasedOnBratsClassesd", "keys": "label"},
     ]}  # fmt: skip
-    draw_data(str(bundle(tmp_path / "two", volumes(transforms=only_read), told(2))), tmp_path / "files")
+    draw_data(
+        str(bundle(tmp_path / "two", volumes(transforms=only_read), told(2))), tmp_path / "files"
+    )
     listed = json.loads((tmp_path / "files/data/dataset.json").read_text())["training"][0]["image"]
     assert listed == ["image_0/case_000.nii.gz", "image_1/case_000.nii.gz"]
     mask = volume(tmp_path / "files/data/label/case_000.nii.gz").get_fdata()
@@ -315,19 +358,29 @@ def test_masks_of_one_value_that_are_scaled_are_white(tmp_path: Path) -> None:
     drawn = draw_data(str(path), tmp_path / "drawn")
     label = Bundle(str(path), configured(drawn)).section("train").source
     masks = [label.transforms[0](entry)["label"] for entry in label.entries]
-    assert all(mask.round().unique().tolist() == [0, 1] and (mask - mask.round()).abs().max() < 0.05 for mask in masks)
+    assert all(
+        mask.round().unique().tolist() == [0, 1] and (mask - mask.round()).abs().max() < 0.05
+        for mask in masks
+    )
 
 
-def test_a_transform_that_needs_what_is_not_installed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transform_that_needs_what_is_not_installed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from monai.transforms import EnsureTyped
 
     def absent(*_: Any, **__: Any) -> None:
         raise ImportError("required package `slides` is not installed")
 
     monkeypatch.setattr(EnsureTyped, "__call__", absent)
-    path = bundle(tmp_path / "bundle", volumes(more=[{"_target_": "EnsureTyped", "keys": "image"}]), told(1))
+    path = bundle(
+        tmp_path / "bundle", volumes(more=[{"_target_": "EnsureTyped", "keys": "image"}]), told(1)
+    )
     drawn = draw_data(str(path), tmp_path / "drawn")
-    assert "its train images are drawn but not tried: required package `slides` is not installed" in drawn.notes
+    assert (
+        "its train images are drawn but not tried: required package `slides` is not installed"
+        in drawn.notes
+    )
     assert drawn.files == 13
 
 
@@ -369,13 +422,21 @@ def test_the_same_seed_draws_the_same(tmp_path: Path) -> None:
     ("ids", "named"),
     [
         (
-            {"train_list": "$[{'image': f, 'label': 0} for f in glob.glob(@dataset_dir + '/*.dcm')]"},
+            {
+                "train_list": "$[{'image': f, 'label': 0} for f in glob.glob(@dataset_dir + '/*.dcm')]"
+            },
             r"'train_list'.*/\*.dcm",
         ),
-        ({"train_list": "$json.loads(open(@dataset_dir + '/all.xml').read())"}, "'train_list'.*all.xml"),
+        (
+            {"train_list": "$json.loads(open(@dataset_dir + '/all.xml').read())"},
+            "'train_list'.*all.xml",
+        ),
         ({"train_list": "$[{'image': '/etc/passwd', 'label': 0}]"}, "/etc/passwd"),
         ({"train_list": "$[{'image': @dataset_dir + '/../x.png', 'label': 0}]"}, "x.png"),
-        ({"train_list": "$[{'image': f} for f in glob.glob('/nowhere/else/*.png')]"}, "'train_list'.*/nowhere/else"),
+        (
+            {"train_list": "$[{'image': f} for f in glob.glob('/nowhere/else/*.png')]"},
+            "'train_list'.*/nowhere/else",
+        ),
     ],
 )
 def test_what_cannot_be_found_out_is_named_in_one_line_and_nothing_is_left(
@@ -392,7 +453,9 @@ def test_what_cannot_be_found_out_is_named_in_one_line_and_nothing_is_left(
     assert not any((tmp_path / "empty").iterdir())
 
 
-@pytest.mark.parametrize("flags", [["--cases", "-1"], ["--cases", "1000"], ["--size", "4"], ["--size", "9999"]])
+@pytest.mark.parametrize(
+    "flags", [["--cases", "-1"], ["--cases", "1000"], ["--size", "4"], ["--size", "9999"]]
+)
 def test_numbers_out_of_range_are_refused(flags: list[str], tmp_path: Path) -> None:
     path = bundle(tmp_path / "bundle", {})
     assert draw([str(path), "--out", str(tmp_path / "drawn"), *flags]) == 2
@@ -409,7 +472,9 @@ def test_numbers_out_of_range_are_refused(flags: list[str], tmp_path: Path) -> N
     ],
 )
 def test_metadata_of_another_form_are_named(formats: Any, tmp_path: Path) -> None:
-    path = bundle(tmp_path / "bundle", {"train_list": "$glob.glob(@dataset_dir + '/*.png')"}, formats)
+    path = bundle(
+        tmp_path / "bundle", {"train_list": "$glob.glob(@dataset_dir + '/*.png')"}, formats
+    )
     with pytest.raises(InputError, match="metadata.json: network_data_format: "):
         draw_data(str(path), tmp_path / "drawn")
     assert os.listdir(tmp_path) == ["bundle"]
@@ -418,8 +483,12 @@ def test_metadata_of_another_form_are_named(formats: Any, tmp_path: Path) -> Non
 def test_names_of_classes_lead_nowhere_else(tmp_path: Path) -> None:
     names = {"channel_def": {"0": "..", "1": "../../out", "2": "/etc"}}
     metadata = CLASSIFIED | {"outputs": {"pred": {"format": "classes", **names}}}
-    ids = {"train_list": "$[{'image': f, 'label': 0} for f in sorted(glob.glob(@dataset_dir + '/*/*.png'))]"}
-    drawn = draw_data(str(bundle(tmp_path / "bundle", {**ONE_IMAGE, **ids}, metadata)), tmp_path / "drawn")
+    ids = {
+        "train_list": "$[{'image': f, 'label': 0} for f in sorted(glob.glob(@dataset_dir + '/*/*.png'))]"
+    }
+    drawn = draw_data(
+        str(bundle(tmp_path / "bundle", {**ONE_IMAGE, **ids}, metadata)), tmp_path / "drawn"
+    )
     assert sorted(os.listdir(tmp_path)) == ["bundle", "drawn"]
     assert sorted(path.name for path in drawn.folder.iterdir()) == ["-", "-etc", "..-..-out"]
 
@@ -436,7 +505,10 @@ def test_nothing_is_drawn_beside_the_folder(files: str, tmp_path: Path) -> None:
     """Whatever a bundle's folders are called and looked for by."""
     names = {"channel_def": {"0": "../../../evil", "1": str(tmp_path / "absolute")}}
     metadata = CLASSIFIED | {"outputs": {"pred": {"format": "classes", **names}}}
-    ids = {"imports": ["$import os", "$import glob"], "train_list": f"$[{{'image': f, 'label': 0}} for f in {files}]"}
+    ids = {
+        "imports": ["$import os", "$import glob"],
+        "train_list": f"$[{{'image': f, 'label': 0}} for f in {files}]",
+    }
     path = bundle(tmp_path / "bundle", {**ONE_IMAGE, **ids}, metadata)
     with suppress(InputError):
         draw_data(str(path), tmp_path / "drawn")
@@ -459,13 +531,17 @@ def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_what_inspection_refuses_is_not_evaluated(tmp_path: Path) -> None:
-    path = bundle(tmp_path / "bundle", {"train_list": f"$[open('{tmp_path}/written', 'w').close()]"})
+    path = bundle(
+        tmp_path / "bundle", {"train_list": f"$[open('{tmp_path}/written', 'w').close()]"}
+    )
     with pytest.raises(InputError, match="is refused"):
         draw_data(str(path), tmp_path / "drawn")
     assert os.listdir(tmp_path) == ["bundle"]
 
 
-def test_a_run_on_drawn_data_says_phantom(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_on_drawn_data_says_phantom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ids = {"images": "$sorted(glob.glob(@dataset_dir + '/img*.png'))",
            "labels": "$sorted(glob.glob(@dataset_dir + '/seg*.png'))"}  # fmt: skip
     path = str(bundle(tmp_path / "bundle", ids | PAIRS))
@@ -474,14 +550,24 @@ def test_a_run_on_drawn_data_says_phantom(tmp_path: Path, capsys: pytest.Capture
     assert first.startswith("PHANTOM data (drawn images) for bundle: ")
     assert counts.endswith("items: train 6, validate 2")
     command = command.removeprefix("train on them: medfl ").split()
-    assert main([*command, "--rounds", "1", "--sites", "2", "--out", str(tmp_path / "run"), "--quiet"]) == 0
+    assert (
+        main([*command, "--rounds", "1", "--sites", "2", "--out", str(tmp_path / "run"), "--quiet"])
+        == 0
+    )
     assert "PHANTOM data" in capsys.readouterr().out
     assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["source"] == "phantom"
 
 
-def test_overrides_are_read_as_a_run_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_are_read_as_a_run_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Lists and numbers are no texts, and the command that is told gives them again, trusted as it was."""
-    crop = {"_target_": "RandCropByPosNegLabeld", "keys": ["image", "label"], "label_key": "label", "num_samples": 2}
+    crop = {
+        "_target_": "RandCropByPosNegLabeld",
+        "keys": ["image", "label"],
+        "label_key": "label",
+        "num_samples": 2,
+    }
     ids = volumes(more=[{**crop, "spatial_size": "@roi"}], roi=[96, 96, 96], name="x", off=True)
     path = str(bundle(tmp_path / "bundle", ids, told(1)))
     given = {"roi": "[16,16,16]", "name": "'7'", "off": "null"}

@@ -16,7 +16,18 @@ from medfl.storage.files import load_state, save_state
 from medfl.training import loop as training
 from medfl.training.loop import FitReport, fit, pull, summed
 from medfl.training.site import Site, snapshot
-from tests.support.toy import Toy, adam, bits, blobs, classifier, cross_entropy, half_square, linear, regression, sgd
+from tests.support.toy import (
+    Toy,
+    adam,
+    bits,
+    blobs,
+    classifier,
+    cross_entropy,
+    half_square,
+    linear,
+    regression,
+    sgd,
+)
 
 OPTIMIZERS = {
     "sgd": sgd(0.1),
@@ -27,7 +38,13 @@ OPTIMIZERS = {
 
 
 def make(**changes) -> Toy:
-    settings = {"network": classifier(), "loss": cross_entropy, "optimizer": sgd(0.1), "batch_size": 4, "epochs": 2}
+    settings = {
+        "network": classifier(),
+        "loss": cross_entropy,
+        "optimizer": sgd(0.1),
+        "batch_size": 4,
+        "epochs": 2,
+    }
     return Toy(blobs({"a": 10}), **{**settings, **changes})
 
 
@@ -51,7 +68,9 @@ def by_hand(toy: Toy, site: Site, factor: float = 1.0) -> tuple[dict[str, Tensor
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("network", [classifier(), classifier(norm=True, dropout=0.4)], ids=["plain", "norm-dropout"])
+@pytest.mark.parametrize(
+    "network", [classifier(), classifier(norm=True, dropout=0.4)], ids=["plain", "norm-dropout"]
+)
 def test_it_is_the_plain_loop_bit_for_bit(optimizer, network) -> None:
     toy = make(optimizer=optimizer, network=network)
     site = toy.site("a")
@@ -121,7 +140,9 @@ def test_every_epoch_has_every_item_once_in_another_order() -> None:
     fit(site.model(toy.initial), site, objective=objective)
     assert [len(x) for x in seen] == [4, 4, 2] * 3
     epochs = [torch.cat(seen[i : i + 3]) for i in (0, 3, 6)]
-    assert all(torch.equal(epoch.sort(0).values, toy.data["a"][0].sort(0).values) for epoch in epochs)
+    assert all(
+        torch.equal(epoch.sort(0).values, toy.data["a"][0].sort(0).values) for epoch in epochs
+    )
     assert not torch.equal(epochs[0], epochs[1])
 
 
@@ -147,7 +168,11 @@ def test_the_hook_sees_this_steps_gradients_before_the_step() -> None:
 
 
 def test_gradients_never_pile_up_not_even_of_parameters_the_optimiser_leaves_out() -> None:
-    toy = make(optimizer=lambda network: torch.optim.SGD(network[4].parameters(), 0.0), batch_size=10, epochs=3)
+    toy = make(
+        optimizer=lambda network: torch.optim.SGD(network[4].parameters(), 0.0),
+        batch_size=10,
+        epochs=3,
+    )
     site = toy.site("a")
     model = site.model(toy.initial)
     seen: list[Tensor] = []
@@ -207,7 +232,12 @@ def test_a_pull_of_strength_zero_keeps_every_bit() -> None:
 def noisy(seed: int = 0) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
     """A feed that doubles the inputs and draws two more tensors a step."""
     draws = torch.Generator().manual_seed(seed)
-    return lambda x, y: (2 * x, y, torch.randn(x.shape, generator=draws), torch.rand(len(x), generator=draws))
+    return lambda x, y: (
+        2 * x,
+        y,
+        torch.randn(x.shape, generator=draws),
+        torch.rand(len(x), generator=draws),
+    )
 
 
 def with_noise(model: nn.Module, x: Tensor, y: Tensor, noise: Tensor, factors: Tensor) -> Tensor:
@@ -231,7 +261,12 @@ def test_a_penalty_has_the_targets_of_a_batch_with_more_tensors() -> None:
         seen.append(targets)
         return 0 * features.sum()
 
-    fit(site.model(make().initial), replace(site, penalty=penalty), objective=with_noise, feed=noisy())
+    fit(
+        site.model(make().initial),
+        replace(site, penalty=penalty),
+        objective=with_noise,
+        feed=noisy(),
+    )
     with stream(site.seed, "local") as generator:
         expected = [y for _ in range(2) for _, y in site.train.batches(4, generator)]
     assert bits(seen) == bits(expected)
@@ -293,7 +328,9 @@ def test_a_penalty_that_is_no_number_is_told() -> None:
 # Damage
 
 
-@pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (float("-inf"), "-inf")]
+)
 def test_a_loss_that_is_no_number_names_site_round_and_step(value: float, text: str) -> None:
     toy, calls = make(epochs=2), []
 
@@ -303,7 +340,9 @@ def test_a_loss_that_is_no_number_names_site_round_and_step(value: float, text: 
         return loss * value if len(calls) == 5 else loss
 
     site = toy.site("a", 7)
-    with pytest.raises(RunError, match=rf"site 'a', round 7: the training loss is {text} at step 5"):
+    with pytest.raises(
+        RunError, match=rf"site 'a', round 7: the training loss is {text} at step 5"
+    ):
         fit(site.model(toy.initial), site, objective=objective)
 
 
@@ -341,7 +380,10 @@ def test_one_image_is_enough_for_batch_norm_over_its_pixels() -> None:
     """A single image has many values per channel: the layer works as in plain PyTorch, its statistics move."""
 
     def network() -> nn.Module:
-        pixels, pooled = [nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)], [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+        pixels, pooled = (
+            [nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)],
+            [nn.AdaptiveAvgPool2d(1), nn.Flatten()],
+        )
         return nn.Sequential(*pixels, *pooled, nn.BatchNorm1d(2), nn.Linear(2, 3))
 
     generator = torch.Generator().manual_seed(0)
@@ -441,7 +483,9 @@ def test_a_batch_whose_scaled_gradients_overflow_is_trained_on(overflowing, monk
         if not amp:
             monkeypatch.undo()
         model, read = site.model(toy.initial), []
-        report = fit(model, site, gradient_hook=lambda ps, read=read: read.extend(p.grad.clone() for p in ps))
+        report = fit(
+            model, site, gradient_hook=lambda ps, read=read: read.extend(p.grad.clone() for p in ps)
+        )
         seen.append(read)
         results.append((bits(snapshot(model)), report.steps, report.loss))
     assert overflowing[0].get_scale() < 2.0**120
@@ -450,7 +494,9 @@ def test_a_batch_whose_scaled_gradients_overflow_is_trained_on(overflowing, monk
     assert results[0] == results[1]
 
 
-def test_a_hook_reads_plain_gradients_of_parameters_that_the_optimiser_leaves_out_too(overflowing, monkeypatch) -> None:
+def test_a_hook_reads_plain_gradients_of_parameters_that_the_optimiser_leaves_out_too(
+    overflowing, monkeypatch
+) -> None:
     def first_layer(network: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(list(network.parameters())[:2], 1e-4)
 
@@ -474,7 +520,9 @@ def test_a_hook_reads_plain_gradients_of_parameters_that_the_optimiser_leaves_ou
 def test_gradients_that_no_scale_makes_finite_end_the_run_by_name(overflowing) -> None:
     toy = make(loss=lambda output, y: (output * float("inf")).sum())
     site = toy.site("a")
-    with pytest.raises(RunError, match=r"site 'a', round 1: gradients in float16 are not finite at any scale"):
+    with pytest.raises(
+        RunError, match=r"site 'a', round 1: gradients in float16 are not finite at any scale"
+    ):
         fit(site.model(toy.initial), site)
 
 

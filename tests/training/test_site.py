@@ -126,7 +126,9 @@ def test_what_the_bundle_froze_stays_frozen() -> None:
     with networks.scope():
         networks.lease(networks.initial).requires_grad_(True)
     with networks.scope():
-        flags = {name: p.requires_grad for name, p in networks.lease(networks.initial).named_parameters()}
+        flags = {
+            name: p.requires_grad for name, p in networks.lease(networks.initial).named_parameters()
+        }
     assert flags == {"0.weight": False, "0.bias": False, "4.weight": True, "4.bias": True}
 
 
@@ -135,9 +137,15 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     weights = dict(networks.initial)
     with networks.scope():
         for wrong, text in (
-            ({k: v for k, v in weights.items() if k != "4.bias"}, "'4.bias' is in one of them only"),
+            (
+                {k: v for k, v in weights.items() if k != "4.bias"},
+                "'4.bias' is in one of them only",
+            ),
             ({**weights, "5.bias": torch.zeros(3)}, "'5.bias' is in one of them only"),
-            ({**weights, "4.bias": torch.zeros(1)}, r"'4.bias' has shape \(1,\); the network's is \(3,\)"),
+            (
+                {**weights, "4.bias": torch.zeros(1)},
+                r"'4.bias' has shape \(1,\); the network's is \(3,\)",
+            ),
         ):
             with pytest.raises(ValueError, match=text):
                 networks.lease(wrong)
@@ -158,7 +166,10 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
 
 def test_a_path_names_another_draw_of_the_weights() -> None:
     networks = pool()
-    drawn = [snapshot(networks.fresh(*path)) for path in ((), ("site", "a"), ("site", "b"), ("centre", 1))]
+    drawn = [
+        snapshot(networks.fresh(*path))
+        for path in ((), ("site", "a"), ("site", "b"), ("centre", 1))
+    ]
     assert len({str(bits(weights)) for weights in drawn}) == 4
     torch.rand(3)
     assert bits(snapshot(pool().fresh("site", "a"))) == bits(drawn[1])
@@ -186,7 +197,11 @@ def test_site_and_host_share_the_pool_and_own_what_they_build() -> None:
     site, host = toy.site("b"), toy.host()
     assert site.num_samples == len(site.train) == 6
     assert site.device == host.device == torch.device("cpu")
-    assert bits(dict(site.initial_weights)) == bits(snapshot(site.network())) == bits(snapshot(host.network()))
+    assert (
+        bits(dict(site.initial_weights))
+        == bits(snapshot(site.network()))
+        == bits(snapshot(host.network()))
+    )
     with toy.networks.scope():
         assert site.model(toy.initial) is not host.model(toy.initial)
     assert not hasattr(host, "train")

@@ -16,7 +16,9 @@ def no_trainer(folder: Path) -> BrokenBundle:
     bundle = seg3d_decathlon_json(folder)
     config = json.loads(bundle.config_file.read_text())
     del config["train"]["trainer"]
-    return _break(bundle, config, ("trainer", "train.json"), "there is no trainer", "'train::trainer'")
+    return _break(
+        bundle, config, ("trainer", "train.json"), "there is no trainer", "'train::trainer'"
+    )
 
 
 def no_loss(folder: Path) -> BrokenBundle:
@@ -39,7 +41,13 @@ def empty_data(folder: Path) -> BrokenBundle:
         "data": "$[{'image': i, 'label': l} for i, l in zip(@images_a, @labels_a)]",
         "transform": "@train#preprocessing",
     }
-    return _break(bundle, config, ("train#dataset", "train.json"), "the training data list is empty", "num_samples=0")
+    return _break(
+        bundle,
+        config,
+        ("train#dataset", "train.json"),
+        "the training data list is empty",
+        "num_samples=0",
+    )
 
 
 def bad_json(folder: Path) -> BrokenBundle:
@@ -48,7 +56,9 @@ def bad_json(folder: Path) -> BrokenBundle:
     text = bundle.config_file.read_text()
     bundle.config_file.write_text(text[: len(text) // 2])
     reason = "the configuration ends in the middle"
-    return BrokenBundle(bundle.path, bundle.config, ("train.json",), reason, "Unterminated string", bundle.run_id)
+    return BrokenBundle(
+        bundle.path, bundle.config, ("train.json",), reason, "Unterminated string", bundle.run_id
+    )
 
 
 def other_trainer(folder: Path) -> BrokenBundle:
@@ -56,15 +66,20 @@ def other_trainer(folder: Path) -> BrokenBundle:
     bundle = seg3d_decathlon_json(folder)
     config = json.loads(bundle.config_file.read_text())
     config["train"]["trainer"] = {**config["train"]["trainer"], "_target_": "torch.nn.Identity"}
-    return _break(bundle, config, ("torch.nn.Identity", "train.json"), "the trainer is a network", "'run'")
+    return _break(
+        bundle, config, ("torch.nn.Identity", "train.json"), "the trainer is a network", "'run'"
+    )
 
 
 BROKEN: dict[str, Callable[[Path], BrokenBundle]] = {
-    function.__name__: function for function in (no_trainer, no_loss, empty_data, bad_json, other_trainer)
+    function.__name__: function
+    for function in (no_trainer, no_loss, empty_data, bad_json, other_trainer)
 }
 
 
-def _break(bundle: ZooBundle, config: dict[str, Any], names: tuple[str, ...], reason: str, monai: str) -> BrokenBundle:
+def _break(
+    bundle: ZooBundle, config: dict[str, Any], names: tuple[str, ...], reason: str, monai: str
+) -> BrokenBundle:
     """Overwrite the bundle's training configuration by `config`."""
     write_json(bundle.config_file, config)
     return BrokenBundle(bundle.path, bundle.config, names, reason, monai, bundle.run_id)

@@ -205,7 +205,9 @@ def seg2d_opaque_dataset(folder: Path) -> ZooBundle:
     for place, count in places.items():
         for n in range(count):
             image, label = blob(rng, (40, 60))
-            tint = np.asarray([1.0, 0.8, 0.6] if place.endswith("a") else [0.6, 0.8, 1.0], dtype=np.float32)
+            tint = np.asarray(
+                [1.0, 0.8, 0.6] if place.endswith("a") else [0.6, 0.8, 1.0], dtype=np.float32
+            )
             base = path / "data" / "tools" / place
             save_picture(base / f"frame_{n:03d}.png", image[..., None] * tint)
             save_picture(base / f"frame_{n:03d}_seg.png", (label > 0).astype(np.float32))
@@ -246,7 +248,9 @@ def cls3d_partition_json(folder: Path) -> ZooBundle:
         volume = blob(rng, (18, 16, 20))[0] if kind else rng.random((18, 16, 20)).astype(np.float32)
         name = f"volumes/v{n:02d}.nii.gz"
         save_nifti(path / "data" / name, volume)
-        samples.append({"image": name, "label": kind, "patient": f"p{n // 2}", "centre": "ab"[n // 2 % 2]})
+        samples.append(
+            {"image": name, "label": kind, "patient": f"p{n // 2}", "centre": "ab"[n // 2 % 2]}
+        )
     write_json(path / "data" / "samples.json", {"training": samples[:8], "test": samples[8:]})
     record = ZooBundle(
         path=path,

@@ -20,12 +20,16 @@ def blob(rng: np.random.Generator, shape: Sequence[int]) -> tuple[FloatArray, La
     radius = [rng.uniform(0.25, 0.35) * n for n in shape]
     axes = np.meshgrid(*(np.arange(n) for n in shape), indexing="ij")
     distance = sum(((axis - c) / r) ** 2 for axis, c, r in zip(axes, centre, radius, strict=True))
-    label = (np.asarray(distance) < 1).astype(np.uint8) + (np.asarray(distance) < 0.4).astype(np.uint8)
+    label = (np.asarray(distance) < 1).astype(np.uint8) + (np.asarray(distance) < 0.4).astype(
+        np.uint8
+    )
     image = 0.2 + 0.3 * label + 0.05 * rng.standard_normal(tuple(shape))
     return image.astype(np.float32), label
 
 
-def save_nifti(path: Path, array: NDArray[np.generic], spacing: Sequence[float] = (1.0, 1.0, 1.0)) -> None:
+def save_nifti(
+    path: Path, array: NDArray[np.generic], spacing: Sequence[float] = (1.0, 1.0, 1.0)
+) -> None:
     """Write a volume as NIfTI; `spacing` in mm per axis. The first two axes run to the left and to the back (LPS)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     affine = np.diag([-spacing[0], -spacing[1], spacing[2], 1.0])

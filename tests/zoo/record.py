@@ -120,7 +120,13 @@ def describe(record: ZooBundle, channels: list[str]) -> ZooBundle:
             "authors": "medfl",
             "copyright": "Copyright (c) the medfl authors",
             "network_data_format": {
-                "inputs": {"image": {**picture, "num_channels": record.in_channels, "spatial_shape": spatial}},
+                "inputs": {
+                    "image": {
+                        **picture,
+                        "num_channels": record.in_channels,
+                        "spatial_shape": spatial,
+                    }
+                },
                 "outputs": {
                     "pred": {
                         **picture,

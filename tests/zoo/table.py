@@ -28,7 +28,14 @@ from tests.support.zoo_data import DRAW, ROOT
 
 PAGE = Path(__file__).parents[2] / "docs" / "zoo.md"
 OWN = Policy(allow=frozenset({"scripts", "pickle"}))
-HEAD = ("Bundle", "Trainer", "Accepted", "A round of FedAvg", "Overridden", "Put right for MONAI 1.6")
+HEAD = (
+    "Bundle",
+    "Trainer",
+    "Accepted",
+    "A round of FedAvg",
+    "Overridden",
+    "Put right for MONAI 1.6",
+)
 
 
 def bundles() -> list[str]:
@@ -51,7 +58,11 @@ def verdict(name: str) -> str:
     words = sorted({word for word, _ in found.allowed})
     if not found.accepted:
         return f"refused: {found.refusals[0]}"
-    return f"with the word{'s' * (len(words) > 1)} {', '.join(f'`{word}`' for word in words)}" if words else "yes"
+    return (
+        f"with the word{'s' * (len(words) > 1)} {', '.join(f'`{word}`' for word in words)}"
+        if words
+        else "yes"
+    )
 
 
 def row(name: str) -> list[str]:
@@ -67,11 +78,20 @@ def row(name: str) -> list[str]:
         requested |= {"batch_size": config.pop("--batch-size")} if "--batch-size" in config else {}
         try:
             with admission.trusting(not inspect(ROOT / name).accepted):
-                summary = federate(str(ROOT / name), config=config, requested=requested, out=out, jobs=1)
+                summary = federate(
+                    str(ROOT / name), config=config, requested=requested, out=out, jobs=1
+                )
         except MedflError as error:
             kind = "refused" if isinstance(error, InputError) else "fails"
-            return [*cells, re.sub(r"/\S*/(?=\S)", "", f"{kind}: {' '.join(str(error).split())}"), "", ""]
-        scores = ", ".join(f"{key} {value:.2f}" for key, value in list((summary["last"] or {}).items())[1:2])
+            return [
+                *cells,
+                re.sub(r"/\S*/(?=\S)", "", f"{kind}: {' '.join(str(error).split())}"),
+                "",
+                "",
+            ]
+        scores = ", ".join(
+            f"{key} {value:.2f}" for key, value in list((summary["last"] or {}).items())[1:2]
+        )
         changed = ", ".join(f"`{key}`" for key in config if key != "dataset_dir")
         adapted = ", ".join(f"`{one}`" for one in read_run(out / "run.json")[0].adapted)
     return [*cells, f"trains{f' ({scores})' if scores else ''}", changed, adapted]
@@ -96,7 +116,9 @@ def _drawn(name: str, data: Path) -> dict[str, Any]:
 
 def page_rows() -> dict[str, list[str]]:
     """Return the cells of the page's table by bundle."""
-    lines = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    lines = [
+        line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")
+    ]
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return {one[0].strip("`"): one for one in cells}
 
@@ -117,7 +139,9 @@ def main(names: Sequence[str]) -> None:
         f"{sum(each[3].startswith('trains') for each in rows)} train."
     )
     table = markdown_table(list(HEAD), rows)
-    PAGE.write_text(f"{head}<!-- table -->\n\n{said}\n\n{table}\n\n<!-- /table -->{tail}", encoding="utf-8")
+    PAGE.write_text(
+        f"{head}<!-- table -->\n\n{said}\n\n{table}\n\n<!-- /table -->{tail}", encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -40,13 +40,17 @@ def run(bundle: ZooBundle, out: Path, method: str = "fedavg", **settings: Any) -
     jobs = settings.pop("jobs", 1)
     requested = {"method": method, "sites": 2, "rounds": 2, "partition": "iid", **settings}
     with admission.trusting("own_scripts" in bundle.path.name):
-        return federate(str(bundle.path), config=bundle.overrides, requested=requested, out=out, jobs=jobs)
+        return federate(
+            str(bundle.path), config=bundle.overrides, requested=requested, out=out, jobs=jobs
+        )
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """What a folder holds, down to empty folders."""
     return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "folder"
         for path in sorted(folder.rglob("*"))
     }
 
@@ -59,7 +63,11 @@ def test_federates_unmodified(name: str, tmp_path: Path) -> None:
     bundle = ZOO[name](tmp_path)
     before = fingerprint(tmp_path)
     summary = run(bundle, tmp_path / "out")
-    after = {path: content for path, content in fingerprint(tmp_path).items() if path.split("/")[0] != "out"}
+    after = {
+        path: content
+        for path, content in fingerprint(tmp_path).items()
+        if path.split("/")[0] != "out"
+    }
     assert after == before
     assert not any(path.exists() for path in bundle.side_effects)
     key = (
@@ -78,7 +86,10 @@ def test_reads_what_is_true(name: str, tmp_path: Path) -> None:
     record = ZOO[name](tmp_path)
     bundle = Bundle(str(record.path), record.overrides, policy=SCRIPTS)
     assert bundle.task == record.task
-    assert [len(bundle.items(section)) for section in ("train", "validate")] == [record.train, record.validate]
+    assert [len(bundle.items(section)) for section in ("train", "validate")] == [
+        record.train,
+        record.validate,
+    ]
     assert len(bundle.items("test")) == (record.test or record.validate)
     assert bundle.has_test == bool(record.test)
     assert type(bundle.loss_function).__name__ == record.loss
@@ -92,7 +103,9 @@ def test_reads_what_is_true(name: str, tmp_path: Path) -> None:
     assert y.ndim == (1 if record.task == "classification" else record.dims + 2)
 
 
-@pytest.mark.parametrize("name", [n if n == "seg2d_csv_flat" else pytest.param(n, marks=pytest.mark.slow) for n in ZOO])
+@pytest.mark.parametrize(
+    "name", [n if n == "seg2d_csv_flat" else pytest.param(n, marks=pytest.mark.slow) for n in ZOO]
+)
 def test_deterministic(name: str, tmp_path: Path) -> None:
     """The same run twice, the second time in two worker processes, has the same bits; another seed gives others."""
     bundle = ZOO[name](tmp_path)
@@ -131,7 +144,12 @@ def test_command_line_with_data_folder(tmp_path: Path, capsys: pytest.CaptureFix
         "--partition",
         "classes:2",
     ]
-    assert main([*arguments, "--data", bundle.overrides["dataset_dir"], "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(
+            [*arguments, "--data", bundle.overrides["dataset_dir"], "--out", str(tmp_path / "out")]
+        )
+        == 0
+    )
     assert main([*arguments, "--out", str(tmp_path / "without")]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
     assert "which is neither below the bundle nor" in said
@@ -145,7 +163,21 @@ def test_broken_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixt
     """One line that names the id and the file, exit code 2, nothing written."""
     bundle: BrokenBundle = BROKEN[name](tmp_path)
     before = fingerprint(tmp_path)
-    assert main(["run", str(bundle.path), "--sites", "2", "--partition", "iid", "--out", str(tmp_path / "out")]) == 2
+    assert (
+        main(
+            [
+                "run",
+                str(bundle.path),
+                "--sites",
+                "2",
+                "--partition",
+                "iid",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.startswith("error: ")
@@ -185,7 +217,9 @@ def test_two_bundles_with_scripts(tmp_path: Path) -> None:
     make: Maker = ZOO["seg2d_own_scripts_yaml"]
     first, second = make(tmp_path / "a"), make(tmp_path / "b")
     code = second.path / "scripts" / "net.py"
-    code.write_text(code.read_text().replace("nn.Conv2d(width, 1, 1)", "nn.Conv2d(width, 1, 3, padding=1)"))
+    code.write_text(
+        code.read_text().replace("nn.Conv2d(width, 1, 1)", "nn.Conv2d(width, 1, 3, padding=1)")
+    )
     bundles = [Bundle(str(record.path), policy=SCRIPTS) for record in (first, second, first)]
     sizes = [bundle.network().head.kernel_size for bundle in bundles]
     assert sizes == [(1, 1), (3, 3), (1, 1)]
@@ -199,7 +233,9 @@ def test_scripts_of_a_bundle_that_is_gone_are_forgotten(tmp_path: Path) -> None:
     make: Maker = ZOO["seg2d_own_scripts_yaml"]
     first, second = make(tmp_path / "a"), make(tmp_path / "b")
     code = second.path / "scripts" / "net.py"
-    code.write_text(code.read_text().replace("nn.Conv2d(width, 1, 1)", "nn.Conv2d(width, 1, 3, padding=1)"))
+    code.write_text(
+        code.read_text().replace("nn.Conv2d(width, 1, 1)", "nn.Conv2d(width, 1, 3, padding=1)")
+    )
     Bundle(str(first.path), policy=SCRIPTS).network()
     first.path.rename(tmp_path / "moved")
     assert Bundle(str(second.path), policy=SCRIPTS).network().head.kernel_size == (3, 3)

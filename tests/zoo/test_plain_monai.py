@@ -45,7 +45,9 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     gc.collect()
 
 
-def workflow_in(bundle: ZooBundle, patch: pytest.MonkeyPatch, *more: str, **overrides: Any) -> ConfigWorkflow:
+def workflow_in(
+    bundle: ZooBundle, patch: pytest.MonkeyPatch, *more: str, **overrides: Any
+) -> ConfigWorkflow:
     """Return MONAI's own workflow of the bundle, not initialized, run from inside the bundle's folder."""
     patch.chdir(bundle.path)
     patch.syspath_prepend(str(bundle.path))
@@ -81,7 +83,9 @@ def test_trains_and_record_is_true(name: str, tmp_path: Path, plain: pytest.Monk
     assert type(trainer.optimizer).__name__ == bundle.optimizer
     assert evaluator.state.key_metric_name == bundle.key_metric
     assert math.isfinite(evaluator.state.metrics[bundle.key_metric])
-    assert any(not torch.equal(before[key], value) for key, value in trainer.network.state_dict().items())
+    assert any(
+        not torch.equal(before[key], value) for key, value in trainer.network.state_dict().items()
+    )
     assert any(path.exists() for path in bundle.side_effects)
     assert list(bundle.path.rglob("model.pt"))
 
@@ -115,8 +119,12 @@ def test_evaluate_config_reads_the_test_list(tmp_path: Path, plain: pytest.Monke
 def test_building_twice_writes_the_same_bytes(name: str, tmp_path: Path) -> None:
     """The data are seeded; only compressed files carry their own time stamps."""
     first, second = ZOO[name](tmp_path / "1"), ZOO[name](tmp_path / "2")
-    files = sorted(path.relative_to(tmp_path / "1") for path in (tmp_path / "1").rglob("*") if path.is_file())
-    assert files == sorted(path.relative_to(tmp_path / "2") for path in (tmp_path / "2").rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(tmp_path / "1") for path in (tmp_path / "1").rglob("*") if path.is_file()
+    )
+    assert files == sorted(
+        path.relative_to(tmp_path / "2") for path in (tmp_path / "2").rglob("*") if path.is_file()
+    )
     for path in files:
         if path.suffix not in {".gz", ".npz"}:
             assert (tmp_path / "1" / path).read_bytes() == (tmp_path / "2" / path).read_bytes()
@@ -155,7 +163,15 @@ def test_every_configuration_has_a_builder() -> None:
 def test_command_line(name: str, tmp_path: Path) -> None:
     """`python -m monai.bundle run` trains it from inside its folder, as the workflow above does each."""
     bundle = ZOO[name](tmp_path)
-    command = [sys.executable, "-m", "monai.bundle", "run", bundle.run_id, "--config_file", bundle.config]
+    command = [
+        sys.executable,
+        "-m",
+        "monai.bundle",
+        "run",
+        bundle.run_id,
+        "--config_file",
+        bundle.config,
+    ]
     command += [part for key, value in bundle.overrides.items() for part in (f"--{key}", value)]
     done = subprocess.run(
         command, cwd=bundle.path, capture_output=True, text=True, check=False, timeout=600,

@@ -34,7 +34,9 @@ pytestmark = pytest.mark.skipif(not ROOT.is_dir(), reason=f"no bundles in {ROOT}
 OWN_CODE = ("pancreas_ct_dints_segmentation", "pathology_nuclei_classification", "valve_landmarks")
 """Bundles with Python or a pickle of their own, which need a word of the user; the others need none."""
 NEEDS = {"pathology_nuclei_classification": "skimage", "pathology_tumor_detection": "tifffile"}
-ACCEPTED = [name for name in DRAW if name not in OWN_CODE and (name not in NEEDS or find_spec(NEEDS[name]))]
+ACCEPTED = [
+    name for name in DRAW if name not in OWN_CODE and (name not in NEEDS or find_spec(NEEDS[name]))
+]
 SHORT = ["--rounds", "1", "--jobs", "1", "--device", "cpu", "--sites", "2", "--partition", "iid"]
 NOT_EXPORTED = {
     "pathology_tumor_detection": "verify_metadata: '' should be non-empty",
@@ -59,7 +61,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
         for key, value in config.items():
             given += ["--config", f"{key}={value}"]
         train = ["run", str(ROOT / name), "--data", f"{place}/data/{name}", *given, *SHORT]
-        commands += [train, ["export", given[1], "--out", f"{given[1]}-exported", "--formats", "none"]]
+        commands += [
+            train,
+            ["export", given[1], "--out", f"{given[1]}-exported", "--formats", "none"],
+        ]
     return place, watched(place, *commands, blank=True)
 
 
@@ -85,7 +90,9 @@ def test_no_accepted_bundle_changes_anything_outside_or_imports_what_is_not_list
 @pytest.mark.slow
 @pytest.mark.xdist_group("published")
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_an_accepted_bundle_trains_unmodified(name: str, trained: tuple[Path, dict[str, Any]]) -> None:
+def test_an_accepted_bundle_trains_unmodified(
+    name: str, trained: tuple[Path, dict[str, Any]]
+) -> None:
     """A round of FedAvg at two sites, exported."""
     place, found = trained
     train, export_ = found["codes"][2 * ACCEPTED.index(name) :][:2]
@@ -98,7 +105,9 @@ def test_an_accepted_bundle_trains_unmodified(name: str, trained: tuple[Path, di
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cache")
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize("name", OWN_CODE)
 def test_a_trusted_bundle_trains_unmodified(name: str, tmp_path: Path) -> None:
     """Likewise."""
@@ -107,8 +116,19 @@ def test_a_trusted_bundle_trains_unmodified(name: str, tmp_path: Path) -> None:
     config, said = _drawn(name, tmp_path), list[str]()
     requested = {"data": str(tmp_path / "data" / name), "sites": 2, "rounds": 1, "partition": "iid"}
     with admission.trusting(True):
-        federate(str(ROOT / name), config=config, requested=requested, out=tmp_path / "out", jobs=1, say=said.append)
-        refused = pytest.raises(RunError, match=NOT_EXPORTED[name]) if name in NOT_EXPORTED else nullcontext()
+        federate(
+            str(ROOT / name),
+            config=config,
+            requested=requested,
+            out=tmp_path / "out",
+            jobs=1,
+            say=said.append,
+        )
+        refused = (
+            pytest.raises(RunError, match=NOT_EXPORTED[name])
+            if name in NOT_EXPORTED
+            else nullcontext()
+        )
         with refused:
             export(tmp_path / "out", tmp_path / "exported", formats=())
     assert (tmp_path / "exported" / "models" / "model.pt").is_file() == (name not in NOT_EXPORTED)
@@ -126,11 +146,15 @@ def _as_the_page_says(name: str, folder: Path, config: Mapping[str, str], told: 
     assert trains.startswith("trains")
     assert overridden == ", ".join(f"`{key}`" for key in config)
     assert put_right == ", ".join(f"`{one}`" for one in run.adapted)
-    assert all(f"note: bundle {name}: {compatibility.said(adapted)}" in told for adapted in run.adapted)
+    assert all(
+        f"note: bundle {name}: {compatibility.said(adapted)}" in told for adapted in run.adapted
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["classification_template", "segmentation_template", "ventricular_short_axis_3label"])
+@pytest.mark.parametrize(
+    "name", ["classification_template", "segmentation_template", "ventricular_short_axis_3label"]
+)
 def test_trains_with_other_methods(name: str, tmp_path: Path) -> None:
     """A classification, a segmentation and items that only the bundle's data set can read, in two rounds."""
     data = tmp_path / "data"
@@ -139,16 +163,26 @@ def test_trains_with_other_methods(name: str, tmp_path: Path) -> None:
     config, hashes = DRAW[name](data), set()
     for method in ("fedavg", "fedprox", "scaffold"):
         asked = {**requested, "method": method}
-        summary = federate(str(ROOT / name), config=config, requested=asked, out=tmp_path / method, jobs=1)
+        summary = federate(
+            str(ROOT / name), config=config, requested=asked, out=tmp_path / method, jobs=1
+        )
         hashes.add(summary["weights_sha256"])
     assert len(hashes) == 3
 
 
-def test_a_reader_that_is_not_installed_is_named_with_its_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_reader_that_is_not_installed_is_named_with_its_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "training.csv").write_text("slide" + ",1" * 11 + "\n")
-    bundle = Bundle(str(ROOT / "pathology_tumor_detection"), {"dataset_dir": str(tmp_path), "wsi_reader": "cuCIM"})
+    bundle = Bundle(
+        str(ROOT / "pathology_tumor_detection"),
+        {"dataset_dir": str(tmp_path), "wsi_reader": "cuCIM"},
+    )
     monkeypatch.setitem(sys.modules, "cucim", None)
-    with pytest.raises(InputError, match="package 'cucim', which is not installed; .* with --config wsi_reader=NAME"):
+    with pytest.raises(
+        InputError,
+        match="package 'cucim', which is not installed; .* with --config wsi_reader=NAME",
+    ):
         bundle.items("train")
 
 
@@ -156,7 +190,10 @@ def test_missing_files_are_named_with_what_helps() -> None:
     """A side file that is downloaded, and a data list."""
     with admission.trusting(True):
         bundle = Bundle(str(ROOT / "pancreas_ct_dints_segmentation"))
-        with pytest.raises(InputError, match=r"dataset_0.json, which is not there.*--config data_list_file_path=FILE"):
+        with pytest.raises(
+            InputError,
+            match=r"dataset_0.json, which is not there.*--config data_list_file_path=FILE",
+        ):
             bundle.items("train")
         with pytest.raises(InputError, match=r"large_files.yml says.*--config arch_ckpt_path=FILE"):
             bundle.network()

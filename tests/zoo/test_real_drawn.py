@@ -38,7 +38,9 @@ TASKS = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted({*REAL} - WITHOUT_TRAINING))
-def test_data_are_drawn_and_the_first_training_item_is_trained_on(name: str, tmp_path: Path) -> None:
+def test_data_are_drawn_and_the_first_training_item_is_trained_on(
+    name: str, tmp_path: Path
+) -> None:
     drawn = draw_data(str(FOLDER / name), tmp_path / "drawn", policy=OWN)
     lacking = name in NEEDED and importlib.util.find_spec(NEEDED[name]) is None
     told = f"not tried: .*{NEEDED.get(name)}" if lacking else TOLD.get(name, "nothing is told")
@@ -57,7 +59,10 @@ def test_data_are_drawn_and_the_first_training_item_is_trained_on(name: str, tmp
         for transform in source.transforms:
             sample = transform(sample)
     first = sample[0] if isinstance(sample, list) else sample
-    assert first["image"].shape[0] == opened.metadata["network_data_format"]["inputs"]["image"]["num_channels"]
+    assert (
+        first["image"].shape[0]
+        == opened.metadata["network_data_format"]["inputs"]["image"]["num_channels"]
+    )
     assert "label" in first
     if name == "pancreas_ct_dints_segmentation":
         with pytest.raises(InputError, match="large_files.yml says where it is downloaded"):
@@ -68,6 +73,8 @@ def test_data_are_drawn_and_the_first_training_item_is_trained_on(name: str, tmp
 
 @pytest.mark.parametrize("name", sorted({*REAL} & WITHOUT_TRAINING))
 def test_without_a_training_configuration_that_is_the_reason(name: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has no configs/train.json or .yaml; it has inference.json"):
+    with pytest.raises(
+        InputError, match="has no configs/train.json or .yaml; it has inference.json"
+    ):
         draw_data(str(FOLDER / name), tmp_path / "drawn", policy=OWN)
     assert not (tmp_path / "drawn").exists()

@@ -26,7 +26,11 @@ def test_a_bundle_of_the_zoo_is_accepted_as_published(name: str) -> None:
     needed = {word for word, _ in found.allowed}
     assert inspect(FOLDER / name).accepted == (not needed)
     assert inspect(FOLDER / name, Policy(allow=frozenset(needed))).accepted
-    on_disk = {str(path.relative_to(FOLDER / name)) for path in (FOLDER / name).rglob("*") if path.is_file()}
+    on_disk = {
+        str(path.relative_to(FOLDER / name))
+        for path in (FOLDER / name).rglob("*")
+        if path.is_file()
+    }
     assert {file.path for file in found.files} == on_disk
 
 

@@ -19,20 +19,36 @@ from tools.synthetic_data.draw_data import draw_data
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw data for the bundle that the command line names, and print how to train on them."""
     parser = argparse.ArgumentParser(
-        "python -m tools.synthetic_data", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m tools.synthetic_data",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", metavar="BUNDLE", help="the bundle's folder")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new folder")
-    parser.add_argument("--cases", type=int, default=0, metavar="N", help="cases per data list (default: 6)")
+    parser.add_argument(
+        "--cases", type=int, default=0, metavar="N", help="cases per data list (default: 6)"
+    )
     parser.add_argument("--size", type=int, metavar="PIXELS", help="side of the images")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the drawing (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="seed of the drawing (default: 0)"
+    )
     arguments.add_config(parser, "id of the bundle's configuration; may be repeated")
     arguments.add_trust(parser)
     args = parser.parse_args(argv)
     try:
-        config = {key: override_value(text) for key, text in arguments.parse_pairs("--config", args.config).items()}
+        config = {
+            key: override_value(text)
+            for key, text in arguments.parse_pairs("--config", args.config).items()
+        }
         with admission.trusting(args.trust):
-            drawn = draw_data(args.bundle, args.out, config=config, seed=args.seed, cases=args.cases, size=args.size)
+            drawn = draw_data(
+                args.bundle,
+                args.out,
+                config=config,
+                seed=args.seed,
+                cases=args.cases,
+                size=args.size,
+            )
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

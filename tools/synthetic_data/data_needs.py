@@ -58,10 +58,16 @@ class DataNeeds:
         self._outputs = min(outputs_told or self._of_network("num_classes") or 2, _MOST_VALUES)
         count, loss = max(2, self._outputs), config.raw(f"{trainer}#loss_function")[1]
         self.loaded = {key for part in self._of(_LOADER) for key in self._keys(part)}
-        rows = [[float(at == index) for at in range(self._outputs)] for index in range(self._outputs)]
+        rows = [
+            [float(at == index) for at in range(self._outputs)] for index in range(self._outputs)
+        ]
         one_hot = isinstance(loss, Mapping) and "BCE" in target_name(loss)
-        self.labels: Sequence[Any] = (rows if len(rows) > 1 else [[0.0], [1.0]]) if one_hot else range(count)
-        self.classes = classes if len(classes) == count else [f"class_{index}" for index in range(count)]
+        self.labels: Sequence[Any] = (
+            (rows if len(rows) > 1 else [[0.0], [1.0]]) if one_hot else range(count)
+        )
+        self.classes = (
+            classes if len(classes) == count else [f"class_{index}" for index in range(count)]
+        )
         keys = {"image", *self.loaded}
         lists = [names for names in self._written() if len(names) > 1 and keys.isdisjoint(names)]
         self.names = [names for names in lists if not any(map(shapes.is_mask, names))]
@@ -69,13 +75,17 @@ class DataNeeds:
     def dataset(self, section: str) -> str:
         """Return the id of a section's data set, or of the loader that holds it."""
         engine = self._trainer if section == "train" else find_evaluator(self.config)
-        loader = self.config.raw(f"{engine}#{'train' if section == 'train' else 'val'}_data_loader")[0]
+        loader = self.config.raw(
+            f"{engine}#{'train' if section == 'train' else 'val'}_data_loader"
+        )[0]
         return self.config.within(loader, "dataset")
 
     def _of_network(self, name: str, kind: type = int) -> Any:
         """Return a network's argument of this type that is written as it is, an empty one if there is none."""
         parts = components(self.config.dependencies_of(f"{self._trainer}#network"))
-        return next((value for _, node in parts if isinstance(value := node.get(name), kind)), kind())
+        return next(
+            (value for _, node in parts if isinstance(value := node.get(name), kind)), kind()
+        )
 
     def _of(self, name: str) -> list[Component]:
         return [(id_, node) for id_, node in self._parts if re.fullmatch(name, target_name(node))]
@@ -96,10 +106,18 @@ class DataNeeds:
     def image_forms(self, size: int | None) -> list[tuple[Need, int]]:
         """Return what images may be like and in how many files each is, the likeliest first; `size` is their side."""
         ends = [end.get("spatial_shape") or [] for end in (self._image, self._pred)]
-        extents = [[int(n) if str(n).isdecimal() else n for n in shape] for shape in ends if len(shape) in (2, 3)]
+        extents = [
+            [int(n) if str(n).isdecimal() else n for n in shape]
+            for shape in ends
+            if len(shape) in (2, 3)
+        ]
         dims = len(extents[0]) if extents else self._of_network("spatial_dims") or 3
-        sides = self._of_network("in_shape", list)[1:] or (extents[0] if extents and dims == 2 else [])
-        is_fixed = len(sides) == dims and all(isinstance(side, int) and 0 < side <= _LARGEST for side in sides)
+        sides = self._of_network("in_shape", list)[1:] or (
+            extents[0] if extents and dims == 2 else []
+        )
+        is_fixed = len(sides) == dims and all(
+            isinstance(side, int) and 0 < side <= _LARGEST for side in sides
+        )
         small = [size] * dims if size else sides if is_fixed else [64 if dims == 2 else 32] * dims
         firsts = self._of(r"EnsureChannelFirst(d|D|Dict)")
         last = bool(firsts) and all(node.get("channel_dim") == -1 for _, node in firsts)
@@ -107,7 +125,10 @@ class DataNeeds:
         colours, channels = 3 if dims == 2 and self.channels >= 3 else 1, max(1, self.channels)
         files = [(colours, 1), *([(1, channels)] if need.first else []), (channels, 1)]
         self._shape = small
-        large = [max(sides) for sides in zip(small, [0] * dims if size else self._crops(dims), strict=True)]
+        large = [
+            max(sides)
+            for sides in zip(small, [0] * dims if size else self._crops(dims), strict=True)
+        ]
         values = [need.values, *([(0,)] if self._points else [])]
         if need.values == (0, 1) and dims == 2:  # in many pictures the one value is the whitest
             values.append((0, 255))
@@ -126,7 +147,9 @@ class DataNeeds:
     @property
     def _points(self) -> int:
         """How many points the network tells, 0 if it tells none."""
-        return int(self._pred["spatial_shape"][-1]) if "points" in str(self._pred.get("format")) else 0
+        return (
+            int(self._pred["spatial_shape"][-1]) if "points" in str(self._pred.get("format")) else 0
+        )
 
     def _looks(self, dims: int) -> dict[str, Any]:
         output_format = f"{self._pred.get('type', '')} {self._pred.get('format', '')}".lower()
@@ -137,19 +160,36 @@ class DataNeeds:
         elif self._points:
             values = range(self._points + 1)
         spacings = [self._argument(part, "pixdim") for part in self._of(r"Spacing(d|D|Dict)")]
-        pixdim = next((p for p in spacings if isinstance(p, list) and len(p) == dims and min(p) > 0), [1] * 3)
+        pixdim = next(
+            (p for p in spacings if isinstance(p, list) and len(p) == dims and min(p) > 0), [1] * 3
+        )
         scalings = self._of(r"ScaleIntensityRange(d|D|Dict)")
-        ranges = [(self._argument(part, "a_min"), self._argument(part, "a_max")) for part in scalings]
-        ordered = ((float(low), float(high)) for low, high in ranges if None not in (low, high) and low < high)
+        ranges = [
+            (self._argument(part, "a_min"), self._argument(part, "a_max")) for part in scalings
+        ]
+        ordered = (
+            (float(low), float(high))
+            for low, high in ranges
+            if None not in (low, high) and low < high
+        )
         limits = next(ordered, (0.0, 255.0))
-        return {"values": tuple(values), "one_value": is_class, "pixdim": tuple(map(float, pixdim)), "limits": limits}
+        return {
+            "values": tuple(values),
+            "one_value": is_class,
+            "pixdim": tuple(map(float, pixdim)),
+            "limits": limits,
+        }
 
     def _crops(self, dims: int) -> list[int]:
         """Return the largest size, side by side, that a transform cuts out of an image."""
         sides = [1] * dims
         for value in (self._argument(part, name) for part in self._of(_CROPS) for name in _SIZES):
             size = [value] * dims if isinstance(value, int) else value
-            if isinstance(size, list | tuple) and len(size) == dims and all(isinstance(side, int) for side in size):
+            if (
+                isinstance(size, list | tuple)
+                and len(size) == dims
+                and all(isinstance(side, int) for side in size)
+            ):
                 sides = [min(max(pair), _LARGEST) for pair in zip(sides, size, strict=True)]
         return sides
 
@@ -160,13 +200,23 @@ class DataNeeds:
         fields: dict[Any, Any] = {}
         for part in self._of("CSVDataset"):
             if Path(str(self._argument(part, "src"))) == path:
-                groups = part[1].get("col_groups") or {name: [name] for name in part[1].get("col_names") or []}
+                groups = part[1].get("col_groups") or {
+                    name: [name] for name in part[1].get("col_names") or []
+                }
                 for key, columns in groups.items():
-                    values = [max(self._crops(2)) // 2] if re.search(_POSITION, str(key)) else range(2)
+                    values = (
+                        [max(self._crops(2)) // 2] if re.search(_POSITION, str(key)) else range(2)
+                    )
                     cells = None if key in {"image", *self.loaded} else values
-                    fields |= dict.fromkeys(columns if isinstance(columns, list) else [columns], cells)
+                    fields |= dict.fromkeys(
+                        columns if isinstance(columns, list) else [columns], cells
+                    )
         folds = ["fold"] if any("datafold_read" in text for text in self._expressions()) else []
-        names = ["case"] if path.suffix != ".json" else [*dict.fromkeys([*sorted(self.loaded), "label", *folds])]
+        names = (
+            ["case"]
+            if path.suffix != ".json"
+            else [*dict.fromkeys([*sorted(self.loaded), "label", *folds])]
+        )
         return Table(fields or {name: self.values(name) for name in names})
 
     def values(self, name: str, of_item: bool = False) -> Sequence[Any] | None:
@@ -177,14 +227,20 @@ class DataNeeds:
             return _BOXES
         if of_item and name not in {"label", *self.loaded}:
             return [[side // 2 for side in self._shape]] if re.search(_POSITION, name) else [1]
-        compared = sorted({str(value) for text in self._expressions() for value in _compared(text, name)})
+        compared = sorted(
+            {str(value) for text in self._expressions() for value in _compared(text, name)}
+        )
         if compared:
             return compared if len(compared) > 1 else [*compared * 3, "other"]
         return self.labels if name == "label" and name not in self.loaded else None
 
     def arrays(self, path: Path) -> dict[str, str]:
         """Return the arrays that components take from an npz file, and the keys that they are in an item."""
-        parts = [p for p in self._of("NPZDictItemDataset") if Path(str(self._argument(p, "npzfile"))) == path]
+        parts = [
+            p
+            for p in self._of("NPZDictItemDataset")
+            if Path(str(self._argument(p, "npzfile"))) == path
+        ]
         return {str(name): str(key) for _, node in parts for name, key in node["keys"].items()}
 
     def paths(self, section: str) -> Iterator[tuple[str, Path]]:
@@ -202,7 +258,9 @@ class DataNeeds:
         """Give data lists the sections and fields that an error misses, or other values where theirs do not serve."""
         text = str(cause)
         if wrong := re.search(r"([^/\s'\"]+)/case_\d+", text):
-            for fields in (each.fields for each in layout.tables.values() if wrong[1] in each.fields):
+            for fields in (
+                each.fields for each in layout.tables.values() if wrong[1] in each.fields
+            ):
                 by_name = (isinstance(cause, KeyError) or "is not in list" in text) and self.names
                 fields[wrong[1]] = self.names.pop(0) if by_name else self.labels
         elif CASE.search(text) or any(f"'{name}'" in text for name in layout.classes):
@@ -240,10 +298,24 @@ class DataNeeds:
     def _written(self) -> Iterator[list[str]]:
         """Yield lists of texts that may name classes."""
         for node in (node for text in self._expressions() for node in _nodes(text)):
-            parts = node.keys if isinstance(node, ast.Dict) else node.elts if isinstance(node, ast.List) else []
-            yield [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+            parts = (
+                node.keys
+                if isinstance(node, ast.Dict)
+                else node.elts
+                if isinstance(node, ast.List)
+                else []
+            )
+            yield [
+                part.value
+                for part in parts
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+            ]
         for content in self._contents.values():
-            yield [part for part in content if isinstance(part, str)] if isinstance(content, list | Mapping) else []
+            yield (
+                [part for part in content if isinstance(part, str)]
+                if isinstance(content, list | Mapping)
+                else []
+            )
 
 
 def _nodes(text: str) -> list[ast.AST]:
@@ -256,7 +328,9 @@ def _nodes(text: str) -> list[ast.AST]:
 def _compared(text: str, name: str) -> Iterator[Any]:
     """Yield the constants with which an expression compares a field of this name."""
     for node in _nodes(text):
-        if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith((f"[{name!r}]", f".{name}")):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left).endswith(
+            (f"[{name!r}]", f".{name}")
+        ):
             for other in node.comparators:
                 parts = other.elts if isinstance(other, ast.List | ast.Tuple | ast.Set) else [other]
                 yield from (part.value for part in parts if isinstance(part, ast.Constant))

@@ -40,7 +40,13 @@ from medfl.problem.sections import Section
 from medfl.storage.files import writing
 from tools.synthetic_data import shapes
 from tools.synthetic_data.data_needs import DataNeeds
-from tools.synthetic_data.requested_files import CASE, DrawnLayout, LookUps, noting_lookups, unmatched
+from tools.synthetic_data.requested_files import (
+    CASE,
+    DrawnLayout,
+    LookUps,
+    noting_lookups,
+    unmatched,
+)
 
 _CASES, _MOST_CASES, _SMALLEST, _LARGEST = 6, 96, 8, 320
 _DRAWS = 4
@@ -128,7 +134,13 @@ class _Drawing:
     ) -> None:  # fmt: skip
         meta = root / "configs" / "metadata.json"
         self.metadata = read(meta) if meta.is_file() else {}
-        self.root, self.folder, self.policy, self.seed, self.overrides = root, folder, policy, seed, dict(config)
+        self.root, self.folder, self.policy, self.seed, self.overrides = (
+            root,
+            folder,
+            policy,
+            seed,
+            dict(config),
+        )
         self._configure()
         if "dataset_dir" in self.config:
             self.overrides["dataset_dir"] = str(folder)
@@ -138,7 +150,9 @@ class _Drawing:
             self.image_forms, self.tries = self.needs.image_forms(size), 0
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             what = "of metadata.json of the form and size that MONAI's schema has"
-            raise InputError(f"{meta}: network_data_format: {as_text(error)}", what, "repair it") from error
+            raise InputError(
+                f"{meta}: network_data_format: {as_text(error)}", what, "repair it"
+            ) from error
         end = ".png" if len(self.image_forms[0][0].shape) == 2 else ".nii.gz"
         self.layout = DrawnLayout(folder, self.needs.classes, end, cases)
         self.failed: dict[int, str] = {}
@@ -150,7 +164,9 @@ class _Drawing:
 
         def configuration(*stems: str) -> Configuration:
             files = [file for stem in stems if (file := config_file(self.root, stem))]
-            return Configuration(self.root, files, self.overrides, self.metadata, torch.device("cpu"), self.policy)
+            return Configuration(
+                self.root, files, self.overrides, self.metadata, torch.device("cpu"), self.policy
+            )
 
         self.config = configuration("train")
         self.evaluation: Callable[[], Configuration] = lambda: configuration("train", "evaluate")
@@ -166,9 +182,14 @@ class _Drawing:
         """Find the layout, then draw all images."""
         counts, notes = list[int](), list[str]()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of loaders with more workers than cores, and of what MONAI changed
+            warnings.simplefilter(
+                "ignore"
+            )  # of loaders with more workers than cores, and of what MONAI changed
             for sections in (SECTIONS[:1], SECTIONS[:2], SECTIONS):
-                section, before = sections[-1], copy.deepcopy((self.layout, self.overrides, self.tries))
+                section, before = (
+                    sections[-1],
+                    copy.deepcopy((self.layout, self.overrides, self.tries)),
+                )
                 try:
                     if section != "test" or self.sections.has_test or self.sections.test_error:
                         counts = self._find_layout(sections)
@@ -177,25 +198,40 @@ class _Drawing:
                         raise
                     self.layout, self.overrides, self.tries = before
                     counts = self._find_layout(sections[: len(counts)])
-                    notes.append(f"nothing is drawn for its {section} data: {_first_part(error.__cause__ or error)}")
+                    notes.append(
+                        f"nothing is drawn for its {section} data: {_first_part(error.__cause__ or error)}"
+                    )
                     break
         if (form := self.tries % len(self.image_forms)) in self.failed:
             notes.append(f"its random transforms fail on some draws with {self.failed[form]}")
         if self.need.values == (0,):
-            notes.append("label images are empty: the values of its points are not in its configuration")
-        notes += [f"its {section} images are drawn but not tried: {reason}" for section, reason in self.untried.items()]
+            notes.append(
+                "label images are empty: the values of its points are not in its configuration"
+            )
+        notes += [
+            f"its {section} images are drawn but not tried: {reason}"
+            for section, reason in self.untried.items()
+        ]
         self._draw_all()
         for key in self.redirected:
             redirected_to = self.overrides.pop(key)
             self._configure()
-            if self.config.lists.get(key) != redirected_to:  # a run finds it by itself if it has the folder
+            if (
+                self.config.lists.get(key) != redirected_to
+            ):  # a run finds it by itself if it has the folder
                 self.overrides[key] = redirected_to
         has_folder = self.overrides.pop("dataset_dir", None) is not None
         arguments = ["--data", str(self.folder)] if has_folder else []
         for key, value in self.overrides.items():
             arguments += ["--config", f"{key}={_typed(value)}"]
         files = sum(path.is_file() for path in self.folder.rglob("*"))
-        return Drawn(self.folder, dict(zip(SECTIONS, counts, strict=False)), files, tuple(arguments), tuple(notes))
+        return Drawn(
+            self.folder,
+            dict(zip(SECTIONS, counts, strict=False)),
+            files,
+            tuple(arguments),
+            tuple(notes),
+        )
 
     def _find_layout(self, sections: Sequence[str]) -> list[int]:
         """Change the layout until the sections can be read; return their numbers of items."""
@@ -209,7 +245,10 @@ class _Drawing:
             except _Stopped as stopped:
                 error, lookups = stopped.args
                 if not self._change_layout(error, lookups):
-                    nothing = "".join(f"; nothing is found by {pattern}" for pattern in unmatched(lookups or [])[:1])
+                    nothing = "".join(
+                        f"; nothing is found by {pattern}"
+                        for pattern in unmatched(lookups or [])[:1]
+                    )
                     raise InputError(
                         f"{self.root.name}: what its data are to be could not be found out: {_first_part(error)}"
                         + nothing,
@@ -251,7 +290,9 @@ class _Drawing:
         try:
             data = self.sections["validate" if section == "test" else section]
             source = data.source
-            entries = source.entries if source.is_list else getattr(source.entries, "data", None) or []
+            entries = (
+                source.entries if source.is_list else getattr(source.entries, "data", None) or []
+            )
         except InputError as error:
             if not isinstance(deepest(error), ImportError):
                 raise
@@ -259,7 +300,9 @@ class _Drawing:
             entries = config.evaluated(config.within(self.needs.dataset(section), "data"))
             if not len(entries):
                 problem = f"the data list of section {section!r} is empty"
-                raise InputError(problem, "at least one item", "fill it, or give another list by --config") from None
+                raise InputError(
+                    problem, "at least one item", "fill it, or give another list by --config"
+                ) from None
         return data, [entries[index] for index in range(len(entries))]
 
     # Images
@@ -276,12 +319,17 @@ class _Drawing:
                 path, mask = Path(os.path.abspath(part)), shapes.is_mask(key)
                 if mask and self.needs.loaded and key not in self.needs.loaded:
                     raise ValueError(f"invalid {key}: {part}")
-                if self.layout.end and re.search(rf"case_\d+{re.escape(self.layout.end)}\.", path.name):
+                if self.layout.end and re.search(
+                    rf"case_\d+{re.escape(self.layout.end)}\.", path.name
+                ):
                     self.layout.end = ""  # the bundle adds one
                     raise _Elsewhere(path)
                 if not path.is_relative_to(self.folder):
                     raise _Elsewhere(part)
-                yield path, ("label" if mask else "image", label if isinstance(label, int) else None)
+                yield (
+                    path,
+                    ("label" if mask else "image", label if isinstance(label, int) else None),
+                )
 
     def _write(self, path: Path, name: str, label: int | None = None) -> None:
         case = int(case_numbers[-1]) if (case_numbers := CASE.findall(path.name)) else 0
@@ -307,30 +355,47 @@ class _Drawing:
         if isinstance(x, Tensor) and described and x.ndim in (of_batch - 1, of_batch):
             channels = x.shape[1] if x.ndim == of_batch else 0
             if channels != described:
-                raise ValueError(f"inputs have {channels or 'no'} channels where metadata.json says {described}")
-        if isinstance(y, Tensor) and y.ndim == of_batch and len(self.need.values) > 1 and not y.any():
+                raise ValueError(
+                    f"inputs have {channels or 'no'} channels where metadata.json says {described}"
+                )
+        if (
+            isinstance(y, Tensor)
+            and y.ndim == of_batch
+            and len(self.need.values) > 1
+            and not y.any()
+        ):
             raise ValueError("no mask has a value but 0")
 
     # What stopped an attempt changes the layout; False: nothing is known that would help
 
     def _change_layout(self, error: Exception, lookups: LookUps | None) -> bool:
         cause = deepest(error)
-        if isinstance(cause, ElsewhereRefused | _Elsewhere | FileNotFoundError) or missing_path(cause):
+        if isinstance(cause, ElsewhereRefused | _Elsewhere | FileNotFoundError) or missing_path(
+            cause
+        ):
             return self._add_missing(cause)
         if lookups is not None and self._add_matches(lookups):
             return True
         before = copy.deepcopy(self.layout)
         read_last = [Path(path) for kind, path in reversed(lookups or []) if kind == "file"]
-        table = next((self.layout.tables[path] for path in read_last if path in self.layout.tables), None)
+        table = next(
+            (self.layout.tables[path] for path in read_last if path in self.layout.tables), None
+        )
         self.needs.correct(self.layout, cause, table)
-        return self.layout != before or (self._try_next_form(cause) if lookups is None else self._add_cases(cause))
+        return self.layout != before or (
+            self._try_next_form(cause) if lookups is None else self._add_cases(cause)
+        )
 
     def _add_missing(self, cause: BaseException) -> bool:
         """Put there what was not found, or redirect the id that names it into the folder."""
         if isinstance(cause, _Elsewhere) and not os.path.isabs(cause.args[0]):
             changed, self.layout.absolute = not self.layout.absolute, True
             return changed
-        name = cause.args[0] if isinstance(cause, _Elsewhere) else getattr(cause, "filename", "") or missing_path(cause)
+        name = (
+            cause.args[0]
+            if isinstance(cause, _Elsewhere)
+            else getattr(cause, "filename", "") or missing_path(cause)
+        )
         path, before = Path(os.path.abspath(str(name))), copy.deepcopy(self.layout)
         if not path.is_relative_to(self.folder):
             return self._redirect(path)
@@ -346,8 +411,16 @@ class _Drawing:
 
     def _redirect(self, path: Path) -> bool:
         """Give the id whose value leads to a path elsewhere one in the folder."""
-        leads = [(len(to.parts), key, to) for key, to in self.needs.paths(self.section) if path.is_relative_to(to)]
-        leads = [lead for lead in leads if not self.folder.is_relative_to(lead[2]) and lead[1] not in self.redirected]
+        leads = [
+            (len(to.parts), key, to)
+            for key, to in self.needs.paths(self.section)
+            if path.is_relative_to(to)
+        ]
+        leads = [
+            lead
+            for lead in leads
+            if not self.folder.is_relative_to(lead[2]) and lead[1] not in self.redirected
+        ]
         if not leads:
             return False
         _, key, to = max(leads)
@@ -357,23 +430,34 @@ class _Drawing:
 
     def _add_matches(self, lookups: LookUps) -> bool:
         """Give each pattern that finds nothing a file of each case, a listed folder that is empty one of each class."""
-        changed, folders = False, {Path(path) for kind, path in lookups if kind == "folder" and os.path.isdir(path)}
+        changed, folders = (
+            False,
+            {Path(path) for kind, path in lookups if kind == "folder" and os.path.isdir(path)},
+        )
         for pattern in unmatched(lookups):
             if not Path(pattern).is_relative_to(self.folder):
                 changed |= self._redirect(Path(pattern))
-            elif pattern not in self.layout.patterns and (shapes.ending(pattern) or not Path(pattern).suffix):
+            elif pattern not in self.layout.patterns and (
+                shapes.ending(pattern) or not Path(pattern).suffix
+            ):
                 self.layout.patterns.append(pattern)
                 changed = True
         if changed or self.layout.patterns:
             return changed
-        empty = [folder for folder in folders if folder.is_relative_to(self.folder) and not any(folder.iterdir())]
+        empty = [
+            folder
+            for folder in folders
+            if folder.is_relative_to(self.folder) and not any(folder.iterdir())
+        ]
         of_classes = [folder for folder in empty if folder.parent in self.layout.listed]
         self.layout.patterns += [f"{folder}/*" for folder in of_classes]
         self.layout.listed += [] if of_classes else empty
         return bool(empty)
 
     def _add_cases(self, cause: BaseException) -> bool:
-        few = re.search(r"is empty|out of range|num_samples=0|must be non-empty|at least", str(cause))
+        few = re.search(
+            r"is empty|out of range|num_samples=0|must be non-empty|at least", str(cause)
+        )
         self.layout.cases *= 2
         any_asked = self.layout.patterns or self.layout.tables or self.layout.arrays
         return bool(few and any_asked) and self.layout.cases <= _MOST_CASES
@@ -394,4 +478,6 @@ def _first_part(error: BaseException) -> str:
     """Return what an error is about, without what is allowed and what to do."""
     if isinstance(error, _Elsewhere):
         return f"an item names {error}, and no id leads there"
-    return str(error).partition("; ")[0] if isinstance(error, InputError) else as_text(deepest(error))
+    return (
+        str(error).partition("; ")[0] if isinstance(error, InputError) else as_text(deepest(error))
+    )

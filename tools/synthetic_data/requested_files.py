@@ -23,7 +23,14 @@ from tools.synthetic_data import shapes
 from tools.synthetic_data.shapes import Need
 
 CASE = re.compile(r"case_(\d+)")
-_EVENTS = {"glob.glob", "pathlib.Path.glob", "pathlib.Path.rglob", "os.listdir", "os.scandir", "open"}
+_EVENTS = {
+    "glob.glob",
+    "pathlib.Path.glob",
+    "pathlib.Path.rglob",
+    "os.listdir",
+    "os.scandir",
+    "open",
+}
 
 LookUps = list[tuple[str, str]]
 """What was looked for: ("pattern" | "folder" | "file", absolute path), in its order."""
@@ -65,7 +72,9 @@ def noting_lookups() -> Iterator[LookUps]:
 
 def unmatched(lookups: LookUps) -> list[str]:
     """Return the patterns that find nothing, but for Python files: these the loader looks for."""
-    patterns = dict.fromkeys(path for kind, path in lookups if kind == "pattern" and not path.endswith(".py"))
+    patterns = dict.fromkeys(
+        path for kind, path in lookups if kind == "pattern" and not path.endswith(".py")
+    )
     return [pattern for pattern in patterns if not glob.glob(pattern, recursive=True)]
 
 
@@ -115,11 +124,19 @@ class DrawnLayout:
         """Empty the folder and write lists and arrays, and an empty file for each that a pattern finds."""
         for path in self.folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        pattern_paths = [self._matching(pattern, case) for pattern in self.patterns for case in range(self.cases)]
-        classes = [folder / _as_folder(name) / "-" for folder in self.listed for name in self.classes]
+        pattern_paths = [
+            self._matching(pattern, case) for pattern in self.patterns for case in range(self.cases)
+        ]
+        classes = [
+            folder / _as_folder(name) / "-" for folder in self.listed for name in self.classes
+        ]
         for path in (*pattern_paths, *self.tables, *self.arrays, *classes):
             if not Path(os.path.abspath(path)).is_relative_to(self.folder):
-                raise InputError(f"the bundle looks for {path}", f"its data are below {self.folder}", "change the path")
+                raise InputError(
+                    f"the bundle looks for {path}",
+                    f"its data are below {self.folder}",
+                    "change the path",
+                )
             path.parent.mkdir(parents=True, exist_ok=True)
         for path in pattern_paths:
             path.touch()
@@ -127,7 +144,10 @@ class DrawnLayout:
             (self._write_json if path.suffix == ".json" else self._write_csv)(path, table)
         for path, names in self.arrays.items():
             cases = range(self.cases)
-            each = {name: [shapes.draw(need, key, seed, case) for case in cases] for name, key in names.items()}
+            each = {
+                name: [shapes.draw(need, key, seed, case) for case in cases]
+                for name, key in names.items()
+            }
             drawn: dict[str, Any] = {name: np.stack(arrays) for name, arrays in each.items()}
             np.savez_compressed(path, **drawn)
 
@@ -141,7 +161,10 @@ class DrawnLayout:
 
     def _row(self, table: Table, case: int) -> dict[Any, Any]:
         fields = table.fields.items()
-        return {name: self._files(name, case) if cells is None else cells[case % len(cells)] for name, cells in fields}
+        return {
+            name: self._files(name, case) if cells is None else cells[case % len(cells)]
+            for name, cells in fields
+        }
 
     def _files(self, name: Any, case: int) -> Any:
         several = self.per_image > 1 and not shapes.is_mask(name)
@@ -153,7 +176,9 @@ class DrawnLayout:
     def _write_json(self, path: Path, table: Table) -> None:
         content: dict[str, Any] = dict.fromkeys(table.facts, "drawn")
         for at, section in enumerate(table.sections or [""]):
-            content[section] = [self._row(table, at * self.cases + case) for case in range(self.cases)]
+            content[section] = [
+                self._row(table, at * self.cases + case) for case in range(self.cases)
+            ]
         text = json.dumps(content[""] if table.sections is None else content, indent=1)
         path.write_text(text + "\n", encoding="utf-8")
 
@@ -174,6 +199,10 @@ def _as_folder(name: str) -> str:
 
 def _filled(pattern: str, name: str, case: int) -> str:
     """Return a name that a pattern of one matches."""
-    text = re.sub(r"\[!([^\]]+)\]", lambda m: next((c for c in "0123456789xyz" if c not in m[1]), "-"), pattern)
+    text = re.sub(
+        r"\[!([^\]]+)\]",
+        lambda m: next((c for c in "0123456789xyz" if c not in m[1]), "-"),
+        pattern,
+    )
     text = re.sub(r"\[([^\]]).*?\]", r"\1", text).replace("?", str(case % 10))
     return re.sub(r"\*+", lambda _: name, text)

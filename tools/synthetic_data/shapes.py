@@ -17,7 +17,9 @@ from medfl.datasets.phantoms.layouts import save_volume
 
 VOLUMES, PICTURES = (".nii.gz", ".nii"), (".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp")
 ENDINGS = (*VOLUMES, *PICTURES, ".npy", ".npz")
-_MASK = re.compile(r"label|mask|seg|lbl|annot|inst_?map|type_?map|ground|LMImg|(^|[\W_])gt([\W_]|$)", re.IGNORECASE)
+_MASK = re.compile(
+    r"label|mask|seg|lbl|annot|inst_?map|type_?map|ground|LMImg|(^|[\W_])gt([\W_]|$)", re.IGNORECASE
+)
 _WHOLE = 50
 """From this range of intensities on they are whole numbers, whose files are small."""
 
@@ -60,12 +62,17 @@ def ending(path: object) -> str:
 def _mask(need: Need, seed: int, case: int, label: int) -> NDArray[np.uint8]:
     """Return an ellipsoid (*shape) in slabs, one of each value; with `one_value` it has that of the class alone."""
     rng, sides = np.random.default_rng(derive(seed, "shape", case)), np.asarray(need.shape)
-    centre, radii = sides * rng.uniform(0.42, 0.58, len(sides)), sides * rng.uniform(0.25, 0.38, len(sides))
+    centre, radii = (
+        sides * rng.uniform(0.42, 0.58, len(sides)),
+        sides * rng.uniform(0.25, 0.38, len(sides)),
+    )
     grid = np.indices(need.shape, sparse=True)
     away = sum(((axis - c) / r) ** 2 for axis, c, r in zip(grid, centre, radii, strict=True))
     marks = np.asarray(need.values[1:] or need.values)
     depth = (grid[0] - centre[0] + radii[0]) / (2 * radii[0]) * len(marks)
-    slab = np.clip(depth, 0, len(marks) - 1).astype(int) if not need.one_value else label % len(marks)
+    slab = (
+        np.clip(depth, 0, len(marks) - 1).astype(int) if not need.one_value else label % len(marks)
+    )
     return np.where(np.asarray(away) <= 1, marks[slab], need.values[0]).astype(np.uint8)
 
 
@@ -83,16 +90,32 @@ def draw(need: Need, name: object, seed: int, case: int, label: int | None = Non
     mask = _mask(need, seed, case, label)
     if is_mask(name):
         return mask[None] if need.first else mask[..., None] if need.last else mask
-    inside, stripes = mask / max(*need.values, 1), np.sin(np.arange(need.shape[-1]) * (label % 16 + 1) / 4)
-    light, rng = 0.25 + 0.45 * inside + 0.1 * stripes, np.random.default_rng(derive(seed, "light", case))
+    inside, stripes = (
+        mask / max(*need.values, 1),
+        np.sin(np.arange(need.shape[-1]) * (label % 16 + 1) / 4),
+    )
+    light, rng = (
+        0.25 + 0.45 * inside + 0.1 * stripes,
+        np.random.default_rng(derive(seed, "light", case)),
+    )
     gains = np.linspace(1, 0.6, need.channels)
-    channels = np.stack([np.clip(gain * light + rng.normal(0, 0.03, need.shape), 0, 1) for gain in gains])
+    channels = np.stack(
+        [np.clip(gain * light + rng.normal(0, 0.03, need.shape), 0, 1) for gain in gains]
+    )
     low, high = need.limits
     drawn = (low + (high - low) * channels).astype(np.float32)
-    return drawn if need.first else np.moveaxis(drawn, 0, -1) if need.last or need.channels > 1 else drawn[0]
+    return (
+        drawn
+        if need.first
+        else np.moveaxis(drawn, 0, -1)
+        if need.last or need.channels > 1
+        else drawn[0]
+    )
 
 
-def write(path: Path, need: Need, name: object, seed: int, case: int, label: int | None = None) -> None:
+def write(
+    path: Path, need: Need, name: object, seed: int, case: int, label: int | None = None
+) -> None:
     """Write what `draw` draws, making its folder; in a picture's file a volume is a picture.
 
     Raises:
@@ -101,7 +124,9 @@ def write(path: Path, need: Need, name: object, seed: int, case: int, label: int
     end = ending(path)
     if not end:
         what = f"drawn files end in {', '.join(ENDINGS)}"
-        raise InputError(f"{path}: a file of this kind is not drawn", what, "write these images yourself")
+        raise InputError(
+            f"{path}: a file of this kind is not drawn", what, "write these images yourself"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     if end in PICTURES:
         need = replace(need, shape=need.shape[:2])
@@ -114,7 +139,9 @@ def write(path: Path, need: Need, name: object, seed: int, case: int, label: int
         save_volume(path, drawn.astype(kind), (*need.pixdim, 1.0, 1.0)[:3])
     elif end in PICTURES:
         low, high = (0.0, 255.0) if is_mask(name) else need.limits
-        Image.fromarray(((drawn - low) * (255 / (high - low))).astype(np.uint8)).save(path, quality=100)
+        Image.fromarray(((drawn - low) * (255 / (high - low))).astype(np.uint8)).save(
+            path, quality=100
+        )
     elif end == ".npy":
         np.save(path, drawn)
     else:

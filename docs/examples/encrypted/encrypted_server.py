@@ -22,7 +22,9 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.app_common.workflows.cross_site_model_eval import CrossSiteModelEval
 from nvflare.app_common.workflows.scatter_and_gather import ScatterAndGather
 from nvflare.app_opt.he import decomposers
-from nvflare.app_opt.he.intime_accumulate_model_aggregator import HEInTimeAccumulateWeightedAggregator
+from nvflare.app_opt.he.intime_accumulate_model_aggregator import (
+    HEInTimeAccumulateWeightedAggregator,
+)
 from nvflare.app_opt.he.model_serialize_filter import HEModelSerializeFilter
 from nvflare.app_opt.he.model_shareable_generator import HEModelShareableGenerator
 from nvflare.app_opt.pt.file_model_locator import PTFileModelLocator
@@ -59,7 +61,10 @@ class Witness(Filter):  # type: ignore[misc]
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Note it; return it."""
-        line = {"direction": self.direction, "task": str(shareable.get_header(ReservedHeaderKey.TASK_NAME, ""))}
+        line = {
+            "direction": self.direction,
+            "task": str(shareable.get_header(ReservedHeaderKey.TASK_NAME, "")),
+        }
         with Path(self.log).open("a") as file:
             file.write(json.dumps({**line, **seen(shareable)}) + "\n")
         return shareable
@@ -73,11 +78,19 @@ def seen(value: Any) -> dict[str, Any]:
         the part of the keys that FLARE puts beside each; `numbers`: how many they encrypt; `secret_keys`: how many
         carry the key to open them.
     """
-    found: dict[str, Any] = {"kinds": Counter(), "open": [], "bytes": 0, "numbers": 0, "secret_keys": 0}
+    found: dict[str, Any] = {
+        "kinds": Counter(),
+        "open": [],
+        "bytes": 0,
+        "numbers": 0,
+        "secret_keys": 0,
+    }
     for name, leaf in _leaves("", value):
         found["kinds"][type(leaf).__name__] += 1
         if isinstance(leaf, CKKSVector):
-            found["bytes"] += sum(len(part) for part in decomposers.CKKSVectorDecomposer().decompose(leaf))
+            found["bytes"] += sum(
+                len(part) for part in decomposers.CKKSVectorDecomposer().decompose(leaf)
+            )
             found["numbers"] += leaf.size()
             found["secret_keys"] += leaf.context().has_secret_key()
         elif isinstance(leaf, bytes):
@@ -129,7 +142,11 @@ def job(run: Run, carried: Path, clients: list[str], executor: Any, witnessed: P
     for name, component in server.items():
         made.to_server(component, id=name)
     made.to_server(rounds)
-    made.to_server(CrossSiteModelEval(model_locator_id="locator", submit_model_task_name="", task_check_period=0.1))
+    made.to_server(
+        CrossSiteModelEval(
+            model_locator_id="locator", submit_model_task_name="", task_check_period=0.1
+        )
+    )
     made.to_server({"server": {"task_request_interval": REQUEST_INTERVAL}})
     made.to_clients(executor, tasks=["*"])
     both = [TRAIN, VALIDATE]

@@ -42,7 +42,10 @@ RULES: Mapping[str, Any] = {
             "name": "encrypted",
             "task_data_filters": [{"path": "nvflare.app_opt.he.model_decryptor.HEModelDecryptor"}],
             "task_result_filters": [
-                {"path": "nvflare.app_opt.he.model_encryptor.HEModelEncryptor", "args": {"encrypt_layers": ".*"}}
+                {
+                    "path": "nvflare.app_opt.he.model_encryptor.HEModelEncryptor",
+                    "args": {"encrypt_layers": ".*"},
+                }
             ],
         }
     ],
@@ -66,7 +69,11 @@ def packed(weights: Mapping[str, Tensor]) -> np.ndarray:
     Raises:
         RunError: a number is too large for the keys, or not finite.
     """
-    parts = [tensor.double().reshape(-1) for _, tensor in sorted(weights.items()) if tensor.is_floating_point()]
+    parts = [
+        tensor.double().reshape(-1)
+        for _, tensor in sorted(weights.items())
+        if tensor.is_floating_point()
+    ]
     vector = torch.cat(parts).numpy()
     largest = float(np.abs(vector).max(initial=0.0))
     if not largest <= MOST:
@@ -90,7 +97,10 @@ def unpacked(vector: Any, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if values.shape != (sum(sizes),):
         raise RunError(f"a mean of {tuple(values.shape)} numbers arrived; expected ({sum(sizes)},)")
     pieces = zip(floats.items(), torch.split(values, sizes), strict=True)
-    return {**like, **{name: piece.reshape(tensor.shape).to(tensor.dtype) for (name, tensor), piece in pieces}}
+    return {
+        **like,
+        **{name: piece.reshape(tensor.shape).to(tensor.dtype) for (name, tensor), piece in pieces},
+    }
 
 
 class _EncryptedSite(Executor):  # type: ignore[misc]
@@ -103,7 +113,9 @@ class _EncryptedSite(Executor):  # type: ignore[misc]
         self._held: Mapping[str, Tensor] = {}
         self._folder = Path()
 
-    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+    def execute(
+        self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal
+    ) -> Shareable:
         """Train on the mean, or take it as the last one; the first broadcast has none, and all begin with the run's."""
         if task_name not in (TRAIN, VALIDATE):
             return make_reply(ReturnCode.TASK_UNKNOWN)
@@ -113,7 +125,9 @@ class _EncryptedSite(Executor):  # type: ignore[misc]
             weights = unpacked(data[VECTOR], self._held) if data else dict(self._held)
             if task_name == VALIDATE:
                 return self._finished(algo, weights).to_shareable()
-            round_ = int(shareable.get_header(AppConstants.CURRENT_ROUND)) + 1  # FLARE counts from 0
+            round_ = (
+                int(shareable.get_header(AppConstants.CURRENT_ROUND)) + 1
+            )  # FLARE counts from 0
             return self._trained(algo, weights, round_).to_shareable()
         except Exception as error:  # the server is told that it failed, the site's log why
             self.log_exception(fl_ctx, f"{type(error).__name__}: {error}")
@@ -135,7 +149,11 @@ class _EncryptedSite(Executor):  # type: ignore[misc]
         self._held = told.weights or {}
         samples = told.statistics[FlStatistics.DATA_COUNT]
         # FLARE weighs a reply by this number, whatever it counts, and multiplies by it before it encrypts.
-        return DXO(DataKind.WEIGHTS, {VECTOR: packed(self._held)}, {MetaKey.NUM_STEPS_CURRENT_ROUND: samples})
+        return DXO(
+            DataKind.WEIGHTS,
+            {VECTOR: packed(self._held)},
+            {MetaKey.NUM_STEPS_CURRENT_ROUND: samples},
+        )
 
     def _finished(self, algo: MedflClientAlgo, weights: dict[str, Tensor]) -> DXO:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,11 @@ PLAIN, ENCRYPTED, FEDERATION, WITNESSED = "plain", "encrypted", "federation", "s
 
 
 def executed(
-    out: Path, bundle: str, config: Mapping[str, Any], requested: Mapping[str, Any], say: Callable[[str], object]
+    out: Path,
+    bundle: str,
+    config: Mapping[str, Any],
+    requested: Mapping[str, Any],
+    say: Callable[[str], object],
 ) -> dict[str, Any]:
     """Run a federation in the simulator and encrypted on FLARE, and return how they compare.
 
@@ -70,7 +74,9 @@ def executed(
     require_unused(out)
     if not methods.has_fedavg_server(methods.method_class(requested["method"])):
         raise InputError(
-            f"method {requested['method']!r} encrypted", "methods that keep FedAvg's server half", "see medfl methods"
+            f"method {requested['method']!r} encrypted",
+            "methods that keep FedAvg's server half",
+            "see medfl methods",
         )
     summary = federate(bundle, config=config, requested=requested, out=out / PLAIN, jobs=1)
     say(f"the simulator: {out / PLAIN}")
@@ -85,7 +91,9 @@ def executed(
     allowed = [*NEEDED, f"{EncryptedSite.__module__}.{EncryptedSite.__name__}"]
     path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": str(run.threads)}
-    federation = ProofOfConcept(out / FEDERATION, clients, allowed, encryption=True, environment=environment)
+    federation = ProofOfConcept(
+        out / FEDERATION, clients, allowed, encryption=True, environment=environment
+    )
     for name in clients:
         (federation.kit(name) / "local" / "privacy.json").write_text(json.dumps(RULES, indent=1))
     with federation:
@@ -97,7 +105,10 @@ def executed(
             status = federation.status(number)
         logs = {name: federation.output(name) for name in clients}
         keys = {SERVER: SERVER_KEYS, **dict.fromkeys(clients, SITE_KEYS)}
-        contexts = {n: tenseal.context_from((federation.kit(n) / file).read_bytes()) for n, file in keys.items()}
+        contexts = {
+            n: tenseal.context_from((federation.kit(n) / file).read_bytes())
+            for n, file in keys.items()
+        }
     found = [folder.path / SITES / MEAN.format(name) for name in run.partition.sites]
     if not status.endswith("COMPLETED") or not all(path.is_file() for path in found):
         raise RunError(f"NVIDIA FLARE ended with {status}; its output is in {federation.folder}")
@@ -109,7 +120,9 @@ def executed(
         "rounds": run.rounds,
         "samples": {name: len(items["train"]) for name, items in run.partition.sites.items()},
         "difference": _difference(means[0], plain),
-        "largest_weight": max(float(t.abs().max()) for t in means[0].values() if t.is_floating_point()),
+        "largest_weight": max(
+            float(t.abs().max()) for t in means[0].values() if t.is_floating_point()
+        ),
         "sites_agree": all(_difference(means[0], mean) == 0.0 for mean in means),
         "seconds_simulator": summary["seconds"],
         "secret_key_at": [name for name, context in contexts.items() if context.has_secret_key()],
@@ -140,7 +153,10 @@ def _sizes(witnessed: Path) -> dict[str, Any]:
         "down_bytes": statistics.mean(down),
         "secret_keys": sum(line["secret_keys"] for line in lines),
         "kinds": {direction: dict(sorted(counts.items())) for direction, counts in kinds.items()},
-        "open": {d: sorted({name for line in lines if line["direction"] == d for name in line["open"]}) for d in kinds},
+        "open": {
+            d: sorted({name for line in lines if line["direction"] == d for name in line["open"]})
+            for d in kinds
+        },
     }
 
 
@@ -176,13 +192,21 @@ def text(found: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", default="pneumonia", help="a shipped bundle of 2D images (default: pneumonia)")
-    parser.add_argument("--method", default="fedavg", help="one that keeps FedAvg's server half (default: fedavg)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--bundle", default="pneumonia", help="a shipped bundle of 2D images (default: pneumonia)"
+    )
+    parser.add_argument(
+        "--method", default="fedavg", help="one that keeps FedAvg's server half (default: fedavg)"
+    )
     parser.add_argument("--network", default="small_cnn", help="default: small_cnn")
     parser.add_argument("--sites", type=int, default=2, metavar="N", help="default: 2")
     parser.add_argument("--rounds", type=int, default=2, metavar="R", help="default: 2")
-    parser.add_argument("--out", type=Path, default=Path("runs/encrypted"), metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/encrypted"), metavar="DIR", help="new folder"
+    )
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
     options = parser.parse_args(arguments)
     requested = {

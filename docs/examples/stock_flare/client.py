@@ -34,9 +34,13 @@ def site_of(name: str, options: argparse.Namespace) -> MedflClientAlgo:
         run, _ = RunFolder.existing(Path(options.run)).read_run()
         torch.set_num_threads(run.threads)
         plan = repeat(run)
-        return MedflClientAlgo(Federation(plan.bundle, plan.method, plan.run), name, host="averaging")
+        return MedflClientAlgo(
+            Federation(plan.bundle, plan.method, plan.run), name, host="averaging"
+        )
     requested = {"method": "fedavg", "data": options.data, "rounds": options.rounds}
-    return site_algo(options.bundle, name, requested=requested, host="averaging", policy=options.policy)
+    return site_algo(
+        options.bundle, name, requested=requested, host="averaging", policy=options.policy
+    )
 
 
 def replied(site: MedflClientAlgo, received: FLModel) -> FLModel:
@@ -56,7 +60,9 @@ def replied(site: MedflClientAlgo, received: FLModel) -> FLModel:
 
 def main() -> None:
     """Answer FLARE's rounds until it ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", help="folder of a run of medfl, whose site of this name it is")
     parser.add_argument("--bundle", help="else: a shipped bundle's name or a folder")
     parser.add_argument("--data", help="folder of the site's own images")

@@ -31,7 +31,9 @@ from medfl.storage.run_folder import RunFolder
 CLIENT = Path(__file__).resolve().with_name("client.py")
 
 
-def recipe(initial: Mapping[str, Tensor], folder: Path, arguments: str, sites: int, rounds: int) -> Any:
+def recipe(
+    initial: Mapping[str, Tensor], folder: Path, arguments: str, sites: int, rounds: int
+) -> Any:
     """Return FLARE's recipe, for `SimEnv`, `PocEnv`, `ProdEnv` or `export`.
 
     Args:
@@ -53,7 +55,9 @@ def recipe(initial: Mapping[str, Tensor], folder: Path, arguments: str, sites: i
     )  # fmt: skip
 
 
-def executed(out: Path, bundle: str, config: Mapping[str, Any], requested: Mapping[str, Any]) -> dict[str, Any]:
+def executed(
+    out: Path, bundle: str, config: Mapping[str, Any], requested: Mapping[str, Any]
+) -> dict[str, Any]:
     """Run a federation in medfl's simulator and as a stock FLARE job, and return how their weights compare.
 
     Args:
@@ -65,7 +69,12 @@ def executed(out: Path, bundle: str, config: Mapping[str, Any], requested: Mappi
     from nvflare.recipe import SimEnv
 
     require_unused(out)
-    federate(bundle, config=config, requested={**requested, "method": "fedavg", "cohort": 1.0}, out=out / "medfl")
+    federate(
+        bundle,
+        config=config,
+        requested={**requested, "method": "fedavg", "cohort": 1.0},
+        out=out / "medfl",
+    )
     run, _ = RunFolder.existing(out / "medfl").read_run()
     plan, sites = repeat(run), list(run.partition.sites)
     initial = Federation(plan.bundle, plan.method, plan.run).networks.initial
@@ -87,18 +96,30 @@ def executed(out: Path, bundle: str, config: Mapping[str, Any], requested: Mappi
 def _difference(these: Mapping[str, Tensor], those: Mapping[str, Tensor]) -> float:
     """Return the largest difference between numbers of two networks in the type of `those`; integers do not count."""
     floats = [name for name, tensor in those.items() if tensor.is_floating_point()]
-    return max(float((these[name].to(those[name].dtype) - those[name]).abs().max()) for name in floats)
+    return max(
+        float((these[name].to(those[name].dtype) - those[name]).abs().max()) for name in floats
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", default="mednist", help="a shipped bundle's name or a folder (default: mednist)")
-    parser.add_argument("--data", default="phantom", metavar="DIR", help="its images (default: drawn ones)")
-    parser.add_argument("--config", action="append", default=[], metavar="ID=VALUE", help="as for medfl run")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--bundle", default="mednist", help="a shipped bundle's name or a folder (default: mednist)"
+    )
+    parser.add_argument(
+        "--data", default="phantom", metavar="DIR", help="its images (default: drawn ones)"
+    )
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="ID=VALUE", help="as for medfl run"
+    )
     parser.add_argument("--sites", type=int, default=2, metavar="N", help="default: 2")
     parser.add_argument("--rounds", type=int, default=2, metavar="R", help="default: 2")
-    parser.add_argument("--out", type=Path, default=Path("runs/stock_flare"), metavar="DIR", help="new folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/stock_flare"), metavar="DIR", help="new folder"
+    )
     parser.add_argument("--json", action="store_true", help="the result as one JSON document")
     options = parser.parse_args(arguments)
     requested = {"data": options.data, "sites": options.sites, "rounds": options.rounds}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import monai.apps.detection.transforms.dictionary
@@ -30,7 +31,9 @@ _SAME = {
 """Names that NumPy 2 took away, and what was and is the same under another."""
 _PYTHON: dict[str, Any] = {"float": float, "int": int, "bool": bool}
 """Names that NumPy took away, and Python's own that they were."""
-_GONE = {old: vars(np)[new] for old, new in _SAME.items() if old not in vars(np) and new in vars(np)}
+_GONE = {
+    old: vars(np)[new] for old, new in _SAME.items() if old not in vars(np) and new in vars(np)
+}
 _GONE |= {name: kind for name, kind in _PYTHON.items() if name not in vars(np)}
 _USES = re.compile(rf"\b(?:np|numpy)\.({'|'.join(_GONE) or '(?!)'})\b")
 _CHECKED_ONLY = {"SwinUNETR": {"img_size"}}
@@ -64,10 +67,16 @@ def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
     if target in _CHECKED_ONLY:
         parameters = inspect.signature(getattr(monai.networks.nets, target)).parameters
         return set(given) & _CHECKED_ONLY[target] - parameters.keys()
+
     if zooming := re.fullmatch(r"(Rand)?Zoom(Box)?(d|D|Dict)?", target):
-        home = monai.apps.detection.transforms.dictionary if zooming[2] else monai.transforms
+        if zooming[2]:
+            home: ModuleType = monai.apps.detection.transforms.dictionary
+        else:
+            home = monai.transforms
+
         parameters = inspect.signature(getattr(home, target)).parameters
         return set(given) - parameters.keys() - _PADDING - _MONAI
+
     return set()
 
 
@@ -86,6 +95,7 @@ def needs_float_labels(loss: Any, device: torch.device) -> bool:
     """Tell whether a loss of PyTorch's kind fails on labels that are true or false, and not on 1.0 and 0.0."""
     if not isinstance(loss, nn.Module):
         return False
+
     output = torch.zeros(1, 2, 4, 4, device=device)
     with suppress(Exception):  # it may take other shapes
         try:
@@ -93,6 +103,7 @@ def needs_float_labels(loss: Any, device: torch.device) -> bool:
         except RuntimeError:
             loss(output, output)
             return True
+
     return False
 
 
@@ -101,9 +112,18 @@ def said(name: str) -> str:
     what, _, detail = name.partition(".")
     if name == FLOAT_LABELS:
         return "its loss gets labels that are true or false, or bytes, as 1.0 and 0.0, as this MONAI needs"
+
     if what == "numpy":
-        now = f"is Python's {detail}" if detail in _PYTHON else f"this NumPy calls {_SAME[detail]}"
+        if detail in _PYTHON:
+            now = f"is Python's {detail}"
+        else:
+            now = f"this NumPy calls {_SAME[detail]}"
+
         return f"it uses numpy.{detail}, which {now}; it gets that"
+
     if ":" in name:
         return "{} of it is made as {}, which does the same in this MONAI".format(*name.split(":"))
-    return f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"
+
+    return (
+        f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"
+    )

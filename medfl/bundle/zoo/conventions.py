@@ -11,7 +11,9 @@ import torch
 
 from medfl.policy.allowed import READERS
 
-_LIST = re.compile(r"\$.*@bundle_root\b.*['\"]/?([\w./ -]+\.(?:json|csv|tsv|txt|npz|npy|ya?ml))['\"]\s*\)?\s*")
+_LIST = re.compile(
+    r"\$.*@bundle_root\b.*['\"]/?([\w./ -]+\.(?:json|csv|tsv|txt|npz|npy|ya?ml))['\"]\s*\)?\s*"
+)
 """An expression for a file below the bundle's folder that may be a data list."""
 _CUDA = re.compile(r"(?<!==)(?<!== )(['\"])cuda(:\d+)?\1")
 
@@ -19,7 +21,10 @@ _CUDA = re.compile(r"(?<!==)(?<!== )(['\"])cuda(:\d+)?\1")
 def folder_like(before: object, folder: object) -> str:
     """Return a folder that ends in a slash if the one before did: `@dataset_dir + 'train.csv'` needs it."""
     slash = str(before).rstrip("'\"").endswith("/")
-    return f"{str(folder).rstrip('/')}/" if slash and str(folder)[:1] not in ("$", "@", "%") else str(folder)
+    if slash and str(folder)[:1] not in ("$", "@", "%"):
+        return f"{str(folder).rstrip('/')}/"
+
+    return str(folder)
 
 
 def data_lists(content: Mapping[str, Any], root: Path, folder: str) -> dict[str, str]:
@@ -34,6 +39,7 @@ def data_lists(content: Mapping[str, Any], root: Path, folder: str) -> dict[str,
             candidates = Path(folder, match[1]), Path(folder, Path(match[1]).name)
             if there := next((path for path in candidates if path.is_file()), None):
                 list_files[key] = str(there)
+
     return list_files
 
 
@@ -44,7 +50,9 @@ def without_fetching(node: Any) -> Any:
     if not isinstance(node, Mapping):
         return node
     return {
-        key: False if value is True and re.split("#|::", str(key))[-1] == "pretrained" else without_fetching(value)
+        key: False
+        if value is True and re.split("#|::", str(key))[-1] == "pretrained"
+        else without_fetching(value)
         for key, value in node.items()
     }
 
@@ -55,4 +63,7 @@ def rewritten(key: str, text: str, device: torch.device) -> str:
         return text.removeprefix("$monai.data.")
     if text.startswith("$"):
         return _CUDA.sub(f"'{device}'", text).replace(".cuda()", f".to('{device}')")
-    return str(device) if key in ("device", "map_location") and re.fullmatch(r"cuda(:\d+)?", text) else text
+    if key in ("device", "map_location") and re.fullmatch(r"cuda(:\d+)?", text):
+        return str(device)
+
+    return text

@@ -49,50 +49,75 @@ class CustomTrainer:
         self._evaluator = others[0] if others else None
         attributes = {**vars(self._trainer.state), **vars(self._trainer)}
         optimizers = [value for value in attributes.values() if isinstance(value, Optimizer)]
-        self._optimizers = [(one, _copy(one)) for one in optimizers]  # and how they start in each visit
-        trained = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+        self._optimizers = [
+            (one, _copy(one)) for one in optimizers
+        ]  # and how they start in each visit
+        trained = {
+            id(p) for one in optimizers for group in one.param_groups for p in group["params"]
+        }
         networks: dict[str, nn.Module] = {}
+
         for key, value in attributes.items():
-            new = trained.intersection(map(id, value.parameters())) if isinstance(value, nn.Module) else ()
-            if new:  # what another network has already is trained there
-                networks[key], trained = value, trained - new
+            if not isinstance(value, nn.Module):
+                continue
+
+            # What another network has already is trained there
+            new = trained.intersection(map(id, value.parameters()))
+            if new:
+                networks[key] = value
+                trained -= new
+
         if not networks or trained:
             raise InputError(
                 f"{config.file}: id {trainer!r} is a {type(self._trainer).__name__} without what it trains",
                 "a trainer with an iteration of its own has networks and their optimisers as attributes",
                 "keep them as attributes of the trainer",
             )
-        self.model = next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
+
+        self.model = (
+            next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
+        )
         vars(self.model)["custom_trainer"] = self
         loss: Any = attributes.get("loss_function")
         if compatibility.needs_float_labels(loss, self._trainer.state.device):
             config.adapted.add(compatibility.FLOAT_LABELS)
             self._trainer.loss_function = compatibility.with_float_labels(loss)
+
         self._losses: list[Tensor] = []
         self._trainer.add_event_handler(Events.ITERATION_COMPLETED, self._keep_loss)
 
     def optimizer(self, lr: float | None) -> Optimizer:
         """Return a new optimiser as the trainer's, at another rate if one is given; of several, what has all groups."""
         fresh = [_copy(optimizer) for _, optimizer in self._optimizers]
-        together: Any = SimpleNamespace(param_groups=[group for one in fresh for group in one.param_groups])
+        together: Any = SimpleNamespace(
+            param_groups=[group for one in fresh for group in one.param_groups]
+        )
         for group in together.param_groups if lr is not None else ():
             group["lr"] = lr
         return fresh[0] if len(fresh) == 1 else together
 
-    def fit(self, site: Site, purpose: str, hook: Callable[..., None] | None, changed: str) -> FitReport:
+    def fit(
+        self, site: Site, purpose: str, hook: Callable[..., None] | None, changed: str
+    ) -> FitReport:
         """Let the trainer run over the site's data for its local epochs; what `medfl.training.fit` does for others.
 
         Raises:
             InputError: the method changes the loss or the optimiser, or the gradients of several.
         """
         if changed := changed or ("the gradients" if hook and len(self._optimizers) > 1 else ""):
-            refuse(f"method {site.method!r}, which changes {changed},", type(self._trainer).__name__)
+            refuse(
+                f"method {site.method!r}, which changes {changed},", type(self._trainer).__name__
+            )
+
         for optimizer, first in self._optimizers:
             optimizer.load_state_dict(first.state_dict())
+
         groups = (group for optimizer, _ in self._optimizers for group in optimizer.param_groups)
         for group, of_site in zip(groups, site.optimizer(self.model).param_groups, strict=True):
             group["lr"] = of_site["lr"]
-        self._losses, steps = [], []
+
+        self._losses = []
+        steps = []
         parameters = [p for p in self.model.parameters() if p.requires_grad]
 
         def before_step(*_: object) -> None:
@@ -100,7 +125,9 @@ class CustomTrainer:
             if hook is not None:
                 hook(parameters)
 
-        handles = [optimizer.register_step_pre_hook(before_step) for optimizer, _ in self._optimizers]
+        handles = [
+            optimizer.register_step_pre_hook(before_step) for optimizer, _ in self._optimizers
+        ]
         self._trainer.amp = site.settings.amp and site.device.type == "cuda"
         try:
             with stream(site.seed, purpose) as generator:
@@ -114,8 +141,13 @@ class CustomTrainer:
         finally:
             for handle in handles:
                 handle.remove()
+
         check_finite(self._losses, 0, site)
-        mean_loss = float(torch.stack(self._losses).mean()) if self._losses else float("nan")
+        if self._losses:
+            mean_loss = float(torch.stack(self._losses).mean())
+        else:
+            mean_loss = float("nan")
+
         report = FitReport(len(steps), mean_loss)
         site.journal.append(report)
         return report
@@ -126,11 +158,17 @@ class CustomTrainer:
         if not name:
             return float("nan")
         with stream(0, "evaluation"), suppress(NotComputableError):
-            return float(torch.as_tensor(_run(self._evaluator, [batch], 0).metrics[name]).double().mean())
+            return float(
+                torch.as_tensor(_run(self._evaluator, [batch], 0).metrics[name]).double().mean()
+            )
         return float("nan")
 
     def _keep_loss(self, engine: Any) -> None:
-        output = engine.state.output[0] if isinstance(engine.state.output, list) else engine.state.output
+        if isinstance(engine.state.output, list):
+            output = engine.state.output[0]
+        else:
+            output = engine.state.output
+
         named = {str(key): value for key, value in output.items() if str(key).endswith("loss")}
         parts = [named["loss"]] if "loss" in named else named.values()
         losses = [torch.as_tensor(part).detach().float().mean().cpu() for part in parts]
@@ -150,7 +188,9 @@ class _Batches(DataLoader[Any]):
 
 def _copy(optimizer: Optimizer) -> Optimizer:
     """Copy an optimiser, which stays one of the same parameters."""
-    return copy.deepcopy(optimizer, {id(p): p for group in optimizer.param_groups for p in group["params"]})
+    return copy.deepcopy(
+        optimizer, {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    )
 
 
 def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
@@ -158,10 +198,16 @@ def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
     inside = [engine._process_function, *getattr(engine._process_function, "__dict__", {}).values()]
     for number, part in enumerate(part for value in inside for part in random_parts(value, set())):
         part.set_random_state(seed=derive(seed, number) % 2**32)
-    engine.data_loader, engine.state.epoch_length = data, len(data)
-    engine.state.max_epochs, engine.state.epoch, engine.state.iteration = epochs, 0, 0
+
+    engine.data_loader = data
+    engine.state.epoch_length = len(data)
+    engine.state.max_epochs = epochs
+    engine.state.epoch = 0
+    engine.state.iteration = 0
+
     if len(data):
         engine.run()
+
     return engine.state
 
 
@@ -174,4 +220,6 @@ def of(network: nn.Module) -> CustomTrainer:
 def refuse(what: str, trainer: str, *_: object) -> NoReturn:
     """Refuse what changes a step that a trainer takes by itself."""
     allowed = "it takes methods that leave its steps alone, or with one optimiser change its gradients only"
-    raise InputError(f"{what} with a {trainer}, which has an iteration of its own", allowed, "use fedavg")
+    raise InputError(
+        f"{what} with a {trainer}, which has an iteration of its own", allowed, "use fedavg"
+    )

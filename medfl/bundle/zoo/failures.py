@@ -15,8 +15,13 @@ from medfl.core.untrusted import Refused
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import NOT_LISTED
 
-_NAME_DATA = "a bundle looks into its own folder and those that you name", "give the folder of the images with --data"
-_OTHER_VERSION = re.compile(r"unexpected keyword argument|has no attribute|Cannot locate class|cannot import name")
+_NAME_DATA = (
+    "a bundle looks into its own folder and those that you name",
+    "give the folder of the images with --data",
+)
+_OTHER_VERSION = re.compile(
+    r"unexpected keyword argument|has no attribute|Cannot locate class|cannot import name"
+)
 """What Python and MONAI say where a name or an argument is gone."""
 _PATH = re.compile(r"(?<![\w.])/[^\s'\"`,;]+")
 _NAME = re.compile(
@@ -34,23 +39,30 @@ def explained(
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_name == "_resolve_one_item":
             key = frame.f_locals["id"]
+
     cause = root_cause(error)
     if isinstance(cause, InputError):
         return cause
+
     key = key.replace("::", "#")
     where = f"{file}: id {key!r}"
     if isinstance(cause, Refused):
         elsewhere = isinstance(cause, ElsewhereRefused)
         return InputError(f"{where}: {cause}", *(_NAME_DATA if elsewhere else NOT_LISTED))
+
     if missing := re.search(r"referring item `@([\w:]+)`", str(cause)):
         other = missing[1].replace("::", "#")
-        return InputError(f"{file} has no id {other!r}, which {key!r} refers to", "every id exists", "add it")
+        return InputError(
+            f"{file} has no id {other!r}, which {key!r} refers to", "every id exists", "add it"
+        )
+
     if package := missing_package(error):
         return without_package(where, package, _reader(key, content))
     if path := _missing_file(cause):
         return _without_file(where, path, file, resolved)
     if _OTHER_VERSION.search(str(cause)):
         return _of_other_version(where, cause, key, content.get("_meta_", {}))
+
     return InputError(
         f"{where} fails with {as_text(cause)}",
         "every id that the trainer needs can be evaluated",
@@ -62,9 +74,19 @@ def _reader(key: str, content: Any) -> str:
     """Return the id by which a component's reader of images is chosen, "" if it has none."""
     node, parts = content, key.split("#")
     for number, part in enumerate(parts, 1):
-        node = node[int(part)] if isinstance(node, list) else node.get(part) if isinstance(node, Mapping) else None
-        if isinstance(node, str) and node[:1] in ("@", "%"):  # what is written elsewhere is changed there
+        if isinstance(node, list):
+            node = node[int(part)]
+        elif isinstance(node, Mapping):
+            node = node.get(part)
+        else:
+            node = None
+
+        if isinstance(node, str) and node[:1] in (
+            "@",
+            "%",
+        ):  # what is written elsewhere is changed there
             return _reader("#".join([node[1:].replace("::", "#"), *parts[number:]]), content)
+
     reader = node.get("reader") if isinstance(node, Mapping) else None
     return str(reader)[1:] if str(reader).startswith("@") else f"{key}#reader" if reader else ""
 
@@ -77,11 +99,21 @@ def _missing_file(cause: BaseException) -> str:
 
 
 def _without_file(where: str, path: str, file: Path, resolved: Mapping[str, Any]) -> InputError:
-    ids = [key for key, value in resolved.items() if isinstance(value, str | Path) and str(value) == path]
-    root, name = file.parents[1], Path(path).name
-    lists = [some.name for some in root.glob("large_files.y*ml") if name in some.read_text(encoding="utf-8")]
+    ids = [
+        key
+        for key, value in resolved.items()
+        if isinstance(value, str | Path) and str(value) == path
+    ]
+    root = file.parents[1]
+    name = Path(path).name
+    lists = [
+        some.name
+        for some in root.glob("large_files.y*ml")
+        if name in some.read_text(encoding="utf-8")
+    ]
     advice = [f"{file_list} says where it is downloaded" for file_list in lists[:1]]
     advice += [f"--config {key.replace('::', '#')}=FILE names yours" for key in ids[:1]]
+
     return InputError(
         f"{where} needs the file {path}, which is not there",
         "a file that a bundle reads lies where its configuration says, or as a data list in the folder of --data",
@@ -89,7 +121,9 @@ def _without_file(where: str, path: str, file: Path, resolved: Mapping[str, Any]
     )
 
 
-def _of_other_version(where: str, cause: BaseException, key: str, metadata: Mapping[str, Any]) -> InputError:
+def _of_other_version(
+    where: str, cause: BaseException, key: str, metadata: Mapping[str, Any]
+) -> InputError:
     package = "numpy" if "numpy" in str(cause) else "monai"
     recorded = metadata.get(f"{package}_version")
     return InputError(
@@ -105,7 +139,9 @@ def _of_other_version(where: str, cause: BaseException, key: str, metadata: Mapp
 def deepest(error: BaseException) -> BaseException:
     """Return the error that others were raised from."""
     passed: list[BaseException] = []
-    while error.__cause__ is not None and error not in passed:  # one that was raised again is its own cause's cause
+    while (
+        error.__cause__ is not None and error not in passed
+    ):  # one that was raised again is its own cause's cause
         passed.append(error)
         error = error.__cause__
     return error
@@ -128,5 +164,9 @@ def missing_names(why: BaseException) -> list[str]:
         return [name for name in match.groups() if name]
     if not isinstance(why, KeyError) or not why.args or not isinstance(why.args[0], str):
         return []
+
     several = "[columns]" in text or "in index" in text
-    return re.findall(r"'([^']+)'", text) if several else [why.args[0].removesuffix(" is not a file in the archive")]
+    if several:
+        return re.findall(r"'([^']+)'", text)
+
+    return [why.args[0].removesuffix(" is not a file in the archive")]

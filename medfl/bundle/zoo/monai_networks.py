@@ -38,12 +38,28 @@ def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
     if not (isinstance(asked, str) and asked.startswith(PREFIX)):
         if ARGUMENTS in values and ARGUMENTS not in content:
             given = f"--config {ARGUMENTS}={values[ARGUMENTS]}"
-            raise InputError(given, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME")
+            raise InputError(
+                given, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME"
+            )
+
         return dict(values)
-    rest = {key: value for key, value in values.items() if key not in ("network", "network_name", ARGUMENTS)}
-    id_ = next((key for key in _IDS if isinstance(content.get(key), Mapping) and "_target_" in content[key]), None)
+
+    rest = {
+        key: value
+        for key, value in values.items()
+        if key not in ("network", "network_name", ARGUMENTS)
+    }
+    id_ = next(
+        (
+            key
+            for key in _IDS
+            if isinstance(content.get(key), Mapping) and "_target_" in content[key]
+        ),
+        None,
+    )
     if id_ is None:
         return {**rest, _IDS[0]: asked}  # no such id: told as of any other
+
     name = {"network_name": asked} if "network_name" in content else {}
     return {**rest, **name, id_: _node(asked, values.get(ARGUMENTS) or {}, content[id_])}
 
@@ -51,7 +67,9 @@ def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
 def names() -> tuple[str, ...]:
     """Return the networks of MONAI that may be named, without MONAI's other spellings of the same."""
     candidates = ((name, _network_class(name)) for name in sorted(vars(monai.networks.nets)))
-    return tuple(name for name, factory in candidates if factory is not None and factory.__name__ == name)
+    return tuple(
+        name for name, factory in candidates if factory is not None and factory.__name__ == name
+    )
 
 
 def _network_class(name: str) -> Callable[..., Any] | None:
@@ -60,8 +78,12 @@ def _network_class(name: str) -> Callable[..., Any] | None:
         factory = component(f"monai.networks.nets.{name}")
     except Refused:
         return None
+
     is_network = inspect.isclass(factory) and issubclass(factory, nn.Module)
-    return factory if (is_network or name.startswith("resnet")) and name not in _ADAPTERS else None
+    if (is_network or name.startswith("resnet")) and name not in _ADAPTERS:
+        return factory
+
+    return None
 
 
 def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,52 +92,79 @@ def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
     if factory is None:
         network_names = names()
         advice = did_you_mean(name, network_names, "choose one of these")
-        raise InputError(f"--config network={asked}", f"the networks of MONAI are {', '.join(network_names)}", advice)
+        raise InputError(
+            f"--config network={asked}",
+            f"the networks of MONAI are {', '.join(network_names)}",
+            advice,
+        )
+
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
-        raise InputError(f"--config {ARGUMENTS}={arguments}", "arguments by name", f"give {ARGUMENTS}={{name: value}}")
+        raise InputError(
+            f"--config {ARGUMENTS}={arguments}",
+            "arguments by name",
+            f"give {ARGUMENTS}={{name: value}}",
+        )
+
     parameters = _parameters(factory)
     if odd := [key for key in arguments if key not in parameters]:
         advice = did_you_mean(odd[0], parameters, "leave it out")
-        raise InputError(f"{odd[0]!r} in {ARGUMENTS}", f"{name} takes {', '.join(parameters)}", advice)
+        raise InputError(
+            f"{odd[0]!r} in {ARGUMENTS}", f"{name} takes {', '.join(parameters)}", advice
+        )
+
     values = {**_carried_over(own, parameters), **arguments}
     if "pretrained" in parameters:
         values.setdefault("pretrained", False)
+
     own_parameters = inspect.signature(factory).parameters.values()
-    needed = [one.name for one in own_parameters if one.name in parameters and one.default is one.empty]
+    needed = [
+        one.name for one in own_parameters if one.name in parameters and one.default is one.empty
+    ]
     if missing := [key for key in needed if key not in values]:
         raise InputError(
             f"--config network={asked} without {', '.join(missing)}",
             f"{name} needs them",
             f"add --config {ARGUMENTS}={{{', '.join(f'{key}: ...' for key in missing)}}}",
         )
+
     try:
         texts = {key: value for key, value in values.items() if isinstance(value, str)}
         references = {key: ... for key, text in texts.items() if text.startswith(("$", "@", "%"))}
         check_arguments(factory, (), {**values, **references})
     except Refused as refused:
-        raise InputError(f"--config network={asked}: {refused}", "what inspection lists", "leave it out") from refused
+        raise InputError(
+            f"--config network={asked}: {refused}", "what inspection lists", "leave it out"
+        ) from refused
+
     return {"_target_": f"monai.networks.nets.{name}", **values}
 
 
 def _carried_over(own: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the channels and dimensions of the network that was there, under the names of the new one."""
     two = {"spatial_dims": 2} if str(own["_target_"]).startswith("medfl.") else {}
-    before, carried = {**two, **own}, dict[str, Any]()
+    before = {**two, **own}
+    carried = dict[str, Any]()
     for same in _SAME:
         value = next((before[key] for key in same if key in before), None)
         key = next((key for key in same if key in parameters), None)
         if value is not None and key is not None:
             carried[key] = value
+
     return carried
 
 
 def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return what a network takes, also where it hands arguments on to the class that it is made of."""
-    makers = inspect.getmro(factory) if inspect.isclass(factory) else (factory, monai.networks.nets.ResNet)
+    if inspect.isclass(factory):
+        makers: tuple[Any, ...] = inspect.getmro(factory)
+    else:
+        makers = (factory, monai.networks.nets.ResNet)
+
     parameters: dict[str, inspect.Parameter] = {}
     for maker in makers:
         of_maker = inspect.signature(maker).parameters
         parameters = {**of_maker, **parameters}
         if not any(one.kind is one.VAR_KEYWORD for one in of_maker.values()):
             break
+
     return {key: one for key, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD}

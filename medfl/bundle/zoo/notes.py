@@ -20,32 +20,50 @@ def notes(
     """Yield the notes of a bundle."""
     own = own_trainer_class(config, trainer)
     inferer, amp = (config.raw(f"{trainer}#{part}")[1] for part in ("inferer", "amp"))
-    sampler, modules = getattr(train.loader, "sampler", None), sorted(own_modules(root))
+    sampler = getattr(train.loader, "sampler", None)
+    modules = sorted(own_modules(root))
+
     if modules and policy.runs_scripts:
         yield f"its own Python ({', '.join(modules)}) runs with your rights"
+
     for key, path in config.lists.items():
         yield f"{key} is {path}"
+
     yield from map(compatibility.said, sorted(config.adapted))
     if (handlers := list(config.nodes("LrScheduleHandler"))) and not scheduled:
         disabled = not own and all(is_disabled(config, key, node) for key, node in handlers)
-        why = "" if own else " is disabled, and" if disabled else " goes by steps or a metric, and"
+        if own:
+            why = ""
+        elif disabled:
+            why = " is disabled, and"
+        else:
+            why = " goes by steps or a metric, and"
+
         yield f"its learning rate schedule{why} is not run; --lr-decay multiplies the rate"
+
     if any(config.nodes("CheckpointLoader")):
         yield "its checkpoints are not loaded"
+
     if amp and config.evaluated(f"{trainer}#amp"):
         yield "its trainer's mixed precision is for a GPU: a run on one has it"
+
     if inferer and not own and target_name(inferer) != "SimpleInferer":
         yield "its training inferer is not used"
+
     if not isinstance(sampler, RandomSampler | SequentialSampler | None):
         yield f"its {type(sampler).__name__} is not used: a local epoch takes each item of a site once"
+
     if not train.source.is_list:
         yield "its items have no names: they are numbered, and divided with --partition iid"
+
     if config.dropped:
         yield f"scored without {', '.join(sorted(config.dropped))}"
+
     if own:
         scored = "" if find_evaluator(config) else ", and nothing is scored"
         yield f"its {own} takes its steps by itself, without its handlers{scored}"
         starts = (texts for _, texts in map(config.raw, config.ids) if isinstance(texts, list))
         begun = next((texts for texts in starts if f"$@{trainer}.run()" in texts), [])
+
         if others := [str(text) for text in begun if text != f"$@{trainer}.run()"]:
             yield f"what it does beside running it is left out: {', '.join(others)}"

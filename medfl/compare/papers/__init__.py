@@ -9,7 +9,9 @@ ROOT = Path(__file__).parent
 
 def names() -> tuple[str, ...]:
     """Return the names of the tables."""
-    return tuple(sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("*/*.yaml")))
+    return tuple(
+        sorted(path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("*/*.yaml"))
+    )
 
 
 def check_name(key: str) -> None:

@@ -51,8 +51,15 @@ def run(
     Raises:
         InputError: no run of the table is left, or a run would be refused.
     """
-    grids = [(number, restricted(table, grid, methods, partitions)) for number, grid in enumerate(table.grids, 1)]
-    grids = [(n, grid) for n, grid in grids if grid.entries and grid.partitions and bundle in (None, grid.bundle)]
+    grids = [
+        (number, restricted(table, grid, methods, partitions))
+        for number, grid in enumerate(table.grids, 1)
+    ]
+    grids = [
+        (n, grid)
+        for n, grid in grids
+        if grid.entries and grid.partitions and bundle in (None, grid.bundle)
+    ]
     if not grids:
         offered = sorted({grid.bundle for grid in table.grids})
         raise InputError(
@@ -62,13 +69,19 @@ def run(
             f"partitions {', '.join(dict.fromkeys(_spec(grid, p) for grid in table.grids for p in grid.partitions))}",
             "give --methods and --partition from these lists, and one of the bundles",
         )
+
     out = launch.folder
     lines, code = [f"# {table.paper}: {table.title}"], 0
     collected: list[tuple[Comparison, dict[str, str]]] = []
     document: dict[str, Any] = {"paper": table.key, "folder": str(out), "failed": {}, "rows": []}
+
     for number, grid in grids:
         grid, rounds = paper_tables.scaled(grid, scale, Bundle(grid.bundle).protocol)
-        presets = {"presets": laid} if (laid := presets_of(grid, requested.get("presets", ()))) else {}
+        if laid := presets_of(grid, requested.get("presets", ())):
+            presets = {"presets": laid}
+        else:
+            presets = {}
+
         grid = replace(
             grid,
             seeds=tuple(seeds) if seeds is not None else grid.seeds,
@@ -76,13 +89,24 @@ def run(
             config={**grid.config, **config},
             requested={**grid.requested, **requested, **presets},
         )
-        changed = [f"{name}={value}" for part in (options, config, requested) for name, value in part.items()]
-        heading = f"{grid.bundle}, {rounds}" + (f", changed: {', '.join(changed)}" if changed else "")
+        changed = [
+            f"{name}={value}"
+            for part in (options, config, requested)
+            for name, value in part.items()
+        ]
+        heading = f"{grid.bundle}, {rounds}" + (
+            f", changed: {', '.join(changed)}" if changed else ""
+        )
         launch.say(f"{table.key}: {heading}")
         folder = out / (grid.bundle if len(table.grids) == 1 else f"{number}-{grid.bundle}")
         comparison, failed = compare(grid, replace(launch, out=folder))
         document["failed"] |= failed
-        phantom = "PHANTOM images, not the paper's: " if comparison is not None and comparison.phantom else ""
+
+        if comparison is not None and comparison.phantom:
+            phantom = "PHANTOM images, not the paper's: "
+        else:
+            phantom = ""
+
         lines += ["", f"## {phantom}{heading}"]
         if comparison is None:
             lines.append("no run finished")
@@ -92,15 +116,24 @@ def run(
             rows = paper_tables.beside(table, *collected[-1])
             document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in rows]
             lines += [formatted_table(_HEADS, rows, "md"), f"tables: {folder / 'tables.md'}"]
+
         lines += [f"FAILED: {title}: {text}" for title, text in failed.items()]
         code = 1 if failed else code
+
     if collected and (averaged := paper_tables.averages(table, collected)):
         lines += ["", "## Averages over the partitions", formatted_table(_HEADS, averaged, "md")]
         document["rows"] += [dict(zip(_HEADS, row, strict=True)) for row in averaged]
-    lines += ["", "## What is ours and not the paper's", *_ours(table, [grid for _, grid in grids]), ""]
+
+    lines += [
+        "",
+        "## What is ours and not the paper's",
+        *_ours(table, [grid for _, grid in grids]),
+        "",
+    ]
     lines += dict.fromkeys(comparison.describe() for comparison, _ in collected)
     out.mkdir(parents=True, exist_ok=True)
     write_atomic(out / "published.md", ("\n".join(lines) + "\n").encode())
+
     return lines, code, document
 
 
@@ -108,18 +141,34 @@ def presets_of(grid: Grid, more: Sequence[str] = ()) -> list[str]:
     """Return the presets of a grid's runs: `paper` of the bundle unless the grid has one of its own, and `more`."""
     presets = list(dict.fromkeys([*grid.requested.get("presets", ()), *more]))
     named = any(name.partition("-")[0] == PAPER for name in presets)
-    return presets if named or PAPER not in Bundle(grid.bundle).protocol.get("presets", {}) else [PAPER, *presets]
+    if named or PAPER not in Bundle(grid.bundle).protocol.get("presets", {}):
+        return presets
+
+    return [PAPER, *presets]
 
 
 def _ours(table: PaperTable, grids: Sequence[Grid]) -> list[str]:
     protocols = {}
     for grid in grids:
-        protocol, laid = Bundle(grid.bundle).protocol, presets_of(grid)
-        if not any(name.startswith(f"{PAPER}-") for name in laid):  # which stand in place of the protocol
+        protocol = Bundle(grid.bundle).protocol
+        laid = presets_of(grid)
+        if not any(
+            name.startswith(f"{PAPER}-") for name in laid
+        ):  # which stand in place of the protocol
             protocols[f"bundle {grid.bundle}"] = str(protocol.get("protocol", ""))
-        texts = {name: values.get("about", "") for name, values in protocol.get("presets", {}).items() if name in laid}
-        protocols |= {f"bundle {grid.bundle}, preset {name}": about for name, about in texts.items()}
-    return departures((entry.method for grid in grids for entry in grid.entries), protocols, table.notes)
+
+        texts = {
+            name: values.get("about", "")
+            for name, values in protocol.get("presets", {}).items()
+            if name in laid
+        }
+        protocols |= {
+            f"bundle {grid.bundle}, preset {name}": about for name, about in texts.items()
+        }
+
+    return departures(
+        (entry.method for grid in grids for entry in grid.entries), protocols, table.notes
+    )
 
 
 def published(comparison: Comparison) -> list[str]:
@@ -127,37 +176,57 @@ def published(comparison: Comparison) -> list[str]:
 
     The runs may have other settings than the papers'; `--paper` runs a table's own protocol.
     """
-    bundle, rows, notes = comparison.rows[0].first.record["bundle"], list[list[str]](), list[str]()
+    bundle = comparison.rows[0].first.record["bundle"]
+    rows = list[list[str]]()
+    notes = list[str]()
     for key in papers.names():
         table = paper_tables.load(key)
         for grid in (grid for grid in table.grids if grid.bundle == bundle):
-            candidates = [[key, *row] for row in paper_tables.beside(table, comparison, _labels(grid, comparison))]
+            candidates = [
+                [key, *row]
+                for row in paper_tables.beside(table, comparison, _labels(grid, comparison))
+            ]
             rows += [row for row in candidates if row not in rows]
+
         if any(row[0] == key for row in rows):
-            notes += [f"{key}: {table.paper}, {table.title}; its own protocol: medfl compare {bundle} --paper {key}"]
+            notes += [
+                f"{key}: {table.paper}, {table.title}; its own protocol: medfl compare {bundle} --paper {key}"
+            ]
+
     if not rows:
         offered = sorted({g.bundle for key in papers.names() for g in paper_tables.load(key).grids})
         return [
             f"no published figures for {bundle} with these methods, partitions and numbers of sites; tables have "
             f"{', '.join(offered)}"
         ]
-    return [formatted_table(("table", *_HEADS), rows, "md"), *notes, "ours may have other settings than the papers'"]
+
+    return [
+        formatted_table(("table", *_HEADS), rows, "md"),
+        *notes,
+        "ours may have other settings than the papers'",
+    ]
 
 
-def restricted(table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None) -> Grid:
+def restricted(
+    table: PaperTable, grid: Grid, methods: Sequence[str], partitions: Sequence[str] | None = None
+) -> Grid:
     """Return a grid with only these methods and partitions; where none are given, with all.
 
     A method is given by its name, for all its variants, or by that of the table's row.
     """
     names = {name.lower() for name in methods}
-    entries = [e for e in grid.entries if not names or {e.method, table.names[e.label].lower()} & names]
+    entries = [
+        e for e in grid.entries if not names or {e.method, table.names[e.label].lower()} & names
+    ]
     specs = tuple(p for p in grid.partitions if not partitions or _spec(grid, p) in partitions)
     return replace(grid, entries=tuple(entries), partitions=specs)
 
 
 def _spec(grid: Grid, partition: str | None) -> str:
     """Return the spec of a partition of a grid; None is that of the bundle's protocol with the grid's presets."""
-    protocol = resolved(grid.bundle, Bundle(grid.bundle).protocol, grid.requested.get("presets", ()))
+    protocol = resolved(
+        grid.bundle, Bundle(grid.bundle).protocol, grid.requested.get("presets", ())
+    )
     return partition or str(protocol["partition"])
 
 
@@ -174,4 +243,5 @@ def _labels(grid: Grid, comparison: Comparison) -> dict[str, str]:
                 labels[row.method] = entry.label
                 if entry.options:  # an entry with options fits better than one without
                     break
+
     return labels

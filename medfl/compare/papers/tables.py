@@ -94,7 +94,9 @@ class PaperTable:
     round: str = "last"
     spread: str = "seeds"
 
-    def published(self, bundle: str, partition: str, name: str, num_sites: int | None = None) -> dict[str, Figure]:
+    def published(
+        self, bundle: str, partition: str, name: str, num_sites: int | None = None
+    ) -> dict[str, Figure]:
         """Return metric -> figure of a method on a partition of a bundle."""
         return {
             figure.metric: figure
@@ -117,12 +119,17 @@ def load(key: str) -> PaperTable:
     unit = float(document.get("unit", 100))
     names_by_label: dict[str, str] = {}
     grids = []
+
     for grid in document["grids"]:
         entries = tuple(Entry.read(method["run"]) for method in grid["methods"])
-        names_by_label |= {entry.label: method["name"] for entry, method in zip(entries, grid["methods"], strict=True)}
+        names_by_label |= {
+            entry.label: method["name"]
+            for entry, method in zip(entries, grid["methods"], strict=True)
+        }
         requested = dict(grid.get("requested") or {})
         if grid.get("presets"):
             requested["presets"] = list(grid["presets"])
+
         grids.append(
             Grid(
                 grid["bundle"],
@@ -134,13 +141,16 @@ def load(key: str) -> PaperTable:
                 requested,
             )
         )
+
     return PaperTable(
         key,
         document["paper"],
         document["title"],
         tuple(grids),
         names_by_label,
-        tuple(figure for block in document.get("published") or () for figure in _figures(block, unit)),
+        tuple(
+            figure for block in document.get("published") or () for figure in _figures(block, unit)
+        ),
         tuple(document.get("notes") or ()),
         document.get("round", "last"),
         document.get("spread", "seeds"),
@@ -149,10 +159,15 @@ def load(key: str) -> PaperTable:
 
 def _figures(block: Mapping[str, Any], unit: float) -> Iterator[Figure]:
     for name, row in block["rows"].items():
-        values = [row] if len(block["columns"]) == 1 and not isinstance(row, list) else row
+        if len(block["columns"]) == 1 and not isinstance(row, list):
+            values = [row]
+        else:
+            values = row
+
         for metric, value in zip(block["columns"], values, strict=True):
             if value is None:
                 continue
+
             mean, sd = value if isinstance(value, list) else (value, None)
             scale = 1.0 if metric in COUNTS else unit
             yield Figure(
@@ -168,12 +183,21 @@ def scaled(grid: Grid, factor: float, protocol: Mapping[str, Any]) -> tuple[Grid
         InputError: the factor is outside (0, 1].
     """
     if not 0 < factor <= 1:
-        raise InputError(f"--scale {factor:g}", "a factor above 0 and at most 1", "give 0.1 for a tenth of the rounds")
+        raise InputError(
+            f"--scale {factor:g}",
+            "a factor above 0 and at most 1",
+            "give 0.1 for a tenth of the rounds",
+        )
+
     full = grid.requested.get("rounds")
     if full is None:
         full = resolved(grid.bundle, protocol, grid.requested.get("presets", ()))["rounds"]
+
     if full == AUTO:
-        raise InputError(f"--scale {factor:g} of rounds that are fitted", "a number of rounds", "add --rounds N")
+        raise InputError(
+            f"--scale {factor:g} of rounds that are fitted", "a number of rounds", "add --rounds N"
+        )
+
     rounds = max(1, math.ceil(factor * int(full) - 1e-9))
     text = f"{rounds} of {full} rounds" if rounds < int(full) else f"all {full} rounds"
     requested = {**grid.requested, "rounds": rounds}
@@ -188,13 +212,19 @@ def beside(table: PaperTable, comparison: Comparison, labels: Mapping[str, str])
     rows = []
     for row in comparison.rows:
         record = row.first.record
-        name, count = _name(table, labels, row), len(record["partition"]["sites"])
+        name = _name(table, labels, row)
+        count = len(record["partition"]["sites"])
         for figure in table.published(record["bundle"], row.partition, name, count).values():
-            rows.append([row.partition, *_cells(figure, _spread(table, comparison, row, figure.metric))])
+            rows.append(
+                [row.partition, *_cells(figure, _spread(table, comparison, row, figure.metric))]
+            )
+
     return rows
 
 
-def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[str, str]]]) -> list[list[str]]:
+def averages(
+    table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[str, str]]]
+) -> list[list[str]]:
     """Return rows as `beside` for figures published as the mean over all grids and partitions of a bundle.
 
     Ours is the mean over the seeds that have all of them. `comparisons` has our runs by grid, labels as in `beside`.
@@ -204,18 +234,25 @@ def averages(table: PaperTable, comparisons: Sequence[tuple[Comparison, Mapping[
         expected = sum(
             len(grid.partitions)
             for grid in table.grids
-            if grid.bundle == figure.bundle and figure.name in {table.names[entry.label] for entry in grid.entries}
+            if grid.bundle == figure.bundle
+            and figure.name in {table.names[entry.label] for entry in grid.entries}
         )
         by_seed: dict[int, list[float]] = {}
+
         for comparison, labels in comparisons:
             for row in comparison.rows:
                 for seed, run in row.runs.items():
                     value = _ours(run, figure.metric, table.round)
-                    same = run.record["bundle"] == figure.bundle and _name(table, labels, row) == figure.name
+                    same = (
+                        run.record["bundle"] == figure.bundle
+                        and _name(table, labels, row) == figure.name
+                    )
                     if same and value is not None:
                         by_seed.setdefault(seed, []).append(value)
+
         means = [statistics.fmean(values) for values in by_seed.values() if len(values) == expected]
         rows.append([AVERAGE, *_cells(figure, MeanSd.of(means))])
+
     return rows
 
 
@@ -227,9 +264,16 @@ def _cells(figure: Figure, ours: MeanSd | None) -> list[str]:
     """Return method, metric, ours, published and the difference as text."""
 
     def text(value: float, form: str = "") -> str:
-        return f"{value:{form}.5g}" if figure.metric in COUNTS else f"{100 * value:{form}.1f}"
+        if figure.metric in COUNTS:
+            return f"{value:{form}.5g}"
 
-    our_text = "–" if ours is None else text(ours.mean) + (f" ± {text(ours.sd)}" if ours.count > 1 or ours.sd else "")
+        return f"{100 * value:{form}.1f}"
+
+    if ours is None:
+        our_text = "–"
+    else:
+        our_text = text(ours.mean) + (f" ± {text(ours.sd)}" if ours.count > 1 or ours.sd else "")
+
     published = text(figure.mean) + (f" ± {text(figure.sd)}" if figure.sd is not None else "")
     difference = "–" if ours is None else text(ours.mean - figure.mean, "+")
     return [figure.name, figure.metric, our_text, published, difference]
@@ -241,12 +285,18 @@ def _spread(table: PaperTable, comparison: Comparison, row: Row, metric: str) ->
         with suppress(InputError):  # FedAvg is not among the runs
             return comparison.to_reach(row, comparison.target_value("fedavg", row.partition)).rounds
         return None
-    values = [value for run in row.runs.values() if (value := _ours(run, metric, table.round)) is not None]
+
+    values = [
+        value for run in row.runs.values() if (value := _ours(run, metric, table.round)) is not None
+    ]
     over_seeds = MeanSd.of(values)
     if over_seeds is None or table.spread != "sites" or not metric.startswith("sites"):
         return over_seeds
+
     over_sites = [MeanSd.of([*_at_sites(run, metric).values()]) for run in row.runs.values()]
-    return replace(over_seeds, sd=statistics.fmean([spread.sd for spread in over_sites if spread is not None]))
+    return replace(
+        over_seeds, sd=statistics.fmean([spread.sd for spread in over_sites if spread is not None])
+    )
 
 
 def _ours(run: RunFiles, metric: str, when: str) -> float | None:
@@ -254,13 +304,21 @@ def _ours(run: RunFiles, metric: str, when: str) -> float | None:
     kind, _, site = metric.partition(":")
     if kind.partition("_")[0] in ("site", "sites"):
         values = _at_sites(run, kind)
-        return values.get(site) if site else (statistics.fmean(values.values()) if values else None)
+        if site:
+            return values.get(site)
+        if values:
+            return statistics.fmean(values.values())
+
+        return None
+
     if metric in ("million_values_down", "thousand_values_up"):
         return _sent(run, metric)
+
     summary = run.summary or {}
     whole = (summary.get("global") or {}).get(when)
     if whole is None:
         whole = (summary.get("site_models") or {}).get("mean") or {}
+
     value = whole.get(metric)
     return None if value is None else float(value)
 

@@ -94,7 +94,10 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
     result = {name: list(section) for name, section in homes.items()}
     notes = []
     for limit in limits:
-        positions = {name: [i for i, home in enumerate(all_) if home == limit.centre] for name, all_ in homes.items()}
+        positions = {
+            name: [i for i, home in enumerate(all_) if home == limit.centre]
+            for name, all_ in homes.items()
+        }
         if not positions["train"]:
             centres = sorted({home for home in homes["train"] if home})
             raise InputError(
@@ -112,27 +115,41 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
             for i, home in zip(indices, limited[name], strict=True):
                 result[name][i] = home
 
-        left_out = [f"{part.count(None)} of {len(part)} {name}" for name, part in limited.items() if None in part]
-        notes += [f"images of {limit.centre} that are left out: {listed(left_out)}"] if left_out else []
+        left_out = [
+            f"{part.count(None)} of {len(part)} {name}"
+            for name, part in limited.items()
+            if None in part
+        ]
+        notes += (
+            [f"images of {limit.centre} that are left out: {listed(left_out)}"] if left_out else []
+        )
 
     return result, notes
 
 
 def _fixed(limit: Limit) -> _Stream:
-    return lambda section, label: np.random.default_rng(derive(0, "partition", str(limit), section, label))
+    return lambda section, label: np.random.default_rng(
+        derive(0, "partition", str(limit), section, label)
+    )
 
 
-def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream) -> tuple[_Homes, list[str]]:
+def _divide(
+    data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream
+) -> tuple[_Homes, list[str]]:
     """Divide every section by the counts; a group placed in one section keeps its site in the next."""
     available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
     fitted = {}
     notes = []
     for kind, number in available.items():
-        fitted[kind], more_notes = _feasible([getattr(count, kind) for count in counts], number, sites, kind)
+        fitted[kind], more_notes = _feasible(
+            [getattr(count, kind) for count in counts], number, sites, kind
+        )
         notes += more_notes
 
     validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
-    validate = np.minimum(apportion(fitted["train"], validated), np.array(fitted["train"]) - 1).tolist()
+    validate = np.minimum(
+        apportion(fitted["train"], validated), np.array(fitted["train"]) - 1
+    ).tolist()
     train = np.subtract(fitted["train"], validate).tolist()
     sizes = {"train": train, "validate": validate, "test": fitted["test"]}
 
@@ -151,7 +168,9 @@ def _divide(data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: 
     return homes, notes + _count_notes(homes, sites, fitted)
 
 
-def _feasible(requested: Sequence[int], available: int, sites: Sequence[str], kind: str) -> tuple[list[int], list[str]]:
+def _feasible(
+    requested: Sequence[int], available: int, sites: Sequence[str], kind: str
+) -> tuple[list[int], list[str]]:
     """Return counts that the images suffice for, and what was done to make them so."""
     short = sum(requested) - available
     if short <= 0:
@@ -164,10 +183,14 @@ def _feasible(requested: Sequence[int], available: int, sites: Sequence[str], ki
         counts = apportion(requested, available, least=kind == "train")
         change = f"all sites have {available / sum(requested):.3g} of what was asked"
 
-    return counts, [f"{sum(requested)} {_KINDS[kind]} images were asked for and there are {available}: {change}"]
+    return counts, [
+        f"{sum(requested)} {_KINDS[kind]} images were asked for and there are {available}: {change}"
+    ]
 
 
-def _count_notes(homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]) -> list[str]:
+def _count_notes(
+    homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]
+) -> list[str]:
     """Note the sites whose counts were not reached, as groups are not divided."""
     sizes = {name: Counter(section) for name, section in homes.items()}
     lines = []
@@ -202,7 +225,10 @@ def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int
 
 
 def deal(
-    groups: Sequence[Group], wanted: Sequence[int], stream: Callable[[int], np.random.Generator], owners: dict[str, int]
+    groups: Sequence[Group],
+    wanted: Sequence[int],
+    stream: Callable[[int], np.random.Generator],
+    owners: dict[str, int],
 ) -> None:
     """Enter the owner of every group in `owners`: a position in `wanted`, or its length for nobody.
 

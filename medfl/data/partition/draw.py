@@ -59,7 +59,10 @@ class Share:
     def sizes(self, count: int) -> NDArray[np.int64]:
         """Cut `count` items at the rounded cumulative parts; the last owner takes the rest."""
         if self.parts is None:
-            return np.array([len(part) for part in np.array_split(np.arange(count), len(self.owners))], dtype=np.int64)
+            return np.array(
+                [len(part) for part in np.array_split(np.arange(count), len(self.owners))],
+                dtype=np.int64,
+            )
         cuts = np.rint(np.cumsum(self.parts)[:-1] * count).astype(np.int64)
         return np.diff(cuts, prepend=0, append=count)
 
@@ -67,7 +70,9 @@ class Share:
 _Homes = dict[str, list[int | None]]
 
 
-def draw(rule: Rule, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
+def draw(
+    rule: Rule, data: Mapping[str, Sequence[Item]]
+) -> tuple[dict[str, list[str | None]], list[str]]:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
     Draws until no site is without training images, at most MAX_DRAWS times.
@@ -75,20 +80,27 @@ def draw(rule: Rule, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list
     Raises:
         InputError: the rule cannot be carried out on these items.
     """
-    groups = {name: gathered(section, by_label=rule.kind != "iid") for name, section in data.items()}
+    groups = {
+        name: gathered(section, by_label=rule.kind != "iid") for name, section in data.items()
+    }
     for attempt in range(MAX_DRAWS):
         homes, notes = _draw_once(rule, attempt, data, groups)
         empty = sorted(set(range(rule.sites)) - set(homes["train"]))
         if not empty:
             if attempt:
                 notes.insert(0, f"re-drawn {attempt} time{'s' * (attempt > 1)}: a site was empty")
-            return {name: [None if i is None else f"site-{i + 1}" for i in h] for name, h in homes.items()}, notes
+            return {
+                name: [None if i is None else f"site-{i + 1}" for i in h]
+                for name, h in homes.items()
+            }, notes
 
     raise InputError(
         f"partition {canonical(rule.kind, rule.values)!r} over {rule.sites} sites left "
         f"{listed([f'site-{i + 1}' for i in empty])} without training images, like all of {MAX_DRAWS} draws",
         "every site needs at least one",
-        "take fewer sites" + (", a larger BETA" if rule.kind == "dirichlet" else "") + " or another seed",
+        "take fewer sites"
+        + (", a larger BETA" if rule.kind == "dirichlet" else "")
+        + " or another seed",
     )
 
 
@@ -99,13 +111,17 @@ def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[st
     nearest to equal. Other groups go where a training group of that size is; a group stays where its training images
     are.
     """
-    order = sorted(gathered(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key))
+    order = sorted(
+        gathered(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key)
+    )
     ends = np.cumsum([len(group.members) for group in order])
     middle = ends - np.array([len(group.members) for group in order]) / 2
     parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
     placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}
     sizes = [_pixels(data["train"], group) for group in order]
-    homes: dict[str, list[str | None]] = {name: [None] * len(section) for name, section in data.items()}
+    homes: dict[str, list[str | None]] = {
+        name: [None] * len(section) for name, section in data.items()
+    }
 
     for name in SECTIONS:
         for group in gathered(data[name], by_label=False):
@@ -122,7 +138,10 @@ def _pixels(items: Sequence[Item], group: Group) -> int:
 
 
 def _draw_once(
-    rule: Rule, attempt: int, data: Mapping[str, Sequence[Item]], groups: Mapping[str, Sequence[Group]]
+    rule: Rule,
+    attempt: int,
+    data: Mapping[str, Sequence[Item]],
+    groups: Mapping[str, Sequence[Group]],
 ) -> tuple[_Homes, list[str]]:
     """Draw the shares and divide every section by them; a group placed in one section keeps its site in the next."""
     homes: _Homes = {name: [None] * len(section) for name, section in data.items()}
@@ -143,8 +162,12 @@ def _draw_once(
             elif name == "train":
                 _take_shots(rule.names[c], by_class[c], shares[c], shots, rng, placed, homes[name])
             else:
-                limit = max(1, min(images_in(by_class.get(k, ())) // len(shares[k].owners) for k in shares))
-                for owner, part in zip(shares[c].owners, divide(by_class[c], shares[c], rng, placed), strict=True):
+                limit = max(
+                    1, min(images_in(by_class.get(k, ())) // len(shares[k].owners) for k in shares)
+                )
+                for owner, part in zip(
+                    shares[c].owners, divide(by_class[c], shares[c], rng, placed), strict=True
+                ):
                     for i in [i for group in part for i in group.members][:limit]:
                         homes[name][i] = owner
 
@@ -154,7 +177,9 @@ def _draw_once(
                     homes[name][i] = placed[group.key]
 
             if tied:
-                notes.append(f"{tied} {name} images follow their patient or lesion to the site of its other images")
+                notes.append(
+                    f"{tied} {name} images follow their patient or lesion to the site of its other images"
+                )
         elif left := homes[name].count(None):
             notes.append(f"{left} of {len(homes[name])} {name} images belong to no site")
 
@@ -169,7 +194,10 @@ def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]
         return {0: Share(everybody)}, ()
 
     if rule.kind == "dirichlet":
-        parts = [rule.stream(attempt, "parts", c).dirichlet([rule.values[0]] * rule.sites) for c in range(num_classes)]
+        parts = [
+            rule.stream(attempt, "parts", c).dirichlet([rule.values[0]] * rule.sites)
+            for c in range(num_classes)
+        ]
         if not np.allclose(np.sum(parts, axis=1), 1):
             raise InputError(
                 f"partition {canonical(rule.kind, rule.values)!r}",
@@ -179,7 +207,11 @@ def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]
 
         return {c: Share(everybody, part) for c, part in enumerate(parts)}, ()
 
-    chosen, shots = _classes_of_sites(rule, attempt) if rule.kind == "classes" else _ways_of_sites(rule, attempt)
+    chosen, shots = (
+        _classes_of_sites(rule, attempt)
+        if rule.kind == "classes"
+        else _ways_of_sites(rule, attempt)
+    )
     owners = {c: tuple(i for i in everybody if c in chosen[i]) for c in range(num_classes)}
     return {c: Share(sites) for c, sites in owners.items() if sites}, shots
 
@@ -189,7 +221,11 @@ def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[i
     size = rule.values[0]
     num_classes = len(rule.names)
     if size > num_classes:
-        raise InputError(f"partition 'classes:{size}' of {num_classes} classes", f"C at most {num_classes}", "lower C")
+        raise InputError(
+            f"partition 'classes:{size}' of {num_classes} classes",
+            f"C at most {num_classes}",
+            "lower C",
+        )
     if rule.sites * size < num_classes:
         raise InputError(
             f"partition 'classes:{size}' over {rule.sites} sites covers {rule.sites * size} classes",
@@ -228,7 +264,11 @@ def _ways_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int,
     for i in range(rule.sites):
         rng = rule.stream(attempt, "site", i)
         size = int(rng.integers(low, high, endpoint=True))
-        quota.append(int(rng.integers(max(1, shots - spread + 1), shots + spread, endpoint=True)) if spread else shots)
+        quota.append(
+            int(rng.integers(max(1, shots - spread + 1), shots + spread, endpoint=True))
+            if spread
+            else shots
+        )
         chosen.append({int(c) for c in rng.choice(num_classes, size, replace=False)})
 
     return chosen, tuple(quota)
@@ -239,7 +279,10 @@ def gathered(items: Sequence[Item], *, by_label: bool) -> list[Group]:
     members: dict[str, list[int]] = {}
     for i in sorted(range(len(items)), key=lambda i: str(items[i]["id"])):
         members.setdefault(group_of(items[i]), []).append(i)
-    return [Group(key, tuple(m), int(items[m[0]]["label"]) if by_label else 0) for key, m in members.items()]
+    return [
+        Group(key, tuple(m), int(items[m[0]]["label"]) if by_label else 0)
+        for key, m in members.items()
+    ]
 
 
 def divide(
@@ -272,7 +315,10 @@ def divide(
     above = np.searchsorted(ends, bounds).clip(1, len(ends) - 1)
     below = above - 1
     cuts = np.where(bounds - ends[below] <= ends[above] - bounds, below, above).tolist()
-    for part, owner, start, stop in zip(result, share.owners, [0, *cuts], [*cuts, len(free)], strict=True):
+
+    for part, owner, start, stop in zip(
+        result, share.owners, [0, *cuts], [*cuts, len(free)], strict=True
+    ):
         part.extend(free[start:stop])
         owner_of.update((group.key, owner) for group in free[start:stop])
 
@@ -316,7 +362,11 @@ def _class_notes(
         return []
 
     notes = []
-    trained = {(home, int(item["label"])) for home, item in zip(homes, train, strict=True) if home is not None}
+    trained = {
+        (home, int(item["label"]))
+        for home, item in zip(homes, train, strict=True)
+        if home is not None
+    }
     if unused := [rule.names[c] for c in range(len(rule.names)) if c not in shares]:
         notes.append(f"drawn by no site: {listed(unused)}")
 

@@ -56,7 +56,9 @@ class Partition:
     sites: Mapping[str, Mapping[str, tuple[int, ...]]]
     notes: tuple[str, ...] = ()
 
-    def counts(self, sections: Sections, num_classes: int, section: str = "train") -> dict[str, list[int]]:
+    def counts(
+        self, sections: Sections, num_classes: int, section: str = "train"
+    ) -> dict[str, list[int]]:
         """Return site -> number of items of each class in one section; items without a label do not count."""
         result = {}
         for site, held in self.sites.items():
@@ -72,7 +74,10 @@ class Partition:
     def to_ids(self, sections: Sections) -> dict[str, dict[str, list[str]]]:
         """Return the item ids per site and section, ready for JSON."""
         return {
-            site: {name: [str(sections[name][i]["id"]) for i in positions] for name, positions in held.items()}
+            site: {
+                name: [str(sections[name][i]["id"]) for i in positions]
+                for name, positions in held.items()
+            }
             for site, held in self.sites.items()
         }
 
@@ -91,7 +96,10 @@ class Partition:
         Raises:
             InputError: an id is not in its section any more.
         """
-        where = {name: {str(item["id"]): i for i, item in enumerate(sections.get(name, ()))} for name in SECTIONS}
+        where = {
+            name: {str(item["id"]): i for i, item in enumerate(sections.get(name, ()))}
+            for name in SECTIONS
+        }
         sites = {}
         for site in sorted(ids, key=_place(spec)):
             stored = [(name, i) for name in SECTIONS for i in ids[site].get(name, ())]
@@ -102,12 +110,16 @@ class Partition:
                     "give the data folder and split of the stored run, or start a new run",
                 )
 
-            sites[site] = {n: tuple(sorted(where[n][str(i)] for i in ids[site].get(n, ()))) for n in SECTIONS}
+            sites[site] = {
+                n: tuple(sorted(where[n][str(i)] for i in ids[site].get(n, ()))) for n in SECTIONS
+            }
 
         return cls(spec, seed, sites, tuple(notes))
 
 
-def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequence[str] | None, seed: int) -> Partition:
+def assign(
+    spec: str, sections: Sections, *, sites: int | None, classes: Sequence[str] | None, seed: int
+) -> Partition:
     """Divide the items of the sections `train`, `validate` and `test` (missing ones count as empty) over sites.
 
     Args:
@@ -127,7 +139,9 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
 
     if kind in ("centre", "file"):
         homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
-        order = sorted({home for section in homes.values() for home in section if home}, key=_place(spec))
+        order = sorted(
+            {home for section in homes.values() for home in section if home}, key=_place(spec)
+        )
         if kind == "centre":
             homes, limit_notes = limit_centres(values, data, homes)
             notes += limit_notes
@@ -150,13 +164,18 @@ def assign(spec: str, sections: Sections, *, sites: int | None, classes: Sequenc
         )
 
     _check_trained(spec, order, homes["train"])
-    held: dict[str, dict[str, list[int]]] = {site: {name: [] for name in SECTIONS} for site in order}
+    held: dict[str, dict[str, list[int]]] = {
+        site: {name: [] for name in SECTIONS} for site in order
+    }
     for name, section in homes.items():
         for i, home in enumerate(section):
             if home:
                 held[home][name].append(i)
 
-    frozen = {site: {name: tuple(positions) for name, positions in parts.items()} for site, parts in held.items()}
+    frozen = {
+        site: {name: tuple(positions) for name, positions in parts.items()}
+        for site, parts in held.items()
+    }
     return Partition(canonical(kind, values), seed, frozen, tuple(notes))
 
 
@@ -191,13 +210,19 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
 
     advice = "give BETA as a number above 0, C, N, K and TRAIN as whole numbers from 1, STD and TEST from 0"
     raise InputError(
-        f"partition {spec!r}", f"allowed: {FORMS}", advice if kind in _KINDS else did_you_mean(kind, _KINDS, advice)
+        f"partition {spec!r}",
+        f"allowed: {FORMS}",
+        advice if kind in _KINDS else did_you_mean(kind, _KINDS, advice),
     )
 
 
 def natural_key(name: str) -> tuple[Any, ...]:
     """Return a sort key that puts site-2 before site-10."""
-    return tuple((1, int(part), part) if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name) if part)
+    return tuple(
+        (1, int(part), part) if part.isdecimal() else (0, part)
+        for part in re.split(r"(\d+)", name)
+        if part
+    )
 
 
 def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
@@ -212,7 +237,9 @@ def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
 
 def _check_ids(data: Mapping[str, Sequence[Item]]) -> None:
     for name, items in data.items():
-        if repeated := [ident for ident, n in Counter(str(item["id"]) for item in items).items() if n > 1]:
+        if repeated := [
+            ident for ident, n in Counter(str(item["id"]) for item in items).items() if n > 1
+        ]:
             raise InputError(
                 f"id {repeated[0]!r} stands for several images of section {name!r}",
                 "every image needs its own id",
@@ -237,7 +264,11 @@ def _check_labels(
     for item in labelled:
         label = item["label"]
         limit = math.inf if classes is None else len(classes)
-        if not isinstance(label, int | np.integer) or isinstance(label, bool) or not 0 <= label < limit:
+        if (
+            not isinstance(label, int | np.integer)
+            or isinstance(label, bool)
+            or not 0 <= label < limit
+        ):
             raise InputError(
                 f"image {item['id']!r} has label {label!r}",
                 "labels are whole numbers from 0" + ("" if classes is None else f" to {limit - 1}"),
@@ -265,7 +296,11 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
     groups = len({group_of(item) for item in train})
     if sites is None or sites < 1:
         number = "without a number of sites" if sites is None else f"over {sites} sites"
-        raise InputError(f"partition {spec!r} {number}", "at least 1 site", "give the number of sites with --sites")
+        raise InputError(
+            f"partition {spec!r} {number}",
+            "at least 1 site",
+            "give the number of sites with --sites",
+        )
 
     if sites > groups:
         if groups == len(train):
@@ -334,22 +369,40 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
     return homes, [note] if idle else []
 
 
-def _by_file(path: str, data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
-    where = {name: {str(item["id"]): i for i, item in enumerate(section)} for name, section in data.items()}
-    homes: dict[str, list[str | None]] = {name: [None] * len(section) for name, section in data.items()}
+def _by_file(
+    path: str, data: Mapping[str, Sequence[Item]]
+) -> tuple[dict[str, list[str | None]], list[str]]:
+    where = {
+        name: {str(item["id"]): i for i, item in enumerate(section)}
+        for name, section in data.items()
+    }
+    homes: dict[str, list[str | None]] = {
+        name: [None] * len(section) for name, section in data.items()
+    }
     for line, row in _rows(path):
-        key, site, section = ((row.get(column) or "").strip() for column in ("id", "site", "section"))
+        key, site, section = (
+            (row.get(column) or "").strip() for column in ("id", "site", "section")
+        )
         if not site or not site.isprintable() or set(site) & set("/\\"):
-            raise InputError(f"{path}, line {line}: site {site!r}", "a name without slashes", "name this image's site")
+            raise InputError(
+                f"{path}, line {line}: site {site!r}",
+                "a name without slashes",
+                "name this image's site",
+            )
 
         if section and section not in SECTIONS:
             allowed = f"allowed: {', '.join(SECTIONS)} or nothing"
-            raise InputError(f"{path}, line {line}: section {section!r}", allowed, "write one of these into the line")
+            raise InputError(
+                f"{path}, line {line}: section {section!r}",
+                allowed,
+                "write one of these into the line",
+            )
 
         holding = [name for name in ([section] if section else SECTIONS) if key in where[name]]
         if not holding:
             raise InputError(
-                f"{path}, line {line}: id {key!r} is unknown" + (f" in section {section!r}" if section else ""),
+                f"{path}, line {line}: id {key!r} is unknown"
+                + (f" in section {section!r}" if section else ""),
                 "ids of the data set's images",
                 "write such an id into the line, or remove it",
             )
@@ -371,7 +424,9 @@ def _rows(path: str) -> list[tuple[int, dict[str, str]]]:
     try:
         names, rows = read_table(Path(path).expanduser())
     except (Refused, RuntimeError) as error:  # RuntimeError: ~nobody
-        raise InputError(f"partition file {path!r}: {error}", "a readable CSV file", advice) from error
+        raise InputError(
+            f"partition file {path!r}: {error}", "a readable CSV file", advice
+        ) from error
 
     if missing := [column for column in ("id", "site") if column not in names]:
         raise InputError(

@@ -53,7 +53,9 @@ def draw_files(
         for case in cases:
             pixels, labels = case.render(scenes)
             if len(case.shape) == 3:
-                save_volume(folder / image(case), _stored(pixels * 10 ** rng.uniform(*digits)), spacing)
+                save_volume(
+                    folder / image(case), _stored(pixels * 10 ** rng.uniform(*digits)), spacing
+                )
                 if mask:
                     save_volume(folder / mask(case), labels, spacing)
             else:
@@ -64,6 +66,7 @@ def draw_files(
         for name, columns in (tables or {}).items():
             rows = [[value(case) for value in columns.values()] for case in cases]
             write_csv(folder / name, [list(columns), *(row for row in rows if None not in row)])
+
         return len(cases)
 
     return draw
@@ -81,10 +84,18 @@ def draw_stacks(
 
     def draw(folder: Path, rng: Generator, per_class: int, size: int) -> int:
         cases = cohort(rng, even(classes, centres)(rng, per_class), size)
-        images = np.stack([to_bytes(case.render(class_scenes(classes, channels))[0]) for case in cases])
+        images = np.stack(
+            [to_bytes(case.render(class_scenes(classes, channels))[0]) for case in cases]
+        )
         labels = np.array([case.label for case in cases])
         parts = np.array([part(case) for case in cases])
-        write(folder, {str(name): (images[parts == name], labels[parts == name]) for name in np.unique(parts)})
+        write(
+            folder,
+            {
+                str(name): (images[parts == name], labels[parts == name])
+                for name in np.unique(parts)
+            },
+        )
         return len(cases)
 
     return draw
@@ -98,10 +109,14 @@ def draw_medmnist(stem: str, classes: int, channels: int, class_names: Sequence[
         for part, (images, labels) in stacks.items():
             arrays[f"{part}_images"] = images
             arrays[f"{part}_labels"] = labels.astype(np.uint8)[:, None]
+
         if class_names:
             arrays["class_names"] = np.array(class_names)
+
         size = stacks["train"][0].shape[1]
-        np.savez_compressed(folder / (f"{stem}.npz" if size == 28 else f"{stem}_{size}.npz"), **arrays)
+        np.savez_compressed(
+            folder / (f"{stem}.npz" if size == 28 else f"{stem}_{size}.npz"), **arrays
+        )
 
     return draw_stacks(classes, channels, write, part=lambda case: case.part)
 
@@ -129,7 +144,9 @@ def _stored(voxels: Array) -> NDArray[np.generic]:
     return voxels.astype(np.float32)
 
 
-def save_volume(path: Path, voxels: NDArray[np.generic] | Mask, spacing: float | Sequence[float]) -> None:
+def save_volume(
+    path: Path, voxels: NDArray[np.generic] | Mask, spacing: float | Sequence[float]
+) -> None:
     """Write a NIfTI file of two, three or, with channels, four axes, making its folder.
 
     The first axes point to the right, front and top, with `spacing` in mm.

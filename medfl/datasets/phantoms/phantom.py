@@ -34,12 +34,18 @@ MINIMUM_PER_CLASS = 10
 MINIMUM_SIZE = 16
 _FOLDS = {"train": 0.8, "test": 0.2}
 _PARTS = {"train": 0.7, "val": 0.1, "test": 0.2}
-_REPEAT = 5  # every fifth image of a class at a centre shows the patient or lesion of the one before
+# every fifth image of a class at a centre shows the patient or lesion of the one before
+_REPEAT = 5
 _FEW = 10  # but where fewer are, none does: sections that keep patients together would be empty
 
 
 def write_phantom(
-    name: str, folder: str | Path, *, seed: int = 0, per_class: int | None = None, size: int | None = None
+    name: str,
+    folder: str | Path,
+    *,
+    seed: int = 0,
+    per_class: int | None = None,
+    size: int | None = None,
 ) -> Path:
     """Write a phantom cohort of data set `name` into a new or empty folder and return the folder; all or nothing.
 
@@ -58,6 +64,7 @@ def write_phantom(
     target = Path(folder)
     count = dataset.per_class if per_class is None else per_class
     side = dataset.size if size is None else size
+
     if count < MINIMUM_PER_CLASS:
         raise InputError(
             f"{count} images per class",
@@ -71,15 +78,19 @@ def write_phantom(
     partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
-        images = dataset.draw(partial, np.random.default_rng(derive(seed, "phantom", name)), count, side)
+        images = dataset.draw(
+            partial, np.random.default_rng(derive(seed, "phantom", name)), count, side
+        )
         write_marker(partial, name, images, seed, size=side)
         if target.exists():
             target.rmdir()
+
         os.rename(partial, target)
     except OSError as error:
         raise RunError(f"the phantom cohort cannot be written to {target}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
     return target
 
 
@@ -88,14 +99,22 @@ def empty_folder(folder: str | Path) -> Path:
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise InputError(
-            f"{target} exists and is not an empty folder", "a new or empty folder", "give a new one, or remove this"
+            f"{target} exists and is not an empty folder",
+            "a new or empty folder",
+            "give a new one, or remove this",
         )
     return target
 
 
 def write_marker(folder: Path, name: str, images: int, seed: int, **more: int) -> None:
     """Mark a folder as a phantom cohort: every run on it says so."""
-    marker = {"data_set": name, "kind": "phantom: drawn images, not real ones", "images": images, "seed": seed, **more}
+    marker = {
+        "data_set": name,
+        "kind": "phantom: drawn images, not real ones",
+        "images": images,
+        "seed": seed,
+        **more,
+    }
     (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
 
 
@@ -140,6 +159,7 @@ def even(classes: int, centres: int = 1) -> Counts:
         for label in range(classes):
             rounds = [rng.permutation(centres) for _ in range(per_class // centres + 1)]
             table[:, label] = np.bincount(np.concatenate(rounds)[:per_class], minlength=centres)
+
         return table
 
     return counts
@@ -160,7 +180,12 @@ def mixed(real: Sequence[Sequence[int]], least: int = 1) -> Counts:
 
 
 def cohort(
-    rng: Generator, counts: NDArray[np.int64], size: int, sides: Sides = SQUARE, *, repeats: bool = False
+    rng: Generator,
+    counts: NDArray[np.int64],
+    size: int,
+    sides: Sides = SQUARE,
+    *,
+    repeats: bool = False,
 ) -> list[Case]:
     """Return the cases of a cohort by their numbers.
 
@@ -182,6 +207,7 @@ def cohort(
     before = (-1, -1)
     group = place = shot = seed = 0
     shape: Shape = ()
+
     for index in range(total):
         cell = (int(centres[index]), int(labels[index]))
         place = place + 1 if cell == before else 0
@@ -193,8 +219,22 @@ def cohort(
             group += 1
             seed = int(rng.integers(2**62))
             shape = tuple(round(size * rng.uniform(least, most)) for least, most in sides)
+
         centre, label = cell
-        cases.append(Case(int(numbers[index]), label, centre, group, shot, seed, shape, folds[index], parts[index]))
+        cases.append(
+            Case(
+                int(numbers[index]),
+                label,
+                centre,
+                group,
+                shot,
+                seed,
+                shape,
+                folds[index],
+                parts[index],
+            )
+        )
+
     return sorted(cases, key=lambda case: case.number)
 
 
@@ -207,4 +247,5 @@ def _cut(rng: Generator, kinds: NDArray[np.int64], shares: Mapping[str, float]) 
         pieces = np.split(positions, np.rint(edges * len(positions)).astype(int))
         for section, piece in zip(shares, pieces, strict=True):
             sections[piece] = section
+
     return list(map(str, sections))

@@ -82,7 +82,9 @@ class Scene:
             distance = np.sqrt(squares) - 1 + depth * noise(rng, shape, bumps)
             cover = np.clip(0.5 - distance / _SOFT_EDGE, 0, 1)
 
-            shade = np.array(part.shade) + (rng.normal(0, self.tone, channels) if any(part.shade) else 0)
+            shade = np.array(part.shade) + (
+                rng.normal(0, self.tone, channels) if any(part.shade) else 0
+            )
             depth, grains = part.texture
             grain = depth * noise(rng, shape, grains)
             image += cover * (shade.reshape(-1, *[1] * len(shape)) + grain - image)
@@ -105,6 +107,7 @@ def noise(rng: np.random.Generator, shape: Shape, cells: int) -> Array:
         knot = place.astype(int)
         weight = (place - knot).reshape([-1 if index == axis else 1 for index in range(len(shape))])
         values = values.take(knot, axis) * (1 - weight) + values.take(knot + 1, axis) * weight
+
     return values
 
 
@@ -150,6 +153,7 @@ def photograph(image: Array, centre: int, rng: np.random.Generator) -> Array:
     shown = (image - 0.5) * contrast + 0.5 + look.brightness + rng.normal(0, 0.02)
     shown = shown * light[..., None] * look.cast if is_colour else shown * light
     shown = np.clip(shown + rng.normal(0, look.grain, image.shape), 0, 1)
+
     return np.where(image == 0, 0, shown)
 
 
@@ -176,15 +180,30 @@ def class_scenes(classes: int, channels: int, value: int = 0) -> tuple[Scene, ..
             ground = (0.1,)
             shade = (0.4 + 0.5 * (label * 3 % 7) / 7,)
             mark_shade = (0.95,)
+
         radius = 0.38 + 0.1 * (label % 3)
         angle = 2 * math.pi * share
         mark_place = (0.65 * math.sin(angle), 0.65 * math.cos(angle))
         parts = (
             Part(ground),
-            Part(shade, (radius, radius), (0.0, 0.0), value, (0.1 + 0.2 * (label % 2), 5), (0.15, 3 + label % 4 * 4)),
+            Part(
+                shade,
+                (radius, radius),
+                (0.0, 0.0),
+                value,
+                (0.1 + 0.2 * (label % 2), 5),
+                (0.15, 3 + label % 4 * 4),
+            ),
             Part(mark_shade, (0.16, 0.16), mark_place),
         )
         scenes.append(
-            Scene(parts, shift=0.15 * variety, spread=0.2 * variety, stray=0.08 * variety, tone=0.04 + 0.4 / classes)
+            Scene(
+                parts,
+                shift=0.15 * variety,
+                spread=0.2 * variety,
+                stray=0.08 * variety,
+                tone=0.04 + 0.4 / classes,
+            )
         )
+
     return tuple(scenes)

@@ -35,7 +35,9 @@ def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]
         sections = {SPLIT: row["section"] or ""} if "section" in row else {}
         if sections and sections[SPLIT] not in SECTIONS:
             allowed = f"one of {', '.join(SECTIONS)}"
-            raise InputError(f"{root}: section {sections[SPLIT]!r} of {record.id}", allowed, "write one of these")
+            raise InputError(
+                f"{root}: section {sections[SPLIT]!r} of {record.id}", allowed, "write one of these"
+            )
 
         centre = row.get("centre") or record.centre
         patient = row.get("patient") or record.group
@@ -58,7 +60,9 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
     for row in tables.read_csv(path, ("file",)):
         if rows.setdefault(key(row["file"]), row) != row:
             raise InputError(
-                f"{path} has two rows for {row['file']}", "a row for each image", "give paths, or remove one row"
+                f"{path} has two rows for {row['file']}",
+                "a row for each image",
+                "give paths, or remove one row",
             )
 
     row_of = {}
@@ -83,7 +87,9 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
 
     if missing:
         raise InputError(
-            f"{path} has no row for image {tables.several(missing, 'images')}", "a row for each image", "add one for it"
+            f"{path} has no row for image {tables.several(missing, 'images')}",
+            "a row for each image",
+            "add one for it",
         )
 
     return row_of

@@ -55,7 +55,13 @@ class CheckReport:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values."""
         source = "phantom" if self.phantom else "real"
-        values = {**asdict(self), "folder": str(self.folder), "source": source, "images": self.images, "ok": self.ok}
+        values = {
+            **asdict(self),
+            "folder": str(self.folder),
+            "source": source,
+            "images": self.images,
+            "ok": self.ok,
+        }
         del values["phantom"]
         return values
 
@@ -101,19 +107,30 @@ def check(
 
 
 def counted(
-    columns: Sequence[str], records: Sequence[Record], assigned: Sequence[str], centres_named: Sequence[str] = ()
+    columns: Sequence[str],
+    records: Sequence[Record],
+    assigned: Sequence[str],
+    centres_named: Sequence[str] = (),
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return section -> centre -> number of images of each column; one centre named alone stands for all."""
-    has_centres = len(centres_named) != 1 or any(record.centre in centres_named for record in records)
+    has_centres = len(centres_named) != 1 or any(
+        record.centre in centres_named for record in records
+    )
     counts = Counter(
         (section, record.centre if has_centres else centres_named[0], record.label)
         for record, section in zip(records, assigned, strict=False)
     )
     present = {centre for _, centre, _ in counts}
-    order = [*(c for c in centres_named if c in present), *sorted(present.difference(centres_named))]
+    order = [
+        *(c for c in centres_named if c in present),
+        *sorted(present.difference(centres_named)),
+    ]
 
     return {
-        section: {centre: tuple(counts[section, centre, label] for label in range(len(columns))) for centre in order}
+        section: {
+            centre: tuple(counts[section, centre, label] for label in range(len(columns)))
+            for centre in order
+        }
         for section in SECTIONS
     }
 
@@ -132,7 +149,9 @@ def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> 
             continue
 
         if pixels.shape[-1] != dataset.channels and not dataset.mixed_channels:
-            problems.append(f"{record.image} has {pixels.shape[-1]} channels, {dataset.name} has {dataset.channels}")
+            problems.append(
+                f"{record.image} has {pixels.shape[-1]} channels, {dataset.name} has {dataset.channels}"
+            )
 
     return problems
 

@@ -33,7 +33,9 @@ _LONGEST = 60
 def apart(files: Named) -> tuple[Named, Named]:
     """Return the images and the masks of one folder: a mask's name is that of an image and `_mask`, `_seg` or so."""
     paths = {path for path, _ in files}
-    masks = [(path, uri) for path, uri in files if matching.MASK_END.sub("", path) in paths - {path}]
+    masks = [
+        (path, uri) for path, uri in files if matching.MASK_END.sub("", path) in paths - {path}
+    ]
     mask_paths = {path for path, _ in masks}
     return [(path, uri) for path, uri in files if path not in mask_paths], masks
 
@@ -62,15 +64,24 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
 
     channel_numbers = sorted({number for numbers in parts.values() for number in numbers})
     for path, numbers in parts.items():
-        if (missing := [number for number in channel_numbers if number not in numbers]) and not lacking:
+        if (
+            missing := [number for number in channel_numbers if number not in numbers]
+        ) and not lacking:
             raise InputError(
                 f"image {path} has no channel {missing[0]}, which others have",
                 f"of each image the channels {', '.join(channel_numbers)}, as files {path}_{channel_numbers[0]} ...",
                 "add the file, remove the case, or have the run say by --site-channels which channels its site has",
             )
 
-    single = [(path, uri) for path, uri in images if not ((match := _CHANNEL.fullmatch(path)) and match[1] in parts)]
-    joined = [(path, JOINED.join(numbers[number] for number in sorted(numbers))) for path, numbers in parts.items()]
+    single = [
+        (path, uri)
+        for path, uri in images
+        if not ((match := _CHANNEL.fullmatch(path)) and match[1] in parts)
+    ]
+    joined = [
+        (path, JOINED.join(numbers[number] for number in sorted(numbers)))
+        for path, numbers in parts.items()
+    ]
     return sorted([*single, *joined])
 
 
@@ -97,7 +108,9 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
 
         entities = [part for part in match[2].split("_") if part.partition("-")[0] not in _OF_MASKS]
         fits = images_of.get("_".join([match[1], *filter(None, entities)]), [])
-        if not fits and (space := next((part[6:] for part in entities if part.startswith("space-")), "")):
+        if not fits and (
+            space := next((part[6:] for part in entities if part.startswith("space-")), "")
+        ):
             native = [part for part in entities if part and not part.startswith("space-")]
             fits = images_of.get("_".join([match[1], *native]), [])
             fits = [path for path in fits if space in _NATIVE or path.endswith(f"_{space}")]
@@ -112,7 +125,11 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
         renamed.append((fits[0] if fits else path, uri))
 
     used = {path for path, _ in renamed}
-    return [(path, uri) for path, uri in images if path in used or _BIDS_RE.fullmatch(path.rpartition("/")[2])], renamed
+    return [
+        (path, uri)
+        for path, uri in images
+        if path in used or _BIDS_RE.fullmatch(path.rpartition("/")[2])
+    ], renamed
 
 
 def subject(path: str) -> str:
@@ -127,13 +144,21 @@ def bids_masks(root: Path) -> str:
         InputError: none has, or several.
     """
     folders = sorted(path for path in (root / "derivatives").glob("*") if path.is_dir())
-    having = [folder for folder in folders if any(_is_mask(name) for name, _ in volumes.volume_files(folder))]
+    having = [
+        folder
+        for folder in folders
+        if any(_is_mask(name) for name, _ in volumes.volume_files(folder))
+    ]
     if len(having) == 1:
         return f"derivatives/{having[0].name}"
 
-    problem = f"the derivatives {', '.join(folder.name for folder in having)} of {root} all have masks"
+    problem = (
+        f"the derivatives {', '.join(folder.name for folder in having)} of {root} all have masks"
+    )
     raise InputError(
-        problem if having else f"no folder in {root / 'derivatives'} has files ..._dseg.nii.gz or ..._mask.nii.gz",
+        problem
+        if having
+        else f"no folder in {root / 'derivatives'} has files ..._dseg.nii.gz or ..._mask.nii.gz",
         "a BIDS data set with the masks of one pipeline in derivatives/<pipeline>/",
         f"name it: --masks {having[0] if having else root / 'derivatives' / 'NAME'}",
     )
@@ -162,7 +187,10 @@ def class_names(path: Path) -> tuple[str, ...]:
     swapped = [(number, name) if _index(name) is None else (name, number) for number, name in pairs]
     names = {_index(number): name for number, name in swapped}
     texts = [str(names.get(index, "")) for index in range(len(pairs))]
-    plain = all(isinstance(names.get(k), str) and is_plain_text(t) and len(t) <= _LONGEST for k, t in enumerate(texts))
+    plain = all(
+        isinstance(names.get(k), str) and is_plain_text(t) and len(t) <= _LONGEST
+        for k, t in enumerate(texts)
+    )
 
     if not pairs or not plain or len(set(texts) - {""}) != len(pairs):
         raise InputError(f"{path}: labels {printable(labels, 120)}", allowed, advice)

@@ -53,12 +53,18 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     reader.SetImageIO(_FORMAT)
     reader.SetFileNames(files)
     reader.MetaDataDictionaryArrayUpdateOn()
-    image = _executed(reader, f"series {folder}", "all its files are complete", "copy the series again")
+    image = _executed(
+        reader, f"series {folder}", "all its files are complete", "copy the series again"
+    )
     voxels: NDArray[Any] = _sitk().GetArrayFromImage(image)
 
-    if image.GetDimension() != 3:  # frames may lie anywhere or be points in time, which no affine can say
+    if (
+        image.GetDimension() != 3
+    ):  # frames may lie anywhere or be points in time, which no affine can say
         raise InputError(
-            f"DICOM file {files[0]} has {image.GetSize()[2]} frames", "a file for each slice", "convert it to NIfTI"
+            f"DICOM file {files[0]} has {image.GetSize()[2]} frames",
+            "a file for each slice",
+            "convert it to NIfTI",
         )
 
     direction = np.reshape(image.GetDirection(), (3, 3))
@@ -67,7 +73,9 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     return np.moveaxis(voxels, (0, 2), (2, 0)), _affine(image)
 
 
-def _check_positions(folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float) -> None:
+def _check_positions(
+    folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float
+) -> None:
     """Refuse a series whose voxels would not lie where the affine has them: slices are missing, or the gantry tilted.
 
     `normal` (3,) is that of the slices, which may be shifted by half the side of a pixel, in mm.
@@ -123,8 +131,12 @@ def read_picture(file: str) -> NDArray[np.uint8]:
     if width > 1:
         low = centre - 0.5 - (width - 1) / 2
         high = centre - 0.5 + (width - 1) / 2
-        if _text(image, _PHOTOMETRIC) == "MONOCHROME1":  # the pixels were turned round, the window not
-            ends = -1 if _number(image, _SIGNED) else 2 ** _number(image, _BITS) - 1  # least and largest value together
+        if (
+            _text(image, _PHOTOMETRIC) == "MONOCHROME1"
+        ):  # the pixels were turned round, the window not
+            ends = (
+                -1 if _number(image, _SIGNED) else 2 ** _number(image, _BITS) - 1
+            )  # least and largest value together
             turned = _number(image, _SLOPE, 1) * ends + 2 * _number(image, _INTERCEPT)
             low, high = turned - high, turned - low
     elif pixels.dtype == np.uint8:
@@ -175,7 +187,9 @@ def _execute(file: str) -> Any:
     _check_size([file])
     image = _executed(_reader(file), f"file {file}", "a complete image", "copy the file again")
     if image.GetDimension() != 3 or image.GetSize()[2] != 1:
-        raise InputError(f"DICOM file {file} has several frames", "one picture in a file", "save each as a file")
+        raise InputError(
+            f"DICOM file {file} has several frames", "one picture in a file", "save each as a file"
+        )
     return image
 
 
@@ -219,10 +233,14 @@ def _sitk() -> Any:
 def _files(folder: str) -> tuple[str, ...]:
     """Return the files of the one series in a folder, in the order of their position."""
     reader = _sitk().ImageSeriesReader
-    series = {uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in reader.GetGDCMSeriesIDs(folder)}
+    series = {
+        uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in reader.GetGDCMSeriesIDs(folder)
+    }
     if len(series) == 1:
         files: tuple[str, ...] = next(iter(series.values()))
-        other_names = set(os.listdir(folder)) - {os.path.basename(file) for file in files} - {"DICOMDIR"}
+        other_names = (
+            set(os.listdir(folder)) - {os.path.basename(file) for file in files} - {"DICOMDIR"}
+        )
         damaged = sorted(name for name in other_names if is_dicom(os.path.join(folder, name)))
         if not damaged:
             return files
@@ -234,12 +252,16 @@ def _files(folder: str) -> tuple[str, ...]:
         )
 
     if series:
-        names = " and ".join(f"{uid} ({_description(files[0])}{len(files)} files)" for uid, files in series.items())
+        names = " and ".join(
+            f"{uid} ({_description(files[0])}{len(files)} files)" for uid, files in series.items()
+        )
         problem = f"folder {folder} holds {len(series)} DICOM series: {names}"
     else:
         problem = f"folder {folder} holds no DICOM series in its {len(os.listdir(folder))} files"
 
-    raise InputError(problem, "a folder holds the files of one series", "keep one series in each folder")
+    raise InputError(
+        problem, "a folder holds the files of one series", "keep one series in each folder"
+    )
 
 
 def is_named_or_begins_so(file: str) -> bool:

@@ -73,7 +73,9 @@ def fetch(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(
-            f"folder {folder} cannot be made ({error.strerror})", "a folder you may write to", "give a writable folder"
+            f"folder {folder} cannot be made ({error.strerror})",
+            "a folder you may write to",
+            "give a writable folder",
         ) from error
 
     paths = tuple(_Transfer(item, folder, progress, show, pause).run() for item in data.downloads)
@@ -87,7 +89,9 @@ def unpack(path: Path, folder: Path) -> None:
     """Unpack the files of a .tar file; RunError if it is damaged, names one elsewhere, or there is no space."""
     try:
         with tarfile.open(path) as archive:
-            for member in archive:  # not by extractall, whose check of names came with Python 3.10.12 and 3.11.4
+            for member in (
+                archive
+            ):  # not by extractall, whose check of names came with Python 3.10.12 and 3.11.4
                 target = (folder / member.name).resolve()
                 if not target.is_relative_to(folder.resolve()):
                     raise tarfile.TarError(f"{member.name!r} lies elsewhere")
@@ -96,7 +100,9 @@ def unpack(path: Path, folder: Path) -> None:
                     with target.open("wb") as file:
                         shutil.copyfileobj(content, file)
     except (OSError, KeyError, tarfile.TarError) as error:
-        raise RunError(f"{path} cannot be unpacked ({error}); free some space, or unpack it by hand") from error
+        raise RunError(
+            f"{path} cannot be unpacked ({error}); free some space, or unpack it by hand"
+        ) from error
 
 
 def digest(path: Path, algorithm: str) -> str:
@@ -170,7 +176,9 @@ class _Transfer:
         """Keep a file that is there if it is the published one (or nothing is published to compare it with)."""
         if wrong := self.difference(self.target):
             raise InputError(
-                f"{self.target} is already there, {wrong}", "the published file", "move it away and fetch again"
+                f"{self.target} is already there, {wrong}",
+                "the published file",
+                "move it away and fetch again",
             )
         self.show(f"{self.target} is already there")
 
@@ -219,7 +227,12 @@ class _Transfer:
             with (
                 self.part.open("ab" if start else "wb") as file,
                 terminal.bar(
-                    total=total, initial=start, desc=self.item.file, unit="B", unit_scale=True, shown=self.progress
+                    total=total,
+                    initial=start,
+                    desc=self.item.file,
+                    unit="B",
+                    unit_scale=True,
+                    shown=self.progress,
                 ) as bar,
             ):
                 while chunk := response.read(_CHUNK):
@@ -238,7 +251,9 @@ class _Transfer:
 
     def open(self, start: int) -> HTTPResponse:
         """Ask for the file from byte `start` on."""
-        request = urllib.request.Request(self.item.url, headers={"User-Agent": "medfl", "Accept-Encoding": "identity"})
+        request = urllib.request.Request(
+            self.item.url, headers={"User-Agent": "medfl", "Accept-Encoding": "identity"}
+        )
         if start:
             request.add_header("Range", f"bytes={start}-")
             if self.tag.exists():
@@ -249,7 +264,9 @@ class _Transfer:
             response: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             error.close()
-            if error.code == 416 and start:  # what is there is not the beginning of the server's file
+            if (
+                error.code == 416 and start
+            ):  # what is there is not the beginning of the server's file
                 self.part.unlink(missing_ok=True)
                 return self.open(0)
 

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from medfl.core.errors import InputError
 
-_LONGEST, _REPEATS = 255, 3  # characters: a file's name has no more; with three repeats a search takes 2 s at most
+_LONGEST, _REPEATS = (
+    255,
+    3,
+)  # characters: a file's name has no more; with three repeats a search takes 2 s at most
 _ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _OFFERED = (r"^([^/]+)/", r"^([^_/]+)_", r"^([^-/]+)-", r"^([^_/]+_[^_/]+)_", r"^([^-/]+-[^-/]+)-")
 _EXAMPLE = r"an expression with the patient in parentheses, as '^([^_]+)_' for p01_3.png"
@@ -31,7 +34,11 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
     expression = _compiled(pattern)
     texts = [name if "/" in pattern else name.rpartition("/")[2] for name in names]
     if long := next((text for text in texts if len(text) > _LONGEST), None):
-        raise InputError(f"path {long}", f"at most {_LONGEST} characters for group-by", "shorten its folders' names")
+        raise InputError(
+            f"path {long}",
+            f"at most {_LONGEST} characters for group-by",
+            "shorten its folders' names",
+        )
 
     matches = [expression.search(text) for text in texts]
     patients = [match[1] or None if match else None for match in matches]
@@ -42,7 +49,9 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
     else:
         return patients
 
-    raise InputError(f"group-by {problem}", _EXAMPLE, "write another, or name patients in cases.csv")
+    raise InputError(
+        f"group-by {problem}", _EXAMPLE, "write another, or name patients in cases.csv"
+    )
 
 
 def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
@@ -56,7 +65,11 @@ def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
     count = sum(map(len, names_of.values()))
     for pattern in _OFFERED:
         try:
-            groupings = {label: by_names(pattern, names) for label, names in names_of.items() if len(names) > 1}
+            groupings = {
+                label: by_names(pattern, names)
+                for label, names in names_of.items()
+                if len(names) > 1
+            }
         except InputError:
             continue
 
@@ -77,13 +90,20 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
     if not expression.groups:
         raise InputError(
-            f"group-by {pattern!r} has no group in parentheses", _EXAMPLE, "put the patient in parentheses"
+            f"group-by {pattern!r} has no group in parentheses",
+            _EXAMPLE,
+            "put the patient in parentheses",
         )
 
     plain = _ATOMS.sub("x", pattern)
     special = re.search(r"\(\?(?!:|P<)", plain) or re.search(r"\\[1-9]|\(\?P=", pattern)
     repeats = re.findall(r"(?:[*+]|(?<!\()\?|\{[^}]*\})\??", plain)
-    if len(pattern) > _LONGEST or special or re.search(r"\)[*+?{]", plain) or len(repeats) > _REPEATS:
+    if (
+        len(pattern) > _LONGEST
+        or special
+        or re.search(r"\)[*+?{]", plain)
+        or len(repeats) > _REPEATS
+    ):
         raise InputError(
             f"group-by {pattern[:_LONGEST]!r} may take long, or does more than it needs",
             f"at most {_REPEATS} of * + ? {{n}}, none after a parenthesis, no references and no (?=...)",

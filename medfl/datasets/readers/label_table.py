@@ -11,8 +11,30 @@ from medfl.core.errors import InputError
 from medfl.datasets.readers import cases, tables
 from medfl.datasets.readers.unlabelled import without_ending
 
-FILES = ("file", "filename", "file_name", "image", "image_id", "image_name", "isic_id", "img", "path", "id", "name")
-LABELS = ("diagnosis", "dx", "class", "class_name", "label_name", "label", "category", "target", "finding")
+FILES = (
+    "file",
+    "filename",
+    "file_name",
+    "image",
+    "image_id",
+    "image_name",
+    "isic_id",
+    "img",
+    "path",
+    "id",
+    "name",
+)
+LABELS = (
+    "diagnosis",
+    "dx",
+    "class",
+    "class_name",
+    "label_name",
+    "label",
+    "category",
+    "target",
+    "finding",
+)
 _CASES = {"patient": ("patient", "patient_id", "subject", "subject_id"), "centre": ("centre", "center", "site"),
           "section": ("section",)}  # fmt: skip
 _MARKS = ("0", "1", "0.0", "1.0")
@@ -51,7 +73,9 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     """
     rows = tables.read_csv(path, ())
     heads = {str(name).strip().lower(): name for row in rows[:1] for name in row if name}
-    matches = {column: _matched(path, rows, heads[column], images) for column in FILES if column in heads}
+    matches = {
+        column: _matched(path, rows, heads[column], images) for column in FILES if column in heads
+    }
     column = next((column for column, index in matches.items() if index), None)
 
     if column is None:
@@ -70,13 +94,18 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         if (first := next((spelling for spelling in spellings if spelling in heads), None))
     }
     matched_rows = set(index.values())
-    without_image = [str(row[heads[column]]) for number, row in enumerate(rows) if number not in matched_rows]
+    without_image = [
+        str(row[heads[column]]) for number, row in enumerate(rows) if number not in matched_rows
+    ]
     left_out = {
-        "images of the folder are not in the table": [image for image in images if image not in index],
+        "images of the folder are not in the table": [
+            image for image in images if image not in index
+        ],
         "images have no class in the table": [image for image in index if image not in classes],
         "rows of the table have no image": without_image,
     }
     notes = []
+
     for reason, entries in left_out.items():
         if entries:
             notes.append(f"{len(entries)} {reason}: left out, {tables.several(entries, 'such')}")
@@ -87,9 +116,13 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         alike[name.casefold()].append(name)
 
     if twice := "; ".join(
-        " and ".join(map(repr, spellings)) for _, spellings in sorted(alike.items()) if len(spellings) > 1
+        " and ".join(map(repr, spellings))
+        for _, spellings in sorted(alike.items())
+        if len(spellings) > 1
     ):
-        notes.append(f"classes that differ in upper and lower case only: {twice}; they count as different")
+        notes.append(
+            f"classes that differ in upper and lower case only: {twice}; they count as different"
+        )
 
     cases_of = {
         image: {name: str(rows[number][head] or "").strip() for name, head in case_heads.items()}
@@ -101,7 +134,9 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     return Labels(classes, cases_of, ", ".join(by), tuple(notes))
 
 
-def _matched(path: Path, rows: Sequence[Mapping[str, str]], column: str, images: Sequence[str]) -> dict[str, int]:
+def _matched(
+    path: Path, rows: Sequence[Mapping[str, str]], column: str, images: Sequence[str]
+) -> dict[str, int]:
     """Return image -> number of its row, the first of equal ones."""
     forms = [(form, image) for image in images for form in _forms(image)]
     times = Counter(form for form, _ in forms)
@@ -109,9 +144,17 @@ def _matched(path: Path, rows: Sequence[Mapping[str, str]], column: str, images:
     row_numbers: dict[str, int] = {}
 
     for number, row in enumerate(rows):
-        image = next((image_of[form] for form in _forms(str(row[column] or "")) if form in image_of), None)
-        if image is not None and row_numbers.setdefault(image, number) != number and rows[row_numbers[image]] != row:
-            raise InputError(f"{path} has two rows for {image}", "a row for each image", "remove one of them")
+        image = next(
+            (image_of[form] for form in _forms(str(row[column] or "")) if form in image_of), None
+        )
+        if (
+            image is not None
+            and row_numbers.setdefault(image, number) != number
+            and rows[row_numbers[image]] != row
+        ):
+            raise InputError(
+                f"{path} has two rows for {image}", "a row for each image", "remove one of them"
+            )
 
     return row_numbers
 

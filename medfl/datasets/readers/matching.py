@@ -12,7 +12,9 @@ Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""
 
 MASK_END = re.compile(r"(?<=.)_(?:mask|segmentation|seg|label)$", re.IGNORECASE)
-_ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)  # a name that says no more than what it is
+_ONLY = re.compile(
+    r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE
+)  # a name that says no more than what it is
 
 
 def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, str]]:
@@ -34,7 +36,11 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
         by_name[name].add(path)
         by_folder[folder].add(path)
 
-    by_path = {path: image for path, _ in masks if (image := next((p for p in _forms(path) if p in uris_at), None))}
+    by_path = {
+        path: image
+        for path, _ in masks
+        if (image := next((p for p in _forms(path) if p in uris_at), None))
+    }
     in_folders = any("/" in path for path in by_path.values())
 
     def fitting(path: str) -> list[str]:
@@ -43,7 +49,9 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
 
         folder, _, name = path.rpartition("/")
         for form in _forms(name):
-            if fits := sorted(p for p in by_name.get(form, ()) if not (in_folders and folder and "/" in p)):
+            if fits := sorted(
+                p for p in by_name.get(form, ()) if not (in_folders and folder and "/" in p)
+            ):
                 return fits
 
         if folder and _ONLY.fullmatch(name):
@@ -67,7 +75,9 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
         if name in matched:
             of = f" of image {uris[0]}" if uris else ""
             raise InputError(
-                f"masks {matched[name]} and {uri} are both the mask{of}", "one for each image", "remove one of them"
+                f"masks {matched[name]} and {uri} are both the mask{of}",
+                "one for each image",
+                "remove one of them",
             )
 
         matched[name] = uri

@@ -32,7 +32,9 @@ def refuse_other_folders(folder: Path, names: Sequence[str]) -> None:
             "put each class's into one folder and say their sections in column 'section' of cases.csv",
         )
 
-    images, masks = ([lower[name] for name in lower if name in words] for words in (_IMAGES, _MASKS))
+    images, masks = (
+        [lower[name] for name in lower if name in words] for words in (_IMAGES, _MASKS)
+    )
     if images and masks and 2 * len(images + masks) > len(lower):
         raise InputError(
             f"folders {images[0]} and {masks[0]} in {folder} are named as images and their masks, not classes",
@@ -46,7 +48,9 @@ def refuse_masks_among(folder: Path, names: Sequence[str]) -> None:
     for name in names:
         pictures = {path.rpartition(".")[0]: path for path, _ in tables.image_files(folder / name)}
         for stem, path in pictures.items():
-            if stem.lower().endswith("_mask") and (picture := pictures.get(matching.MASK_END.sub("", stem))):
+            if stem.lower().endswith("_mask") and (
+                picture := pictures.get(matching.MASK_END.sub("", stem))
+            ):
                 raise InputError(
                     f"class folder {folder / name} holds {picture} and its mask {path}",
                     "pictures only, or images and their masks in two folders",
@@ -54,7 +58,9 @@ def refuse_masks_among(folder: Path, names: Sequence[str]) -> None:
                 )
 
 
-def left_out(folder: Path, used: Iterable[str], endings: Collection[str], what: str) -> tuple[str, ...]:
+def left_out(
+    folder: Path, used: Iterable[str], endings: Collection[str], what: str
+) -> tuple[str, ...]:
     """Return a line about images of a folder that are not used, and one about its other files, where it has any.
 
     Args:
@@ -71,13 +77,20 @@ def left_out(folder: Path, used: Iterable[str], endings: Collection[str], what: 
         folders[:] = sorted(n for n in shown if os.path.join(base, n) not in used_paths)
         for name in sorted(n for n in files if not is_hidden(n)):
             path = Path(base, name)
-            if str(path) not in used_paths and not is_odd(str(path)) and (path.parent != folder or name not in _TABLES):
+            if (
+                str(path) not in used_paths
+                and not is_odd(str(path))
+                and (path.parent != folder or name not in _TABLES)
+            ):
                 image = name.lower().endswith(tuple(endings))
                 (images if image else other_files).append(path.relative_to(folder).as_posix())
 
     return tuple(
         f"{len(files)} {kind}: left out, first {files[0]}"
-        for files, kind in ((images, f"images {what}"), (other_files, f"files that do not end in {', '.join(endings)}"))
+        for files, kind in (
+            (images, f"images {what}"),
+            (other_files, f"files that do not end in {', '.join(endings)}"),
+        )
         if files
     )
 
@@ -88,7 +101,11 @@ def odd(folder: Path) -> tuple[str, ...]:
     for base, folders, files in folders_below(folder):
         paths += [os.path.join(base, name) for name in folders if not is_text(name)]
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
-        paths += [path for path in (os.path.join(base, name) for name in files if not is_hidden(name)) if is_odd(path)]
+        paths += [
+            path
+            for path in (os.path.join(base, name) for name in files if not is_hidden(name))
+            if is_odd(path)
+        ]
 
     note = f"{len(paths)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
     if paths:
@@ -97,11 +114,15 @@ def odd(folder: Path) -> tuple[str, ...]:
     return ()
 
 
-def of_pairs(images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]) -> tuple[str, ...]:
+def of_pairs(
+    images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]
+) -> tuple[str, ...]:
     """Return lines about files of two folders, or of one, that are no pair."""
     shown = [uri for record in records for uri in record.image.split(JOINED)]
     if images == masks or masks.is_relative_to(images):
-        return left_out(images, [*shown, *(record.mask for record in records)], endings, "without a mask")
+        return left_out(
+            images, [*shown, *(record.mask for record in records)], endings, "without a mask"
+        )
     return (
         *left_out(images, shown, endings, "without a mask"),
         *left_out(masks, (record.mask for record in records), endings, "of no image"),

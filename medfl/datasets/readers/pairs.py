@@ -36,7 +36,9 @@ def mask_index(roots: Iterable[Path]) -> dict[str, str]:
         name = matching.MASK_END.sub("", stem)
         if name in index:
             raise InputError(
-                f"masks {index[name]} and {uri} are both of image {name}", "one for each image", "remove one of them"
+                f"masks {index[name]} and {uri} are both of image {name}",
+                "one for each image",
+                "remove one of them",
             )
 
         index[name] = uri
@@ -90,12 +92,18 @@ def paired(
     """
     table = Table()
     for key in sorted(images.keys() & masks.keys()):
-        table.records.append(Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key]))
+        table.records.append(
+            Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key])
+        )
 
-    table.problems += [f"mask {masks[key]} has no image" for key in sorted(masks.keys() - images.keys())]
+    table.problems += [
+        f"mask {masks[key]} has no image" for key in sorted(masks.keys() - images.keys())
+    ]
     if lone := sorted(images.keys() - masks.keys()):
         table.unlabelled = {key: images[key] for key in lone}
-        table.notes.append(f"{len(lone)} of {len(images)} images have no mask and are left out, first {lone[0]}")
+        table.notes.append(
+            f"{len(lone)} of {len(images)} images have no mask and are left out, first {lone[0]}"
+        )
 
     return table
 
@@ -136,24 +144,38 @@ def _resized(mask: Mask, size: Shape, classes: int) -> Mask:
     Nearest-neighbour resizing by an even factor would move masks by half a pixel of the file.
     """
     shares = [
-        np.asarray(Image.fromarray((mask == index).astype(np.float32)).resize(size[::-1], Image.Resampling.BILINEAR))
+        np.asarray(
+            Image.fromarray((mask == index).astype(np.float32)).resize(
+                size[::-1], Image.Resampling.BILINEAR
+            )
+        )
         for index in range(classes)
     ]
     largest: Mask = np.argmax(shares, axis=0).astype(np.uint8)
     return largest
 
 
-def read_image(uri: str, channels: int | None, size: Shape | None, convert: bool) -> tuple[Pixels, Shape]:
+def read_image(
+    uri: str, channels: int | None, size: Shape | None, convert: bool
+) -> tuple[Pixels, Shape]:
     """Read an image (H, W, C), resized to `size`, and the file's (height, width); InputError where nothing shows."""
     # Decoded whole: a JPEG scaled inside the decoder is off by a part of a pixel, which a mask would show.
     pixels = read_pixels(uri, None, channels, convert)
     advice = "copy the file again, or remove the case"
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
-        raise InputError(f"image {uri} has values that are no numbers (NaN or infinite)", "pixels are finite", advice)
+        raise InputError(
+            f"image {uri} has values that are no numbers (NaN or infinite)",
+            "pixels are finite",
+            advice,
+        )
 
     if (pixels == pixels[0, 0]).all():
         value = ", ".join(f"{number:g}" for number in pixels[0, 0].tolist())
-        raise InputError(f"image {uri} has the value {value} in all its pixels", "an image shows something", advice)
+        raise InputError(
+            f"image {uri} has the value {value} in all its pixels",
+            "an image shows something",
+            advice,
+        )
 
     shape = (pixels.shape[0], pixels.shape[1])
     return (pixels if size in (None, shape) else resize(pixels, size or shape)), shape
@@ -171,7 +193,9 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
         )
 
     plane = pixels[..., 0]
-    if pixels.shape[-1] not in (1, 3) or any((pixels[..., c] != plane).any() for c in range(1, pixels.shape[-1])):
+    if pixels.shape[-1] not in (1, 3) or any(
+        (pixels[..., c] != plane).any() for c in range(1, pixels.shape[-1])
+    ):
         raise InputError(
             f"mask {uri} of image {image} has {pixels.shape[-1]} channels that differ or transparency",
             "one channel, or three equal ones",

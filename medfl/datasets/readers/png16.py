@@ -48,7 +48,9 @@ def head_of(path: str) -> bytes:
 def _read(path: str) -> NDArray[np.uint16]:
     sitk: Any = importlib.import_module("SimpleITK")  # slow to import, and rarely needed
     try:
-        pixels: NDArray[np.uint16] = sitk.GetArrayFromImage(sitk.ReadImage(path, imageIO="PNGImageIO"))
+        pixels: NDArray[np.uint16] = sitk.GetArrayFromImage(
+            sitk.ReadImage(path, imageIO="PNGImageIO")
+        )
     except RuntimeError as error:
         raise ValueError(" ".join(str(error).split())[-200:]) from error
     return pixels

@@ -32,7 +32,8 @@ from medfl.core.untrusted import folders_below
 from medfl.datasets.readers import dicom, png16, stacks
 from medfl.datasets.readers.stacks import check_unpacked
 
-EpsImagePlugin.gs_binary = False  # a page of PostScript, whatever its file is called, starts no program to draw it
+# a page of PostScript, whatever its file is called, starts no program to draw it
+EpsImagePlugin.gs_binary = False
 
 Pixels = NDArray[Any]
 
@@ -44,7 +45,8 @@ UNREADABLE = (
 """What readers of damaged files raise: whatever they stumble over."""
 JOINED = " | "
 READABLE = (
-    "images are JPEG, PNG, BMP, TIFF or DICOM files, plain or in a zip, rows of an array or lists of a .json file"
+    "images are JPEG, PNG, BMP, TIFF or DICOM files, plain or in a zip, "
+    "rows of an array or lists of a .json file"
 )
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff")
 _TURNS = {
@@ -58,7 +60,10 @@ _TURNS = {
 }
 """What makes a picture upright, by EXIF orientation; from 5 on its sides are exchanged."""
 _MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
-_SUBFILE_TYPE, _NO_PAGE = 254, 0b101  # a TIFF's tag, and its bits of a smaller copy and of a transparency mask
+_SUBFILE_TYPE, _NO_PAGE = (
+    254,
+    0b101,
+)  # a TIFF's tag, and its bits of a smaller copy and of a transparency mask
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
     re.DOTALL,
@@ -77,7 +82,9 @@ def is_text(name: str) -> bool:
 
 def is_odd(path: str) -> bool:
     """Tell whether what was found in a folder is passed over, and told: a pipe, a device, or what no text names."""
-    return not is_text(os.path.basename(path)) or (not os.path.isfile(path) and os.path.exists(path))
+    return not is_text(os.path.basename(path)) or (
+        not os.path.isfile(path) and os.path.exists(path)
+    )
 
 
 def require_file(path: str) -> None:
@@ -112,13 +119,17 @@ def archive(path: str | Path) -> zipfile.ZipFile:
         return _archive(str(path), _version(path), os.getpid())
     except (OSError, zipfile.BadZipFile) as error:
         raise InputError(
-            f"{path} cannot be opened ({error})", "a complete .zip or .npz file", "download or copy it again"
+            f"{path} cannot be opened ({error})",
+            "a complete .zip or .npz file",
+            "download or copy it again",
         ) from error
 
 
 def is_hidden(name: str) -> bool:
     """Tell whether a path has a hidden part, or one that macOS, a NAS or a disk adds."""
-    return any(part.startswith((".", "__MACOSX", "@eaDir", "lost+found")) for part in name.split("/"))
+    return any(
+        part.startswith((".", "__MACOSX", "@eaDir", "lost+found")) for part in name.split("/")
+    )
 
 
 def shown_files(root: Path) -> Iterator[Path]:
@@ -134,7 +145,9 @@ def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted."""
     if root.is_file():
         members = (name for name in archive(root).namelist() if not is_hidden(name))
-        return [(name, f"{root}!{name}") for name in sorted(members) if name.lower().endswith(endings)]
+        return [
+            (name, f"{root}!{name}") for name in sorted(members) if name.lower().endswith(endings)
+        ]
     paths = (path for path in shown_files(root) if path.name.lower().endswith(endings))
     return sorted((path.relative_to(root).as_posix(), str(path)) for path in paths)
 
@@ -149,10 +162,14 @@ def array(path: str | Path, name: str) -> Pixels:
         return _array(str(path), name, _version(path))
     except KeyError as error:
         names = ", ".join(Path(member).stem for member in archive(path).namelist())
-        raise InputError(f"{path} has no array {name!r}", f"it has {names}", "download the file again") from error
+        raise InputError(
+            f"{path} has no array {name!r}", f"it has {names}", "download the file again"
+        ) from error
     except UNREADABLE as error:
         raise InputError(
-            f"array {name!r} of {path} cannot be read ({error})", READABLE, "download the file again"
+            f"array {name!r} of {path} cannot be read ({error})",
+            READABLE,
+            "download the file again",
         ) from error
 
 
@@ -169,13 +186,19 @@ def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
                 header = np.lib.format.read_array_header_2_0
 
             shape, _, kind = header(file)
-            if not kind.hasobject and math.prod(shape) * kind.itemsize > archive(path).getinfo(f"{name}.npy").file_size:
+            if (
+                not kind.hasobject
+                and math.prod(shape) * kind.itemsize
+                > archive(path).getinfo(f"{name}.npy").file_size
+            ):
                 raise ValueError(f"its shape {shape} is more than it holds")
 
             return tuple(shape)
     except Exception as error:  # numpy's reader of headers raises whatever it stumbles over
         raise InputError(
-            f"array {name!r} of {path} cannot be read ({error})", READABLE, "download the file again"
+            f"array {name!r} of {path} cannot be read ({error})",
+            READABLE,
+            "download the file again",
         ) from error
 
 
@@ -236,7 +259,9 @@ def content_key(uri: str) -> str:
             return ",".join(content_key(name) for name in inside if os.path.isfile(name))
 
         if part:
-            info = archive(path).getinfo(part if path.endswith(".zip") else part.rpartition("#")[0] + ".npy")
+            info = archive(path).getinfo(
+                part if path.endswith(".zip") else part.rpartition("#")[0] + ".npy"
+            )
             return f"{info.file_size}:{info.CRC:08x}"
 
         crc = 0
@@ -249,7 +274,9 @@ def content_key(uri: str) -> str:
         return f"{size}:{crc:08x}"
     except (OSError, KeyError) as error:
         raise InputError(
-            f"image {uri} cannot be read ({error})", READABLE, "check the path, or copy the file again"
+            f"image {uri} cannot be read ({error})",
+            READABLE,
+            "check the path, or copy the file again",
         ) from error
 
 
@@ -267,7 +294,10 @@ def stored_key(uri: str | Path) -> str:
 
 
 def read_pixels(
-    uri: str, size: tuple[int, int] | None = None, channels: int | None = None, convert: bool = False
+    uri: str,
+    size: tuple[int, int] | None = None,
+    channels: int | None = None,
+    convert: bool = False,
 ) -> Pixels:
     """Read an image as a (H, W, C) array of its own type, resized to `size` (H, W) and checked for `channels`.
 
@@ -282,17 +312,27 @@ def read_pixels(
         require_file(path)
         if path.endswith(".json"):
             pixels = _square(json.loads(_text(path, part)))
-        elif not part and not path.lower().endswith(IMAGE_SUFFIXES) and dicom.is_named_or_begins_so(path):
+        elif (
+            not part
+            and not path.lower().endswith(IMAGE_SUFFIXES)
+            and dicom.is_named_or_begins_so(path)
+        ):
             pixels = dicom.read_picture(path)
         elif part and not path.endswith(".zip"):
             name, _, row = part.rpartition("#")
-            pixels = array(path, name)[int(row)].copy()  # what is loaded stays as it is, whatever is done to the image
+            pixels = array(path, name)[
+                int(row)
+            ].copy()  # what is loaded stays as it is, whatever is done to the image
         else:
             content = read_member(path, part) if part else b""
             with Image.open(io.BytesIO(content) if part else path) as image:
                 pages = _pages(image)
-                if image.format == "PNG" and png16.is_png16(content if part else png16.head_of(path)):
-                    as_float64 = 8 * math.prod(image.size) * len(image.getbands())  # as where it is resized
+                if image.format == "PNG" and png16.is_png16(
+                    content if part else png16.head_of(path)
+                ):
+                    as_float64 = (
+                        8 * math.prod(image.size) * len(image.getbands())
+                    )  # as where it is resized
                     check_unpacked(as_float64, len(content) or os.path.getsize(path))
                     image.load()  # which refuses a file that is damaged
                     pixels = _upright(png16.read(content or path), orientation(image))
@@ -304,7 +344,9 @@ def read_pixels(
 
             if pages > 1:
                 raise InputError(
-                    f"image {uri} has {pages} pages", "one picture in each file", "save each page as a file of its own"
+                    f"image {uri} has {pages} pages",
+                    "one picture in each file",
+                    "save each page as a file of its own",
                 )
 
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
@@ -314,7 +356,9 @@ def read_pixels(
     except UNREADABLE as error:
         reason = str(error) or type(error).__name__
         raise InputError(
-            f"image {uri} cannot be read ({reason})", READABLE, "copy the file again, or remove it from the data"
+            f"image {uri} cannot be read ({reason})",
+            READABLE,
+            "copy the file again, or remove it from the data",
         ) from error
 
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
@@ -346,7 +390,12 @@ def _square(numbers: Any) -> Pixels:
     """Return the 8-bit (S, S) image of S * S numbers in 0..1, row by row."""
     values = np.asarray(numbers, dtype=np.float64)
     side = math.isqrt(values.size)
-    if values.ndim != 1 or side == 0 or side * side != values.size or not ((values >= 0) & (values <= 1)).all():
+    if (
+        values.ndim != 1
+        or side == 0
+        or side * side != values.size
+        or not ((values >= 0) & (values <= 1)).all()
+    ):
         raise ValueError("it is not a list of as many numbers in 0..1 as a square image has pixels")
     return np.rint(values * 255).astype(np.uint8).reshape(side, side)
 
@@ -368,7 +417,8 @@ def _upright(pixels: Pixels, turn: int) -> Pixels:
     if turn == 1:
         return pixels
     channels = [
-        np.array(Image.fromarray(channel).transpose(_TURNS[turn])) for channel in np.moveaxis(pixels, -1, 0).copy()
+        np.array(Image.fromarray(channel).transpose(_TURNS[turn]))
+        for channel in np.moveaxis(pixels, -1, 0).copy()
     ]
     return np.stack(channels, axis=-1)
 
@@ -440,14 +490,18 @@ def _convert(pixels: Pixels, channels: int) -> Pixels:
 def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     """Antialiased bilinear resize of a (H, W, C) array, keeping its type."""
     if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
-        image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels))
+        image = Image.fromarray(
+            np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+        )
         resized: Pixels = np.array(image.resize((size[1], size[0]), Image.Resampling.BILINEAR))
         return resized[..., None] if resized.ndim == 2 else resized
 
     import torch
 
     batch = torch.from_numpy(pixels.astype(np.float32)).permute(2, 0, 1)[None]
-    scaled = torch.nn.functional.interpolate(batch, size=size, mode="bilinear", antialias=True, align_corners=False)
+    scaled = torch.nn.functional.interpolate(
+        batch, size=size, mode="bilinear", antialias=True, align_corners=False
+    )
     values = scaled[0].permute(1, 2, 0).numpy()
 
     return (values if pixels.dtype.kind == "f" else np.rint(values)).astype(pixels.dtype)

@@ -58,7 +58,9 @@ def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> 
             done = 0
             for group in sorted(groups, key=lambda group: hash_order(salt, group)):
                 middle = (done + sizes[group] / 2) / total
-                section[group] = SECTIONS[sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))]
+                section[group] = SECTIONS[
+                    sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))
+                ]
                 done += sizes[group]
 
         return [section[record.group] for record in records]
@@ -83,7 +85,9 @@ def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
             group = None if empty in sections else _spare(records, sections)
             if group is not None:
                 pairs = zip(records, sections, strict=True)
-                sections = [empty if record.group == group else section for record, section in pairs]
+                sections = [
+                    empty if record.group == group else section for record, section in pairs
+                ]
 
         return sections
 
@@ -107,7 +111,9 @@ def _spare(records: Sequence[Record], sections: Sequence[str]) -> str | None:
 def check_folds(count: int) -> None:
     """Raise an InputError if a cross-validation cannot have so many folds."""
     if not 2 <= count <= _MOST_FOLDS:
-        raise InputError(f"--folds {count}", f"a whole number from 2 to {_MOST_FOLDS}", "5 is usual")
+        raise InputError(
+            f"--folds {count}", f"a whole number from 2 to {_MOST_FOLDS}", "5 is usual"
+        )
 
 
 def fold_of(split: str, salt: str) -> Rule | None:
@@ -120,7 +126,11 @@ def fold_of(split: str, salt: str) -> Rule | None:
         return None
     match = re.fullmatch(r"fold:([1-9]\d{0,3})/([1-9]\d{0,3})", split)
     if match is None or int(match[1]) > int(match[2]) or int(match[2]) < 2:
-        raise InputError(f"split {split!r}", "fold:NUMBER/COUNT, as fold:2/5", "write it like that, or leave it out")
+        raise InputError(
+            f"split {split!r}",
+            "fold:NUMBER/COUNT, as fold:2/5",
+            "write it like that, or leave it out",
+        )
     return fold(int(match[1]), int(match[2]), salt)
 
 
@@ -136,8 +146,13 @@ def fold(number: int, count: int, salt: str) -> Rule:
 
     def rule(records: Sequence[Record]) -> list[str]:
         first = {record.group: record for record in reversed(records)}
-        order = sorted(first, key=lambda group: (first[group].label, first[group].centre, hash_order(salt, group)))
-        per_class = Counter(label for _, label in {(record.group, record.label) for record in records})
+        order = sorted(
+            first,
+            key=lambda group: (first[group].label, first[group].centre, hash_order(salt, group)),
+        )
+        per_class = Counter(
+            label for _, label in {(record.group, record.label) for record in records}
+        )
         if len(order) < count or min(per_class.values(), default=0) < 2:
             if per_class and len(order) >= count:
                 few = f", one class has {min(per_class.values())}"
@@ -152,10 +167,12 @@ def fold(number: int, count: int, salt: str) -> Rule:
 
         tested = set(order[number - 1 :: count])
         training = [record for record in records if record.group not in tested]
-        divided = filled(by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",))(
-            training
-        )
-        section_of = {record.group: section for record, section in zip(training, divided, strict=True)}
+        divided = filled(
+            by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",)
+        )(training)
+        section_of = {
+            record.group: section for record, section in zip(training, divided, strict=True)
+        }
 
         return [section_of.get(record.group, "test") for record in records]
 
@@ -189,7 +206,9 @@ def validation_from_test(split: str) -> Rule:
     return _cut(split, "test", (0.5, 0.5), f"{split}-spared", ("validate", "test"))
 
 
-def _cut(split: str, part: str, shares: tuple[float, float], salt: str, names: tuple[str, str]) -> Rule:
+def _cut(
+    split: str, part: str, shares: tuple[float, float], salt: str, names: tuple[str, str]
+) -> Rule:
     """Return the rule that takes the published sections, but cuts one of them into two, by group."""
 
     def rule(records: Sequence[Record]) -> list[str]:
@@ -238,6 +257,10 @@ class WholeCentres:
             )
 
         small.sort(key=lambda centre: hash_order(f"{self.salt}/{self.trial}", centre))
-        sections = [section for section, number in zip(SECTIONS, self.numbers, strict=True) for _ in range(number)]
+        sections = [
+            section
+            for section, number in zip(SECTIONS, self.numbers, strict=True)
+            for _ in range(number)
+        ]
         drawn = dict(zip(small, sections, strict=False))
         return [drawn.get(record.centre, LEFT_OUT) for record in records]

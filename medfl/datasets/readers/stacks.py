@@ -25,12 +25,18 @@ Array = NDArray[Any]
 CIFAR10 = "cifar-10-batches-py"
 CIFAR100 = "cifar-100-python"
 _FILES: Mapping[str, Mapping[str, Sequence[str]]] = {
-    CIFAR10: {"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)},
+    CIFAR10: {
+        "train": tuple(f"data_batch_{number}" for number in range(1, 6)),
+        "test": ("test_batch",),
+    },
     CIFAR100: {"train": ("train",), "test": ("test",)},
 }
 _LABELS = {CIFAR10: "labels", CIFAR100: "fine_labels"}
 ARCHIVES = {CIFAR10: "cifar-10-python.tar.gz", CIFAR100: "cifar-100-python.tar.gz"}
-_UNPACKED, _RATIO = 2**31, 100  # bytes of one image or stack, and times its packed size: more is no image
+_UNPACKED, _RATIO = (
+    2**31,
+    100,
+)  # bytes of one image or stack, and times its packed size: more is no image
 _ALLOWED: Mapping[str, Any] = {**STAND_INS, "_codecs.encode": latin1}
 """What the pickle of an array may ask for, and what it gets: nothing that runs code or is NumPy's own."""
 
@@ -170,7 +176,10 @@ def write_idx(path: Path, values: Array) -> None:
 def write_svhn(path: Path, images: Array, labels: Array) -> None:
     """Write a MATLAB file with the variables of SVHN."""
     target = io.BytesIO()
-    variables = {"X": images.transpose(1, 2, 3, 0), "y": np.where(labels == 0, 10, labels).astype(np.uint8)[:, None]}
+    variables = {
+        "X": images.transpose(1, 2, 3, 0),
+        "y": np.where(labels == 0, 10, labels).astype(np.uint8)[:, None],
+    }
     from scipy.io import savemat
 
     savemat(target, variables, do_compression=True)
@@ -184,7 +193,13 @@ def write_cifar(kind: str, folder: Path, stacks: Mapping[str, tuple[Array, Array
     for part, (images, labels) in stacks.items():
         files = _FILES[kind][part]
         rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
-        batches = zip(np.array_split(rows, len(files)), np.array_split(labels, len(files)), strict=True)
+        batches = zip(
+            np.array_split(rows, len(files)), np.array_split(labels, len(files)), strict=True
+        )
         for file, (data, classes) in zip(files, batches, strict=True):
-            batch = {"batch_label": file, "data": np.ascontiguousarray(data), _LABELS[kind]: classes.tolist()}
+            batch = {
+                "batch_label": file,
+                "data": np.ascontiguousarray(data),
+                _LABELS[kind]: classes.tolist(),
+            }
             (folder / kind / file).write_bytes(pickle.dumps(batch, protocol=2))

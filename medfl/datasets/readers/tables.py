@@ -59,7 +59,9 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
         names, rows = read_table(path)
     except Refused as error:
         raise InputError(
-            f"table {path} cannot be read ({error})", "a UTF-8 text table with a header", "save it as such a file"
+            f"table {path} cannot be read ({error})",
+            "a UTF-8 text table with a header",
+            "save it as such a file",
         ) from error
 
     if missing := [column for column in columns if column not in names]:
@@ -71,7 +73,11 @@ def read_csv(path: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 
     for number, row in rows:
         if any(row[column] is None for column in columns):
-            raise InputError(f"{path} line {number} is cut off", f"{len(names)} values a line", "complete the line")
+            raise InputError(
+                f"{path} line {number} is cut off",
+                f"{len(names)} values a line",
+                "complete the line",
+            )
 
     return [row for _, row in rows]
 
@@ -125,14 +131,26 @@ def class_folders(
     label = {name: number for number, name in enumerate(classes)}
 
     def roots_in(folder: Path) -> list[Path]:
-        nested = [folder, *(folder / root for root in roots), *(folder / root / root for root in roots)]
+        nested = [
+            folder,
+            *(folder / root for root in roots),
+            *(folder / root / root for root in roots),
+        ]
         above = "train" if sections else "."
-        plain = [path for path in nested if sum((path / above / name).is_dir() for name in classes) * 2 > len(classes)]
+        plain = [
+            path
+            for path in nested
+            if sum((path / above / name).is_dir() for name in classes) * 2 > len(classes)
+        ]
         if plain:
             return plain[:1]
 
         packed = sorted(path for glob in zips for path in folder.glob(glob) if path.is_file())
-        return [path for path in packed if len({match[3] for match in _matches(path, pattern)}) * 2 > len(classes)][:1]
+        return [
+            path
+            for path in packed
+            if len({match[3] for match in _matches(path, pattern)}) * 2 > len(classes)
+        ][:1]
 
     def read(folder: Path) -> Table:
         records: dict[str, Record] = {}
@@ -142,7 +160,9 @@ def class_folders(
                 key = group(match[3], stem) if group else match[1]
                 section = {"official": SECTION_NAMES[match[2]]} if sections else {}
                 # Some published archives hold the same tree twice; the first copy counts.
-                records.setdefault(match[1], Record(uri, label[match[3]], match[1], centre, key, section))
+                records.setdefault(
+                    match[1], Record(uri, label[match[3]], match[1], centre, key, section)
+                )
 
         return Table(list(records.values()))
 
@@ -170,7 +190,11 @@ def medmnist(
     name = re.compile(rf"{re.escape(stem)}(?:_(\d+))?\.npz$")
 
     def find(folder: Path) -> dict[str, tuple[str, str]]:
-        files = [(path, match) for path in folder.glob(f"{stem}*.npz") if (match := name.match(path.name))]
+        files = [
+            (path, match)
+            for path in folder.glob(f"{stem}*.npz")
+            if (match := name.match(path.name))
+        ]
         largest = sorted(((int(match[1] or 28), path) for path, match in files), reverse=True)[:1]
         parts = [(path, part) for _, path in largest for part in SECTION_NAMES]
         return {part: (f"{path}!{part}_images", f"{path}!{part}_labels") for path, part in parts}
@@ -209,16 +233,22 @@ def stacked(
             rows = array_shape(*split_uri(images))[0]
             if len(labels) != rows:
                 raise InputError(
-                    f"{path}: {rows} {part} images but {len(labels)} labels", "one label an image", "download it again"
+                    f"{path}: {rows} {part} images but {len(labels)} labels",
+                    "one label an image",
+                    "download it again",
                 )
 
             for row, label in enumerate(labels.tolist()):
                 if not (isinstance(label, int) and 0 <= label < classes):
-                    table.problems.append(f"{path}: {name}[{row}] is {label}, the labels are 0 to {classes - 1}")
+                    table.problems.append(
+                        f"{path}: {name}[{row}] is {label}, the labels are 0 to {classes - 1}"
+                    )
                     continue
 
                 key = f"{part}_{row:06d}"
-                table.records.append(Record(f"{images}#{row}", label, key, centre, key, {split: SECTION_NAMES[part]}))
+                table.records.append(
+                    Record(f"{images}#{row}", label, key, centre, key, {split: SECTION_NAMES[part]})
+                )
 
         return table
 

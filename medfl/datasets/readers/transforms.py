@@ -32,8 +32,12 @@ def as_tensor(pixels: Pixels) -> torch.Tensor:
 
     PyTorch stores uint16 to uint64, but computes nothing with them.
     """
-    wide = {"uint16": np.int32, "uint32": np.int64, "uint64": np.float64}.get(pixels.dtype.name, pixels.dtype)
-    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(pixels, -1, 0).astype(wide, copy=False)))
+    wide = {"uint16": np.int32, "uint32": np.int64, "uint64": np.float64}.get(
+        pixels.dtype.name, pixels.dtype
+    )
+    return torch.from_numpy(
+        np.ascontiguousarray(np.moveaxis(pixels, -1, 0).astype(wide, copy=False))
+    )
 
 
 def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
@@ -48,7 +52,11 @@ def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
         InputError: they have another type, or larger values.
     """
     if pixels.dtype not in (np.uint8, np.uint16):
-        raise InputError(f"{uri} holds {pixels.dtype} values", "pictures of 8 or 16 bits", "save it as one of these")
+        raise InputError(
+            f"{uri} holds {pixels.dtype} values",
+            "pictures of 8 or 16 bits",
+            "save it as one of these",
+        )
     if pixels.dtype == np.uint8:
         return pixels.astype(np.float32) / np.float32(255)
     if (most := int(pixels.max())) > depth:
@@ -102,7 +110,9 @@ class ReadPixelsd(FileReader):
         super().__init__(keys)
         if convert and channels not in (1, 3):
             raise InputError(
-                f"convert=True with channels={channels}", "channels 1 or 3", "give channels=1 or channels=3"
+                f"convert=True with channels={channels}",
+                "channels 1 or 3",
+                "give channels=1 or channels=3",
             )
 
         if isinstance(size, int):
@@ -113,7 +123,11 @@ class ReadPixelsd(FileReader):
             sides = (int(size[0]), int(size[1]))
 
         if sides is not None and min(sides) < 1:
-            raise InputError(f"image size {size}", "a whole number from 1, or (height, width)", "give such a size")
+            raise InputError(
+                f"image size {size}",
+                "a whole number from 1, or (height, width)",
+                "give such a size",
+            )
 
         self.channels = channels
         self.convert = convert
@@ -127,7 +141,9 @@ class ReadPixelsd(FileReader):
             uri = self.uri(item, key)
             pixels = read_pixels(uri, self.size, self.channels, self.convert)
             item.setdefault("id", uri)
-            item[key] = as_tensor(of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels)
+            item[key] = as_tensor(
+                of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels
+            )
 
         return item
 
@@ -171,10 +187,14 @@ class ReadPaird(ReadPixelsd):
         super().__init__(keys, channels, convert, size, own_depth)
         if not 2 <= classes <= 255:
             raise InputError(
-                f"classes={classes}", "2 to 255, the background among them", "give the number of values that masks have"
+                f"classes={classes}",
+                "2 to 255, the background among them",
+                "give the number of values that masks have",
             )
         if len(self.keys) != 2:
-            raise InputError(f"keys {', '.join(map(str, self.keys))}", "two: image and mask", "give both keys")
+            raise InputError(
+                f"keys {', '.join(map(str, self.keys))}", "two: image and mask", "give both keys"
+            )
 
         self.classes = classes
 
@@ -186,14 +206,23 @@ class ReadPaird(ReadPixelsd):
         if mask in item:
             of_mask = self.uri(item, mask)
             pixels, indices, shape = read_pair(
-                uri, of_mask, channels=self.channels, classes=self.classes, size=self.size, convert=self.convert
+                uri,
+                of_mask,
+                channels=self.channels,
+                classes=self.classes,
+                size=self.size,
+                convert=self.convert,
             )
             item[mask] = torch.from_numpy(indices[None])
         else:
             pixels, shape = read_image(uri, self.channels, self.size, self.convert)
 
         pixels = of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels
-        meta = {"original_affine": np.eye(4), "spatial_shape": np.array(shape), "filename_or_obj": uri}
+        meta = {
+            "original_affine": np.eye(4),
+            "spatial_shape": np.array(shape),
+            "filename_or_obj": uri,
+        }
         item[image] = MetaTensor(
             as_tensor(pixels), affine=torch.from_numpy(_affine(shape, pixels.shape[:2])), meta=meta
         )
@@ -246,10 +275,16 @@ class WriteMaskd(MapTransform):
         file = str(meta["filename_or_obj"])
         shape = [int(side) for side in np.asarray(meta["spatial_shape"]).ravel()]
         for key in self.key_iterator(data):
-            scores = MetaTensor(torch.as_tensor(data[key]).detach().cpu(), affine=image.affine, meta={})
-            on_file = self._resample(scores, torch.as_tensor(np.asarray(meta["original_affine"])), shape)
+            scores = MetaTensor(
+                torch.as_tensor(data[key]).detach().cpu(), affine=image.affine, meta={}
+            )
+            on_file = self._resample(
+                scores, torch.as_tensor(np.asarray(meta["original_affine"])), shape
+            )
             indices = np.asarray(on_file).argmax(0).astype(np.uint8)
-            Image.fromarray(indices * 255 if len(scores) == 2 else indices).save(self._path_for(file))
+            Image.fromarray(indices * 255 if len(scores) == 2 else indices).save(
+                self._path_for(file)
+            )
 
         return dict(data)
 
@@ -269,7 +304,9 @@ class WriteMaskd(MapTransform):
             )
         if target.resolve() == Path(path).resolve():
             raise InputError(
-                f"the prediction of {file} would replace it", "a folder of its own", "give output_dir another folder"
+                f"the prediction of {file} would replace it",
+                "a folder of its own",
+                "give output_dir another folder",
             )
 
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -291,7 +328,11 @@ class WriteClassesd(MapTransform):
     """
 
     def __init__(
-        self, keys: KeysCollection = "pred", output_dir: str | Path = "output", *, classes: Sequence[str]
+        self,
+        keys: KeysCollection = "pred",
+        output_dir: str | Path = "output",
+        *,
+        classes: Sequence[str],
     ) -> None:
         super().__init__(keys)
         self.file = Path(output_dir) / "predictions.csv"
@@ -310,7 +351,9 @@ class WriteClassesd(MapTransform):
                 )
 
             best = self.classes[numbers.index(max(numbers))]
-            self._write([as_cell(str(data.get("id", ""))), best, *(f"{number:.9g}" for number in numbers)])
+            self._write(
+                [as_cell(str(data.get("id", ""))), best, *(f"{number:.9g}" for number in numbers)]
+            )
 
         return dict(data)
 
@@ -335,9 +378,13 @@ class ReadVolumed(FileReader):
         InputError: as `read_pair`, when an item is read; more than two keys, or a mask's key without `classes`.
     """
 
-    def __init__(self, keys: KeysCollection = ("image", "label"), classes: int | None = None) -> None:
+    def __init__(
+        self, keys: KeysCollection = ("image", "label"), classes: int | None = None
+    ) -> None:
         super().__init__(keys)
-        if len(self.keys) > 2 or (len(self.keys) == 2 and (classes is None or not 2 <= classes <= 256)):
+        if len(self.keys) > 2 or (
+            len(self.keys) == 2 and (classes is None or not 2 <= classes <= 256)
+        ):
             raise InputError(
                 f"ReadVolumed with keys {', '.join(map(str, self.keys))} and classes={classes}",
                 "keys are the image's and the mask's, classes is a number from 2 to 256",

@@ -11,7 +11,14 @@ from pathlib import Path
 from medfl.core.errors import InputError
 from medfl.core.untrusted import printable
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import IMAGE_SUFFIXES, JOINED, archive, array_shape, files_below, shown_files
+from medfl.datasets.readers.reading import (
+    IMAGE_SUFFIXES,
+    JOINED,
+    archive,
+    array_shape,
+    files_below,
+    shown_files,
+)
 from medfl.datasets.readers.volumes import SUFFIXES, bare
 from medfl.storage.places import require_there
 
@@ -28,7 +35,10 @@ def unlabelled(folder: str | Path, series: bool = True, channels: int = 1) -> li
     Raises:
         InputError: there is no such folder, or no image in it.
     """
-    return [{"id": ident, "image": uri} for ident, uri in joined(named([folder], series), channels).items()]
+    return [
+        {"id": ident, "image": uri}
+        for ident, uri in joined(named([folder], series), channels).items()
+    ]
 
 
 def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
@@ -69,12 +79,20 @@ def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
         if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
             parts[match[1] + match[2]].append(ident)
 
-    name_of = {idents[0]: name for name, idents in parts.items() if len(idents) == channels and name not in files}
-    later_channels = {ident for idents in parts.values() if idents[0] in name_of for ident in idents[1:]}
+    name_of = {
+        idents[0]: name
+        for name, idents in parts.items()
+        if len(idents) == channels and name not in files
+    }
+    later_channels = {
+        ident for idents in parts.values() if idents[0] in name_of for ident in idents[1:]
+    }
     images = {}
     for ident, uri in files.items():
         if ident in name_of:
-            images[name_of[ident]] = JOINED.join(files[channel] for channel in sorted(parts[name_of[ident]]))
+            images[name_of[ident]] = JOINED.join(
+                files[channel] for channel in sorted(parts[name_of[ident]])
+            )
         elif ident not in later_channels:
             images[ident] = uri
 
@@ -164,7 +182,9 @@ def _rows(file: Path) -> list[tuple[str, str]]:
     arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
     shapes = {name: array_shape(file, name) for name in arrays}
     if sum(shape[0] for shape in shapes.values() if len(shape) in (3, 4)) > _MOST_ROWS:
-        raise InputError(f"{file} with more than {_MOST_ROWS} images", "fewer in an archive", "divide it")
+        raise InputError(
+            f"{file} with more than {_MOST_ROWS} images", "fewer in an archive", "divide it"
+        )
 
     return [
         (f"{name}_{row:06d}", f"{file}!{name}#{row}")

@@ -21,7 +21,14 @@ if TYPE_CHECKING:
 
 from medfl.core.errors import InputError
 from medfl.datasets.readers import dicom
-from medfl.datasets.readers.reading import JOINED, UNREADABLE, archive, files_below, read_member, split_uri
+from medfl.datasets.readers.reading import (
+    JOINED,
+    UNREADABLE,
+    archive,
+    files_below,
+    read_member,
+    split_uri,
+)
 from medfl.datasets.readers.stacks import check_unpacked, unpacked
 
 Array = NDArray[Any]
@@ -70,6 +77,7 @@ def read_pair(image: str, mask: str, classes: int) -> tuple[MetaTensor, MetaTens
     raw = _read(first)
     labels = _read(mask)
     _require_one_place(f"image {first}", raw, f"its mask {mask}", labels)
+
     return _with_channels(raw, first, more_uris), _tensor(
         mask, _classes(mask, labels.voxels, classes)[None], raw.affine
     )
@@ -83,7 +91,9 @@ def _require_one_place(name: str, raw: _Raw, other_name: str, other_raw: _Raw) -
         raise InputError(problem, allowed, advice)
 
     if not np.allclose(raw.affine, other_raw.affine, rtol=0, atol=TOLERANCE):
-        problem = f"{name} has the affine {_rows(raw.affine)}, {other_name} {_rows(other_raw.affine)}"
+        problem = (
+            f"{name} has the affine {_rows(raw.affine)}, {other_name} {_rows(other_raw.affine)}"
+        )
         raise InputError(problem, f"they lie in one place, to {TOLERANCE} mm", advice)
 
 
@@ -125,7 +135,11 @@ def volume_index(folder: Path) -> dict[str, str]:
 def volume_paths(root: Path) -> list[tuple[str, str]]:
     """Return (path without suffix, URI) of all NIfTI files below a folder, and of the DICOM series directly in it."""
     series = {name: uri for name, uri in volume_index(root).items() if os.path.isdir(uri)}
-    files = [(bare(name), uri) for name, uri in volume_files(root) if name.partition("/")[0] not in series]
+    files = [
+        (bare(name), uri)
+        for name, uri in volume_files(root)
+        if name.partition("/")[0] not in series
+    ]
     return sorted([*series.items(), *files])
 
 
@@ -141,9 +155,13 @@ def bare(name: str, endings: Sequence[str] = SUFFIXES) -> str:
 
 
 def _is_series(folder: Path) -> bool:
-    names = [file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")]
+    names = [
+        file.name for file in folder.iterdir() if file.is_file() and not file.name.startswith(".")
+    ]
     foreign = [name for name in names if not is_nifti(name)]
-    return bool(foreign) and (len(foreign) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in foreign))
+    return bool(foreign) and (
+        len(foreign) == len(names) or any(dicom.is_dicom(str(folder / name)) for name in foreign)
+    )
 
 
 # Files
@@ -173,7 +191,9 @@ def _series(uri: str) -> tuple[Array, NDArray[np.float64]]:
     try:
         return dicom.read(uri)
     except UNREADABLE as error:
-        raise InputError(f"DICOM series {uri} cannot be read ({error})", _READABLE, "copy the series again") from error
+        raise InputError(
+            f"DICOM series {uri} cannot be read ({error})", _READABLE, "copy the series again"
+        ) from error
 
 
 def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
@@ -183,7 +203,9 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
         else:
             reason = "not a NIfTI file by its name"
 
-        raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it")
+        raise InputError(
+            f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it"
+        )
 
     from nibabel.imageglobals import LoggingOutputSuppressor
 
@@ -197,11 +219,15 @@ def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
         affine = np.asarray(image.affine, dtype=np.float64)
     except _nifti_errors() as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise InputError(f"volume {uri} cannot be read ({reason})", _READABLE, "copy the file again") from error
+        raise InputError(
+            f"volume {uri} cannot be read ({reason})", _READABLE, "copy the file again"
+        ) from error
 
     if voxels.dtype.kind not in "biuf":
         raise InputError(
-            f"volume {uri} holds {voxels.dtype} values", "one real number a voxel", "convert the file to such numbers"
+            f"volume {uri} holds {voxels.dtype} values",
+            "one real number a voxel",
+            "convert the file to such numbers",
         )
 
     return voxels, affine
@@ -211,7 +237,9 @@ def _check_size(uri: str, image: Any) -> None:
     """Raise a ValueError if voxels take far more memory than the file has bytes: scaled ones are float64."""
     scaled = (image.dataobj.slope, image.dataobj.inter) != (1, 0)
     bytes_of_voxel = max(image.get_data_dtype().itemsize, 8 * scaled)
-    check_unpacked(math.prod(map(int, image.shape)) * bytes_of_voxel, os.path.getsize(split_uri(uri)[0]))
+    check_unpacked(
+        math.prod(map(int, image.shape)) * bytes_of_voxel, os.path.getsize(split_uri(uri)[0])
+    )
 
 
 def _open(uri: str) -> Any:

@@ -47,7 +47,9 @@ def with_class_head(network: nn.Module, task: Task) -> nn.Module:
         return network
 
     layer: Any = head(network)
-    pointwise = isinstance(layer, nn.Conv2d | nn.Conv3d) and {*layer.kernel_size, layer.groups} == {1}
+    pointwise = isinstance(layer, nn.Conv2d | nn.Conv3d) and {*layer.kernel_size, layer.groups} == {
+        1
+    }
     outputs = len(layer.weight) if pointwise else 0
     if outputs < 2 or outputs != (task.num_classes or outputs):
         raise InputError(

@@ -24,7 +24,9 @@ def divergence(student: Tensor, teacher: Tensor) -> Tensor:
 def log_probabilities(z: Tensor) -> Tensor:
     """Return the logarithms (B, K, ...) of softmax(z), float32 at least; a single channel z is taken for (0, z)."""
     exact = z.to(torch.promote_types(z.dtype, torch.float32))  # with mixed precision it is not
-    return log_softmax(torch.cat([torch.zeros_like(exact), exact], 1) if exact.shape[1] == 1 else exact, 1)
+    return log_softmax(
+        torch.cat([torch.zeros_like(exact), exact], 1) if exact.shape[1] == 1 else exact, 1
+    )
 
 
 def ensemble(outputs: Sequence[Tensor]) -> Tensor:
@@ -32,7 +34,9 @@ def ensemble(outputs: Sequence[Tensor]) -> Tensor:
 
     Of several channels they are log-probabilities; a single one is the logit of a sigmoid, as in the outputs.
     """
-    mean = torch.stack([log_probabilities(z) for z in outputs]).logsumexp(0) - math.log(len(outputs))
+    mean = torch.stack([log_probabilities(z) for z in outputs]).logsumexp(0) - math.log(
+        len(outputs)
+    )
     if outputs[0].shape[1] == 1:
         return mean[:, 1:] - mean[:, :1]
 

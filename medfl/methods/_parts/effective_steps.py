@@ -24,7 +24,9 @@ def effective_steps(site: Site, model: nn.Module, steps: int, mu: float = 0.0) -
     optimizer = site.settings.optimizer(model)
     optimizer.zero_grad()  # a parameter without gradient is not stepped
     probe = nn.Parameter(torch.zeros((), dtype=torch.float64, device=site.device))
-    optimizer.add_param_group({**optimizer.param_groups[0], "params": [probe], "lr": 1.0, "weight_decay": 0.0})
+    optimizer.add_param_group(
+        {**optimizer.param_groups[0], "params": [probe], "lr": 1.0, "weight_decay": 0.0}
+    )
     rate = site.learning_rate(model)
 
     for _ in range(steps):

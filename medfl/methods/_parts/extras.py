@@ -48,7 +48,8 @@ class Bodies(SiteNetworks):
     """The option `bodies` gives the sites' networks."""
 
     bodies: str = option(
-        "", "networks dealt to the sites in equal blocks: resnet20,resnet110, or ID=VALUE,... of the configuration"
+        "",
+        "networks dealt to the sites in equal blocks: resnet20,resnet110, or ID=VALUE,... of the configuration",
     )
 
     def site_networks(self, names: Sequence[str]) -> Mapping[str, Mapping[str, Any]]:
@@ -60,16 +61,22 @@ class Bodies(SiteNetworks):
 class PublicData:
     """Learns from public images that every site has."""
 
-    public: str = option("", "the public data: BUNDLE or BUNDLE:DIR; default: what the bundle's protocol names")
+    public: str = option(
+        "", "the public data: BUNDLE or BUNDLE:DIR; default: what the bundle's protocol names"
+    )
     public_section: str = option(
         "",
         "the public bundle's section that is taken; default: what its protocol says, else test",
         choices=("", "train", "validate", "test"),
     )
     public_items: int = option(
-        0, "so many public items, classes balanced (a fixed draw); 0: what its protocol says, else all", minimum=0
+        0,
+        "so many public items, classes balanced (a fixed draw); 0: what its protocol says, else all",
+        minimum=0,
     )
-    public_size: int = option(0, "side of public images; 0: their bundle's own, in segmentation the sites'", minimum=0)
+    public_size: int = option(
+        0, "side of public images; 0: their bundle's own, in segmentation the sites'", minimum=0
+    )
     lift: str = option(
         "pseudo3d",
         "public images where the sites have volumes: repeat each along a third axis and average the output over it, "
@@ -135,7 +142,9 @@ class MakesImages(ABC):
     """Its server generates images, which the run's pictures show."""
 
     @abstractmethod
-    def synthetic(self, host: Host, server: State, labels: Tensor, draws: torch.Generator) -> Synthetic | None:
+    def synthetic(
+        self, host: Host, server: State, labels: Tensor, draws: torch.Generator
+    ) -> Synthetic | None:
         """Return one image per label (N,), or None if there is no generator yet.
 
         All randomness comes from `draws`, so that images of the same labels and draws can be compared between rounds.
@@ -179,4 +188,6 @@ def deal(spec: str, names: Sequence[str], option: str = "bodies") -> dict[str, d
             f"name at most {len(names)} networks",
         )
 
-    return {name: {key.strip(): values[i * len(values) // len(names)]} for i, name in enumerate(names)}
+    return {
+        name: {key.strip(): values[i * len(values) // len(names)]} for i, name in enumerate(names)
+    }

@@ -48,11 +48,15 @@ def intra_class_loss(
             "released", sum_c (n_c - 1)^2 times that mean, over the samples used (the authors' code).
         eps: added to the variance, so that a feature without any drops out.
     """
-    same_class = (labels[:, None] == labels).to(features.dtype)  # (B, B), which samples are of one class
+    same_class = (labels[:, None] == labels).to(
+        features.dtype
+    )  # (B, B), which samples are of one class
     n = same_class.sum(1, keepdim=True)
     degrees = (n - 1).clamp(min=1)
     centred = features - same_class @ features / n
-    centred = centred - same_class @ centred / n  # what rounding left would count where a feature is constant
+    centred = (
+        centred - same_class @ centred / n
+    )  # what rounding left would count where a feature is constant
     variance = same_class @ centred.square() / (degrees if std == "unbiased" else n)
     z = centred * (variance + eps).rsqrt()
 
@@ -74,7 +78,13 @@ def intra_class_loss(
 
 
 def inter_class_loss(
-    features: Tensor, labels: Tensor, table: Tensor, known: Tensor, *, owned: Tensor | None = None, margin: bool = True
+    features: Tensor,
+    labels: Tensor,
+    table: Tensor,
+    known: Tensor,
+    *,
+    owned: Tensor | None = None,
+    margin: bool = True,
 ) -> Tensor:
     """Return the margin of the features to the prototypes g of the other classes, eq. 4.
 
@@ -94,8 +104,12 @@ def inter_class_loss(
     other_classes = known if owned is None else known & owned
     counts = member.sum(0)
     pairs = ((counts > 0) & known).sum() * (other_classes.sum() - 1)
-    share = known.to(features.dtype) / (counts * pairs).clamp(min=1)  # of a sample of each class in each of its pairs
-    apart = torch.linalg.vector_norm(features[:, None] - table.detach(), dim=2)  # its gradient at 0 is 0
+    share = known.to(features.dtype) / (counts * pairs).clamp(
+        min=1
+    )  # of a sample of each class in each of its pairs
+    apart = torch.linalg.vector_norm(
+        features[:, None] - table.detach(), dim=2
+    )  # its gradient at 0 is 0
     apart_from_own = apart.gather(1, labels[:, None])
     cost = (apart_from_own - apart).relu() if margin else apart_from_own
     total: Tensor = (share[labels, None] * (other_classes & ~member) * cost).sum()

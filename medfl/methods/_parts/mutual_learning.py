@@ -47,7 +47,9 @@ def proxy_model(site: Site, weights: Weights) -> nn.Module:
     return (site.common or site.networks).lease(weights)
 
 
-def train_together(site: Site, private: nn.Module, proxy: nn.Module, loss: PairLoss, purpose: str) -> None:
+def train_together(
+    site: Site, private: nn.Module, proxy: nn.Module, loss: PairLoss, purpose: str
+) -> None:
     """Train both models on the same batches, in one step from the same forward passes.
 
     The private model's dropout is the same as if it were trained alone; the proxy draws its own from the stream

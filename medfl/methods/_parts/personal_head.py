@@ -15,7 +15,9 @@ from medfl.networks.heads import head_name, head_names
 class PersonalHead(Method):
     """FedAvg of the body."""
 
-    head_layers: str = option("", "layers that make the head, with commas between; default: the last layer")
+    head_layers: str = option(
+        "", "layers that make the head, with commas between; default: the last layer"
+    )
 
     tasks = ("classification", "segmentation")
     judged = "personal"
@@ -34,9 +36,14 @@ class PersonalHead(Method):
         Raises:
             InputError: one of them has not; or no such layer.
         """
-        trained = {name for name, parameter in network.named_parameters() if parameter.requires_grad}
+        trained = {
+            name for name, parameter in network.named_parameters() if parameter.requires_grad
+        }
         personal = self.personal_names(network)
-        for part, names in (("body", trained - personal), ("head", trained & personal if head else trained)):
+        for part, names in (
+            ("body", trained - personal),
+            ("head", trained & personal if head else trained),
+        ):
             if not names:
                 raise InputError(
                     f"method {method!r} on a {type(network).__name__} with the head "

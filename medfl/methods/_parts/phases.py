@@ -12,7 +12,13 @@ from medfl.training import FitReport, Site, fit, train_only
 
 
 def fit_part(
-    model: nn.Module, site: Site, names: Collection[str], purpose: str, *, epochs: int, rate: float | None = None
+    model: nn.Module,
+    site: Site,
+    names: Collection[str],
+    purpose: str,
+    *,
+    epochs: int,
+    rate: float | None = None,
 ) -> FitReport:
     """Train the named parameters for so many epochs; all others, and the buffers of their layers, stay as they are.
 
@@ -20,7 +26,9 @@ def fit_part(
     """
     settings = replace(site.settings, epochs=epochs)
     if rate is not None:
-        settings = replace(settings, optimizer=lambda network: _sgd(network, rate), lr_factor=1.0, rates=None)
+        settings = replace(
+            settings, optimizer=lambda network: _sgd(network, rate), lr_factor=1.0, rates=None
+        )
     with train_only(model, names, restore_buffers=True):
         return fit(model, replace(site, settings=settings), purpose=purpose)
 

@@ -41,7 +41,9 @@ class PrototypeExchange(OwnNetworks):
 
         return Message()
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start without prototypes.
 
         Raises:
@@ -50,13 +52,17 @@ class PrototypeExchange(OwnNetworks):
         self.check_introduced(introductions)
         return {"prototypes": {}}
 
-    def check_introduced(self, introductions: Mapping[str, Message], network: nn.Module | None = None) -> None:
+    def check_introduced(
+        self, introductions: Mapping[str, Message], network: nn.Module | None = None
+    ) -> None:
         """Compare the lengths of features with which sites introduced themselves, and the server's where it has some.
 
         Raises:
             InputError: they differ.
         """
-        lengths = {name: int(m.scalars["features"]) for name, m in introductions.items() if m.scalars}
+        lengths = {
+            name: int(m.scalars["features"]) for name, m in introductions.items() if m.scalars
+        }
         if lengths and network is not None:
             lengths["the server"] = feature_size(network)
         check_lengths(lengths)
@@ -99,7 +105,9 @@ def by_class(values: Tensor, counts: Tensor) -> dict[str, Tensor]:
 def table(prototypes: Weights, num_classes: int) -> Tensor:
     """Return prototypes, one at least, as one tensor (K, d), NaN where there is none."""
     first = next(iter(prototypes.values()))
-    rows = torch.full((num_classes, len(first)), float("nan"), dtype=first.dtype, device=first.device)
+    rows = torch.full(
+        (num_classes, len(first)), float("nan"), dtype=first.dtype, device=first.device
+    )
     for name, value in prototypes.items():
         rows[int(name)] = value
     return rows
@@ -110,7 +118,9 @@ def has_prototype(rows: Tensor) -> Tensor:
     return ~rows.isnan().any(1)
 
 
-def average_prototypes(before: Weights, replies: Mapping[str, Message], *, by_samples: bool) -> dict[str, Tensor]:
+def average_prototypes(
+    before: Weights, replies: Mapping[str, Message], *, by_samples: bool
+) -> dict[str, Tensor]:
     """Average each class's means over its owners, plainly or by samples; a class that nobody sent keeps its prototype.
 
     Raises:
@@ -118,13 +128,21 @@ def average_prototypes(before: Weights, replies: Mapping[str, Message], *, by_sa
     """
     names = sorted(replies)
     sent = {name: prototypes_in(replies[name]) for name in names}
-    check_lengths({who: len(next(iter(g.values()))) for who, g in [("earlier rounds", before), *sent.items()] if g})
+    check_lengths(
+        {
+            who: len(next(iter(g.values())))
+            for who, g in [("earlier rounds", before), *sent.items()]
+            if g
+        }
+    )
     prototypes = dict(before)
 
     for c in sorted({c for group in sent.values() for c in group}):
         owners = [name for name in names if c in sent[name]]
         shares = [float(replies[name]["counts"][c]) if by_samples else 1.0 for name in owners]
-        total = sum(share * sent[name][c].double() for share, name in zip(shares, owners, strict=True))
+        total = sum(
+            share * sent[name][c].double() for share, name in zip(shares, owners, strict=True)
+        )
         assert isinstance(total, Tensor)
         prototypes[c] = (total / sum(shares)).to(sent[owners[0]][c].dtype)
 
@@ -145,11 +163,17 @@ def distances(prototypes: Weights, replies: Mapping[str, Message]) -> dict[str, 
             continue
 
         means, rows = (torch.stack(list(group.values())).double() for group in (sent, prototypes))
-        apart = torch.cdist(means, rows.to(means.device), compute_mode="donot_use_mm_for_euclid_dist")
+        apart = torch.cdist(
+            means, rows.to(means.device), compute_mode="donot_use_mm_for_euclid_dist"
+        )
         is_own_class = torch.tensor([[c == j for j in names] for c in sent], device=apart.device)
         has = torch.tensor([j in sent for j in names], device=apart.device)
 
-        for kind, pairs in {OWN: is_own_class, OTHERS: has & ~is_own_class, MISSING: ~has & ~is_own_class}.items():
+        for kind, pairs in {
+            OWN: is_own_class,
+            OTHERS: has & ~is_own_class,
+            MISSING: ~has & ~is_own_class,
+        }.items():
             lengths.setdefault(kind, []).append(apart[pairs].cpu())
 
     observations: dict[str, float] = {}
@@ -178,7 +202,9 @@ def prototype_loss(features: Tensor, label: Tensor, prototypes: Tensor) -> Tenso
 
 def only_classes(logits: Tensor, allowed: Tensor) -> Tensor:
     """Put the logits (B, K) of classes that are not allowed (K,) 30 below the smallest, so that losses are finite."""
-    return torch.where(allowed, logits, logits.masked_fill(~allowed, float("inf")).amin(1, keepdim=True) - 30)
+    return torch.where(
+        allowed, logits, logits.masked_fill(~allowed, float("inf")).amin(1, keepdim=True) - 30
+    )
 
 
 def check_lengths(lengths: Mapping[str, int]) -> None:
@@ -192,7 +218,9 @@ def check_lengths(lengths: Mapping[str, int]) -> None:
         sites_of.setdefault(lengths[site], []).append(site)
 
     if len(sites_of) > 1:
-        groups = [f"length {length} at {', '.join(sites_of[length])}" for length in sorted(sites_of)]
+        groups = [
+            f"length {length} at {', '.join(sites_of[length])}" for length in sorted(sites_of)
+        ]
         raise InputError(
             f"features of {'; '.join(groups)}",
             "networks may differ between sites, the length of their features may not",

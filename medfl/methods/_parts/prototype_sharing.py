@@ -41,21 +41,29 @@ class Sharing:
     """The two halves of prototype sharing, for a method to call from its own; a neutral one changes nothing."""
 
     prototypes: bool = option(False, "share class prototypes and add FedMR's inter-class loss")
-    mu2: float = option(0.1, "inter-class loss (ours; grid 0.001 to 1), 0: no prototypes at all", minimum=0.0)
+    mu2: float = option(
+        0.1, "inter-class loss (ours; grid 0.001 to 1), 0: no prototypes at all", minimum=0.0
+    )
     inter_scope: str = option(
         "all",
         "keep away from the prototypes of all other classes, or of those present at the site (eq. 4 as printed)",
         choices=("all", "present"),
     )
     margin: bool = option(True, "without it features are only pulled to the own prototype")
-    lite: int = option(0, "inter-class loss on so many random samples of a batch (paper: 10, 50), 0 all", minimum=0)
+    lite: int = option(
+        0, "inter-class loss on so many random samples of a batch (paper: 10, 50), 0 all", minimum=0
+    )
     share_prototypes: float = option(
         1.0, "part of the sites that send prototypes, above 0 (paper: 0.5, 0.8)", minimum=0.0
     )
     stale: str = option(
-        "keep", "a class's prototype that nobody sends: keep the last, or drop it", choices=("keep", "drop")
+        "keep",
+        "a class's prototype that nobody sends: keep the last, or drop it",
+        choices=("keep", "drop"),
     )
-    one_hot: bool = option(False, "unit vectors for prototypes, a negative control; sites send none")
+    one_hot: bool = option(
+        False, "unit vectors for prototypes, a negative control; sites send none"
+    )
 
     def __post_init__(self) -> None:
         """Refuse a part of the sites outside (0, 1]."""
@@ -105,8 +113,12 @@ class Sharing:
             return server
 
         network = host.model(host.networks.initial)
-        unit = torch.eye(class_count(network), feature_size(network)).to(next(head(network).parameters()))
-        started: State = {"prototypes": {str(c): row for c, row in enumerate(unit)} if self.one_hot else {}}
+        unit = torch.eye(class_count(network), feature_size(network)).to(
+            next(head(network).parameters())
+        )
+        started: State = {
+            "prototypes": {str(c): row for c, row in enumerate(unit)} if self.one_hot else {}
+        }
         if self.share_prototypes < 1:
             names = sorted(introductions)
             number = max(1, round(self.share_prototypes * len(names)))
@@ -120,9 +132,14 @@ class Sharing:
         """Add the prototypes to a broadcast, and whether the site is to send its own where not all are."""
         if not self.active:
             return down
-        scalars = {"sharing": float(site_name in server["sharing"])} if "sharing" in server else {}
+        if "sharing" in server:
+            scalars = {"sharing": float(site_name in server["sharing"])}
+        else:
+            scalars = {}
 
-        return Message({**down.tensors, "prototypes": server["prototypes"]}, {**down.scalars, **scalars})
+        return Message(
+            {**down.tensors, "prototypes": server["prototypes"]}, {**down.scalars, **scalars}
+        )
 
     def merged(self, server: State, replies: Mapping[str, Message]) -> State:
         """Return this half's part of the server's next State.
@@ -133,7 +150,10 @@ class Sharing:
         if not self.active:
             return {}
 
-        before = {} if self.stale == "drop" and not self.one_hot else server["prototypes"]
+        if self.stale == "drop" and not self.one_hot:
+            before = {}
+        else:
+            before = server["prototypes"]
 
         sharing = {"sharing": server["sharing"]} if "sharing" in server else {}
         return {"prototypes": average_prototypes(before, replies, by_samples=True), **sharing}
@@ -169,16 +189,22 @@ class Sharing:
 
         def loss(features: Tensor, labels: Tensor) -> Tensor:
             if 0 < self.lite < len(labels):
-                chosen = torch.randperm(len(labels), generator=draws)[: self.lite].to(site.device, non_blocking=True)
+                chosen = torch.randperm(len(labels), generator=draws)[: self.lite].to(
+                    site.device, non_blocking=True
+                )
                 features = features[chosen]
                 labels = labels[chosen]
 
             targets = rows.to(features.dtype)
-            return self.mu2 * inter_class_loss(features, labels, targets, there, owned=own_classes, margin=self.margin)
+            return self.mu2 * inter_class_loss(
+                features, labels, targets, there, owned=own_classes, margin=self.margin
+            )
 
         return shaped(site, loss)
 
-    def add_class_means(self, site: Site, down: Message, network: nn.Module, reply: Message) -> Message:
+    def add_class_means(
+        self, site: Site, down: Message, network: nn.Module, reply: Message
+    ) -> Message:
         """Add the class means of the site's features under the trained network to its reply, if it is to send them."""
         if not self.active or self.one_hot or not down.scalars.get("sharing", 1):
             return reply
@@ -212,15 +238,23 @@ class WithPrototypes(Method):
         """Declare the inner method's groups, and those of the prototypes."""
         return self.inner.groups() + self.sharing.groups
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start as the inner method, without prototypes."""
-        return self.sharing.begin(host, self.inner.init_server(host, weights, introductions), introductions)
+        return self.sharing.begin(
+            host, self.inner.init_server(host, weights, introductions), introductions
+        )
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what the inner method sends, and the prototypes."""
-        return self.sharing.add_prototypes(server, site_name, self.inner.broadcast(host, server, site_name))
+        return self.sharing.add_prototypes(
+            server, site_name, self.inner.broadcast(host, server, site_name)
+        )
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Aggregate as the inner method, and average the prototypes class by class."""
         prototypes = self.sharing.merged(server, replies)
         return {**self.inner.aggregate(host, server, replies, num_sites), **prototypes}
@@ -244,7 +278,9 @@ class WithPrototypes(Method):
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
         """Train as the inner method, l_inter in its loss; reply the class means besides."""
         network = site.model(site.initial_weights)
-        state, reply = self.inner.local_update(self.sharing.pushed(site, down, network), state, down)
+        state, reply = self.inner.local_update(
+            self.sharing.pushed(site, down, network), state, down
+        )
         network.load_state_dict(merged(reply["weights"], state.get("weights", {})))
         return state, self.sharing.add_class_means(site, down, network, reply)
 

@@ -20,7 +20,11 @@ from medfl.methods.base import Group
 from medfl.networks.heads import feature_size, features_and_output, head
 from medfl.training import Site, evaluating
 
-OWN, OTHERS, MISSING = DISTANCES = ("own class", "other classes of the site", "classes missing at the site")
+OWN, OTHERS, MISSING = DISTANCES = (
+    "own class",
+    "other classes of the site",
+    "classes missing at the site",
+)
 """What distances between a site's class means and prototypes are of; names of observed numbers."""
 
 
@@ -78,7 +82,12 @@ def log_prior(site: Site, num_classes: int, gamma: float) -> Tensor | float:
 
 
 def features(
-    network: nn.Module, shard: Shard, batch_size: int, device: torch.device, *, normalised: bool = False
+    network: nn.Module,
+    shard: Shard,
+    batch_size: int,
+    device: torch.device,
+    *,
+    normalised: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield features (B, d) and class indices (B,) in the shard's order; the network's mode is put back at the end.
 
@@ -123,7 +132,9 @@ def collect(
         with evaluating(network), torch.no_grad():
             for x, y in shard.deterministic().batches(batch_size):
                 maps, _ = features_and_output(network, x.to(device))
-                for values, labels in zip(maps.flatten(2), pixel_classes(y).to(device), strict=True):  # (d, P), (P,)
+                for values, labels in zip(
+                    maps.flatten(2), pixel_classes(y).to(device), strict=True
+                ):  # (d, P), (P,)
                     members = one_hot(labels, num_classes)
                     sums += members.T.double() @ values.T.double()
                     counts += members.sum(0)
@@ -132,10 +143,19 @@ def collect(
     return means.to(next(head(network).parameters()).dtype), counts
 
 
-def class_means(network: nn.Module, site: Site, *, normalised: bool = False) -> tuple[Tensor, Tensor]:
+def class_means(
+    network: nn.Module, site: Site, *, normalised: bool = False
+) -> tuple[Tensor, Tensor]:
     """Return what `collect` does of a site's training items."""
     settings = site.settings
-    return collect(network, site.train, settings.batch_size, class_count(network), site.device, normalised=normalised)
+    return collect(
+        network,
+        site.train,
+        settings.batch_size,
+        class_count(network),
+        site.device,
+        normalised=normalised,
+    )
 
 
 def pooled_means(tables: Sequence[Weights]) -> tuple[Tensor, Tensor]:
@@ -149,7 +169,10 @@ def pooled_means(tables: Sequence[Weights]) -> tuple[Tensor, Tensor]:
     """
     means, counts = (torch.stack([table[name] for table in tables]) for name in ("means", "counts"))
     total = counts.sum(0)
-    merged = torch.einsum("sk,skd->kd", counts.double(), means.double()) / total.double().clamp(min=1)[:, None]
+    merged = (
+        torch.einsum("sk,skd->kd", counts.double(), means.double())
+        / total.double().clamp(min=1)[:, None]
+    )
     return merged.to(means.dtype), total
 
 
@@ -176,12 +199,16 @@ class Gaussians:
         """Draw features (number, d) of a class, in the means' type; the covariance may be singular."""
         values, vectors = torch.linalg.eigh(self.covariances[label].double())
         root = vectors * values.clamp(min=0).sqrt()
-        noise = torch.randn(number, len(root), generator=generator, dtype=torch.float64).to(root.device)
+        noise = torch.randn(number, len(root), generator=generator, dtype=torch.float64).to(
+            root.device
+        )
         drawn: Tensor = self.means[label].double() + noise @ root.T
         return drawn.to(self.means.dtype)
 
 
-def gaussians(network: nn.Module, shard: Shard, batch_size: int, num_classes: int, device: torch.device) -> Gaussians:
+def gaussians(
+    network: nn.Module, shard: Shard, batch_size: int, num_classes: int, device: torch.device
+) -> Gaussians:
     """Return count, mean and unbiased covariance of each class's features at one site, in float64."""
     parts = list(features(network, shard, batch_size, device))
     value = torch.cat([part for part, _ in parts]).double()

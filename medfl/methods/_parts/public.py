@@ -34,7 +34,11 @@ def public_data(owner: Site | Host) -> Public:
         InputError: there are none.
     """
     if owner.public is None:
-        raise InputError("a run without public data", "this method learns from some", "add --set public=BUNDLE[:DIR]")
+        raise InputError(
+            "a run without public data",
+            "this method learns from some",
+            "add --set public=BUNDLE[:DIR]",
+        )
     return owner.public
 
 
@@ -48,14 +52,20 @@ class Scored(Prepared):
         least: a last batch with fewer items is merged into the one before.
     """
 
-    def __init__(self, public: Public, positions: Tensor, scores: Tensor | None = None, least: int = 1) -> None:
+    def __init__(
+        self, public: Public, positions: Tensor, scores: Tensor | None = None, least: int = 1
+    ) -> None:
         self.positions = positions.cpu()  # they come from a State, which may be on a GPU
-        super().__init__([public.shard.prepared.items[i] for i in public.shard.indices[self.positions].tolist()])
+        super().__init__(
+            [public.shard.prepared.items[i] for i in public.shard.indices[self.positions].tolist()]
+        )
         self.public = public
         self.scores = scores
         self.least = least
 
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         """Yield batches. `generator` is unused: public items are read without random transforms."""
         chunks = list(torch.split(indices, size))
         if len(chunks) > 1 and len(chunks[-1]) < self.least:
@@ -66,7 +76,13 @@ class Scored(Prepared):
 
 
 def on_public(
-    site: Site, public: Public, positions: Tensor, scores: Tensor | None, epochs: int, size: int, least: int = 1
+    site: Site,
+    public: Public,
+    positions: Tensor,
+    scores: Tensor | None,
+    epochs: int,
+    size: int,
+    least: int = 1,
 ) -> Site:
     """Return a site that trains on public items instead of its own; the arguments are those of `Scored`.
 
@@ -80,7 +96,11 @@ def on_public(
 @contextmanager
 def untracked(network: nn.Module, active: bool = True) -> Iterator[None]:
     """Run a network in training mode without moving BatchNorm's running statistics or counters."""
-    layers = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    layers = [
+        module
+        for module in network.modules()
+        if isinstance(module, _BatchNorm) and module.track_running_stats
+    ]
     for layer in layers if active else ():
         layer.track_running_stats = False
     try:

@@ -21,7 +21,9 @@ class Repeated(Prepared):
         self.prepared = prepared
         self.times = times
 
-    def batches(self, indices: Tensor, size: int, generator: torch.Generator | None) -> Iterator[Batch]:
+    def batches(
+        self, indices: Tensor, size: int, generator: torch.Generator | None
+    ) -> Iterator[Batch]:
         """Yield each batch `times` times."""
         for batch in self.prepared.batches(indices, size, generator):
             for _ in range(self.times):

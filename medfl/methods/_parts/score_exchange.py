@@ -27,11 +27,17 @@ from medfl.training import Host, Objective, Site, evaluating, fit
 class ScoreExchange(PublicMethod, OwnNetworks):
     """What FedMD and FCCL share: the server's half, and what a site does with public items."""
 
-    alignment: int = option(5000, "N_a, public items drawn each round (public code: 5,000); 0 all", minimum=0)
-    initial_epochs: int = option(
-        0, "passes over a site's own data at first, before those of its first round (public code: up to 25)", minimum=0
+    alignment: int = option(
+        5000, "N_a, public items drawn each round (public code: 5,000); 0 all", minimum=0
     )
-    map_size: int = option(32, "side of the maps of scores that are sent in segmentation", minimum=1)
+    initial_epochs: int = option(
+        0,
+        "passes over a site's own data at first, before those of its first round (public code: up to 25)",
+        minimum=0,
+    )
+    map_size: int = option(
+        32, "side of the maps of scores that are sent in segmentation", minimum=1
+    )
     public_bn: str = option(
         "track",
         "BatchNorm on public batches: running statistics follow (public code), or stay those of private data",
@@ -46,7 +52,9 @@ class ScoreExchange(PublicMethod, OwnNetworks):
 
     # Server half
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Draw the public items of round 1."""
         return {"positions": self._drawn(host)}
 
@@ -56,18 +64,30 @@ class ScoreExchange(PublicMethod, OwnNetworks):
         if "consensus" not in server:
             return Message({"positions": request})
         last = server["consensus"]
-        return Message({"positions": {**request, "scored": last["positions"]}, "scores": {"public": last["scores"]}})
+        return Message(
+            {
+                "positions": {**request, "scored": last["positions"]},
+                "scores": {"public": last["scores"]},
+            }
+        )
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average the scores and draw the items of the next round."""
         mean = weighted_mean(replies, "scores", uniform_shares(replies))["public"]
-        return {"positions": self._drawn(host), "consensus": {"positions": server["positions"], "scores": mean}}
+        return {
+            "positions": self._drawn(host),
+            "consensus": {"positions": server["positions"], "scores": mean},
+        }
 
     def _drawn(self, host: Host) -> Tensor:
         """Draw the positions (N,) of N_a public items, in ascending order; 0, or more than there are, means all."""
         total = len(public_data(host))
         with stream(host.seed, "alignment") as generator:
-            return torch.randperm(total, generator=generator)[: self.alignment or total].sort().values
+            return (
+                torch.randperm(total, generator=generator)[: self.alignment or total].sort().values
+            )
 
     # Site half
 
@@ -126,7 +146,9 @@ class ScoreExchange(PublicMethod, OwnNetworks):
 
 def batch_size(site: Site, wanted: int, usual: int) -> int:
     """Return how many public items a step takes: `wanted`, or if that is 0 `usual`, of maps the batch size."""
-    return wanted or (max(2, site.settings.batch_size) if site.task.kind == "segmentation" else usual)
+    return wanted or (
+        max(2, site.settings.batch_size) if site.task.kind == "segmentation" else usual
+    )
 
 
 def reduced(output: Tensor, side: int) -> Tensor:

@@ -46,6 +46,7 @@ class SeparateRandomness:
             yield
             if before is not None:
                 self._silent = _generator_states(self._site.device) == before
+
         self._done += 1
 
 
@@ -58,6 +59,8 @@ def _generator_states(device: torch.device) -> list[bytes]:
         repr(numbers["state"]["pos"]).encode(),
         torch.default_generator.get_state().numpy().tobytes(),
     ]
+
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device).numpy().tobytes())
+
     return states

@@ -60,10 +60,15 @@ class TextGaussians:
     tau: float
 
     @classmethod
-    def of(cls, embeddings: Tensor, tau: float, covariance: str = "full", renormalise: bool = False) -> TextGaussians:
+    def of(
+        cls, embeddings: Tensor, tau: float, covariance: str = "full", renormalise: bool = False
+    ) -> TextGaussians:
         """Estimate them from prompt embeddings; `renormalise` brings the means to unit norm."""
         mean = embeddings.mean(1)
-        spread = {"full": centred, "diag": variances}[covariance](embeddings) if covariance != "none" else None
+        if covariance != "none":
+            spread = {"full": centred, "diag": variances}[covariance](embeddings)
+        else:
+            spread = None
         return cls(normalize(mean, dim=1) if renormalise else mean, spread, tau)
 
     def quadratic(self, h: Tensor) -> Tensor:
@@ -109,10 +114,14 @@ class TextGaussians:
 
         spread = self.spread.cpu()
         if spread.ndim == 2:
-            return z + spread[labels].sqrt() * torch.randn(z.shape, generator=generator, dtype=dtype)
+            return z + spread[labels].sqrt() * torch.randn(
+                z.shape, generator=generator, dtype=dtype
+            )
 
         xi = torch.randn(len(labels), spread.shape[1], generator=generator, dtype=dtype)
-        for index in range(len(spread)):  # class by class: (n, M, D) factors of all samples would be large
+        for index in range(
+            len(spread)
+        ):  # class by class: (n, M, D) factors of all samples would be large
             of_class = labels == index
             z[of_class] += xi[of_class] @ spread[index]
 
@@ -129,9 +138,9 @@ def finite_loss(h: Tensor, labels: Tensor, embeddings: Tensor, tau: float) -> Te
 
     prompts = embeddings.shape[1]
     is_own_class = nn.functional.one_hot(labels, len(embeddings)).bool()
-    other_classes = similarity.logsumexp(2).masked_fill(is_own_class, -torch.inf).logsumexp(1, keepdim=True) - math.log(
-        prompts
-    )
+    other_classes = similarity.logsumexp(2).masked_fill(is_own_class, -torch.inf).logsumexp(
+        1, keepdim=True
+    ) - math.log(prompts)
     positive = similarity[is_own_class]
 
     return (torch.logaddexp(positive, other_classes) - positive).mean(1)
@@ -180,7 +189,9 @@ class TextHead(nn.Linear):
 
     def unit(self, features: Tensor) -> Tensor:
         """Return h (B, D), unit norm; in float32 also under mixed precision."""
-        return normalize(nn.functional.linear(features, self.weight, self.bias).to(self.mean.dtype), dim=1)
+        return normalize(
+            nn.functional.linear(features, self.weight, self.bias).to(self.mean.dtype), dim=1
+        )
 
     def forward(self, features: Tensor) -> Tensor:
         """Return F (B, K); F / tau in evaluation mode where the authors' test-time scale is asked for."""
@@ -304,7 +315,9 @@ def swapped(embeddings: Tensor, classes: Sequence[str], pair: str) -> Tensor:
 
     names = [name.strip() for name in pair.split(",")]
     if len(names) != 2 or not set(names) <= set(classes):
-        raise InputError(f"swap={pair}", f"two of the classes {', '.join(classes)}", "write it as in swap=DR,MH")
+        raise InputError(
+            f"swap={pair}", f"two of the classes {', '.join(classes)}", "write it as in swap=DR,MH"
+        )
 
     order = list(range(len(embeddings)))
     first, second = (list(classes).index(name) for name in names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -13,7 +13,13 @@ from medfl.core.message import Message, Weights
 from medfl.core.task import Task
 from medfl.methods._parts.class_heads import class_head
 from medfl.methods._parts.extras import TextEmbeddings
-from medfl.methods._parts.text_classifier import CLASSIFIERS, adapt, embeddings_for, embeddings_of, install
+from medfl.methods._parts.text_classifier import (
+    CLASSIFIERS,
+    adapt,
+    embeddings_for,
+    embeddings_of,
+    install,
+)
 from medfl.methods.base import Group, Method, option, sample_shares, weighted_mean
 from medfl.networks.heads import head, head_names
 from medfl.storage.files import State
@@ -25,13 +31,26 @@ class TextClassified(TextEmbeddings, Method):
     """A method whose head may be built from text. A site gets the prompts' embeddings once and keeps them."""
 
     classifier: str = option(
-        "text_distribution", "the head: FedAvg's own, its own but frozen, or built from text", choices=CLASSIFIERS
+        "text_distribution",
+        "the head: FedAvg's own, its own but frozen, or built from text",
+        choices=CLASSIFIERS,
     )
-    tau: float = option(12.5, "inverse temperature, multiplies similarities (tune over 7.5, 12.5, 17.5)", minimum=0.0)
-    plm: str = option("minilm", "language model: a name, its folder, or a file of medfl concepts (paper: biomedclip)")
-    prompt_fraction: float = option(1.0, "part of the prompts that is used, drawn from the seed", minimum=0.0)
+    tau: float = option(
+        12.5,
+        "inverse temperature, multiplies similarities (tune over 7.5, 12.5, 17.5)",
+        minimum=0.0,
+    )
+    plm: str = option(
+        "minilm",
+        "language model: a name, its folder, or a file of medfl concepts (paper: biomedclip)",
+    )
+    prompt_fraction: float = option(
+        1.0, "part of the prompts that is used, drawn from the seed", minimum=0.0
+    )
     renormalise_mean: bool = option(False, "bring class means to unit norm")
-    swap: str = option("", "exchange the text of two classes; DR,MH repeats the authors' slip on OCT-C8")
+    swap: str = option(
+        "", "exchange the text of two classes; DR,MH repeats the authors' slip on OCT-C8"
+    )
     raw_test_logits: bool = option(
         False,
         "F / tau in evaluation, as the authors' code: the same predictions with other probabilities (AUROC, loss)",
@@ -42,7 +61,9 @@ class TextClassified(TextEmbeddings, Method):
     def __post_init__(self) -> None:
         """Refuse a temperature of 0 and a part of the prompts outside (0, 1]."""
         if not 0 < self.tau < math.inf:
-            raise InputError(f"tau={self.tau:g}", "an inverse temperature, above 0", "take for example tau=12.5")
+            raise InputError(
+                f"tau={self.tau:g}", "an inverse temperature, above 0", "take for example tau=12.5"
+            )
         if not 0 < self.prompt_fraction <= 1:
             raise InputError(
                 f"prompt_fraction={self.prompt_fraction:g}",
@@ -59,7 +80,9 @@ class TextClassified(TextEmbeddings, Method):
         """Declare the text embeddings, which each site gets once."""
         return (Group("text", up=False),)
 
-    def with_head(self, network: nn.Module, task: Task, covariance: str, *, embeddings: bool) -> nn.Module:
+    def with_head(
+        self, network: nn.Module, task: Task, covariance: str, *, embeddings: bool
+    ) -> nn.Module:
         """Give a network its head; with `embeddings` any head holds the prompts' embeddings.
 
         Raises:
@@ -85,9 +108,14 @@ class TextClassified(TextEmbeddings, Method):
             tensors["text"] = {"embeddings": embeddings_of(host.model(server["weights"]))}
         return Message(tensors)
 
-    def average_weights(self, host: Host, server: State, replies: Mapping[str, Message]) -> dict[str, Tensor]:
+    def average_weights(
+        self, host: Host, server: State, replies: Mapping[str, Message]
+    ) -> dict[str, Tensor]:
         """Average the replies' weights; a frozen head stays as it is, bit for bit."""
-        fixed = head_names(host.model(host.networks.initial)) if self.classifier == "random_frozen" else ()
+        if self.classifier == "random_frozen":
+            fixed: Iterable[str] = head_names(host.model(host.networks.initial))
+        else:
+            fixed = ()
         mean = weighted_mean(replies, "weights", sample_shares(replies))
         return {**mean, **{name: server["weights"][name] for name in fixed}}
 
@@ -113,7 +141,12 @@ class TextClassified(TextEmbeddings, Method):
         return self.received_model(site, state, down)[0]
 
     def train_and_reply(
-        self, model: nn.Module, site: Site, state: State, objective: Objective | None, feed: Feed | None = None
+        self,
+        model: nn.Module,
+        site: Site,
+        state: State,
+        objective: Objective | None,
+        feed: Feed | None = None,
     ) -> tuple[State, Message]:
         """Train; return the next State and the reply."""
         fit(model, site, objective=objective, feed=feed)
@@ -124,8 +157,16 @@ def _embeddings(down: Message, layer: nn.Module) -> Tensor:
     """Return the embeddings of a broadcast, which have the form of those that a head was made with."""
     received = down["text"].get("embeddings")
     like = getattr(layer, "embeddings", None)
-    if like is None or received is None or received.shape != like.shape or not received.is_floating_point():
-        form = "none" if received is None else f"{tuple(received.shape)} {received.dtype}"
+    if (
+        like is None
+        or received is None
+        or received.shape != like.shape
+        or not received.is_floating_point()
+    ):
+        if received is None:
+            form = "none"
+        else:
+            form = f"{tuple(received.shape)} {received.dtype}"
 
         expected = "none" if like is None else f"{tuple(like.shape)} floating-point"
         with errors_safe_to_send():

@@ -28,10 +28,22 @@ from medfl.core.seeding import derive, stream
 from medfl.core.task import Constants, Task
 from medfl.methods._parts.extras import MakesImages, Synthetic
 from medfl.methods._parts.prototypes import class_indices
-from medfl.methods._parts.text_classifier import TextGaussians, TextHead, embeddings_of, text_objective
+from medfl.methods._parts.text_classifier import (
+    TextGaussians,
+    TextHead,
+    embeddings_of,
+    text_objective,
+)
 from medfl.methods._parts.text_options import TextClassified
 from medfl.methods.base import Group, option
-from medfl.methods.fedbm.synthesis import AXES, CONDITIONS, Conditions, check_received, common_shape, shape_of
+from medfl.methods.fedbm.synthesis import (
+    AXES,
+    CONDITIONS,
+    Conditions,
+    check_received,
+    common_shape,
+    shape_of,
+)
 from medfl.networks.generator import (
     Augmentation,
     Generator,
@@ -54,24 +66,35 @@ class FedBM(MakesImages, TextClassified):
     """A classifier built from class names, and a generator that adds images of all classes at every site."""
 
     generator: bool = option(True, "train a generator and mix its images in")
-    synthetic_batch: int = option(16, "generated images a local step (tune over 8, 16, 32)", minimum=1)
-    pool_per_round: bool = option(False, "generate one set a round, seen every local epoch (paper), not one a step")
-    g_every: int = option(5, "rounds between two trainings of the generator (paper's algorithm: 1)", minimum=1)
+    synthetic_batch: int = option(
+        16, "generated images a local step (tune over 8, 16, 32)", minimum=1
+    )
+    pool_per_round: bool = option(
+        False, "generate one set a round, seen every local epoch (paper), not one a step"
+    )
+    g_every: int = option(
+        5, "rounds between two trainings of the generator (paper's algorithm: 1)", minimum=1
+    )
     g_start: int = option(5, "round after which it is trained first; 0: before round 1", minimum=0)
     g_iterations: int = option(100, "steps of one training", minimum=1)
     g_batch: int = option(64, "generated images a step of it", minimum=1)
     g_lr: float = option(3e-4, "learning rate of its Adam, made anew each time", minimum=0.0)
     lambda_div: float = option(1.0, "weight of the diversity loss", minimum=0.0)
-    lambda_dis: float = option(0.1, "weight of the distance from the BatchNorm statistics (0.1 or 1)", minimum=0.0)
+    lambda_dis: float = option(
+        0.1, "weight of the distance from the BatchNorm statistics (0.1 or 1)", minimum=0.0
+    )
     semantic_loss: str = option("ce", "L_sem: ce (paper), or surrogate: with the variance term (code)",
                                 choices=("ce", "surrogate"))  # fmt: skip
     condition: str = option("concept", "z: concept: the class's Gaussian; noise: N(0, I); noise+onehot: with the label",
                             choices=CONDITIONS)  # fmt: skip
-    z_covariance: str = option("full", "covariance of z: full (code) or diag", choices=("full", "diag"))
+    z_covariance: str = option(
+        "full", "covariance of z: full (code) or diag", choices=("full", "diag")
+    )
     augment: str = option("batch", "one crop and flip for a batch of generated images (code), or for each image",
                           choices=("batch", "image"))  # fmt: skip
     normalise: str = option(
-        "read", "of generated images: as the bundle's transforms do it with real ones, imagenet, half, none or MEAN/SD"
+        "read",
+        "of generated images: as the bundle's transforms do it with real ones, imagenet, half, none or MEAN/SD",
     )
 
     paper = (
@@ -127,7 +150,9 @@ class FedBM(MakesImages, TextClassified):
         batch = next(iter(first.batches(1)), None) if self.generator else None
         return None if batch is None else batch[0]
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from the initial weights; no site has embeddings, nobody a generator.
 
         Raises:
@@ -148,7 +173,9 @@ class FedBM(MakesImages, TextClassified):
         scalars = {"version": server["version"], **dict(zip(AXES, server["image"], strict=True))}
         return Message({**down.tensors, "generator": server["generator"]}, scalars)
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average body and projection, then train the generator if its turn has come."""
         server = {**server, "weights": self.average_weights(host, server, replies)}
         if "informed" in server:
@@ -164,7 +191,9 @@ class FedBM(MakesImages, TextClassified):
             trained = self._train_generator(host, server, draws)
         return {**server, "generator": trained, "version": server["version"] + 1}
 
-    def _train_generator(self, host: Host, server: State, draws: torch.Generator) -> dict[str, Tensor]:
+    def _train_generator(
+        self, host: Host, server: State, draws: torch.Generator
+    ) -> dict[str, Tensor]:
         """Train G for `g_iterations` steps against the frozen global model (eqs. 6 to 10)."""
         teacher = frozen(host.model(server["weights"]))
         teacher.zero_grad()
@@ -186,9 +215,12 @@ class FedBM(MakesImages, TextClassified):
         for _ in range(self.g_iterations):
             labels, z = source.draw(self.g_batch, host.device)
             step(z, labels, source.positions(self.g_batch, server["image"], host.device))
+
         return snapshot(network)
 
-    def generator_loss(self, teacher: nn.Module, images: Tensor, z: Tensor, labels: Tensor, augment: Any) -> Tensor:
+    def generator_loss(
+        self, teacher: nn.Module, images: Tensor, z: Tensor, labels: Tensor, augment: Any
+    ) -> Tensor:
         """Return L_G (eq. 10) of generated images; `teacher` is frozen and in evaluation mode."""
         with statistics_gap(teacher) as gaps:
             features, output = features_and_output(teacher, augment(images))
@@ -205,14 +237,18 @@ class FedBM(MakesImages, TextClassified):
             loss = nn.functional.cross_entropy(output, labels)
 
         if self.lambda_div:
-            loss = loss + self.lambda_div * diversity_loss(images, z, labels, len(embeddings_of(teacher)))
+            loss = loss + self.lambda_div * diversity_loss(
+                images, z, labels, len(embeddings_of(teacher))
+            )
 
         if self.lambda_dis and gaps:
             loss = loss + self.lambda_dis * torch.stack(gaps).sum()
 
         return loss
 
-    def synthetic(self, host: Host, server: State, labels: Tensor, draws: torch.Generator) -> Synthetic | None:
+    def synthetic(
+        self, host: Host, server: State, labels: Tensor, draws: torch.Generator
+    ) -> Synthetic | None:
         """Return images of the generator that the sites have, neither cropped nor flipped; None before there is one."""
         if not server.get("generator"):
             return None
@@ -220,7 +256,12 @@ class FedBM(MakesImages, TextClassified):
         source = self._source(host.task, embeddings_of(host.model(server["weights"])), draws)
         network = Generator.restored(server["generator"], server["image"], host.device)
         with torch.no_grad():  # few at a time: their feature maps are large
-            images = torch.cat([network(z.to(host.device)) for z in torch.split(source.conditions(labels), _AT_ONCE)])
+            images = torch.cat(
+                [
+                    network(z.to(host.device))
+                    for z in torch.split(source.conditions(labels), _AT_ONCE)
+                ]
+            )
 
         return Synthetic(images, source.augmentation.normalised(images))
 
@@ -238,7 +279,12 @@ class FedBM(MakesImages, TextClassified):
         if "generator" in down:
             dimension = self._source(site.task, embeddings_of(model), torch.Generator()).dimension
             sizes = check_received(down, dimension, self.introduce(site).scalars)
-            state = {"embeddings": embeddings_of(model), **state, "generator": down["generator"], **sizes}
+            state = {
+                "embeddings": embeddings_of(model),
+                **state,
+                "generator": down["generator"],
+                **sizes,
+            }
 
         objective = text_objective() if self.from_text else None
         feed = self.mixing(site, state) if state.get("generator") else None
@@ -252,7 +298,9 @@ class FedBM(MakesImages, TextClassified):
         draws = torch.Generator()
         seed = derive(site.seed, "synthetic")
         source = self._source(site.task, state["embeddings"], draws)
-        network = Generator.restored(state["generator"], [state[axis] for axis in AXES], site.device)
+        network = Generator.restored(
+            state["generator"], [state[axis] for axis in AXES], site.device
+        )
         steps = -(-len(site.train) // site.settings.batch_size)
         done = 0
 

@@ -97,7 +97,9 @@ def common_shape(introductions: Mapping[str, Message]) -> list[int]:
             shapes[name] = [int(scalars[axis]) for axis in AXES]
 
     if not shapes:
-        raise InputError("no site has a training image", "the generator needs their size", "give sites images")
+        raise InputError(
+            "no site has a training image", "the generator needs their size", "give sites images"
+        )
 
     first, shape = next(iter(shapes.items()))
     for name, shape_of_site in shapes.items():
@@ -122,9 +124,15 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
     """
     numbers = {name: down.scalars.get(name, -1.0) for name in ("version", *AXES)}
     wrong = [
-        f"{name} {number:g}" for name, number in numbers.items() if not (1 <= number < 2**31 and number == int(number))
+        f"{name} {number:g}"
+        for name, number in numbers.items()
+        if not (1 <= number < 2**31 and number == int(number))
     ]
-    wrong += [f"{axis} {numbers[axis]:g}, not {own:g}" for axis, own in shape.items() if numbers[axis] != own]
+    wrong += [
+        f"{axis} {numbers[axis]:g}, not {own:g}"
+        for axis, own in shape.items()
+        if numbers[axis] != own
+    ]
 
     if not wrong:
         with torch.device("meta"):
@@ -140,6 +148,8 @@ def check_received(down: Message, dimension: int, shape: Mapping[str, float]) ->
 
     if wrong:
         with errors_safe_to_send():
-            raise RunError(f"the server's generator does not fit this site: {wrong[0]} ({len(wrong)} such)")
+            raise RunError(
+                f"the server's generator does not fit this site: {wrong[0]} ({len(wrong)} such)"
+            )
 
     return {name: int(number) for name, number in numbers.items()}

@@ -40,7 +40,13 @@ from medfl.data.prepared import Shard
 from medfl.methods._parts.class_heads import class_count, with_class_head
 from medfl.methods._parts.distillation import divergence, set_loss
 from medfl.methods._parts.extras import SiteNetworks, deal
-from medfl.methods._parts.mutual_learning import Turn, optimizing_each, proxy_model, train_in_turns, train_together
+from medfl.methods._parts.mutual_learning import (
+    Turn,
+    optimizing_each,
+    proxy_model,
+    train_in_turns,
+    train_together,
+)
 from medfl.methods._parts.public import public_data
 from medfl.methods.base import option
 from medfl.methods.fedhelp.lesson import Lesson, LessonOptions
@@ -56,28 +62,46 @@ SizedLoss = Callable[[Tensor, Any], Tensor]
 class FedHelp(LessonOptions, SiteNetworks):
     """Large sites lend small ones their knowledge through proxies; small sites learn from foundation models besides."""
 
-    large: str = option("auto", "names of the sites with a large network, comma-separated; auto: the larger half")
-    large_network: str = option("resnet110", "their network: a value of the bundle's id `network`, or ID=VALUE")
-    lambda_j: float = option(0.2, "weight of the public loss at small sites (paper: 0.2; Table 4: 0.4)", minimum=0.0)
-    lambda_f: float = option(1.0, "what the large network gives its proxy (paper), 0: FedHelp_b", minimum=0.0)
+    large: str = option(
+        "auto", "names of the sites with a large network, comma-separated; auto: the larger half"
+    )
+    large_network: str = option(
+        "resnet110", "their network: a value of the bundle's id `network`, or ID=VALUE"
+    )
+    lambda_j: float = option(
+        0.2, "weight of the public loss at small sites (paper: 0.2; Table 4: 0.4)", minimum=0.0
+    )
+    lambda_f: float = option(
+        1.0, "what the large network gives its proxy (paper), 0: FedHelp_b", minimum=0.0
+    )
     lambda_b: float = option(0.2, "what the proxy gives back (paper), 0: FedHelp_f", minimum=0.0)
     top: int = option(
-        0, "size of Omega, less than all classes; 0: 3 (paper; of three classes 2), 1 of two and in masks", minimum=0
+        0,
+        "size of Omega, less than all classes; 0: 3 (paper; of three classes 2), 1 of two and in masks",
+        minimum=0,
     )
     backward: str = option(
-        "ranked", "its top classes (eq. 5), or all of it: FedHelp_s", choices=("ranked", "symmetric")
+        "ranked",
+        "its top classes (eq. 5), or all of it: FedHelp_s",
+        choices=("ranked", "symmetric"),
     )
     loss_reduction: str = option(
-        "mean", "public and private loss as means, or the public one times P/K_i as printed", choices=("mean", "sum")
+        "mean",
+        "public and private loss as means, or the public one times P/K_i as printed",
+        choices=("mean", "sum"),
     )
     public_schedule: str = option(
         "paired",
         "a public batch beside each private one, or a pass over all public items each epoch",
         choices=("paired", "full"),
     )
-    proxy_ce: float = option(0.0, "weight of the labels in the proxy's loss (paper: none; FedType: 1)", minimum=0.0)
+    proxy_ce: float = option(
+        0.0, "weight of the labels in the proxy's loss (paper: none; FedType: 1)", minimum=0.0
+    )
     schedule: str = option(
-        "joint", "both networks in one step, or in turns of an epoch, as FedType", choices=("joint", "alternate")
+        "joint",
+        "both networks in one step, or in turns of an epoch, as FedType",
+        choices=("joint", "alternate"),
     )
 
     paper = (
@@ -96,7 +120,9 @@ class FedHelp(LessonOptions, SiteNetworks):
         classes = class_count(with_class_head(network, task))
         if self.top >= classes:
             raise InputError(
-                f"top={self.top} with {classes} classes", "Omega is a part of the classes", "take fewer, or 0"
+                f"top={self.top} with {classes} classes",
+                "Omega is a part of the classes",
+                "take fewer, or 0",
             )
         return network
 
@@ -115,7 +141,9 @@ class FedHelp(LessonOptions, SiteNetworks):
     @property
     def large_sites(self) -> tuple[str, ...]:
         """The names in `large`; none as long as they are not settled."""
-        return tuple(name.strip() for name in self.large.split(",") if name.strip() not in ("", "auto"))
+        return tuple(
+            name.strip() for name in self.large.split(",") if name.strip() not in ("", "auto")
+        )
 
     def settled(self, sizes: Mapping[str, int]) -> FedHelp:
         """Take the larger half of the sites, of equal ones the first, where the user names none."""
@@ -133,7 +161,11 @@ class FedHelp(LessonOptions, SiteNetworks):
         """
         wrong = [name for name in self.large_sites if name not in names]
         if wrong:
-            raise InputError(f"large={self.large}: {wrong[0]!r}", f"sites are {', '.join(names)}", "name some of them")
+            raise InputError(
+                f"large={self.large}: {wrong[0]!r}",
+                f"sites are {', '.join(names)}",
+                "name some of them",
+            )
 
         if not self.large_sites or len(set(self.large_sites)) == len(names):
             missing = "small" if self.large_sites else "large"
@@ -173,7 +205,9 @@ class FedHelp(LessonOptions, SiteNetworks):
         network = site.model(site.initial_weights)
         state: State = {"weights": snapshot(network)}
         if self.weighs_pixels(site.task):
-            state["balance"] = self.balance(site.train.deterministic(uncropped=True), class_count(network))
+            state["balance"] = self.balance(
+                site.train.deterministic(uncropped=True), class_count(network)
+            )
 
         if site.name in self.large_sites or not self.lambda_j:
             return state
@@ -184,7 +218,9 @@ class FedHelp(LessonOptions, SiteNetworks):
         """Train as a large or as a small site; reply the proxy or the surrogate."""
         half = self._train_large if site.name in self.large_sites else self._train_small
         trained, changed_state = half(site, state, down)
-        return {**state, **changed_state}, Message({"weights": trained}, {"samples": site.num_samples})
+        return {**state, **changed_state}, Message(
+            {"weights": trained}, {"samples": site.num_samples}
+        )
 
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the large network, or the small one as it was trained here."""
@@ -199,7 +235,9 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     # Small sites
 
-    def _train_small(self, site: Site, state: State, down: Message) -> tuple[dict[str, Tensor], State]:
+    def _train_small(
+        self, site: Site, state: State, down: Message
+    ) -> tuple[dict[str, Tensor], State]:
         network = site.model(down["weights"])
         loss = self._loss(site, state.get("balance"))
         if not self.lambda_j:
@@ -208,21 +246,33 @@ class FedHelp(LessonOptions, SiteNetworks):
 
         lesson = Lesson(self, site, state, network)
         following = lesson.items(site)
-        factor = self.lambda_j * (len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1)
+        factor = self.lambda_j * (
+            len(lesson.public) / site.num_samples if self.loss_reduction == "sum" else 1
+        )
 
         def objective(pair: nn.Module, x: Any, y: Any, *items: Tensor) -> Tensor:
             return loss(network(x), y) + factor * lesson.loss(*items)  # eq. 3
 
-        steady = replace(site, train=_passes(site, len(lesson.public))) if self.public_schedule == "full" else site
+        if self.public_schedule == "full":
+            steady = replace(site, train=_passes(site, len(lesson.public)))
+        else:
+            steady = site
 
         both = nn.ModuleList([network, lesson.trained])
-        fit(both, optimizing_each(steady), objective=objective, feed=lambda x, y: (x, y, *following(len(x))))
+        fit(
+            both,
+            optimizing_each(steady),
+            objective=objective,
+            feed=lambda x, y: (x, y, *following(len(x))),
+        )
         trained = snapshot(network)
         return trained, {"weights": trained, **lesson.state}
 
     # Large sites
 
-    def _train_large(self, site: Site, state: State, down: Message) -> tuple[dict[str, Tensor], State]:
+    def _train_large(
+        self, site: Site, state: State, down: Message
+    ) -> tuple[dict[str, Tensor], State]:
         large = site.model(state["weights"])
         proxy = proxy_model(site, down["weights"])
         if not self.lambda_f and not self.proxy_ce:
@@ -235,7 +285,9 @@ class FedHelp(LessonOptions, SiteNetworks):
 
     def _together(self, site: Site, large: nn.Module, proxy: nn.Module, loss: SizedLoss) -> None:
         def both_losses(z: Tensor, z_proxy: Tensor, y: Any) -> Tensor:
-            return self._large_loss(loss, z, z_proxy, y) + self._proxy_loss(loss, z, z_proxy, y)  # eq. 7
+            return self._large_loss(loss, z, z_proxy, y) + self._proxy_loss(
+                loss, z, z_proxy, y
+            )  # eq. 7
 
         train_together(site, large, proxy, both_losses, "proxy")
 
@@ -277,7 +329,9 @@ class FedHelp(LessonOptions, SiteNetworks):
         return total
 
     def _divergence(self, student: Tensor, teacher: Tensor) -> Tensor:
-        return divergence(student / self.temperature, teacher / self.temperature) * self.temperature**2
+        return (
+            divergence(student / self.temperature, teacher / self.temperature) * self.temperature**2
+        )
 
     def _size(self, z: Tensor) -> int:
         """Return |Omega|."""
@@ -294,7 +348,12 @@ def _passes(site: Site, length: int) -> Shard:
     """Return a site's training items, repeated or drawn to so many."""
     indices = site.train.indices
     generator = torch.Generator().manual_seed(derive(site.seed, "passes"))
-    order = torch.cat([torch.randperm(len(indices), generator=generator) for _ in range(-(-length // len(indices)))])
+    order = torch.cat(
+        [
+            torch.randperm(len(indices), generator=generator)
+            for _ in range(-(-length // len(indices)))
+        ]
+    )
     return Shard(site.train.prepared, indices[order[:length]])
 
 

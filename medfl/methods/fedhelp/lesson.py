@@ -42,12 +42,17 @@ class LessonOptions(PublicData, PixelWeights):
     """A method whose sites learn from public items and teachers' answers."""
 
     teachers: str = option(
-        "", "who answers about the public data: clip-vit-l14, clip-rn50x16, biomedclip, medsam, run:DIR"
+        "",
+        "who answers about the public data: clip-vit-l14, clip-rn50x16, biomedclip, medsam, run:DIR",
     )
     lambda_r: float = option(0.1, "weight of the teachers in it (paper), 0: FedHelp--", minimum=0.0)
     alpha: str = option("table", "how much each teacher counts on each public item", choices=RULES)
-    lr_alpha: float = option(0.1, "rate of alpha (ours; an item's moves by this much a round)", minimum=0.0)
-    temperature: float = option(1.0, "of both divergences, with its square as a factor (paper: none)", minimum=0.01)
+    lr_alpha: float = option(
+        0.1, "rate of alpha (ours; an item's moves by this much a round)", minimum=0.0
+    )
+    temperature: float = option(
+        1.0, "of both divergences, with its square as a factor (paper: none)", minimum=0.01
+    )
     public_bn: str = option(
         "no_track",
         "BatchNorm on public batches: leave the running statistics, share them, or layers of their own",
@@ -60,14 +65,18 @@ class LessonOptions(PublicData, PixelWeights):
         with stream(derive(site.seed, "public head"), "draw"):
             layer = head_like(head(network), public.task.num_classes)
 
-        alpha = Contribution.start(self.alpha, len(public), len(public.answers), feature_size(network))
+        alpha = Contribution.start(
+            self.alpha, len(public), len(public.answers), feature_size(network)
+        )
         state: State = {"public_head": snapshot(layer), "alpha": alpha}
         if self.weighs_pixels(public.task):
             state["public_balance"] = self.balance(public.shard, public.task.num_classes)
 
         if self.public_bn == "separate":
             layers = split_names(network, (_BatchNorm,))
-            state["public_norm"] = {name: site.initial_weights[name].clone() for name in sorted(layers)}
+            state["public_norm"] = {
+                name: site.initial_weights[name].clone() for name in sorted(layers)
+            }
 
         return state
 
@@ -79,19 +88,26 @@ class Lesson:
         trained: psi, and normalisation layers for public batches where they are separate.
     """
 
-    def __init__(self, options: LessonOptions, site: Site, state: State, network: nn.Module) -> None:
+    def __init__(
+        self, options: LessonOptions, site: Site, state: State, network: nn.Module
+    ) -> None:
         self.options = options
         self.network = network
         self.public = public_data(site)
         self.device = site.device
         self.head = head_like(head(network), self.public.task.num_classes).to(site.device)
         self.head.load_state_dict(state["public_head"])
-        self.contribution = Contribution(options.alpha, state["alpha"], len(self.public.answers), options.lr_alpha)
+        self.contribution = Contribution(
+            options.alpha, state["alpha"], len(self.public.answers), options.lr_alpha
+        )
         self.balance = state.get("public_balance")
         self.border = options.border()
         self.randomness = SeparateRandomness(site, "lesson")
         trainable = {name for name, _ in network.named_parameters()}
-        norm = {name: tensor.to(site.device).clone() for name, tensor in state.get("public_norm", {}).items()}
+        norm = {
+            name: tensor.to(site.device).clone()
+            for name, tensor in state.get("public_norm", {}).items()
+        }
         self.norm = {name: nn.Parameter(t) if name in trainable else t for name, t in norm.items()}
         norm_parameters = [value for value in self.norm.values() if isinstance(value, nn.Parameter)]
         self.trained = nn.ModuleList([self.head, nn.ParameterList(norm_parameters)])
@@ -101,7 +117,9 @@ class Lesson:
         """What survives the round."""
         state: State = {"public_head": snapshot(self.head), "alpha": self.contribution.state}
         if self.norm:
-            state["public_norm"] = {name: value.detach().clone() for name, value in self.norm.items()}
+            state["public_norm"] = {
+                name: value.detach().clone() for name, value in self.norm.items()
+            }
         return state
 
     def items(self, site: Site) -> Callable[[int], list[Tensor]]:
@@ -122,7 +140,9 @@ class Lesson:
 
         return following
 
-    def loss(self, x: Tensor, y: Tensor, positions: Tensor, answers: Tensor | None = None) -> Tensor:
+    def loss(
+        self, x: Tensor, y: Tensor, positions: Tensor, answers: Tensor | None = None
+    ) -> Tensor:
         """Return R of public items: CE + lambda_R KL(t || q); without answers CE."""
         warm = self.options.temperature
         with self.randomness(), untracked(self.network, self.options.public_bn == "no_track"):
@@ -142,7 +162,10 @@ class Lesson:
             answers = answers / answers.sum(2, keepdim=True)
 
         log_q = log_softmax(exact / warm, 1)
-        pooled = features.detach() if features.ndim == 2 else features.detach().flatten(2).mean(2)
+        if features.ndim == 2:
+            pooled = features.detach()
+        else:
+            pooled = features.detach().flatten(2).mean(2)
 
         with torch.enable_grad():
             t = self.contribution.mix(positions, pooled, answers, log_q, labels)
@@ -154,7 +177,9 @@ class Lesson:
         depth = self.public.depth
         volume = x[..., None].expand(*x.shape, depth) if depth else x
         with entering_head(self.network) as entering:
-            functional_call(self.network, self.norm, (volume,)) if self.norm else self.network(volume)
+            functional_call(self.network, self.norm, (volume,)) if self.norm else self.network(
+                volume
+            )
         return entering[0], self.public.flat(self.head(entering[0]))
 
 
@@ -171,7 +196,9 @@ class Contribution:
         self.values = {name: tensor.clone().requires_grad_() for name, tensor in state.items()}
         self._optimizer: torch.optim.Optimizer | None = None
 
-        if self.values:  # only the rows of a batch move: with dense moments of Adam others would drift
+        if (
+            self.values
+        ):  # only the rows of a batch move: with dense moments of Adam others would drift
             kind: Any = torch.optim.Adam if rule == "gate" else torch.optim.SparseAdam
             self._optimizer = kind(list(self.values.values()), lr=lr)
 
@@ -192,7 +219,9 @@ class Contribution:
     def alpha(self, positions: Tensor, features: Tensor) -> Tensor:
         """Return alpha (M, B) for the items at positions (B,) with features (B, d), which are held constant."""
         if not self.values:
-            return torch.full((self.teachers, len(positions)), 1 / self.teachers, device=features.device)
+            return torch.full(
+                (self.teachers, len(positions)), 1 / self.teachers, device=features.device
+            )
         if self.rule == "gate":
             logits = linear(features.detach().float(), self.values["weight"], self.values["bias"])
         else:
@@ -200,7 +229,9 @@ class Contribution:
 
         return logits.softmax(1).T
 
-    def mix(self, positions: Tensor, features: Tensor, answers: Tensor, log_q: Tensor, y: Tensor) -> Tensor:
+    def mix(
+        self, positions: Tensor, features: Tensor, answers: Tensor, log_q: Tensor, y: Tensor
+    ) -> Tensor:
         """Return the teachers' mixture (B, C, ...), and train alpha by one step on what it was made of.
 
         Args:
@@ -213,7 +244,10 @@ class Contribution:
         t = mixture(self.alpha(positions, features), answers)
         if self._optimizer is not None:
             nll = -t.clamp(min=_LEAST).log().gather(1, y[:, None])
-            loss = nll.mean() if self.rule == "ce" else divergence_from(t, log_q.detach()).mean()
+            if self.rule == "ce":
+                loss = nll.mean()
+            else:
+                loss = divergence_from(t, log_q.detach()).mean()
 
             self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

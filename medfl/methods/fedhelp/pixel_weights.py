@@ -46,7 +46,9 @@ class Border:
     sigma: float = 5.0
     single: str = "zero"
     inside: bool = False
-    _borders: OrderedDict[bytes, Tensor | None] = field(default_factory=OrderedDict, compare=False, repr=False)
+    _borders: OrderedDict[bytes, Tensor | None] = field(
+        default_factory=OrderedDict, compare=False, repr=False
+    )
 
     def __call__(self, masks: Tensor) -> Tensor:
         """Return the term of each pixel (B, H, W[, D]) float32 for masks (B, H, W[, D]) of class indices."""
@@ -60,7 +62,9 @@ class Border:
         return out.to(masks.device)
 
     def _of(self, mask: NDArray[Any]) -> Tensor | None:
-        key = hashlib.blake2b(np.packbits(mask).tobytes() + str(mask.shape).encode(), digest_size=16).digest()
+        key = hashlib.blake2b(
+            np.packbits(mask).tobytes() + str(mask.shape).encode(), digest_size=16
+        ).digest()
         if key not in self._borders:
             self._borders[key] = self._computed(mask)
             if len(self._borders) > _MAX_BORDERS:
@@ -72,8 +76,13 @@ class Border:
         if number == 0 or (number == 1 and self.single == "zero"):
             return None
 
-        distances = np.stack([ndimage.distance_transform_edt(objects != 1 + k) for k in range(number)])
-        sums = 2 * distances[0] if number == 1 else np.partition(distances, 1, axis=0)[:2].sum(0)
+        distances = np.stack(
+            [ndimage.distance_transform_edt(objects != 1 + k) for k in range(number)]
+        )
+        if number == 1:
+            sums = 2 * distances[0]
+        else:
+            sums = np.partition(distances, 1, axis=0)[:2].sum(0)
 
         term = self.beta_0 * np.exp(-(sums**2) / (2 * self.sigma**2))
         return torch.from_numpy(np.where(mask, 0.0, term) if not self.inside else term).float()
@@ -103,12 +112,16 @@ class PixelWeights(Method):
     """A method that weighs the pixels of masks by beta."""
 
     mask_loss: str = option(
-        "bundle", "masks: the bundle's loss (ours), or cross-entropy with beta (paper)", choices=("bundle", "weighted")
+        "bundle",
+        "masks: the bundle's loss (ours), or cross-entropy with beta (paper)",
+        choices=("bundle", "weighted"),
     )
     beta_0: float = option(10.0, "height of beta between objects (U-Net)", minimum=0.0)
     sigma: float = option(5.0, "width of it in pixels (U-Net)", minimum=0.01)
     single_object: str = option(
-        "zero", "beta between objects where there is one: none, or with d_2 = d_1", choices=("zero", "d2_equals_d1")
+        "zero",
+        "beta between objects where there is one: none, or with d_2 = d_1",
+        choices=("zero", "d2_equals_d1"),
     )
     inside: bool = option(False, "beta between objects also on them")
 

@@ -58,13 +58,17 @@ class FedLoRA(Adapters):
 
         return (factors,)
 
-    def init_server(self, host: Host, weights: Weights, introductions: Mapping[str, Message]) -> State:
+    def init_server(
+        self, host: Host, weights: Weights, introductions: Mapping[str, Message]
+    ) -> State:
         """Start from A as drawn and B = 0, or from D = 0."""
         server = super().init_server(host, weights, introductions)
         layers = self.matrices(host.model(weights))
         base_state = {"base": _base_hash(weights, server["weights"])}
         if self.share == "stack":
-            zero = {delta_name(name): matrix.new_zeros(matrix.shape) for name, matrix in layers.items()}
+            zero = {
+                delta_name(name): matrix.new_zeros(matrix.shape) for name, matrix in layers.items()
+            }
             return {**server, **base_state, "delta": zero}
 
         first = named_factors(self.first(host, layers, self.max_rank), self.sent_down)
@@ -72,10 +76,14 @@ class FedLoRA(Adapters):
 
     def broadcast(self, host: Host, server: State, site_name: str) -> Message:
         """Send what is shared, and 48 bits of the base's SHA-256."""
-        groups = {name: server[name] for name in ("weights", "adapters", "delta") if server.get(name)}
+        groups = {
+            name: server[name] for name in ("weights", "adapters", "delta") if server.get(name)
+        }
         return Message(groups, {"base": int(server["base"][:12], 16)})
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Make one bank of the sites' factors, by the rule of `share`."""
         after = super().aggregate(host, server, replies, num_sites)
         weight_matrices = self.matrices(host.model(host.networks.initial))
@@ -84,7 +92,10 @@ class FedLoRA(Adapters):
 
         old = server["delta"]
         means = self.mean_products(replies, weight_matrices)
-        sums = {delta_name(name): old[delta_name(name)].double() + self.scale * mean for name, mean in means.items()}
+        sums = {
+            delta_name(name): old[delta_name(name)].double() + self.scale * mean
+            for name, mean in means.items()
+        }
         return {**after, "delta": {name: total.to(old[name]) for name, total in sums.items()}}
 
     def global_predictor(self, host: Host, server: State) -> nn.Module | None:
@@ -98,7 +109,9 @@ class FedLoRA(Adapters):
         """Return B = 0 where a site keeps it."""
         if self.share != "a":
             return {}
-        first = self.first(site, self.matrices(site.model(site.initial_weights)), self.rank_of(site.name))
+        first = self.first(
+            site, self.matrices(site.model(site.initial_weights)), self.rank_of(site.name)
+        )
         return {"adapters": named_factors(first, "B")}
 
     def local_update(self, site: Site, state: State, down: Message) -> tuple[State, Message]:
@@ -110,12 +123,16 @@ class FedLoRA(Adapters):
         base = _base_hash(site.initial_weights, full_names)
 
         if int(base[:12], 16) != down.scalars.get("base"):
-            raise RunError(f"site {site.name!r}: its base {base[:12]} is not the server's; give both the same --init")
+            raise RunError(
+                f"site {site.name!r}: its base {base[:12]} is not the server's; give both the same --init"
+            )
 
         with adapting(model, pairs, self.scale, full_names, trains_a=self.share != "b") as trained:
             fit(model, site)
 
-        weights = {name: t.detach().clone() for name, t in model.state_dict().items() if name in full_names}
+        weights = {
+            name: t.detach().clone() for name, t in model.state_dict().items() if name in full_names
+        }
         sent = named_factors(trained, self.sent_up)
         reply = Message({"weights": weights, "adapters": sent}, {"samples": site.num_samples})
         return ({"adapters": named_factors(trained, "B")} if self.share == "a" else state), reply
@@ -123,7 +140,9 @@ class FedLoRA(Adapters):
     def predictor(self, site: Site, state: State, down: Message) -> nn.Module:
         """Return the base with the newest head and products, of `share=a` the site's own."""
         rank = self.rank_of(site.name)
-        has_rank = self.share == "a" or any(name.endswith(f".{rank}") for name in down.tensors.get("adapters", {}))
+        has_rank = self.share == "a" or any(
+            name.endswith(f".{rank}") for name in down.tensors.get("adapters", {})
+        )
         return self.complete(site, state, down, rank if has_rank else self.max_rank)
 
 

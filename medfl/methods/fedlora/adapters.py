@@ -15,7 +15,14 @@ from medfl.methods._parts.extras import SiteNetworks
 from medfl.methods.base import Method, option, sample_shares, weighted_mean
 from medfl.methods.fedlora import low_rank
 from medfl.methods.fedlora.chosen_layers import matrices, whole_tensor_names
-from medfl.methods.fedlora.low_rank import Pairs, factor_name, named_factors, padded, read_factor, truncated
+from medfl.methods.fedlora.low_rank import (
+    Pairs,
+    factor_name,
+    named_factors,
+    padded,
+    read_factor,
+    truncated,
+)
 from medfl.storage.files import State
 from medfl.training import Host, Site, merged
 
@@ -37,7 +44,9 @@ class Adapters(SiteNetworks, Method):
         "none: no adapters",
     )
     share: str = option(
-        "both", "averaged: A and B, A, B, or the product, added to the base or made factors again", choices=SHARE_RULES
+        "both",
+        "averaged: A and B, A, B, or the product, added to the base or made factors again",
+        choices=SHARE_RULES,
     )
     ranks: str = option("", "SITE=RANK,...: sites with another rank")
     full: str = option("head", "trained whole and averaged: as layers, or head, norm, none")
@@ -71,7 +80,9 @@ class Adapters(SiteNetworks, Method):
         """
         if (odd := sorted(self._ranks.keys() - set(names))) and len(names) > 1:
             raise InputError(
-                f"ranks={self.ranks}: there is no site {odd[0]!r}", f"the sites are {', '.join(names)}", "name these"
+                f"ranks={self.ranks}: there is no site {odd[0]!r}",
+                f"the sites are {', '.join(names)}",
+                "name these",
             )
         return {name: {} for name in names}
 
@@ -100,9 +111,15 @@ class Adapters(SiteNetworks, Method):
                     "take a smaller rank, or choose larger layers=...",
                 )
 
-        trains_full = any(p.requires_grad for name, p in network.named_parameters() if name in full_names)
+        trains_full = any(
+            p.requires_grad for name, p in network.named_parameters() if name in full_names
+        )
         if not weight_matrices and not trains_full:
-            raise InputError(f"layers={self.layers} with full={self.full}", "at least one layer is trained", "name one")
+            raise InputError(
+                f"layers={self.layers} with full={self.full}",
+                "at least one layer is trained",
+                "name one",
+            )
         if "custom_trainer" in vars(network):
             raise InputError(
                 "adapters with a trainer that takes the training steps itself",
@@ -120,6 +137,7 @@ class Adapters(SiteNetworks, Method):
             if not site or site in ranks or not rank.isdecimal() or int(rank) < 1:
                 allowed = "ranks is SITE=RANK,... with ranks from 1, each site once"
                 raise InputError(f"ranks={self.ranks}", allowed, "as ranks=a=2,b=8")
+
             ranks[site] = int(rank)
 
         return ranks
@@ -148,7 +166,9 @@ class Adapters(SiteNetworks, Method):
 
         return pairs
 
-    def pairs(self, site: Host | Site, state: State, down: Message, matrices: Weights, rank: int) -> Pairs:
+    def pairs(
+        self, site: Host | Site, state: State, down: Message, matrices: Weights, rank: int
+    ) -> Pairs:
         """Return the factors that a site continues from: its own, else the received ones, else the initial ones.
 
         To score the network that a site has just trained, pass its reply as `down`.
@@ -167,7 +187,9 @@ class Adapters(SiteNetworks, Method):
 
         return {name: (factor(name, "A"), factor(name, "B")) for name in matrices}
 
-    def server_factors(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, Tensor]:
+    def server_factors(
+        self, replies: Mapping[str, Message], matrices: Weights
+    ) -> dict[str, Tensor]:
         """Return the server's factors: the sites' mean by samples, or with `svd` the factors of the mean product.
 
         Raises:
@@ -177,14 +199,21 @@ class Adapters(SiteNetworks, Method):
             means = self.mean_products(replies, matrices)
             pairs = {name: low_rank.refactored(mean, self.max_rank) for name, mean in means.items()}
             factors = named_factors(pairs, "AB")
-            return {name: tensor.to(next(iter(matrices.values()))) for name, tensor in factors.items()}
+            return {
+                name: tensor.to(next(iter(matrices.values()))) for name, tensor in factors.items()
+            }
 
         rank = self.max_rank
         padded_replies: dict[str, Message] = {}
         for site, adapters in self._received(replies, matrices).items():
             bank: dict[str, Tensor] = {}
             for name, pair in adapters.items():
-                bank.update({factor_name(name, which, rank): padded(t, which, rank) for which, t in pair.items()})
+                bank.update(
+                    {
+                        factor_name(name, which, rank): padded(t, which, rank)
+                        for which, t in pair.items()
+                    }
+                )
             padded_replies[site] = Message({"adapters": bank})
 
         return weighted_mean(padded_replies, "adapters", sample_shares(replies))
@@ -199,14 +228,20 @@ class Adapters(SiteNetworks, Method):
         shares = sample_shares(replies)
         means: dict[str, Tensor] = {}
         for name in matrices:
-            pairs = {site: (factors[name]["A"], factors[name]["B"]) for site, factors in adapters.items()}
+            pairs = {
+                site: (factors[name]["A"], factors[name]["B"]) for site, factors in adapters.items()
+            }
             means[name] = low_rank.mean_product(pairs, shares)
 
         return means
 
-    def _received(self, replies: Mapping[str, Message], matrices: Weights) -> dict[str, dict[str, dict[str, Tensor]]]:
+    def _received(
+        self, replies: Mapping[str, Message], matrices: Weights
+    ) -> dict[str, dict[str, dict[str, Tensor]]]:
         return {
-            site: low_rank.read_factors(reply.tensors.get("adapters", {}), matrices, self.sent_up, self.rank_of(site))
+            site: low_rank.read_factors(
+                reply.tensors.get("adapters", {}), matrices, self.sent_up, self.rank_of(site)
+            )
             for site, reply in replies.items()
         }
 
@@ -214,10 +249,15 @@ class Adapters(SiteNetworks, Method):
         """Return the base with the received head, of `stack` with the sum of the products too."""
         model = where.model(merged(where.networks.initial, down.tensors.get("weights", {})))
         if self.share == "stack":
-            low_rank.add(model, {name: down["delta"][low_rank.delta_name(name)] for name in self.matrices(model)})
+            low_rank.add(
+                model,
+                {name: down["delta"][low_rank.delta_name(name)] for name in self.matrices(model)},
+            )
         return model
 
     def complete(self, where: Host | Site, state: State, down: Message, rank: int) -> nn.Module:
         """Return the base with the head and the products of the factors, those of a rank."""
         model = self.begun(where, down)
-        return low_rank.merge_into(model, self.pairs(where, state, down, self.matrices(model), rank), self.scale)
+        return low_rank.merge_into(
+            model, self.pairs(where, state, down, self.matrices(model), rank), self.scale
+        )

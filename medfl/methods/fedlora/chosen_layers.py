@@ -11,9 +11,20 @@ from medfl.core.errors import InputError
 from medfl.networks.heads import head_name
 from medfl.training import NORMS
 
-_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONV = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 _MATRICES: tuple[type[nn.Module], ...] = (nn.Linear, *_CONV, nn.MultiheadAttention)
-_KINDS: Mapping[str, tuple[type[nn.Module], ...]] = {"linear": (nn.Linear,), "conv": _CONV, "norm": NORMS}
+_KINDS: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "linear": (nn.Linear,),
+    "conv": _CONV,
+    "norm": NORMS,
+}
 _WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 NONE = "none"
 
@@ -29,12 +40,19 @@ def whole_tensor_names(network: nn.Module, text: str) -> frozenset[str]:
         InputError: no such layer.
     """
     layers = {name: layer for name, layer in network.named_modules() if name and layer.state_dict()}
-    head = {"head": head_name(network)} if "head" in text.split(",") and "head" not in layers else {}
+    if "head" in text.split(",") and "head" not in layers:
+        head = {"head": head_name(network)}
+    else:
+        head = {}
 
-    names = {head.get(name, name) for name in _chosen({**layers, **dict.fromkeys(head)}, text.strip() or NONE, "full")}
+    names = {
+        head.get(name, name)
+        for name in _chosen({**layers, **dict.fromkeys(head)}, text.strip() or NONE, "full")
+    }
     tensors = network.state_dict(keep_vars=True)
     prefixes = tuple(f"{layer}." for layer in names)
     tensor_ids = {id(tensor) for name, tensor in tensors.items() if name.startswith(prefixes)}
+
     return frozenset(name for name, tensor in tensors.items() if id(tensor) in tensor_ids)
 
 
@@ -51,7 +69,9 @@ def matrices(network: nn.Module, text: str, but: Collection[str] = ()) -> dict[s
     """
     ids = [id(parameter) for _, parameter in network.named_parameters(remove_duplicate=False)]
     fitting: dict[str, dict[str, Tensor]] = {}
-    layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)}
+    layers = {
+        name: layer for name, layer in network.named_modules() if isinstance(layer, _MATRICES)
+    }
     for name, layer in layers.items():
         weights: dict[str, Tensor] = {}
         for key in _WEIGHTS:

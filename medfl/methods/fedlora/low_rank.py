@@ -103,7 +103,11 @@ def adapting(
     trained: Pairs = {}
     with train_only(model, whole), ExitStack() as stack:
         for name, layer in model.named_modules():
-            if isinstance(layer, _NormBase) and f"{name}.running_mean" not in whole and layer.track_running_stats:
+            if (
+                isinstance(layer, _NormBase)
+                and f"{name}.running_mean" not in whole
+                and layer.track_running_stats
+            ):
                 stack.callback(layer.train, layer.training)
                 layer.eval()
 
@@ -113,7 +117,8 @@ def adapting(
         }
         yield trained
         trained |= {
-            name: (adapter.a.detach().clone(), adapter.b.detach().clone()) for name, adapter in adapters.items()
+            name: (adapter.a.detach().clone(), adapter.b.detach().clone())
+            for name, adapter in adapters.items()
         }
 
 
@@ -168,11 +173,15 @@ def read_factor(tensors: Weights, name: str, factor: str, matrix: Tensor, rank: 
     shape = (rank, matrix.shape[1]) if factor == "A" else (len(matrix), rank)
     if tensor is None or tensor.shape != shape or tensor.dtype != matrix.dtype:
         form = "missing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
-        raise RunError(f"'adapters/{factor_name(name, factor, rank)}' is {form}; expected {shape} {matrix.dtype}")
+        raise RunError(
+            f"'adapters/{factor_name(name, factor, rank)}' is {form}; expected {shape} {matrix.dtype}"
+        )
     return tensor
 
 
-def read_factors(tensors: Weights, matrices: Weights, factors: str, rank: int) -> dict[str, dict[str, Tensor]]:
+def read_factors(
+    tensors: Weights, matrices: Weights, factors: str, rank: int
+) -> dict[str, dict[str, Tensor]]:
     """Return the factors of a reply: of each matrix A, B or both.
 
     Raises:
@@ -186,7 +195,10 @@ def read_factors(tensors: Weights, matrices: Weights, factors: str, rank: int) -
     if unknown:
         raise RunError(f"'adapters/{unknown[0]}' is no adapter of rank {rank} of this network")
 
-    return {n: {f: read_factor(tensors, n, f, matrix, rank) for f in factors} for n, matrix in matrices.items()}
+    return {
+        n: {f: read_factor(tensors, n, f, matrix, rank) for f in factors}
+        for n, matrix in matrices.items()
+    }
 
 
 def truncated(tensor: Tensor, factor: str, rank: int) -> Tensor:

@@ -51,9 +51,21 @@ from medfl.methods._parts.prototype_exchange import (
     received,
     table,
 )
-from medfl.methods._parts.prototypes import class_counts, class_indices, class_means, prototype_groups
+from medfl.methods._parts.prototypes import (
+    class_counts,
+    class_indices,
+    class_means,
+    prototype_groups,
+)
 from medfl.methods.base import Group, option
-from medfl.methods.pfedpm.relation_head import OPTIMIZERS, Judged, Relation, after_steps, relation_for, relation_step
+from medfl.methods.pfedpm.relation_head import (
+    OPTIMIZERS,
+    Judged,
+    Relation,
+    after_steps,
+    relation_for,
+    relation_step,
+)
 from medfl.networks.heads import feature_size, features_and_output, head, replace_head
 from medfl.storage.files import State
 from medfl.training import Host, Site, fit, snapshot
@@ -63,8 +75,15 @@ from medfl.training import Host, Site, fit, snapshot
 class PFedPM(PrototypeExchange):
     """Sites share class means of features and train near a mixture of their own and the common ones."""
 
-    a: float = option(0.4, "share of own features in the mixed ones (FEMNIST: 0.3 to 0.6)", minimum=0.0, maximum=1.0)
-    lam: float = option(0.1, "lambda, pull towards the mixed features (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0)
+    a: float = option(
+        0.4,
+        "share of own features in the mixed ones (FEMNIST: 0.3 to 0.6)",
+        minimum=0.0,
+        maximum=1.0,
+    )
+    lam: float = option(
+        0.1, "lambda, pull towards the mixed features (paper: 1, or 0.1 on CIFAR-10)", minimum=0.0
+    )
     agg: str = option(
         "weighted",
         "class features over their owners: by samples, plain mean, or eq. 7 as printed",
@@ -75,7 +94,11 @@ class PFedPM(PrototypeExchange):
         "distance of each class's mean in a batch, or of each sample, squared (lineage)",
         choices=("class_l2", "sample_mse"),
     )
-    mix: str = option("frozen", "C_i in eq. 8: the one sent last, or that of the batch", choices=("frozen", "live"))
+    mix: str = option(
+        "frozen",
+        "C_i in eq. 8: the one sent last, or that of the batch",
+        choices=("frozen", "live"),
+    )
     features: str = option(
         "final",
         "class means after training, or over the batches of the round (lineage; free)",
@@ -91,10 +114,14 @@ class PFedPM(PrototypeExchange):
         "the relation head learns after every step, or after the local epochs",
         choices=("batch", "after_epochs"),
     )
-    relation_optimizer: str = option("adam", "Adam 1e-3, or SGD 0.01 with momentum 0.5", choices=("adam", "sgd"))
+    relation_optimizer: str = option(
+        "adam", "Adam 1e-3, or SGD 0.01 with momentum 0.5", choices=("adam", "sgd")
+    )
     mask_to_local: bool = option(False, "a site predicts only classes that it has")
     same_init: bool = option(True, "all sites with one architecture start from the same weights")
-    feature_size: int = option(0, "d, by a linear layer with ReLU before the head; 0: as the network has it", minimum=0)
+    feature_size: int = option(
+        0, "d, by a linear layer with ReLU before the head; 0: as the network has it", minimum=0
+    )
 
     paper = "Personalized federated learning based on feature fusion (Xing et al., 2024)"
 
@@ -113,7 +140,9 @@ class PFedPM(PrototypeExchange):
 
     # Server half
 
-    def aggregate(self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int) -> State:
+    def aggregate(
+        self, host: Host, server: State, replies: Mapping[str, Message], num_sites: int
+    ) -> State:
         """Average each class's features over its owners, (7)."""
         after: State = {}
         if self.predict == "relation":
@@ -135,7 +164,10 @@ class PFedPM(PrototypeExchange):
         observations = distances(server["prototypes"], replies)
         if "taught" in server:
             taught = len(server["taught"])
-            observations |= {"sites judged by relation heads": taught, "by decision heads": server["sites"] - taught}
+            observations |= {
+                "sites judged by relation heads": taught,
+                "by decision heads": server["sites"] - taught,
+            }
         return observations
 
     # Site half
@@ -154,18 +186,31 @@ class PFedPM(PrototypeExchange):
         model = site.model(state["weights"])
         common = received(down, model)
         mixed = None if common is None else mix(common, state["own"], self.a)
-        relation = relation_for(site, model, state["relation"]) if "relation" in state and mixed is not None else None
+        if "relation" in state and mixed is not None:
+            relation = relation_for(site, model, state["relation"])
+        else:
+            relation = None
 
-        means, counts = self._trained(model, site, common if self.mix == "live" else mixed, mixed, relation)
+        means, counts = self._trained(
+            model, site, common if self.mix == "live" else mixed, mixed, relation
+        )
         groups = class_mean_groups(means, counts, with_counts=self.agg != "uniform")
         after: State = {**state, "weights": snapshot(model), "own": groups["prototypes"]}
         if relation is not None and mixed is not None:
-            after |= {"relation": snapshot(relation), "mixed": by_class(mixed, has_prototype(mixed))}
+            after |= {
+                "relation": snapshot(relation),
+                "mixed": by_class(mixed, has_prototype(mixed)),
+            }
 
         return after, Message(groups)
 
     def _trained(
-        self, model: nn.Module, site: Site, target: Tensor | None, mixed: Tensor | None, relation: Relation | None
+        self,
+        model: nn.Module,
+        site: Site,
+        target: Tensor | None,
+        mixed: Tensor | None,
+        relation: Relation | None,
     ) -> tuple[Tensor, Tensor]:
         """Train the network by (9) and the relation head by (12); return class means (K, d) and counts (K,), (6)."""
         classes = class_count(model)
@@ -190,9 +235,15 @@ class PFedPM(PrototypeExchange):
         if relation is None or mixed is None:
             fit(model, site, objective=objective)
         else:
-            learn = partial(relation_step, relation, OPTIMIZERS[self.relation_optimizer](relation), mixed, model)
+            learn = partial(
+                relation_step, relation, OPTIMIZERS[self.relation_optimizer](relation), mixed, model
+            )
             every_batch = self.relation_update == "batch"
-            fit(model, after_steps(site, lambda: learn(*last)) if every_batch else site, objective=objective)
+            fit(
+                model,
+                after_steps(site, lambda: learn(*last)) if every_batch else site,
+                objective=objective,
+            )
             if not every_batch:
                 with stream(site.seed, "relation epochs") as generator:
                     for _ in range(site.settings.epochs):
@@ -228,7 +279,9 @@ class PFedPM(PrototypeExchange):
         mixed = table(state["mixed"], len(allowed)).to(site.device)
         scored = has_prototype(mixed)
         allowed = allowed & scored if (allowed & scored).any() else scored
-        return Judged(model, allowed, relation_for(site, model, state["relation"]), mixed.nan_to_num())
+        return Judged(
+            model, allowed, relation_for(site, model, state["relation"]), mixed.nan_to_num()
+        )
 
 
 def mix(common: Tensor, own: Weights, a: float) -> Tensor:
@@ -256,7 +309,9 @@ def class_distance(h: Tensor, label: Tensor, target: Tensor) -> Tensor:
     members = (label[:, None] == torch.arange(len(target), device=label.device)).to(h.dtype)
     counts = members.sum(0)
     means = members.T @ h / counts.clamp(min=1)[:, None]
-    norms = torch.linalg.vector_norm(target.nan_to_num().to(h.dtype) - means, dim=1)  # its gradient at 0 is 0
+    norms = torch.linalg.vector_norm(
+        target.nan_to_num().to(h.dtype) - means, dim=1
+    )  # its gradient at 0 is 0
     total: Tensor = (counts * has_prototype(target) * norms).sum()
     return total / len(label)
 

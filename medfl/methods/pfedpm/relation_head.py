@@ -40,7 +40,10 @@ class Relation(nn.Module):
 
     def forward(self, h: Tensor, means: Tensor) -> Tensor:
         """Return the scores of all pairs; a pair is two channels, the sample's first."""
-        samples, classes = h[:, None].expand(-1, len(means), -1), means.expand(len(h), -1, -1)  # (B, J, d)
+        samples, classes = (
+            h[:, None].expand(-1, len(means), -1),
+            means.expand(len(h), -1, -1),
+        )  # (B, J, d)
         scores: Tensor = self.layers(torch.stack([samples, classes], 2).flatten(0, 1))
         return scores.view(len(h), len(means))
 
@@ -61,7 +64,11 @@ class Judged(nn.Module):
     mixed: Tensor | None
 
     def __init__(
-        self, network: nn.Module, allowed: Tensor, relation: Relation | None = None, mixed: Tensor | None = None
+        self,
+        network: nn.Module,
+        allowed: Tensor,
+        relation: Relation | None = None,
+        mixed: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.relation = relation
@@ -80,7 +87,9 @@ class Judged(nn.Module):
 def relation_for(site: Site, network: nn.Module, weights: Weights | None = None) -> Relation:
     """Build a relation head for a network's features, drawn on a stream of its own, or with these weights."""
     with stream(site.seed, "relation"):
-        relation = Relation(feature_size(network)).to(site.device, next(head(network).parameters()).dtype)
+        relation = Relation(feature_size(network)).to(
+            site.device, next(head(network).parameters()).dtype
+        )
     if weights is not None:
         relation.load_state_dict(weights)
     return relation
@@ -94,7 +103,12 @@ def relation_loss(relation: Relation, h: Tensor, label: Tensor, mixed: Tensor) -
 
 
 def relation_step(
-    relation: Relation, optimizer: torch.optim.Optimizer, mixed: Tensor, network: nn.Module, x: Any, label: Tensor
+    relation: Relation,
+    optimizer: torch.optim.Optimizer,
+    mixed: Tensor,
+    network: nn.Module,
+    x: Any,
+    label: Tensor,
 ) -> None:
     """Take one step of the relation head; the network is run in evaluation mode, so nothing of it changes."""
     with evaluating(network), torch.no_grad():

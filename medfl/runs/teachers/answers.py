@@ -63,7 +63,9 @@ def split_names(text: str) -> tuple[str, ...]:
     """Return the teachers in a list such as `run:DIR,medsam`, () of an empty one; InputError for an empty name."""
     names = tuple(name.strip() for name in text.split(",")) if text.strip() else ()
     if "" in names:
-        raise InputError(f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much")
+        raise InputError(
+            f"teachers={text}", "teachers is NAME,NAME,...", "drop the comma that is too much"
+        )
     return names
 
 
@@ -98,6 +100,7 @@ def open_teacher(name: str, bundle: Problem, device: torch.device) -> Teacher:
             "teachers tell a foreground from the background",
             "use a bundle with one structure as public data",
         )
+
     with stream(0, "teacher"):
         return _OPENERS[kind](name, where, bundle, device)
 
@@ -105,7 +108,9 @@ def open_teacher(name: str, bundle: Problem, device: torch.device) -> Teacher:
 # Answers
 
 
-def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, say: Print = str) -> Tensor:
+def obtain(
+    teacher: Teacher, questions: Questions, *, progress: bool = False, say: Print = str
+) -> Tensor:
     """Return a teacher's answers about all public items, asking it only what the cache does not know.
 
     Returns:
@@ -119,6 +124,7 @@ def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, sa
     cached = _Cached.of(teacher, questions)
     for note in cached.notes:
         say(f"note: {note}")
+
     with writing(cached.path, "free some space, or set XDG_CACHE_HOME to a larger disk"):
         cached.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _alone(cached.path, say):
@@ -126,9 +132,16 @@ def obtain(teacher: Teacher, questions: Questions, *, progress: bool = False, sa
             if why:
                 say(f"the cached answers of {teacher.name} in {cached.path} are made anew: {why}")
             if state.done < len(questions):
-                already = f", {state.done} of them answered already" if state.done else ""
-                say(f"asking {teacher.name} about {len(questions)} public items{already}; kept in {cached.path}")
+                if state.done:
+                    already = f", {state.done} of them answered already"
+                else:
+                    already = ""
+
+                say(
+                    f"asking {teacher.name} about {len(questions)} public items{already}; kept in {cached.path}"
+                )
                 _ask(teacher, questions, cached, state, progress)
+
     return torch.from_numpy(np.lib.format.open_memmap(cached.path, mode="c"))
 
 
@@ -153,7 +166,11 @@ class _Cached:
     @classmethod
     def of(cls, teacher: Teacher, questions: Questions) -> _Cached:
         classifies = questions.bundle.task == "classification"
-        shape = (len(public_classes(questions.bundle)),) if classifies else questions.grid
+        if classifies:
+            shape: tuple[int, ...] = (len(public_classes(questions.bundle)),)
+        else:
+            shape = questions.grid
+
         about = {
             "teacher": teacher.sha256,
             "facts": teacher.facts,
@@ -167,6 +184,7 @@ class _Cached:
         text = json.dumps(about, sort_keys=True)
         path = cache_folder("answers") / f"{hashlib.sha256(text.encode()).hexdigest()[:40]}.npy"
         notes = tuple(teacher.notes(questions)) if isinstance(teacher, Noted) else ()
+
         return cls(path, json.loads(text), teacher.name, notes)
 
     @property
@@ -177,38 +195,54 @@ class _Cached:
         """Return how far the pass on disk has come, and why what lies there is of no use ("" if it is, or nothing)."""
         if not self.manifest.is_file():
             return _State(), "they have no manifest" if self.path.exists() else ""
+
         try:
             document = json_values(self.manifest)
             state = _State(*(int(document["pass"][name]) for name in ("done", "queries", "crc32")))
             unlike = [name for name, value in self.about.items() if document.get(name) != value]
         except (Refused, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             return _State(), f"their manifest is damaged ({error or type(error).__name__})"
+
         if unlike:
             return _State(), f"they were given about something else ({', '.join(unlike)})"
+
         try:
             rows = np.lib.format.open_memmap(self.path, mode="r")
         except (OSError, ValueError) as error:
             return _State(), f"the file is damaged ({error})"
+
         whole = (list(rows.shape), rows.dtype.name) == (self.about["shape"], self.about["dtype"])
-        if not whole or not rows.flags.c_contiguous or zlib.crc32(rows[: state.done].data) != state.crc32:
+        if (
+            not whole
+            or not rows.flags.c_contiguous
+            or zlib.crc32(rows[: state.done].data) != state.crc32
+        ):
             return _State(), "the file is damaged"
+
         return state, ""
 
     def rows(self, fresh: bool) -> NDArray[Any]:
         """Return the array for writing: the one on disk, or a new one with all its space taken."""
         if not fresh:
             return np.lib.format.open_memmap(self.path, mode="r+")
+
         for path in (self.manifest, self.path):  # who has the old file mapped keeps it
             path.unlink(missing_ok=True)
+
         shape = tuple(self.about["shape"])
-        rows: NDArray[Any] = np.lib.format.open_memmap(self.path, "w+", np.dtype(self.about["dtype"]), shape)
-        if hasattr(os, "posix_fallocate"):  # a full disk is told here; later it would be a bus error
+        rows: NDArray[Any] = np.lib.format.open_memmap(
+            self.path, "w+", np.dtype(self.about["dtype"]), shape
+        )
+        if hasattr(
+            os, "posix_fallocate"
+        ):  # a full disk is told here; later it would be a bus error
             try:
                 with self.path.open("r+b") as file:
                     os.posix_fallocate(file.fileno(), 0, self.path.stat().st_size)
             except OSError:
                 self.path.unlink()
                 raise
+
         return rows
 
     def write(self, state: _State, created: str) -> None:
@@ -221,18 +255,28 @@ class _Cached:
         write_atomic(self.manifest, (json.dumps(document, indent=1) + "\n").encode())
 
 
-def _ask(teacher: Teacher, questions: Questions, cached: _Cached, state: _State, progress: bool) -> None:
+def _ask(
+    teacher: Teacher, questions: Questions, cached: _Cached, state: _State, progress: bool
+) -> None:
     """Ask about the items that are left; after each batch the answers are on disk and the manifest counts them."""
     rows = cached.rows(fresh=not state.done)
-    created, total = time.strftime("%Y-%m-%dT%H:%M:%S%z"), len(questions)
+    created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    total = len(questions)
     asked = f"asking {teacher.name}"
-    with terminal.bar(total=total, initial=state.done, desc=asked, unit="image", shown=progress) as bar:
+
+    with terminal.bar(
+        total=total, initial=state.done, desc=asked, unit="image", shown=progress
+    ) as bar:
         while state.done < total:
             positions = range(state.done, min(state.done + teacher.batch_size, total))
-            answers = _checked(teacher, questions, positions, _answer(teacher, questions, positions))
+            answers = _checked(
+                teacher, questions, positions, _answer(teacher, questions, positions)
+            )
             rows[positions.start : positions.stop] = answers
             rows.flush()  # type: ignore[attr-defined]
-            state = _State(positions.stop, state.queries + 1, zlib.crc32(answers.tobytes(), state.crc32))
+            state = _State(
+                positions.stop, state.queries + 1, zlib.crc32(answers.tobytes(), state.crc32)
+            )
             cached.write(state, created)
             bar.update(len(positions))
 
@@ -251,22 +295,34 @@ def _answer(teacher: Teacher, questions: Questions, positions: Sequence[int]) ->
         ) from error
 
 
-def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor) -> NDArray[Any]:
+def _checked(
+    teacher: Teacher, questions: Questions, positions: Sequence[int], answer: Tensor
+) -> NDArray[Any]:
     """Return a batch of answers as it is kept; InputError for another shape, no distributions, or NaN."""
     values = answer.detach().float().cpu()
     classifies = questions.bundle.task == "classification"
     names = public_classes(questions.bundle)
     shape = (len(positions), *((len(names),) if classifies else questions.grid))
+
     if tuple(values.shape) != shape:
-        expected = f"{len(names)} classes" if classifies else f"a grid of {' x '.join(map(str, questions.grid))}"
+        if classifies:
+            expected = f"{len(names)} classes"
+        else:
+            expected = f"a grid of {' x '.join(map(str, questions.grid))}"
+
         raise InputError(
             f"teacher {teacher.name!r} answers with {' x '.join(map(str, values.shape))} values about "
             f"{len(positions)} items",
             f"the public data {questions.bundle.name!r} have {expected}",
             "name a teacher that answers so, or public data that fit it",
         )
+
     flat = values.flatten(1)
-    wrong = flat.isnan().any(1) if not classifies else ~((flat >= 0).all(1) & ((flat.sum(1) - 1).abs() < _SUM))
+    if not classifies:
+        wrong = flat.isnan().any(1)
+    else:
+        wrong = ~((flat >= 0).all(1) & ((flat.sum(1) - 1).abs() < _SUM))
+
     if wrong.any():
         item = positions[int(wrong.nonzero()[0])]
         raise InputError(
@@ -275,8 +331,10 @@ def _checked(teacher: Teacher, questions: Questions, positions: Sequence[int], a
             "probabilities of the public classes" if classifies else "logits of the foreground",
             "restore its weights file, or take it out of --set teachers",
         )
+
     if classifies:
         return values.contiguous().numpy()
+
     bound = float(torch.logit(torch.tensor(CLIP, dtype=torch.float64)))
     return values.clamp(bound, -bound).half().contiguous().numpy()
 
@@ -288,6 +346,9 @@ def _alone(path: Path, say: Print) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"another process is asking about the same; waiting for {path.with_suffix('.lock')}")
+            say(
+                f"another process is asking about the same; waiting for {path.with_suffix('.lock')}"
+            )
             fcntl.flock(file, fcntl.LOCK_EX)
+
         yield

@@ -82,10 +82,15 @@ class MedSAM(nn.Module):
         height, width = image.shape[-2:]
         scale = torch.tensor([side / width, side / height] * 2, device=image.device)
         output = self.sam(
-            pixel_values=prepared(image, side), input_boxes=boxes.float()[:, None] * scale, multimask_output=False
+            pixel_values=prepared(image, side),
+            input_boxes=boxes.float()[:, None] * scale,
+            multimask_output=False,
         )
         low = output.pred_masks[:, 0].float().sigmoid()  # (B, 1, h, w)
-        mask = nn.functional.interpolate(low, size=tuple(size or (height, width)), mode="bilinear", align_corners=False)
+        mask = nn.functional.interpolate(
+            low, size=tuple(size or (height, width)), mode="bilinear", align_corners=False
+        )
+
         return torch.cat([1 - mask, mask], 1)
 
 
@@ -94,14 +99,19 @@ def prepared(image: Tensor, side: int) -> Tensor:
     resized = nn.functional.interpolate(
         image.float(), size=(side, side), mode="bicubic", align_corners=False, antialias=True
     )
-    whole = (resized + 1e-3).clamp(0, 255).floor()  # as a cast to uint8; round-off shall not cost a whole value
-    low, high = whole.amin((1, 2, 3), keepdim=True), whole.amax((1, 2, 3), keepdim=True)
+    whole = (
+        (resized + 1e-3).clamp(0, 255).floor()
+    )  # as a cast to uint8; round-off shall not cost a whole value
+    low = whole.amin((1, 2, 3), keepdim=True)
+    high = whole.amax((1, 2, 3), keepdim=True)
+
     return (whole - low) / (high - low).clamp(min=1e-8)
 
 
 def box_of(mask: NDArray[Any]) -> tuple[int, int, int, int]:
     """Return x0, y0, x1, y1 of the tight box around a mask (H, W), its last pixels included; of all without a mask."""
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    rows = np.flatnonzero(mask.any(1))
+    columns = np.flatnonzero(mask.any(0))
     if not len(rows):
         return 0, 0, mask.shape[1], mask.shape[0]
     return int(columns[0]), int(rows[0]), int(columns[-1]), int(rows[-1])
@@ -120,7 +130,8 @@ class BoxOfMaskd(MapTransform):
 
     def __init__(self, keys: str = "label", image: str = "image", box: str = "box") -> None:
         super().__init__(keys, allow_missing_keys=True)
-        self.image, self.box = image, box
+        self.image = image
+        self.box = box
 
     def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
         """Return a copy of `data` with the box."""
@@ -144,8 +155,10 @@ def renamed(original: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for pattern, new in _RULES.items():
             name = re.sub(pattern, new, name)
         weights[name] = tensor
+
     if _POSITIONS in weights:
         weights[_IMAGE_POSITIONS] = weights[_POSITIONS]
+
     return weights
 
 
@@ -161,16 +174,24 @@ def load(source: str | Path = "", config: Any = None, *, name: str = "medsam") -
         InputError: it is not at hand, or has other tensors.
     """
     path = Path(source).expanduser() if source else None
-    ways = (
-        f"see that {path} is {_WHERE}, or a folder of transformers"
-        if path
-        else f"fetch {HUB} into the hub's cache where there is a network, or give the original checkpoint as "
-        f"medsam:FILE ({_WHERE}), or let a run stand in: run:DIR"
-    )
-    with at_hand(f"teacher {name!r}", "transformers", ways, "let a run stand in as a teacher: run:DIR"):
+    if path:
+        ways = f"see that {path} is {_WHERE}, or a folder of transformers"
+    else:
+        ways = (
+            f"fetch {HUB} into the hub's cache where there is a network, or give the original checkpoint as "
+            f"medsam:FILE ({_WHERE}), or let a run stand in: run:DIR"
+        )
+
+    with at_hand(
+        f"teacher {name!r}", "transformers", ways, "let a run stand in as a teacher: run:DIR"
+    ):
         if path is not None and not path.exists():
             raise FileNotFoundError(f"no such file or folder: {path}")
-        sam = _from_original(path, config) if path is not None and path.is_file() else _from_folder(str(path or HUB))
+        if path is not None and path.is_file():
+            sam = _from_original(path, config)
+        else:
+            sam = _from_folder(str(path or HUB))
+
     return MedSAM(sam).eval()
 
 
@@ -178,14 +199,20 @@ def _from_folder(source: str) -> Any:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    folder, kind = Path(source), transformers.SamModel
+    folder = Path(source)
+    kind = transformers.SamModel
     sam: Any
+
     if folder.is_dir():
-        sam, loading_info = from_files(kind, transformers.SamConfig.from_pretrained(folder / "config.json"), folder)
+        sam, loading_info = from_files(
+            kind, transformers.SamConfig.from_pretrained(folder / "config.json"), folder
+        )
     else:
         sam, loading_info = kind.from_pretrained(source, output_loading_info=True)
+
     if missing := sorted(loading_info["missing_keys"]):  # they would stay as they were drawn
         raise ValueError(f"it lacks {missing[0]} and {len(missing) - 1} more")
+
     return sam
 
 
@@ -219,11 +246,14 @@ class MaskTeacher:
                 "it answers about images",
                 "take it out of --set teachers, or name public data of 2-D images",
             )
+
         return torch.cat([self._one(questions, position) for position in positions])
 
     def _one(self, questions: Questions, position: int) -> Tensor:
         picture, mask = _with_mask(questions.entry(position))
-        image = torch.from_numpy(np.ascontiguousarray(np.moveaxis(picture, -1, 0)))[None].to(self.device)
+        image = torch.from_numpy(np.ascontiguousarray(np.moveaxis(picture, -1, 0)))[None].to(
+            self.device
+        )
         box = torch.tensor([box_of(mask)], device=self.device)
         probabilities: Tensor = self.network(image, box, questions.grid)
         return probabilities[:, 1].logit()
@@ -254,4 +284,7 @@ def open_medsam(name: str, where: str, bundle: Problem, device: torch.device) ->
         "output": "sigmoid, then bilinear to the public grid",
         "versions": versions_of("torch", "transformers"),
     }  # fmt: skip
-    return MaskTeacher(name, weights_sha256(network.state_dict()), facts, network.to(device), device)
+
+    return MaskTeacher(
+        name, weights_sha256(network.state_dict()), facts, network.to(device), device
+    )

@@ -84,25 +84,38 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
     kind = name.partition(":")[0]
     architecture, pretrained = MODELS[kind]
     path = Path(where).expanduser() if where else None
+
     if path is not None and not path.exists():
-        raise InputError(f"teacher {name!r}", f"{path} is not there", "give the path of a file that exists")
-    loader = f"open_clip.create_model({architecture!r}" + (f", pretrained={pretrained!r})" if pretrained else ")")
-    advice = (
-        f"see that {path} holds weights of {architecture}, or is a model's folder with open_clip_config.json"
-        if path
-        else f"fetch it once where there is a network, in Python with {loader}, or give local weights as {kind}:FILE, "
-        "or let a run stand in: run:DIR"
+        raise InputError(
+            f"teacher {name!r}", f"{path} is not there", "give the path of a file that exists"
+        )
+
+    loader = f"open_clip.create_model({architecture!r}" + (
+        f", pretrained={pretrained!r})" if pretrained else ")"
     )
-    with at_hand(f"teacher {name!r}", "open_clip", advice, "let a run stand in as a teacher: run:DIR"):
+    if path:
+        advice = f"see that {path} holds weights of {architecture}, or is a model's folder with open_clip_config.json"
+    else:
+        advice = (
+            f"fetch it once where there is a network, in Python with {loader}, or give local weights as {kind}:FILE, "
+            "or let a run stand in: run:DIR"
+        )
+
+    with at_hand(
+        f"teacher {name!r}", "open_clip", advice, "let a run stand in as a teacher: run:DIR"
+    ):
         import open_clip
 
         if path is not None and path.is_dir():
             refuse_other_folders(path)
-            architecture, pretrained = f"local-dir:{path.resolve()}", None
+            architecture = f"local-dir:{path.resolve()}"
+            pretrained = None
         elif path is not None:
             pretrained = str(path.resolve())
+
         model, preprocess = open_clip.create_model_from_pretrained(architecture, pretrained)
         tokenizer = open_clip.get_tokenizer(architecture)
+
     model = model.to(device).eval()
     text = prompts_for(bundle)
     facts = {
@@ -112,18 +125,28 @@ def open_clip_teacher(name: str, where: str, bundle: Problem, device: torch.devi
     }  # fmt: skip
     head = zero_shot_head(model, tokenizer, text, device)
     scale = float(model.logit_scale.detach().exp())
-    return ZeroShot(name, weights_sha256(model.state_dict()), facts, model, preprocess, head, scale, device)
+
+    return ZeroShot(
+        name, weights_sha256(model.state_dict()), facts, model, preprocess, head, scale, device
+    )
 
 
 def prompts_for(bundle: Problem) -> Text:
     """Return the classes in words and the prompts that make a zero-shot head."""
     if "text" not in bundle.protocol:
         return Text(tuple(name.replace("_", " ") for name in bundle.classes), PHOTO_PROMPTS)
-    return Text(bundle.text.concepts, PHOTO_PROMPTS) if bundle.name in _PHOTOGRAPHS else bundle.text
+    if bundle.name in _PHOTOGRAPHS:
+        return Text(bundle.text.concepts, PHOTO_PROMPTS)
+
+    return bundle.text
 
 
 @torch.no_grad()
-def zero_shot_head(model: Any, tokenizer: Callable[..., Tensor], text: Text, device: torch.device) -> Tensor:
+def zero_shot_head(
+    model: Any, tokenizer: Callable[..., Tensor], text: Text, device: torch.device
+) -> Tensor:
     """Return w (C, D): of each class the mean of its prompts' embeddings, all of unit norm."""
-    means = [unit(model.encode_text(tokenizer(prompts).to(device))).mean(0) for prompts in text.filled()]
+    means = [
+        unit(model.encode_text(tokenizer(prompts).to(device))).mean(0) for prompts in text.filled()
+    ]
     return unit(torch.stack(means))

@@ -61,6 +61,7 @@ class Questions:
                 "teachers read the image files that a data list names under 'image'",
                 "name a bundle with such a list with --set public=BUNDLE",
             )
+
         return item
 
 
@@ -111,9 +112,12 @@ def as_picture(pixels: NDArray[Any]) -> Picture:
     """Return RGB pixels (H, W, 3) as 8-bit ones; other types are scaled from their own smallest to largest value."""
     if pixels.dtype == np.uint8:
         return pixels
+
     values = pixels.astype(np.float64)
-    low, high = values.min(), values.max()
+    low = values.min()
+    high = values.max()
     picture: Picture = np.rint((values - low) * (255 / max(high - low, 1e-12))).astype(np.uint8)
+
     return picture
 
 

@@ -81,13 +81,18 @@ class Trained:
 
     def notes(self, questions: Questions) -> list[str]:
         """Say how many of the items it knows from its own training: what it says of these is optimistic."""
-        counts = [sum(ident in ids for ident in questions.ids) for ids in (self.learned, self.chosen_by)]
+        counts = [
+            sum(ident in ids for ident in questions.ids) for ids in (self.learned, self.chosen_by)
+        ]
         said = [
             f"teacher {self.name} {how} {count} of the {len(questions)} public items: what it says of them is "
             "optimistic"
-            for how, count in zip(("was trained on", "was chosen by its scores on"), counts, strict=True)
+            for how, count in zip(
+                ("was trained on", "was chosen by its scores on"), counts, strict=True
+            )
             if count
         ]
+
         return [*self.remarks, *said]
 
     def answer(self, questions: Questions, positions: Sequence[int]) -> Tensor:
@@ -102,9 +107,12 @@ class Trained:
     def _images(self, questions: Questions, positions: Sequence[int]) -> list[Tensor]:
         entries = [questions.entry(position) for position in positions]
         items = [{"id": questions.ids[position]} for position in positions]
-        self.open_places(files_of(str(v) for v in values_inside(entries) if isinstance(v, str | Path)))
+        self.open_places(
+            files_of(str(v) for v in values_inside(entries) if isinstance(v, str | Path))
+        )
         samples = SampleMaker(items, Source(entries, (self.preprocessing,)))
         images = []
+
         for index, item in enumerate(items):
             sample = samples(index)
             image = sample.get("image") if isinstance(sample, Mapping) else None
@@ -114,13 +122,18 @@ class Trained:
                     "it takes {'image': FILE} and leaves a tensor in its place",
                     "let its pre-processing begin with LoadImaged of 'image' and end with a tensor",
                 )
+
             images.append((image.as_tensor() if isinstance(image, MetaTensor) else image).float())
+
         return images
 
     def _distributions(self, x: Tensor) -> Tensor:
-        items, unread = [{"id": str(i)} for i in range(len(x))], torch.zeros(len(x), dtype=torch.int64)
+        items = [{"id": str(i)} for i in range(len(x))]
+        unread = torch.zeros(len(x), dtype=torch.int64)
         evaluator = ClassEvaluator(max(1, len(x)), self.ends_in_sigmoid)
-        cases = evaluator(self.network, Shard.of(Stacked(items, x, unread), range(len(x))), self.device)
+        cases = evaluator(
+            self.network, Shard.of(Stacked(items, x, unread), range(len(x))), self.device
+        )
         return cases.values["probabilities"]
 
     def _logits(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
@@ -128,7 +141,9 @@ class Trained:
         if tuple(logits.shape[1:]) == grid or len(grid) != logits.ndim - 1:
             return logits  # another number of dimensions is told by who asked
         mode = _INTERPOLATION[len(grid)]
-        return nn.functional.interpolate(logits[:, None], size=grid, mode=mode, align_corners=False)[:, 0]
+        return nn.functional.interpolate(
+            logits[:, None], size=grid, mode=mode, align_corners=False
+        )[:, 0]
 
 
 def foreground(logits: Tensor) -> Tensor:
@@ -136,7 +151,10 @@ def foreground(logits: Tensor) -> Tensor:
 
     With one channel that is it; with more, softmax over them gives log(p_1 + ... + p_{K-1}) - log(p_0).
     """
-    return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1:].logsumexp(1) - logits[:, 0]
+    if logits.shape[1] == 1:
+        return logits[:, 0]
+
+    return logits[:, 1:].logsumexp(1) - logits[:, 0]
 
 
 # A run
@@ -151,13 +169,20 @@ def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Tr
     folder = Path(where).expanduser()
     run, document = read_run(folder / "run.json")
     run_bundle = bundle_of_run(run, folder, device, bundle.policy)
-    task, classes = str(document.get("task", run_bundle.task)), tuple(document.get("classes", ()))
+    task = str(document.get("task", run_bundle.task))
+    classes = tuple(document.get("classes", ()))
     _refuse_others(name, task, classes or run_bundle.structures, bundle)
     stem, weights = _weights(folder)
-    network = _global_model(run_bundle, Task(task, classes, run_bundle.embeddings), weights, folder, run)
+    network = _global_model(
+        run_bundle, Task(task, classes, run_bundle.embeddings), weights, folder, run
+    )
     evaluator = run_bundle.evaluator
-    learned, chosen_by = (_ids(run, run_bundle, bundle, section) for section in ("train", "validate"))
-    sections = {section: {str(item["id"]) for item in bundle.items(section)} for section in SECTIONS}
+    learned, chosen_by = (
+        _ids(run, run_bundle, bundle, section) for section in ("train", "validate")
+    )
+    sections = {
+        section: {str(item["id"]) for item in bundle.items(section)} for section in SECTIONS
+    }
     facts = {
         "kind": "run", "method": run.method, "bundle": run_bundle.name, "bundle_sha256": run_bundle.sha256,
         "config": run.config, "run_hash": run.run_hash, "weights": stem, "trained_on": run.data.source,
@@ -165,7 +190,14 @@ def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Tr
         "trained_on_public": {section: len(ids & learned) for section, ids in sections.items()},
         "versions": versions_of("torch", "monai"),
     }  # fmt: skip
-    phantom = (f"teacher {name} was trained on drawn images, not on real ones",) if run.data.source != "real" else ()
+
+    if run.data.source != "real":
+        phantom: tuple[str, ...] = (
+            f"teacher {name} was trained on drawn images, not on real ones",
+        )
+    else:
+        phantom = ()
+
     return Trained(
         name,
         weights_sha256(weights),
@@ -183,11 +215,20 @@ def open_run(name: str, where: str, bundle: Problem, device: torch.device) -> Tr
 
 
 def bundle_of_run(
-    run: Run, folder: Path, device: torch.device, policy: Policy | None = None, allow_changed: bool = False
+    run: Run,
+    folder: Path,
+    device: torch.device,
+    policy: Policy | None = None,
+    allow_changed: bool = False,
 ) -> Problem:
     """Return a recorded run's bundle without its data; InputError if it has changed since, as `reopened` has it."""
-    data = {} if bundle_of(run) in shipped() or not run.data.folder else {"dataset_dir": run.data.folder}
-    bundle = reopened(run, {**run.config, **data}, device, policy, folder=folder, allow_changed=allow_changed)
+    if bundle_of(run) in shipped() or not run.data.folder:
+        data = {}
+    else:
+        data = {"dataset_dir": run.data.folder}
+    bundle = reopened(
+        run, {**run.config, **data}, device, policy, folder=folder, allow_changed=allow_changed
+    )
     return text_record.restored(bundle, run, methods.load(run.method, run.options), folder)
 
 
@@ -199,13 +240,18 @@ def _weights(folder: Path) -> tuple[str, dict[str, Tensor]]:
             f"a teacher has {' or '.join(f'{stem}.safetensors' for stem in _WEIGHTS)}",
             "let it finish: medfl run --resume --out DIR",
         )
+
     try:
         return stem, load_weights(folder / f"{stem}.safetensors")
     except RunError as error:
-        raise InputError(str(error), "weights that medfl wrote", "restore the file, or name another run") from error
+        raise InputError(
+            str(error), "weights that medfl wrote", "restore the file, or name another run"
+        ) from error
 
 
-def _global_model(bundle: Problem, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run) -> nn.Module:
+def _global_model(
+    bundle: Problem, task: Task, weights: Mapping[str, Tensor], folder: Path, run: Run
+) -> nn.Module:
     """Return a run's network with its global weights."""
     if any(key.partition("/")[0] in run.partition.sites and "/" in key for key in weights):
         raise InputError(
@@ -213,6 +259,7 @@ def _global_model(bundle: Problem, task: Task, weights: Mapping[str, Tensor], fo
             "a teacher is one global model",
             "name a run of another method, for example fedavg",
         )
+
     method = methods.load(run.method, run.options)
     try:
         return network_with(weights, bundle, method, task, run.seed)
@@ -224,20 +271,26 @@ def _global_model(bundle: Problem, task: Task, weights: Mapping[str, Tensor], fo
         ) from error
 
 
-def network_with(weights: Weights, bundle: Problem, method: Method, task: Task, seed: int) -> nn.Module:
+def network_with(
+    weights: Weights, bundle: Problem, method: Method, task: Task, seed: int
+) -> nn.Module:
     """Return a run's network with these weights; what is not among them (a fixed classifier) is drawn as in the run.
 
     Raises:
         ValueError: they are those of another network.
     """
-    return Networks(lambda: method.adapt(bundle.network(), task), seed, bundle.device).lease(weights)
+    return Networks(lambda: method.adapt(bundle.network(), task), seed, bundle.device).lease(
+        weights
+    )
 
 
 def _ids(run: Run, own: Problem, bundle: Problem, section: str) -> frozenset[str]:
     """Return the ids of a run's items in a section; none where its data set is another than the public one."""
     if own.source != bundle.source:
         return frozenset()
-    return frozenset(ident for site in run.partition.sites.values() for ident in site.get(section, ()))
+    return frozenset(
+        ident for site in run.partition.sites.values() for ident in site.get(section, ())
+    )
 
 
 # Any bundle
@@ -261,7 +314,14 @@ def open_bundle(name: str, where: str, bundle: Problem, device: torch.device) ->
         "preprocessing": "its inference configuration's", "versions": versions_of("torch", "monai"),
     }  # fmt: skip
     modules = sorted(own_modules(opened.root)) if bundle.policy.runs_scripts else []
-    remarks = (f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",) if modules else ()
+
+    if modules:
+        remarks: tuple[str, ...] = (
+            f"teacher {name}: its own Python ({', '.join(modules)}) runs with your rights",
+        )
+    else:
+        remarks = ()
+
     return Trained(
         name,
         file_sha256(opened.weights),
@@ -286,6 +346,7 @@ def _refuse_others(name: str, task: str, classes: Sequence[str], bundle: Problem
             "teacher and public data have one task",
             f"name a teacher for {bundle.task}, or public data for {task}",
         )
+
     public_names = public_classes(bundle)
     if tuple(classes) != public_names:
         raise InputError(

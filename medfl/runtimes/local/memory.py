@@ -32,13 +32,19 @@ def jobs_that_fit(federation: Federation, jobs: int, say: Print = str) -> int:
     """
     if jobs <= 1 or federation.run.device != "cpu" or not _large(federation):
         return jobs
+
     each = step_bytes(federation)
     if not each:
         return jobs
+
     fitting = max(1, min(jobs, int(free_ram() * _SHARE / each)))
     if fitting < jobs:
-        each_gib, free_gib = each / 2**30, free_ram() / 2**30
-        say(f"note: {fitting} of {jobs} workers: each takes about {each_gib:.1f} GiB, of {free_gib:.1f} free")
+        each_gib = each / 2**30
+        free_gib = free_ram() / 2**30
+        say(
+            f"note: {fitting} of {jobs} workers: each takes about {each_gib:.1f} GiB, of {free_gib:.1f} free"
+        )
+
     return fitting
 
 
@@ -53,8 +59,10 @@ def step_bytes(federation: Federation) -> int:
     process.start()
     there.close()
     size = 0
+
     with suppress(EOFError, OSError):
         size = int(here.recv_bytes())
+
     process.join()
     return size
 
@@ -62,17 +70,24 @@ def step_bytes(federation: Federation) -> int:
 def _measure(federation: Federation, link: Any) -> None:
     torch.set_num_threads(federation.run.threads)
     added = 0
-    with suppress(OSError, AttributeError):  # glibc: what it holds for later use would be used without growing
+    with suppress(
+        OSError, AttributeError
+    ):  # glibc: what it holds for later use would be used without growing
         ctypes.CDLL(None).malloc_trim(0)
+
     with suppress(MedflError, RuntimeError, MemoryError), federation.scope():
         start = _status("VmRSS")
-        name = max(federation.participants, key=lambda one: len(federation.participant_shard(one, "train")))
-        site, work = federation.site(name, 1), federation.participant_shard(name, "train")
+        name = max(
+            federation.participants, key=lambda one: len(federation.participant_shard(one, "train"))
+        )
+        site = federation.site(name, 1)
+        work = federation.participant_shard(name, "train")
         batch = Shard(work.prepared, work.indices[: site.settings.batch_size])
         network = site.model(site.initial_weights)
         fit(network, replace(site, train=batch, settings=replace(site.settings, epochs=1)))
         weights = sum(tensor.nbytes for tensor in snapshot(network).values())
         added = max(0, _status("VmHWM") - start) + _NETWORKS * weights
+
     link.send_bytes(str(added).encode())
     os._exit(0)
 
@@ -87,6 +102,8 @@ def _large(federation: Federation) -> bool:
 def _status(field: str) -> int:
     """Return a field of this process's memory in bytes, 0 where the system does not tell."""
     with suppress(OSError):
-        match = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        match = re.search(
+            rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+        )
         return int(match[1]) * 1024 if match else 0
     return 0

@@ -25,7 +25,8 @@ from medfl.runtimes.spilled_replies import TensorStore
 from medfl.runtimes.tasks import MakeTask, result_or_failure
 from medfl.storage.shared_memory import SharedBuffer, dump_shared, load_shared
 
-_ROOM, _MORE = 4, 2**25
+_ROOM = 4
+_MORE = 2**25
 """Copies of the network, and bytes besides, that a message may have to go through shared memory as a whole."""
 
 
@@ -53,10 +54,12 @@ class TaskGroup:
         on_result: Callable[[], object] = lambda: None,
         folder: Path | None = None,
     ) -> None:
-        self.round, self.on_result = round_, on_result
+        self.round = round_
+        self.on_result = on_result
         self.pending = list(enumerate(tasks))
         if sizes is not None:
             self.pending.sort(key=lambda entry: -sizes[entry[0]])
+
         self.pending.reverse()
         self.running = 0
         self.unread: deque[tuple[int, Connection, Weights]] = deque()
@@ -65,7 +68,9 @@ class TaskGroup:
     def put(self, index: int, link: Connection, answer: bytes) -> None:
         """Keep an answer until it is asked for."""
         tensors: Weights = {"": torch.frombuffer(bytearray(answer), dtype=torch.uint8)}
-        self.unread.append((index, link, tensors if self._stock is None else self._stock.keep(tensors)))
+        self.unread.append(
+            (index, link, tensors if self._stock is None else self._stock.keep(tensors))
+        )
 
     def pop(self) -> tuple[int, Connection, bytes]:
         """Return the answer that has waited longest: position, worker, bytes."""
@@ -83,17 +88,24 @@ class Pool:
     def __init__(self, federation: Federation, jobs: int) -> None:
         """Fork the workers; do so before threads are started here."""
         self._processes: dict[Connection, Any] = {}
-        self._shared: dict[Connection, tuple[SharedBuffer, SharedBuffer]] = {}  # for tasks, and for answers
-        self._queue: deque[TaskGroup] = deque()  # those with tasks that no worker has, the first started first
+        self._shared: dict[
+            Connection, tuple[SharedBuffer, SharedBuffer]
+        ] = {}  # for tasks, and for answers
+        self._queue: deque[TaskGroup] = (
+            deque()
+        )  # those with tasks that no worker has, the first started first
         self._busy: dict[Connection, tuple[TaskGroup, int]] = {}
         self._ready: deque[Connection] = deque()  # workers whose answers lie ready
         context = multiprocessing.get_context("fork")
         room = _ROOM * sum(tensor.nbytes for tensor in federation.networks.initial.values()) + _MORE
+
         for _ in range(jobs):
             here, there = context.Pipe()
             others = [here, *self._processes]
             self._shared[here] = SharedBuffer(room), SharedBuffer(room)
-            process = context.Process(target=_serve, args=(federation, there, others, *self._shared[here]), daemon=True)
+            process = context.Process(
+                target=_serve, args=(federation, there, others, *self._shared[here]), daemon=True
+            )
             process.start()
             there.close()
             self._processes[here] = process
@@ -126,29 +138,46 @@ class Pool:
             if not self._ready:
                 with profiling.during(None):
                     self._ready.extend(cast(list[Connection], wait([*self._busy])))
+
             link = self._ready.popleft()
             group, index = self._busy.pop(link)
-            answer = self._received(link)  # copied out of the shared memory before the worker gets its next task
+            answer = self._received(
+                link
+            )  # copied out of the shared memory before the worker gets its next task
             group.running -= 1
             group.on_result()
             self._give(link)
+
             if group is asked:
                 return index, link, answer
+
             group.put(index, link, dump_shared(answer))
 
     def _give(self, link: Connection) -> None:
         """Give an idle worker the next task, if there is any."""
         if not self._queue:
             return
+
         group = self._queue[0]
         index, make = group.pending.pop()
         group.running += 1
         if not group.pending:
             self._queue.popleft()
+
         recorder = profiling.running()
-        round_ = group.round if group.round is not None else recorder.round if recorder else 0
-        with profiling.during(profiling.MESSAGES), suppress(BrokenPipeError):  # `_received` reports a dead worker
+        if group.round is not None:
+            round_ = group.round
+        elif recorder:
+            round_ = recorder.round
+        else:
+            round_ = 0
+
+        with (
+            profiling.during(profiling.MESSAGES),
+            suppress(BrokenPipeError),
+        ):  # `_received` reports a dead worker
             link.send_bytes(dump_shared((make(), round_), self._shared[link][0]))
+
         self._busy[link] = (group, index)
 
     def _received(self, link: Connection) -> Any:
@@ -194,13 +223,18 @@ class _Answer(NamedTuple):
 
 
 def _serve(
-    federation: Federation, link: Connection, inherited: list[Connection], tasks: SharedBuffer, answers: SharedBuffer
+    federation: Federation,
+    link: Connection,
+    inherited: list[Connection],
+    tasks: SharedBuffer,
+    answers: SharedBuffer,
 ) -> None:
     """Answer tasks until the parent closes its end or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:  # else this process would keep its siblings' pipes, and its own, open
         other.close()
+
     torch.set_num_threads(federation.run.threads)
     recorder = profiling.restart()
     while True:
@@ -208,11 +242,13 @@ def _serve(
             data = link.recv_bytes()
         except (EOFError, OSError):
             os._exit(0)
+
         started = time.perf_counter()
         task, round_ = load_shared(data, tasks, copy=False)  # the next task comes after the answer
         if recorder is not None:
             recorder.round = round_
             recorder.add(profiling.MESSAGES, started, time.perf_counter())
+
         result: Any = None
         failure: Exception | None = None
         try:
@@ -221,9 +257,11 @@ def _serve(
             failure = RunError(str(error)) if error.exit_code == 1 else error
         except Exception:
             failure = _Failed(traceback.format_exc())
+
         segment = recorder.take_segment() if recorder is not None else None
         with profiling.during(profiling.MESSAGES):  # in the segment of the next answer
             packed = dump_shared(_Answer(result, failure, segment), answers)
+
         try:
             link.send_bytes(packed)
         except OSError:

@@ -25,21 +25,30 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
     Raises:
         InputError: network, loss and images do not go together, or the network has not an output for each class.
     """
-    bundle, run = federation.bundle, federation.run
+    bundle = federation.bundle
+    run = federation.run
     labelled = [name for name in federation.participants if name not in site_names(run.unlabelled)]
-    name = next((name for name in labelled if len(federation.participant_shard(name, "train"))), None)
+    name = next(
+        (name for name in labelled if len(federation.participant_shard(name, "train"))), None
+    )
+
     if name is None:
         return
-    site, work = federation.site(name, 0), federation.participant_shard(name, "train")
+
+    site = federation.site(name, 0)
+    work = federation.participant_shard(name, "train")
     few = Shard.of(work.prepared, work.indices.tolist()[: _ITEMS[bundle.task == "classification"]])
     networks = Networks(bundle.network, run.seed, torch.device(run.device))
     site = replace(site, train=few, networks=networks, settings=replace(site.settings, epochs=1))
     values = ", ".join(f"{key}={value}" for key, value in overrides.items())
+
     try:
         with stream(0, "trial step"), networks.scope():
             model = networks.lease(networks.initial)
             outputs: list[int] = []
-            with model.register_forward_hook(lambda _, __, output: outputs.append(_channels(output))):
+            with model.register_forward_hook(
+                lambda _, __, output: outputs.append(_channels(output))
+            ):
                 fit(model, site)
     except MedflError:
         return  # a loss that is not finite is no matter of form: the run tells it
@@ -49,8 +58,17 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
             "network, loss and images of the bundle go together",
             "change these values, or leave them out",
         ) from error
-    classes = bundle.structures if bundle.dataset and bundle.task == "segmentation" else bundle.classes
-    wrong = [count for count in outputs if count != len(classes) and not (count == 1 and len(classes) == 2)]
+
+    if bundle.dataset and bundle.task == "segmentation":
+        classes = bundle.structures
+    else:
+        classes = bundle.classes
+
+    wrong = [
+        count
+        for count in outputs
+        if count != len(classes) and not (count == 1 and len(classes) == 2)
+    ]
     if classes and wrong:
         raise InputError(
             f"--config {values}: the network has {wrong[0]} outputs",
@@ -60,4 +78,7 @@ def try_training_step(federation: Federation, overrides: Mapping[str, Any]) -> N
 
 
 def _channels(output: Any) -> int:
-    return int(output.shape[1]) if isinstance(output, torch.Tensor) and output.ndim > 1 else 0
+    if isinstance(output, torch.Tensor) and output.ndim > 1:
+        return int(output.shape[1])
+
+    return 0

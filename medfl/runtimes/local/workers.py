@@ -37,7 +37,9 @@ class Workers(AbstractContextManager["Workers"]):
         """
         if seconds is not None:
             raise InputError(
-                f"--deadline {seconds:g}", "a runtime whose sites run by themselves", "use --runtime flare"
+                f"--deadline {seconds:g}",
+                "a runtime whose sites run by themselves",
+                "use --runtime flare",
             )
 
     def keep_statements(self, record: dict[str, Any]) -> None:
@@ -50,7 +52,9 @@ class Workers(AbstractContextManager["Workers"]):
         """Whether tasks that were started go on while others are run."""
         return self._pool is not None
 
-    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
+    def run(
+        self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Run tasks and yield (position, result) as they are ready; a `FailedReply` where a site fails.
 
         `sizes` say how long each may take: the longest start first, so that none starts when all others are about to
@@ -103,7 +107,9 @@ class Workers(AbstractContextManager["Workers"]):
         self.close()
 
 
-def _notifying(results: Iterator[tuple[int, Any]], on_result: Callable[[], object]) -> Iterator[tuple[int, Any]]:
+def _notifying(
+    results: Iterator[tuple[int, Any]], on_result: Callable[[], object]
+) -> Iterator[tuple[int, Any]]:
     for result in results:
         on_result()
         yield result

@@ -181,7 +181,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 else:
                     before_it = "none; rounds count from 1"
 
-                view.rules.require((base or 0) < round_, f"its round is {round_}, after {before_it}")
+                view.rules.require(
+                    (base or 0) < round_, f"its round is {round_}, after {before_it}"
+                )
 
             with profiling.during(profiling.CHECKPOINT):
                 before = self._state(round_ - 1, base)
@@ -207,11 +209,17 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         view = self._ready()
         kind = (extra or {}).get(ExtraItems.MODEL_TYPE)
         if kind is not None:
-            raise InputError(f"site {self.name!r}: model type {kind}", "a site keeps no such model", "ask the server")
+            raise InputError(
+                f"site {self.name!r}: model type {kind}",
+                "a site keeps no such model",
+                "ask the server",
+            )
 
         if self._reply is None:
             if self._training_begun:
-                raise RunError(f"site {self.name!r} has nothing to send: its last training did not end")
+                raise RunError(
+                    f"site {self.name!r} has nothing to send: its last training did not end"
+                )
             with self._busy(FlPhase.GET_WEIGHTS, 0) as activity:
                 self._reply = self._outgoing(view, self._introduction(view), {}, activity)
 
@@ -256,7 +264,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
             result = self._call_step(part, function, round_, state, received, *rest)
             activity = Activity(activity.kind, round_)
-            self._guard.check_scores(activity, function.__name__, result, state, counted, view.is_held_out)
+            self._guard.check_scores(
+                activity, function.__name__, result, state, counted, view.is_held_out
+            )
             return result
 
     def get_data_stats(self, extra: dict[str, Any] | None = None) -> ExchangeObject:
@@ -272,7 +282,11 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         view = self._ready()
         bins = Bins.of(extra or {})
         with self._busy(FlPhase.GET_DATA_STATS, self.states.last) as activity:
-            if bins is not None and self._guard.min_count and bins != (mine := Bins.own(view.bundle.metadata)):
+            if (
+                bins is not None
+                and self._guard.min_count
+                and bins != (mine := Bins.own(view.bundle.metadata))
+            ):
                 if mine is None:
                     allowed = "none"
                 else:
@@ -280,7 +294,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
                 requested = f"{bins.number} bins from {bins.low:g} to {bins.high:g}"
                 raise InputError(
-                    f"site {self.name!r}: {requested}", f"with min_count {allowed}", "ask for these, or none"
+                    f"site {self.name!r}: {requested}",
+                    f"with min_count {allowed}",
+                    "ask for these, or none",
                 )
 
             parts = {part: view.shard(self.name, section) for part, section in _PARTS.items()}
@@ -354,15 +370,26 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
             own_error.safe_to_send = error.safe_to_send
             raise own_error from error
 
-    def _decoded(self, view: SiteView, data: ExchangeObject, activity: Activity) -> tuple[int, int | None, Message]:
+    def _decoded(
+        self, view: SiteView, data: ExchangeObject, activity: Activity
+    ) -> tuple[int, int | None, Message]:
         """Return the round, which the site counts itself where the host does not, its State's, and the message."""
         with profiling.during(profiling.MESSAGES):
             require = view.rules.require
             with errors_safe_to_send():
-                require(isinstance(data, ExchangeObject), f"it is a {type(data).__name__}, no ExchangeObject")
+                require(
+                    isinstance(data, ExchangeObject),
+                    f"it is a {type(data).__name__}, no ExchangeObject",
+                )
                 arrived: Any = data.weights
-                require(isinstance(arrived, Mapping), f"its weights are {type(arrived).__name__}, no mapping")
-                require(data.weight_type in (None, WeightType.WEIGHTS), f"its weight type is {data.weight_type}")
+                require(
+                    isinstance(arrived, Mapping),
+                    f"its weights are {type(arrived).__name__}, no mapping",
+                )
+                require(
+                    data.weight_type in (None, WeightType.WEIGHTS),
+                    f"its weight type is {data.weight_type}",
+                )
                 require(data.optim is None, "it has the state of an optimiser")
 
                 numbers = {ROUND: activity.round, **(data.statistics or {})}
@@ -378,13 +405,16 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
                 else:
                     received = view.received(arrived)
 
-            self._guard.admit_received(Activity(activity.kind, round_), partial(self._as_message, arrived))
+            self._guard.admit_received(
+                Activity(activity.kind, round_), partial(self._as_message, arrived)
+            )
             return round_, base, received
 
     def _as_message(self, arrived: Mapping[str, Any]) -> Message:
         """Return what came as the message that it is."""
         tensors = {
-            n: value if isinstance(value, Tensor) else torch.as_tensor(np.array(value)) for n, value in arrived.items()
+            n: value if isinstance(value, Tensor) else torch.as_tensor(np.array(value))
+            for n, value in arrived.items()
         }
         if self.host == "averaging":
             return Message({"weights": tensors})
@@ -401,14 +431,18 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         reply = Message({"weights": step.reply["weights"]}) if averaging else step.reply
         unsent = step.state.get(UNSENT, {})
 
-        if self._guard.clips_or_noises and unsent:  # what earlier rounds left is part of the change that is clipped
+        if (
+            self._guard.clips_or_noises and unsent
+        ):  # what earlier rounds left is part of the change that is clipped
             reply = _added(reply, unsent)
             unsent = {}
 
         reply = self._guard.reply(reply, received, samples)
         wire, unsent = view.wire_compression.reply(reply, received, seed, unsent)
         state = {key: value for key, value in step.state.items() if key != UNSENT}
-        numbers = self._guard.allowed_numbers({FlStatistics.NUM_EXECUTED_ITERATIONS: step.steps, LOSS: step.loss}, LOSS)
+        numbers = self._guard.allowed_numbers(
+            {FlStatistics.NUM_EXECUTED_ITERATIONS: step.steps, LOSS: step.loss}, LOSS
+        )
         self._guard.charge_reply(Activity("train", round_), reply, wire, samples)
         exchanged = self._outgoing(view, wire, numbers, Activity("train", round_))
 
@@ -416,7 +450,9 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
 
     def _introduction(self, view: SiteView) -> Message:
         if self.host == "averaging":
-            return Message({"weights": {name: view.networks.initial[name] for name in view.rules.leaves}})
+            return Message(
+                {"weights": {name: view.networks.initial[name] for name in view.rules.leaves}}
+            )
         return introduce(view, self.name)
 
     def _outgoing(
@@ -427,13 +463,18 @@ class MedflClientAlgo(ClientAlgo, ClientAlgoStats):
         facts = self._guard.allowed_numbers(view.facts if self.host == "medfl" else {}, *view.facts)
         numbers = {**numbers, FlStatistics.DATA_COUNT: samples, **facts}
         self._guard.admit_sent(activity, message, numbers, from_images=self.host == "medfl")
-        return exchange_object(message["weights"] if self.host == "averaging" else message.flat(), numbers)
+        return exchange_object(
+            message["weights"] if self.host == "averaging" else message.flat(), numbers
+        )
 
 
 def _added(reply: Message, unsent: Weights) -> Message:
     """Return a reply whose weights have the error feedback in them."""
     weights = reply.tensors.get("weights", {})
-    totals = {name: tensor + unsent[name].to(tensor) if name in unsent else tensor for name, tensor in weights.items()}
+    totals = {
+        name: tensor + unsent[name].to(tensor) if name in unsent else tensor
+        for name, tensor in weights.items()
+    }
     return Message({**reply.tensors, **({"weights": totals} if totals else {})}, reply.scalars)
 
 
@@ -455,7 +496,10 @@ def refuse_other_servers(federation: Federation) -> None:
 
     fitting = {
         f"--messages {run.messages}": (federation.compression.lossless, "it takes lossless ones"),
-        f"--site-weights {run.site_weights}": (run.site_weights == "samples", "it weighs by samples"),
+        f"--site-weights {run.site_weights}": (
+            run.site_weights == "samples",
+            "it weighs by samples",
+        ),
         f"--max-share {run.max_share}": (run.max_share is None, "it has no cap on shares"),
         f"--aggregation {run.aggregation}": (federation.aggregation.is_mean, "it takes the mean"),
     }

@@ -86,7 +86,9 @@ class Bins:
 def value_range(metadata: Mapping[str, Any]) -> Any:
     """Return the range of a network's inputs as metadata.json has it, None if it does not say."""
     inputs = metadata.get("network_data_format", {}).get("inputs", {})
-    return next((about.get("value_range") for about in inputs.values() if isinstance(about, Mapping)), None)
+    return next(
+        (about.get("value_range") for about in inputs.values() if isinstance(about, Mapping)), None
+    )
 
 
 @dataclass
@@ -111,7 +113,9 @@ class Sums:
 
     def add(self, addend: Sums) -> Sums:
         """Return the sums of both."""
-        return Sums(*(a + b for a, b in zip(vars(self).values(), vars(addend).values(), strict=True)))
+        return Sums(
+            *(a + b for a, b in zip(vars(self).values(), vars(addend).values(), strict=True))
+        )
 
     @property
     def mean(self) -> list[float]:
@@ -122,7 +126,10 @@ class Sums:
     def deviation(self) -> list[float]:
         """Of each channel, of the population."""
         mean = self.total / self.numbers
-        return [float(value) for value in np.sqrt(np.maximum(self.square / self.numbers - np.square(mean), 0))]
+        return [
+            float(value)
+            for value in np.sqrt(np.maximum(self.square / self.numbers - np.square(mean), 0))
+        ]
 
 
 def sums(x: Tensor, bins: Bins | None) -> Sums:
@@ -130,7 +137,9 @@ def sums(x: Tensor, bins: Bins | None) -> Sums:
     rows = x.detach().cpu().to(torch.float64).transpose(0, 1).flatten(1).numpy()
     counts = present = shares = np.zeros((len(rows), 0), np.int64)
     if bins is not None:
-        each = np.array([[bins.count(row) for row in image] for image in rows.reshape(len(rows), len(x), -1)])
+        each = np.array(
+            [[bins.count(row) for row in image] for image in rows.reshape(len(rows), len(x), -1)]
+        )
         counts = each.sum(1)
         present = (each > 0).sum(1)
         shares = (1000 * each // (rows.shape[1] // len(x))).sum(1)
@@ -138,7 +147,9 @@ def sums(x: Tensor, bins: Bins | None) -> Sums:
     return Sums(rows.shape[1], rows.sum(1), np.square(rows).sum(1), counts, present, shares)
 
 
-def statistics(parts: Mapping[str, Shard], task: Task, bins: Bins | None = None, least: int = 0) -> dict[str, Any]:
+def statistics(
+    parts: Mapping[str, Shard], task: Task, bins: Bins | None = None, least: int = 0
+) -> dict[str, Any]:
     """Return the statistics of each part and of all together ("total_data").
 
     Args:
@@ -150,11 +161,16 @@ def statistics(parts: Mapping[str, Shard], task: Task, bins: Bins | None = None,
     sums_of_parts = {part: _summed(shard, bins) for part, shard in parts.items()}
     filled = [part_sums for part_sums in sums_of_parts.values() if part_sums is not None]
     total = reduce(Sums.add, filled) if filled else None
-    statistics_of_parts = {part: _statistics([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()}
+    statistics_of_parts = {
+        part: _statistics([shard], sums_of_parts[part], task, bins) for part, shard in parts.items()
+    }
     statistics_of_parts[_TOTAL] = _statistics(list(parts.values()), total, task, bins)
 
     if least > 0:
-        images = {part: None if part_sums is None else part_sums.images for part, part_sums in sums_of_parts.items()}
+        images = {
+            part: None if part_sums is None else part_sums.images
+            for part, part_sums in sums_of_parts.items()
+        }
         _suppress(statistics_of_parts, list(parts), images, least)
 
     return statistics_of_parts
@@ -172,7 +188,9 @@ def _summed(shard: Shard, bins: Bins | None) -> Sums | None:
     return total
 
 
-def _statistics(shards: Sequence[Shard], total: Sums | None, task: Task, bins: Bins | None) -> dict[str, Any]:
+def _statistics(
+    shards: Sequence[Shard], total: Sums | None, task: Task, bins: Bins | None
+) -> dict[str, Any]:
     result: dict[str, Any] = {
         "data_count": sum(map(len, shards)),
         "fail_count": 0,
@@ -191,12 +209,17 @@ def _images(total: Sums, bins: Bins | None) -> dict[str, Any]:
     result: dict[str, Any] = {"image_stats": {"channels": len(total.total), "intensity": intensity}}
     if bins is not None:
         edges = bins.edges
-        result["image_histogram"] = [{"counts": counts, "bin_edges": edges} for counts in total.counts.tolist()]
+        result["image_histogram"] = [
+            {"counts": counts, "bin_edges": edges} for counts in total.counts.tolist()
+        ]
     return result
 
 
 def _suppress(
-    result: dict[str, Any], parts: Sequence[str], images: Mapping[str, NDArray[np.int64] | None], least: int
+    result: dict[str, Any],
+    parts: Sequence[str],
+    images: Mapping[str, NDArray[np.int64] | None],
+    least: int,
 ) -> None:
     """Take out what is of fewer than `least` images, in the parts, and in all together what would give it away."""
     for part in parts:
@@ -212,7 +235,9 @@ def _suppress(
 
         for channel, histogram in enumerate(about["data_stats"].get("image_histogram", [])):
             assert present is not None
-            histogram["counts"] = _without(histogram["counts"], hidden_bins(present[channel].tolist(), least))
+            histogram["counts"] = _without(
+                histogram["counts"], hidden_bins(present[channel].tolist(), least)
+            )
 
     total = result[_TOTAL]
     if any(result[part]["data_count"] is None for part in parts):
@@ -223,7 +248,9 @@ def _suppress(
             total["class_counts"][name] = None
 
     for channel, histogram in enumerate(total["data_stats"].get("image_histogram", [])):
-        of_parts = [result[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts]
+        of_parts = [
+            result[part]["data_stats"]["image_histogram"][channel]["counts"] for part in parts
+        ]
         hidden = [None in column for column in zip(*of_parts, strict=True)]
         histogram["counts"] = _without(histogram["counts"], hidden)
 

@@ -16,12 +16,26 @@ from medfl.core.message import Message
 from medfl.runtimes import profiling
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.workers import Workers
-from medfl.runtimes.monai_fl.client import LOSS, ROUND, SCORED_SECTIONS, MedflClientAlgo, exchange_object
+from medfl.runtimes.monai_fl.client import (
+    LOSS,
+    ROUND,
+    SCORED_SECTIONS,
+    MedflClientAlgo,
+    exchange_object,
+)
 from medfl.runtimes.monai_fl.states import States
 from medfl.runtimes.registry import Runtime
 from medfl.runtimes.simulator import Simulator
 from medfl.runtimes.step import StepResult
-from medfl.runtimes.tasks import Introduce, MakeTask, RoundTask, Train, TrainToScore, WorkerTask, result_or_failure
+from medfl.runtimes.tasks import (
+    Introduce,
+    MakeTask,
+    RoundTask,
+    Train,
+    TrainToScore,
+    WorkerTask,
+    result_or_failure,
+)
 from medfl.storage.files import State, load_state, save_state, to_device
 
 
@@ -37,7 +51,9 @@ class Exchange(Workers):
         super().__init__(federation, 1)
         self.sites = {name: MedflClientAlgo(federation, name) for name in federation.participants}
 
-    def run(self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None) -> Iterator[tuple[int, Any]]:
+    def run(
+        self, tasks: Sequence[MakeTask], sizes: Sequence[float] | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Run tasks one after the other and yield (position, result)."""
         for index, make in enumerate(tasks):
             task = make()
@@ -73,10 +89,14 @@ class Exchange(Workers):
 
         with profiling.during(profiling.MESSAGES):
             wire = self._arrived(task.site, answer)
-            reply = federation.compression.decompress_reply(wire, task.broadcast, f"site {task.site!r}")
+            reply = federation.compression.decompress_reply(
+                wire, task.broadcast, f"site {task.site!r}"
+            )
             federation.message_rules(task.site).check_reply(reply)
 
-        loss, steps = (answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS))
+        loss, steps = (
+            answer.statistics[key] for key in (LOSS, FlStatistics.NUM_EXECUTED_ITERATIONS)
+        )
         return StepResult({}, reply, loss, steps, cases, wire.num_bytes, bytes_down), states.written
 
     def _visit(self, task: RoundTask) -> Any:
@@ -130,4 +150,7 @@ class _TaskStates(States):
             self.written = True
 
 
-RUNTIME = Runtime(lambda execution: Simulator(execution, Exchange).execute(), no_jobs="its sites share one process")
+RUNTIME = Runtime(
+    lambda execution: Simulator(execution, Exchange).execute(),
+    no_jobs="its sites share one process",
+)

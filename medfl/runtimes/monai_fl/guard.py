@@ -53,7 +53,12 @@ class Guard:
     """
 
     def __init__(
-        self, rules: Outbound | None, audit: Path | str | None, folder: Path | None, say: Print, site: str
+        self,
+        rules: Outbound | None,
+        audit: Path | str | None,
+        folder: Path | None,
+        say: Print,
+        site: str,
     ) -> None:
         self._rules = rules or Outbound()
         self._folder = folder
@@ -150,9 +155,13 @@ class Guard:
         if self._gate is not None:
             self._gate.check_size(wire)
             self._gate.charge_without_noise(reply, samples)
-            self._say(f"site {self._gate.site!r}, round {activity.round}: {self._gate.account.words()}")
+            self._say(
+                f"site {self._gate.site!r}, round {activity.round}: {self._gate.account.words()}"
+            )
 
-    def admit_sent(self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, from_images: bool) -> None:
+    def admit_sent(
+        self, activity: Activity, wire: Message, numbers: Mapping[str, Any], *, from_images: bool
+    ) -> None:
         """Check an introduction that is about to leave; write down any message.
 
         `from_images`: an introduction depends on the site's images; `numbers` are those beside the message.
@@ -188,22 +197,33 @@ class Guard:
         """
         trained = isinstance(metrics, StepResult)
         cases = metrics.cases if trained else metrics
-        if not (isinstance(cases, Mapping) and all(isinstance(outcome, Cases) for outcome in cases.values())):
+        if not (
+            isinstance(cases, Mapping)
+            and all(isinstance(outcome, Cases) for outcome in cases.values())
+        ):
             if self._gate is not None:
-                raise RunError(f"site {self._gate.site!r}: its outbound policy refuses: {function}, which shows cases")
+                raise RunError(
+                    f"site {self._gate.site!r}: its outbound policy refuses: {function}, which shows cases"
+                )
             if self._log is not None:
                 self._add(activity, "left", {"reason": f"{function}, shown in a simulation"})
             return
 
         if self._gate is not None or self._log is not None:
             values = {
-                f"{section}/{name}": v for section, outcome in cases.items() for name, v in summarise(outcome).items()
+                f"{section}/{name}": v
+                for section, outcome in cases.items()
+                for name, v in summarise(outcome).items()
             }
             values |= {
-                f"{section}/cases": len(outcome) for section, outcome in cases.items() if counted and len(outcome)
+                f"{section}/cases": len(outcome)
+                for section, outcome in cases.items()
+                if counted and len(outcome)
             }
             trained_before = bool(set(state or {}) - {UNSENT})
-            from_images = trained or trained_before or (self.noises and not all(map(is_held_out, cases)))
+            from_images = (
+                trained or trained_before or (self.noises and not all(map(is_held_out, cases)))
+            )
             self._numbers(activity, "metrics", values, from_images=from_images)
 
     def check_statistics(self, activity: Activity, numbers: Mapping[str, Any]) -> None:
@@ -214,11 +234,15 @@ class Guard:
         """
         self._numbers(activity, "data_stats", numbers, from_images=True)
 
-    def _numbers(self, activity: Activity, group: str, values: Mapping[str, Any], *, from_images: bool) -> None:
+    def _numbers(
+        self, activity: Activity, group: str, values: Mapping[str, Any], *, from_images: bool
+    ) -> None:
         if self._gate is not None:
             self._gate.charge_numbers(group, values, from_images=from_images)
         if self._log is not None:
-            plain = numbers({name: value for name, value in values.items() if isinstance(value, int | float)})
+            plain = numbers(
+                {name: value for name, value in values.items() if isinstance(value, int | float)}
+            )
             self._add(activity, "left", {**describe_document(values), "numbers": plain})
 
     def _add(self, activity: Activity, direction: str, entry: Mapping[str, Any]) -> None:
@@ -229,4 +253,12 @@ class Guard:
         else:
             words = {}
 
-        self._log.add({"round": activity.round, "direction": direction, "kind": activity.kind, **entry, **words})
+        self._log.add(
+            {
+                "round": activity.round,
+                "direction": direction,
+                "kind": activity.kind,
+                **entry,
+                **words,
+            }
+        )

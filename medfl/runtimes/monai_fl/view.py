@@ -88,7 +88,9 @@ class SiteView:
             files, patients = self._files_and_patients(section)
             training_files, training_patients = self._files_and_patients("train")
             is_known = "" not in {*files, *patients, *training_files, *training_patients}
-            self._held_out[section] = is_known and not files & training_files and not patients & training_patients
+            self._held_out[section] = (
+                is_known and not files & training_files and not patients & training_patients
+            )
         return self._held_out[section]
 
     def _files_and_patients(self, section: str) -> tuple[set[str], set[str]]:
@@ -125,7 +127,9 @@ class SiteView:
     def site(self, name: str, round_: int) -> Site:
         """Return a participant as it is in a round."""
         site = self._federation.site(name, round_)
-        train, validate, test = (self._stoppable(shard) for shard in (site.train, site.validate, site.test))
+        train, validate, test = (
+            self._stoppable(shard) for shard in (site.train, site.validate, site.test)
+        )
         return replace(site, train=train, validate=validate, test=test)
 
     def shard(self, name: str, section: str) -> Shard:

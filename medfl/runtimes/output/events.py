@@ -16,16 +16,26 @@ class Events:
     """TensorBoard event files of a run of which `done` rounds are done, continued after a resume."""
 
     def __init__(self, path: Path, done: int, *trackers: Tracker) -> None:
-        self.path, self.done, self.trackers = path, done, trackers
+        self.path = path
+        self.done = done
+        self.trackers = trackers
 
     def __enter__(self) -> Events:
         from torch.utils.tensorboard import SummaryWriter  # imports for a second
 
-        self._writer: Any = SummaryWriter(str(self.path), purge_step=self.done + 1 if self.done else None)  # type: ignore[no-untyped-call]
-        self._hook = tell = threading.excepthook  # what fails in the writer's thread is raised by its next call
-        threading.excepthook = lambda failed: None if "Async" in type(failed.thread).__name__ else tell(failed)
+        self._writer: Any = SummaryWriter(
+            str(self.path), purge_step=self.done + 1 if self.done else None
+        )  # type: ignore[no-untyped-call]
+        self._hook = tell = (
+            threading.excepthook
+        )  # what fails in the writer's thread is raised by its next call
+        threading.excepthook = lambda failed: (
+            None if "Async" in type(failed.thread).__name__ else tell(failed)
+        )
+
         for tracker in self.trackers:
             tracker.open(self.done)
+
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -34,6 +44,7 @@ class Events:
                 self._writer.close()
         finally:
             threading.excepthook = self._hook
+
         for tracker in self.trackers:
             tracker.close(kind is None)
 

@@ -41,13 +41,18 @@ def case_pictures(
         shown = {ident: masks[site][ident] for ident in ranks if ident in masks.get(site, {})}
         if not shown:
             continue
+
         examples = [
             _example(federation, site, ident, ranks[ident], cases[site], masks_of_case)
             for ident, masks_of_case in shown.items()
         ]
         median = float(np.nanmedian(list(dice[site].values())))
-        structures = _structures(federation, max(masks_of_case.classes for masks_of_case in shown.values()))
-        yield overlays.mask_overlays(f"masks-{safe_file_name(site)}", site, examples, structures, median)
+        structures = _structures(
+            federation, max(masks_of_case.classes for masks_of_case in shown.values())
+        )
+        yield overlays.mask_overlays(
+            f"masks-{safe_file_name(site)}", site, examples, structures, median
+        )
 
 
 def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
@@ -57,7 +62,11 @@ def _dice(cases: Mapping[str, Cases]) -> dict[str, dict[str, float]]:
         for site, c in cases.items()
         if "dice" in c.values
     }
-    return {site: dice for site, dice in by_site.items() if any(value == value for value in dice.values())}
+    return {
+        site: dice
+        for site, dice in by_site.items()
+        if any(value == value for value in dice.values())
+    }
 
 
 def _drawn_sites(dice: Mapping[str, dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -68,14 +77,18 @@ def _drawn_sites(dice: Mapping[str, dict[str, float]]) -> dict[str, dict[str, fl
     return {site: values for site, values in dice.items() if site in drawn_sites}
 
 
-def _example(federation: Federation, site: str, ident: str, rank: str, cases: Cases, masks: Masks) -> Example:
+def _example(
+    federation: Federation, site: str, ident: str, rank: str, cases: Cases, masks: Masks
+) -> Example:
     image, geometry = test_item(federation, site, ident)
     row = cases.select([ident]).values
     return Example(
         rank,
         ident,
         {name: float(value) for name, value in row.items()},
-        true_colours(image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms),
+        true_colours(
+            image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms
+        ),
         masks.reference.numpy(),
         masks.prediction.numpy(),
         geometry,
@@ -93,4 +106,7 @@ def test_item(federation: Federation, site: str, ident: str) -> tuple[Any, Geome
 def _structures(federation: Federation, classes: int) -> list[str]:
     """Return the names of the foreground classes."""
     named = federation.bundle.structures
-    return list(named[1:]) if len(named) == classes else [f"structure {index}" for index in range(1, classes)]
+    if len(named) == classes:
+        return list(named[1:])
+
+    return [f"structure {index}" for index in range(1, classes)]

@@ -31,7 +31,11 @@ from medfl.storage.run_folder import RunFolder
 from medfl.training.layers import evaluating
 
 _COLUMNS = 8  # generated images of a class in a grid
-_ITEMS, _PIXELS, _LEAST = 1000, 1000 * 64 * 64, 25  # test items at most; their pixels; items a class at least
+_ITEMS, _PIXELS, _LEAST = (
+    1000,
+    1000 * 64 * 64,
+    25,
+)  # test items at most; their pixels; items a class at least
 _MAPPED, _GENERATED = 300, 100  # points of a map: test items, generated images
 _BATCH = 64
 
@@ -41,30 +45,48 @@ class Pictures:
 
     def __init__(self, federation: Federation, folder: RunFolder, events: Any, done: int) -> None:
         """Take the parts; `done` rounds were done before this process."""
-        self.federation, self.folder, self.events = federation, folder, events
+        self.federation = federation
+        self.folder = folder
+        self.events = events
         self._mark = _last_mark(folder, done)
 
     def begin(self) -> None:
         """Draw the geometry of the class texts where the network's head holds their embeddings."""
-        federation, classes = self.federation, self.federation.task.classes
+        federation = self.federation
+        classes = self.federation.task.classes
         if federation.task.kind != "classification":
             return
+
         with federation.networks.scope():
             layer = _linear_head(federation.networks.lease(federation.networks.initial))
             embeddings = getattr(layer, "embeddings", None)
-            if isinstance(embeddings, Tensor) and embeddings.ndim == 3 and len(embeddings) == len(classes):
-                self._keep(model_plots.text_similarities(embeddings.double().mean(1).cpu().numpy(), classes), 0)
+            if (
+                isinstance(embeddings, Tensor)
+                and embeddings.ndim == 3
+                and len(embeddings) == len(classes)
+            ):
+                self._keep(
+                    model_plots.text_similarities(
+                        embeddings.double().mean(1).cpu().numpy(), classes
+                    ),
+                    0,
+                )
 
     def after(self, round_: int, server: State) -> None:
         """Draw generated images of each class, if the method makes any and they are not those of the last picture."""
         classes = self.federation.task.classes
-        generated = self._synthetic(round_, server, torch.arange(len(classes)).repeat_interleave(_COLUMNS), "grid")
+        generated = self._synthetic(
+            round_, server, torch.arange(len(classes)).repeat_interleave(_COLUMNS), "grid"
+        )
         if generated is None:
             return
+
         images = generated.images.float().cpu().numpy()
         mark = hashlib.sha256(images.tobytes()).hexdigest()
         if mark != self._mark:
-            self._keep(model_plots.generated_grid(images, classes, round_, mark), round_, "generated")
+            self._keep(
+                model_plots.generated_grid(images, classes, round_, mark), round_, "generated"
+            )
             self._mark = mark
 
     def finish(self, round_: int, server: State) -> None:
@@ -74,32 +96,46 @@ class Pictures:
             for name, value in entry.get("observed", {}).items():
                 if name in DISTANCES:
                     seen.setdefault(name, []).append((entry["round"], value))
+
         drawn = model_plots.prototype_distances(seen)
         if drawn is not None:
             self._keep(drawn, round_)
-        federation, classes = self.federation, self.federation.task.classes
-        seed, pooled = federation.run.seed, federation.pooled("test")
+
+        federation = self.federation
+        classes = self.federation.task.classes
+        seed = federation.run.seed
+        pooled = federation.pooled("test")
+
         if federation.task.kind != "classification" or not len(pooled):
             return
+
         asked = torch.arange(len(classes)).repeat(max(1, _GENERATED // len(classes)))
         generated = self._synthetic(round_, server, asked, "features")
         with stream(seed, "pictures", "items") as draws, federation.networks.scope():
             network = federation.method.global_predictor(federation.host(round_), server)
             if network is None or not _has_vectors(network, pooled, federation.networks.device):
                 return
+
             real, labels = self._read(network, _sample_items(pooled, len(classes), draws))
-            synthetic, made_labels = real[:0], labels[:0]
+            synthetic = real[:0]
+            made_labels = labels[:0]
             if generated is not None:
                 images = Stacked([{}] * len(asked), generated.inputs, asked)
                 synthetic, made_labels = self._read(network, Shard.of(images, range(len(asked))))
+
         points = (real[:_MAPPED], labels[:_MAPPED], synthetic, made_labels)
-        for picture in model_plots.feature_scatters(*points, classes, derive(seed, "pictures"), round_):
+        for picture in model_plots.feature_scatters(
+            *points, classes, derive(seed, "pictures"), round_
+        ):
             self._keep(picture, round_)
+
         spectrum = model_plots.spectrum(real, labels, classes, round_)
         if spectrum is not None:
             self._keep(spectrum, round_)
 
-    def draw_cases(self, round_: int, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]) -> None:
+    def draw_cases(
+        self, round_: int, cases: Mapping[str, Cases], masks: Mapping[str, Mapping[str, Masks]]
+    ) -> None:
         """Show test cases as the judged models see them.
 
         Of a segmentation the Dice of all of them, and each site's best, median and worst one; of a classification
@@ -110,11 +146,15 @@ class Pictures:
             pictures = overlays.case_pictures(self.federation, cases, masks)
         elif self.federation.task.kind == "classification":
             pictures = worst.worst_pictures(self.federation, cases)
+
         for picture in pictures:
             self._keep(picture, round_)
 
-    def _synthetic(self, round_: int, server: State, labels: Tensor, purpose: str) -> Synthetic | None:
-        federation, maker = self.federation, methods.extra(self.federation.method, methods.MakesImages)
+    def _synthetic(
+        self, round_: int, server: State, labels: Tensor, purpose: str
+    ) -> Synthetic | None:
+        federation = self.federation
+        maker = methods.extra(self.federation.method, methods.MakesImages)
         if maker is None:
             return None
         with stream(federation.run.seed, "pictures", purpose) as draws, federation.networks.scope():
@@ -122,12 +162,16 @@ class Pictures:
 
     def _read(self, network: nn.Module, shard: Shard) -> tuple[Floats, Labels]:
         """Return the features (N, d) of a shard's items and their classes (N,)."""
-        values, labels = zip(*features(network, shard, _BATCH, self.federation.networks.device), strict=True)
+        values, labels = zip(
+            *features(network, shard, _BATCH, self.federation.networks.device), strict=True
+        )
         return torch.cat(values).float().cpu().numpy(), torch.cat(labels).cpu().numpy()
 
     def _keep(self, picture: Picture, step: int, tag: str = "") -> None:
         self.folder.write_picture(picture.name, picture.png)
-        self.events.add_image(f"pictures/{tag or picture.name}", picture.pixels, step, dataformats="HWC")
+        self.events.add_image(
+            f"pictures/{tag or picture.name}", picture.pixels, step, dataformats="HWC"
+        )
 
 
 def _sample_items(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
@@ -137,7 +181,10 @@ def _sample_items(pooled: Shard, classes: int, draws: torch.Generator) -> Shard:
     order = torch.randperm(len(pooled), generator=draws)
     if pooled.labels:
         one_hot = nn.functional.one_hot(torch.tensor(pooled.labels)[order])
-        order = order[(one_hot.cumsum(0) * one_hot).sum(1).argsort(stable=True)]  # first the first of each class
+        order = order[
+            (one_hot.cumsum(0) * one_hot).sum(1).argsort(stable=True)
+        ]  # first the first of each class
+
     return Shard(pooled.prepared, pooled.indices[order[:limit]])
 
 

@@ -19,7 +19,14 @@ from medfl.core.untrusted import Refused, json_values
 from medfl.storage.files import write_atomic
 from medfl.storage.run_folder import RunFolder
 
-_APART = ("bundle_path", "data.folder", "data.counts", "data.notes", "partition.notes", "partition.sites")
+_APART = (
+    "bundle_path",
+    "data.folder",
+    "data.counts",
+    "data.notes",
+    "partition.notes",
+    "partition.sites",
+)
 """Parts of a record that are no settings: where things lie, and which items each site has."""
 
 
@@ -44,7 +51,9 @@ class Tracker(ABC):
 
     def __init__(self, folder: RunFolder, say: Print) -> None:
         """Connect to nothing yet."""
-        self.folder, self.say, self._on = folder, say, False
+        self.folder = folder
+        self.say = say
+        self._on = False
         self.known = self._known()
 
     @abstractmethod
@@ -89,7 +98,11 @@ class Tracker(ABC):
             document = json_values(self.folder.path / self.file, 2**16)
         except Refused:
             return {}
-        return {key: str(value) for key, value in document.items()} if isinstance(document, dict) else {}
+
+        if isinstance(document, dict):
+            return {key: str(value) for key, value in document.items()}
+
+        return {}
 
     @contextmanager
     def _kept_going(self) -> Iterator[None]:
@@ -119,6 +132,7 @@ def settings_of(document: Mapping[str, Any], above: str = "") -> dict[str, Any]:
             settings |= settings_of(value, f"{name}.")
         else:
             settings[name] = value
+
     return settings
 
 

@@ -21,7 +21,8 @@ from medfl.runtimes.output.tracker import Tracker, settings_of
 from medfl.runtimes.output.wandb_runs import Wandb
 from medfl.storage.run_folder import RunFolder
 
-FILE, STORE = "mlflow.json", "mlflow.db"
+FILE = "mlflow.json"
+STORE = "mlflow.db"
 """In a run folder: which MLflow run it is, and the SQLite file where MLflow has no other place."""
 EXPERIMENT = "medfl"
 """Name of the experiment, where MLFLOW_EXPERIMENT_NAME says no other."""
@@ -29,7 +30,8 @@ _MARK = "cost/seconds"
 """A metric of every round."""
 _PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """MLflow itself would try for minutes before it says that its server is down."""
-_BATCH, _LONGEST = 100, 500
+_BATCH = 100
+_LONGEST = 500
 """Parameters that MLflow takes at once, and the length of one that every version of it takes."""
 
 
@@ -39,34 +41,45 @@ class Tracking(Tracker):
     Its store is `uri`; without one that which the folder names, else MLFLOW_TRACKING_URI, else in the folder.
     """
 
-    title, file = "MLflow", FILE
+    title = "MLflow"
+    file = FILE
 
     def __init__(self, folder: RunFolder, uri: str | None, say: Print) -> None:
         super().__init__(folder, say)
         in_folder = f"sqlite:///{(folder.path / STORE).resolve()}"
-        self.uri = uri or self.known.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or in_folder
-        self.shown, self.secret = _without_password(self.uri), self.uri
+        self.uri = (
+            uri or self.known.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or in_folder
+        )
+        self.shown = _without_password(self.uri)
+        self.secret = self.uri
         self.id = self.known.get("run_id", "") if self.known.get("uri") == self.shown else ""
         self._there: set[int] = set()
 
     def _open(self) -> None:
         from mlflow.tracking import MlflowClient  # imports for seconds
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each table that it makes
+        logging.getLogger("mlflow").setLevel(
+            logging.WARNING
+        )  # it tells of each table that it makes
         for name, value in _PATIENCE.items():
             os.environ.setdefault(name, value)
+
         self.note(uri=self.shown, run_id=self.id)
         self._client = MlflowClient(self.uri)
         if self.id:
-            self._there = {metric.step for metric in self._client.get_metric_history(self.id, _MARK)}
+            self._there = {
+                metric.step for metric in self._client.get_metric_history(self.id, _MARK)
+            }
             self._client.set_terminated(self.id, "RUNNING")
         else:
             self._begin()
+
         self.say(f"MLflow: run {self.id} at {self.shown}")
 
     def _log(self, round_: int, numbers: Mapping[str, float]) -> None:
         if round_ in self._there:
             return
+
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -84,13 +97,24 @@ class Tracking(Tracker):
         run, document = self.folder.read_run()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
         there = client.get_experiment_by_name(name)
-        experiment = client.create_experiment(name) if there is None else there.experiment_id
+
+        if there is None:
+            experiment = client.create_experiment(name)
+        else:
+            experiment = there.experiment_id
+
         tags = {"run_hash": run.run_hash, "data": run.data.source}
-        mlflow_run = client.create_run(experiment, tags=tags, run_name=self.folder.path.resolve().name)
+        mlflow_run = client.create_run(
+            experiment, tags=tags, run_name=self.folder.path.resolve().name
+        )
         self.id = mlflow_run.info.run_id
         self.note(uri=self.shown, run_id=self.id)
         sites = {"sites": len(run.partition.sites), "runtime": document.get("runtime", "")}
-        params = [Param(key, str(value)[:_LONGEST]) for key, value in {**settings_of(run.to_dict()), **sites}.items()]
+        params = [
+            Param(key, str(value)[:_LONGEST])
+            for key, value in {**settings_of(run.to_dict()), **sites}.items()
+        ]
+
         for start in range(0, len(params), _BATCH):
             client.log_batch(self.id, params=params[start : start + _BATCH])
 
@@ -112,11 +136,13 @@ def parse(text: str) -> tuple[type[Tracking | Wandb], str | None]:
     if kind not in _KINDS or (colon and not target):
         allowed = "mlflow or mlflow:URI, wandb or wandb:PROJECT"
         raise InputError(f"--track {text}", allowed, "for example mlflow:http://localhost:5000")
+
     tracker, module, words = _KINDS[kind]
     try:
         importlib.import_module(module)
     except ImportError as error:
         raise InputError(f"--track {text}", f"it needs {words}", pip_install(kind)) from error
+
     return tracker, target or None
 
 
@@ -131,7 +157,11 @@ def tracked(folder: RunFolder, track: str | None, say: Print) -> list[Tracker]:
     if track is not None:
         tracker, target = parse(track)
         return [tracker(folder, target, say)]
-    return [tracker(folder, None, say) for tracker, *_ in _KINDS.values() if (folder.path / tracker.file).is_file()]
+    return [
+        tracker(folder, None, say)
+        for tracker, *_ in _KINDS.values()
+        if (folder.path / tracker.file).is_file()
+    ]
 
 
 def _without_password(uri: str) -> str:

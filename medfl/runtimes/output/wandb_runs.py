@@ -20,7 +20,8 @@ PROJECT = "medfl"
 class Wandb(Tracker):
     """One run of Weights & Biases, in `project`; without one in that which the folder names, else in "medfl"."""
 
-    title, file = "Weights & Biases", "wandb.json"
+    title = "Weights & Biases"
+    file = "wandb.json"
 
     def __init__(self, folder: RunFolder, project: str | None, say: Print) -> None:
         super().__init__(folder, say)
@@ -33,7 +34,11 @@ class Wandb(Tracker):
 
         self.note(project=self.project, run_id=self.id)
         run, document = self.folder.read_run()
-        config = {**settings_of(run.to_dict()), "sites": len(run.partition.sites), "run_hash": run.run_hash}
+        config = {
+            **settings_of(run.to_dict()),
+            "sites": len(run.partition.sites),
+            "run_hash": run.run_hash,
+        }
         self._run: Any = wandb.init(
             project=self.project, id=self.id or None, resume="allow", name=self.folder.path.resolve().name,
             dir=str(self.folder.path), config={**config, "runtime": document.get("runtime", "")},

@@ -25,8 +25,11 @@ def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterat
     for site, outcomes in cases.items():
         if not outcomes.is_classification:
             continue
-        for row, (ident, loss) in enumerate(zip(outcomes.ids, outcomes.values["loss"].tolist(), strict=True)):
+        for row, (ident, loss) in enumerate(
+            zip(outcomes.ids, outcomes.values["loss"].tolist(), strict=True)
+        ):
             losses.setdefault(ident, (loss, site, row))
+
     rows_first = _reads_rows(federation)
     order = sorted(losses, key=lambda ident: (-losses[ident][0], ident))[:WORST]
     for rank, ident in enumerate(order, 1):
@@ -34,12 +37,17 @@ def worst_pictures(federation: Federation, cases: Mapping[str, Cases]) -> Iterat
         image, geometry = test_item(federation, site, ident)
         if not isinstance(image, Tensor) or image.ndim not in (4, 5):
             return
+
         if geometry is None and rows_first:
             geometry = _upright(tuple(image.shape[2:]))
+
         nothing = np.zeros(image.shape[2:], np.int64)
-        pixels = true_colours(image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms)
+        pixels = true_colours(
+            image[0].float().numpy(force=True), federation.bundle.section("test").source.transforms
+        )
         plane = planes(pixels, nothing, nothing, geometry)[0]
-        label, chances = int(cases[site].values["label"][row]), cases[site].values["probabilities"][row]
+        label = int(cases[site].values["label"][row])
+        chances = cases[site].values["probabilities"][row]
         predicted = int(chances.argmax())
         wrong = label != predicted
         true, taken = (_name(federation, c, len(chances)) for c in (label, predicted))
@@ -56,14 +64,22 @@ def _reads_rows(federation: Federation) -> bool:
     """Tell whether pictures are (H, W): those of our own readers are, MONAI's are (W, H)."""
     root = getattr(federation.bundle, "root", None)
     files = [] if root is None else sorted((root / "configs").glob("train.*"))
-    return not files or any("medfl.datasets.Read" in file.read_text(errors="replace") for file in files)
+    return not files or any(
+        "medfl.datasets.Read" in file.read_text(errors="replace") for file in files
+    )
 
 
 def _upright(shape: tuple[int, ...]) -> Geometry | None:
     """Return a geometry that says no more than that rows come first; None of a volume."""
-    return Geometry(np.eye(4), np.eye(4), shape, "") if len(shape) == 2 else None
+    if len(shape) == 2:
+        return Geometry(np.eye(4), np.eye(4), shape, "")
+
+    return None
 
 
 def _name(federation: Federation, label: int, classes: int) -> str:
     names = federation.task.classes
-    return names[label] if len(names) == classes else f"class {label}"
+    if len(names) == classes:
+        return names[label]
+
+    return f"class {label}"

@@ -41,8 +41,12 @@ def check_counts(federation: Federation, name: str, message: Message, most: int)
         return
     for label, low, values in _counts(message, min(1, most)):
         are_whole = bool((values == values.round()).all())
-        if values.numel() and not (are_whole and low <= float(values.min()) and float(values.max()) <= most):
-            wrong = next(v for v in values.flatten().tolist() if v % 1 or not low <= v <= most)  # also NaN
+        if values.numel() and not (
+            are_whole and low <= float(values.min()) and float(values.max()) <= most
+        ):
+            wrong = next(
+                v for v in values.flatten().tolist() if v % 1 or not low <= v <= most
+            )  # also NaN
             raise RunError(
                 f"site {name!r}: {label} gives a number of items that cannot be true: {wrong:.17g}; expected a whole "
                 f"number from {low} to {most:,}, the number of its items"
@@ -70,12 +74,22 @@ def far_replies(
         return reasons
 
     for group in sorted({group for message in replies.values() for group in message.tensors}):
-        sent = {name: message.tensors[group] for name, message in replies.items() if group in message.tensors}
+        sent = {
+            name: message.tensors[group]
+            for name, message in replies.items()
+            if group in message.tensors
+        }
         norms = {name: _change(members, broadcast.get(group, {})) for name, members in sent.items()}
         reasons = _far(f"its change of {group!r} has the norm", norms) | reasons
 
-    for key in sorted({key for message in replies.values() for key in message.scalars} - {"samples"}):
-        numbers = {name: abs(message.scalars[key]) for name, message in replies.items() if key in message.scalars}
+    for key in sorted(
+        {key for message in replies.values() for key in message.scalars} - {"samples"}
+    ):
+        numbers = {
+            name: abs(message.scalars[key])
+            for name, message in replies.items()
+            if key in message.scalars
+        }
         reasons = _far(f"its 'scalars/{printable(key, 60)}' has the size", numbers) | reasons
 
     return reasons
@@ -86,7 +100,9 @@ def _far(label: str, sizes: Mapping[str, float]) -> dict[str, str]:
     middle = sorted(sizes.values())[len(sizes) // 2]
     limit = FARTHEST * middle if len(sizes) >= _SEVERAL and middle > 0 else math.inf
     limit_text = f"the round's middle one is {middle:.3g}; at most {FARTHEST:g} times that is taken"
-    return {name: f"{label} {size:.3g}, {limit_text}" for name, size in sizes.items() if size > limit}
+    return {
+        name: f"{label} {size:.3g}, {limit_text}" for name, size in sizes.items() if size > limit
+    }
 
 
 def _change(members: Weights, before: Weights) -> float:
@@ -106,7 +122,9 @@ def _change(members: Weights, before: Weights) -> float:
     return math.hypot(*norms)
 
 
-def check_shares(federation: Federation, label: str, replies: Mapping[str, Message], most: float | None) -> None:
+def check_shares(
+    federation: Federation, label: str, replies: Mapping[str, Message], most: float | None
+) -> None:
     """See that no site has more of the weight of the replies, by numbers of items, than the server allows.
 
     `most` is the largest share of one among three or more; None: any. A run with a cap of its own has no such limit.
@@ -114,8 +132,17 @@ def check_shares(federation: Federation, label: str, replies: Mapping[str, Messa
     Raises:
         InputError: one has more; names it.
     """
-    counts = {name: reply.scalars["samples"] for name, reply in replies.items() if "samples" in reply.scalars}
-    if most is None or federation.run.max_share is not None or federation.equal_weight_flag or len(counts) < _SEVERAL:
+    counts = {
+        name: reply.scalars["samples"]
+        for name, reply in replies.items()
+        if "samples" in reply.scalars
+    }
+    if (
+        most is None
+        or federation.run.max_share is not None
+        or federation.equal_weight_flag
+        or len(counts) < _SEVERAL
+    ):
         return
 
     name = max(counts, key=lambda site: counts[site])

@@ -24,7 +24,12 @@ class Dispatcher:
     """Makes the tasks of one run, each when its turn comes, and yields (site, result) as the results come."""
 
     def __init__(
-        self, federation: Federation, folder: RunFolder, workers: Workers, tolerance: Tolerance, say: Print
+        self,
+        federation: Federation,
+        folder: RunFolder,
+        workers: Workers,
+        tolerance: Tolerance,
+        say: Print,
     ) -> None:
         self.federation = federation
         self.folder = folder
@@ -79,11 +84,17 @@ class Dispatcher:
         return self._present(names, results, left_out, f"round {round_}")
 
     def _present(
-        self, names: Sequence[str], results: Iterator[tuple[int, Any]], left_out: dict[str, str], label: str
+        self,
+        names: Sequence[str],
+        results: Iterator[tuple[int, Any]],
+        left_out: dict[str, str],
+        label: str,
     ) -> Iterator[tuple[str, Any]]:
         """Yield (site, result) of those whose result passes the checks, as `Attendance.present`."""
         checked = ((index, self._checked(names[index], result)) for index, result in results)
-        return Attendance(names, self.tolerance.min_replies, left_out, label, self.say).present(checked)
+        return Attendance(names, self.tolerance.min_replies, left_out, label, self.say).present(
+            checked
+        )
 
     def _checked(self, name: str, result: Any) -> Any:
         """Return an introduction or a training's result, or `FailedReply` if it lacks or claims what it should not."""
@@ -114,7 +125,9 @@ class Dispatcher:
         longest site is known.
         """
         tasks = [partial(self._make, task, round_, server, name) for name in names]
-        results = self._shown(len(tasks), self.workers.run(tasks, self._sizes(names, *sections) if sections else None))
+        results = self._shown(
+            len(tasks), self.workers.run(tasks, self._sizes(names, *sections) if sections else None)
+        )
         least = None if self.tolerance.min_replies is None else 1
         return Attendance(names, least, {}, "scores", self.say).present(results)
 
@@ -125,10 +138,17 @@ class Dispatcher:
     def _shown(self, count: int, results: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         yield from bar(results, count, desc="scoring", unit="part", shown=self.progress)
 
-    def _make(self, task: Callable[..., RoundTask], round_: int, server: State, name: str) -> RoundTask:
+    def _make(
+        self, task: Callable[..., RoundTask], round_: int, server: State, name: str
+    ) -> RoundTask:
         with profiling.during(profiling.MESSAGES), self.federation.networks.scope():
             broadcast = self.federation.method.broadcast(self.federation.host(round_), server, name)
-        return task(site=name, round=round_, state=self.folder.newest_state(name), broadcast=broadcast)
+        return task(
+            site=name, round=round_, state=self.folder.newest_state(name), broadcast=broadcast
+        )
 
     def _sizes(self, names: Sequence[str], *sections: str) -> list[int]:
-        return [sum(len(self.federation.participant_shard(name, section)) for section in sections) for name in names]
+        return [
+            sum(len(self.federation.participant_shard(name, section)) for section in sections)
+            for name in names
+        ]

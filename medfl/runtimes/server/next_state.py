@@ -138,7 +138,9 @@ def resumed_state(federation: Federation, folder: RunFolder, manifest: Mapping[s
         with federation.scope():
             name = federation.cohort(round_)[0]
             down = method.broadcast(federation.host(round_), server, name)
-            weights = Message({"weights": down.tensors.get("weights", {})})  # of the forms of a reply's
+            weights = Message(
+                {"weights": down.tensors.get("weights", {})}
+            )  # of the forms of a reply's
             federation.message_rules(name).check_reply(weights)
             method.global_predictor(federation.host(round_), server)
     except Exception as error:  # a State of any form may make it fail in any way
@@ -182,7 +184,9 @@ class _Unusable(Exception):
     """The server cannot go on from a State."""
 
 
-def _checked_state(federation: Federation, round_: int, server: State, replies: Mapping[str, Message]) -> NextState:
+def _checked_state(
+    federation: Federation, round_: int, server: State, replies: Mapping[str, Message]
+) -> NextState:
     """Return the server's next State; `_Unusable` if it cannot go on from there."""
     after = federation.aggregate(round_, server, replies)
     check_state(federation.run.method, "the server's State", after)
@@ -241,10 +245,16 @@ def _at_fault(
         if isinstance(error, MedflError):
             raise error
         sites = ", ".join(map(repr, names)) or "nobody"
-        raise RunError(f"{label}: the server's half fails with each reply ({sites}): {_in_one_line(error)}") from error
+        raise RunError(
+            f"{label}: the server's half fails with each reply ({sites}): {_in_one_line(error)}"
+        ) from error
 
     if not at_fault:
-        needed_absent = [name for name in names if failure([present for present in names if present != name]) is None]
+        needed_absent = [
+            name
+            for name in names
+            if failure([present for present in names if present != name]) is None
+        ]
         at_fault = dict.fromkeys(needed_absent or names, error)
 
     unusable = "the server's half can do nothing with its reply"
@@ -286,9 +296,12 @@ def odd_replies(
     reasons = dict[str, str]()
     for key in sorted({key for form in forms.values() for key in form}):
         site_forms = {name: form[key] for name, form in forms.items() if key in form}
-        (most, count), *runners_up = Counter(f for form in site_forms.values() for f in form.values()).most_common()
+        (most, count), *runners_up = Counter(
+            f for form in site_forms.values() for f in form.values()
+        ).most_common()
         tied = {form for form, n in runners_up if n == count}
         usual: Form | None = most
+
         if tied:
             usual = next(iter({most, *tied} & {*expected.get(key, {}).values()}), None)
 
@@ -300,18 +313,24 @@ def odd_replies(
                 else:
                     others_have = f"expected {_form_text(usual)}"
 
-                reasons[name] = f"{printable(wrong[0], 80)!r} is {_form_text(form[wrong[0]])}; {others_have}"
+                reasons[name] = (
+                    f"{printable(wrong[0], 80)!r} is {_form_text(form[wrong[0]])}; {others_have}"
+                )
 
     return reasons
 
 
-def _forms(tensors: Mapping[str, Mapping[str, Tensor]], checked_groups: Collection[str]) -> dict[str, dict[str, Form]]:
+def _forms(
+    tensors: Mapping[str, Mapping[str, Tensor]], checked_groups: Collection[str]
+) -> dict[str, dict[str, Form]]:
     """Return key -> flat name -> form; tensors that are named by class have one key in common."""
     forms: dict[str, dict[str, Form]] = {}
     for group, members in tensors.items():
         for name, tensor in members.items() if group not in checked_groups else ():
             form = tuple(tensor.shape), str(tensor.dtype)
-            forms.setdefault(f"{group}/{'#' if _is_class(name) else name}", {})[f"{group}/{name}"] = form
+            forms.setdefault(f"{group}/{'#' if _is_class(name) else name}", {})[
+                f"{group}/{name}"
+            ] = form
     return forms
 
 
@@ -328,7 +347,10 @@ def _flaws(after: Any, before: Any, path: str, sites: Sequence[str], classes: in
     if isinstance(after, Tensor):
         if not is_finite(after):
             yield f"{path!r} has NaN or infinite values"
-        if isinstance(before, Tensor) and (before.shape, before.dtype) != (after.shape, after.dtype):
+        if isinstance(before, Tensor) and (before.shape, before.dtype) != (
+            after.shape,
+            after.dtype,
+        ):
             form, was = ((tuple(t.shape), str(t.dtype)) for t in (after, before))
             yield f"{path!r} is {_form_text(form)}; before it was {_form_text(was)}"
     elif isinstance(after, float) and (after != after or abs(after) == float("inf")):
@@ -341,8 +363,11 @@ def _flaws(after: Any, before: Any, path: str, sites: Sequence[str], classes: in
             and all(isinstance(value, Tensor) for value in (*after.values(), *entries.values()))
         ):
             yield from _naming_flaws(after, entries, path, sites, classes)
+
         for name, value in after.items():
-            yield from _flaws(value, entries.get(name), f"{path}/{name}" if path else str(name), sites, classes)
+            yield from _flaws(
+                value, entries.get(name), f"{path}/{name}" if path else str(name), sites, classes
+            )
     elif isinstance(after, list | tuple):
         listed = before if isinstance(before, list | tuple) else ()
         for index, value in enumerate(after):
@@ -351,7 +376,11 @@ def _flaws(after: Any, before: Any, path: str, sites: Sequence[str], classes: in
 
 
 def _naming_flaws(
-    after: Mapping[str, Tensor], was: Mapping[str, Tensor], path: str, sites: Sequence[str], classes: int
+    after: Mapping[str, Tensor],
+    was: Mapping[str, Tensor],
+    path: str,
+    sites: Sequence[str],
+    classes: int,
 ) -> Iterator[str]:
     """Say what is wrong with the names of a group of tensors in a State."""
     lost = was.keys() - after.keys()

@@ -75,9 +75,17 @@ class Aggregation:
         """Return what `parse` reads."""
         if self.kind == "trimmed":
             return f"trimmed:{self.fraction!r}"
+
         if self.kind == "clip":
-            return "clip:auto" if self.bound is None else f"clip:{self.bound!r}"
-        return f"{self.kind}:{self.bad}" if self.least > 1 else self.kind
+            if self.bound is None:
+                return "clip:auto"
+
+            return f"clip:{self.bound!r}"
+
+        if self.least > 1:
+            return f"{self.kind}:{self.bad}"
+
+        return self.kind
 
     @property
     def described(self) -> str:
@@ -99,9 +107,14 @@ class Aggregation:
     @property
     def least(self) -> int:
         """Replies that it needs: 2F + 3 for Krum."""
-        return 2 * self.bad + 3 if self.kind in ("krum", "multikrum") else 1
+        if self.kind in ("krum", "multikrum"):
+            return 2 * self.bad + 3
 
-    def combined(self, replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, Tensor]:
+        return 1
+
+    def combined(
+        self, replies: Mapping[str, Message], group: str, before: Weights
+    ) -> dict[str, Tensor]:
         """Return one tensor group made of the replies' and of what it was before; their order is of no matter.
 
         A block of coordinates of all replies is read at a time, so that those that lie on disk need not fit in memory.
@@ -116,26 +129,40 @@ class Aggregation:
             )
         if self.kind == "clip":
             return self._clipped(replies, group, before)
+
         parts = [replies[name].tensors[group] for name in sorted(replies)]
         if self.least > 1:
             chosen = {name: replies[name] for name in self._nearest(sorted(replies), parts)}
             return weighted_mean(chosen, group, uniform_shares(chosen))
+
         count = len(parts)
-        cut = (count - 1) // 2 if self.kind == "median" else math.floor(self.fraction * count + 1e-9)  # 0.29 * 100
+        cut = (
+            (count - 1) // 2 if self.kind == "median" else math.floor(self.fraction * count + 1e-9)
+        )  # 0.29 * 100
         return {name: _middle(parts, name, cut) for name in parts[0]}
 
-    def observed(self, replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, float]:
+    def observed(
+        self, replies: Mapping[str, Message], group: str, before: Weights
+    ) -> dict[str, float]:
         """Return the bound of `clip` in a round, and of each site the norm of its change and its share of the mean."""
         if self.kind != "clip":
             return {}
-        norms, shares = change_norms(replies, group, before), sample_shares(replies)
-        metrics = {f"norm/{name}": norm for name, norm in norms.items()} | {f"share/{n}": p for n, p in shares.items()}
+        norms = change_norms(replies, group, before)
+        shares = sample_shares(replies)
+        metrics = {f"norm/{name}": norm for name, norm in norms.items()} | {
+            f"share/{n}": p for n, p in shares.items()
+        }
         return {"clip": self._limit(norms), **metrics}
 
     def _limit(self, norms: Mapping[str, float]) -> float:
-        return statistics.median(norms.values()) if self.bound is None else self.bound
+        if self.bound is None:
+            return statistics.median(norms.values())
 
-    def _clipped(self, replies: Mapping[str, Message], group: str, before: Weights) -> dict[str, Tensor]:
+        return self.bound
+
+    def _clipped(
+        self, replies: Mapping[str, Message], group: str, before: Weights
+    ) -> dict[str, Tensor]:
         """Return the mean of the shortened changes: what a site loses of its share, the weights before gain.
 
         Whole numbers, which are in no norm, are the middle ones where a site's moved by more than the bound.
@@ -146,11 +173,19 @@ class Aggregation:
             name: share if norms[name] <= limit else share * (limit / norms[name])
             for name, share in sample_shares(replies).items()
         }
+
         if any(norm > limit for norm in norms.values()):
-            rest = {"": Message({group: {name: before[name] for name in next(iter(replies.values()))[group]}})}
-            mean = weighted_mean({**replies, **rest}, group, {**shares, "": 1 - math.fsum(shares.values())})
+            rest = {
+                "": Message(
+                    {group: {name: before[name] for name in next(iter(replies.values()))[group]}}
+                )
+            }
+            mean = weighted_mean(
+                {**replies, **rest}, group, {**shares, "": 1 - math.fsum(shares.values())}
+            )
         else:
             mean = weighted_mean(replies, group, shares)
+
         parts = [replies[name].tensors[group] for name in sorted(replies)]
         for name, tensor in mean.items():
             if tensor.is_floating_point():
@@ -158,6 +193,7 @@ class Aggregation:
             moved = [(part[name].double() - before[name].double()).norm() for part in parts]
             if any(float(norm) > limit for norm in moved):
                 mean[name] = _middle(parts, name, 0)
+
         return mean
 
     def _nearest(self, names: Sequence[str], parts: Sequence[Weights]) -> list[str]:
@@ -172,12 +208,17 @@ def change_norms(replies: Mapping[str, Message], group: str, before: Weights) ->
     """Return the L2 norm of each reply's change of a group, over its floating tensors, in float64."""
     norms: dict[str, float] = {}
     for site in sorted(replies):
-        squares, weights = [], replies[site].tensors[group]
+        squares = []
+        weights = replies[site].tensors[group]
         for name, old in before.items():
             if old.is_floating_point():
-                pair = zip(_blocks([weights], name, old), _blocks([{name: old}], name, old), strict=True)
+                pair = zip(
+                    _blocks([weights], name, old), _blocks([{name: old}], name, old), strict=True
+                )
                 squares += [float((new[0] - was[0]).square().sum()) for (_, new), (_, was) in pair]
+
         norms[site] = math.sqrt(math.fsum(squares))
+
     return norms
 
 
@@ -194,7 +235,9 @@ def _middle(parts: Sequence[Weights], name: str, cut: int) -> Tensor:
             values = ordered[:, cut : len(parts) - cut].mean(1)
         else:
             values = ordered[:, (len(parts) - 1) // 2]
+
         out[start : start + len(values)] = values.to(like.dtype)
+
     return out.reshape(like.shape)
 
 
@@ -207,12 +250,14 @@ def _distances(parts: Sequence[Weights]) -> Tensor:
         for _, rows in _blocks(parts, name, like):
             for i in range(len(parts) - 1):
                 distances[i, i + 1 :] += (rows[i + 1 :] - rows[i]).square().sum(1).cpu()
+
     return distances + distances.T
 
 
 def _blocks(parts: Sequence[Weights], name: str, like: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield (first coordinate, the replies' values (n, coordinates)) in float64, of integers in int64."""
-    size, wide = max(1, _BLOCK // len(parts)), torch.float64 if like.is_floating_point() else torch.int64
+    size = max(1, _BLOCK // len(parts))
+    wide = torch.float64 if like.is_floating_point() else torch.int64
     reads = [slices(weights, name) for weights in parts]
     for start in range(0, like.numel(), size):
         stop = min(start + size, like.numel())
@@ -223,10 +268,21 @@ def with_effective_counts(replies: Mapping[str, Message], run: Run) -> Mapping[s
     """Return replies as a run counts them: by their items, each the same, or by items with a cap on a site's share."""
     if run.site_weights != "uniform" and run.max_share is None:
         return replies
-    counts = {name: replies[name].scalars["samples"] for name in sorted(replies) if "samples" in replies[name].scalars}
-    counts = dict.fromkeys(counts, 1.0) if run.site_weights == "uniform" else cap_counts(counts, run.max_share or 1)
+
+    counts = {
+        name: replies[name].scalars["samples"]
+        for name in sorted(replies)
+        if "samples" in replies[name].scalars
+    }
+    if run.site_weights == "uniform":
+        counts = dict.fromkeys(counts, 1.0)
+    else:
+        counts = cap_counts(counts, run.max_share or 1)
+
     return {
-        name: Message(reply.tensors, {**reply.scalars, "samples": counts[name]}) if name in counts else reply
+        name: Message(reply.tensors, {**reply.scalars, "samples": counts[name]})
+        if name in counts
+        else reply
         for name, reply in replies.items()
     }
 
@@ -237,7 +293,9 @@ def cap_counts(counts: Mapping[str, float], most: float) -> dict[str, float]:
     They are all the same where there are too few of them to be below.
     """
     rising = sorted(counts.values())
-    for cut in range(min(len(rising), math.ceil(1 / most))):  # so many of the largest are shortened to one number
+    for cut in range(
+        min(len(rising), math.ceil(1 / most))
+    ):  # so many of the largest are shortened to one number
         limit = most * math.fsum(rising[: len(rising) - cut]) / (1 - cut * most)
         if rising[-cut - 1] <= limit:
             return {name: min(count, limit) for name, count in counts.items()}
@@ -248,5 +306,10 @@ def shares_under_cap(replies: Mapping[str, Message], run: Run) -> dict[str, floa
     """Return each site's share of the mean and what it would be by its own word, of runs with a cap on shares."""
     if run.max_share is None or any("samples" not in reply.scalars for reply in replies.values()):
         return {}
-    kinds = {"said": sample_shares(replies), "share": sample_shares(with_effective_counts(replies, run))}
-    return {f"{kind}/{name}": share for kind, shares in kinds.items() for name, share in shares.items()}
+    kinds = {
+        "said": sample_shares(replies),
+        "share": sample_shares(with_effective_counts(replies, run)),
+    }
+    return {
+        f"{kind}/{name}": share for kind, shares in kinds.items() for name, share in shares.items()
+    }

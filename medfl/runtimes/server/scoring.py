@@ -30,7 +30,9 @@ _MAX_SCORED = 100  # sites whose own models are scored on everybody's test items
 
 _OF_STRUCTURES = tuple(f"{kind}_" for kind in KINDS)
 _OWN = "the site's own model, as the method leaves it"
-_TRAINED_ONCE_MORE = "the final global model after one more local training at the site, of which nothing is sent"
+_TRAINED_ONCE_MORE = (
+    "the final global model after one more local training at the site, of which nothing is sent"
+)
 
 Metrics = dict[str, float]
 CasesBySite = dict[str, dict[str, Cases]]
@@ -48,7 +50,11 @@ class Scoring:
     """Scores the models of one run."""
 
     def __init__(
-        self, federation: Federation, folder: RunFolder, record: dict[str, Any], dispatcher: Dispatcher
+        self,
+        federation: Federation,
+        folder: RunFolder,
+        record: dict[str, Any],
+        dispatcher: Dispatcher,
     ) -> None:
         self.federation = federation
         self.folder = folder
@@ -73,7 +79,9 @@ class Scoring:
 
     # A round
 
-    def evaluate(self, round_: int, server: State, results: Mapping[str, StepResult]) -> dict[str, Any]:
+    def evaluate(
+        self, round_: int, server: State, results: Mapping[str, StepResult]
+    ) -> dict[str, Any]:
         """Score the received global and the personal models on validation data; remember the best round."""
         global_cases = self._global(round_, "validate", server)
         if self.method.judged == "personal":
@@ -94,7 +102,9 @@ class Scoring:
         models = {"received": self._by_site(global_cases, "validate"), "personal": personal_cases}
         sites: dict[str, dict[str, Any]] = {}
         for name in self.federation.names:
-            scores = {model: summarise(cases[name]) for model, cases in models.items() if name in cases}
+            scores = {
+                model: summarise(cases[name]) for model, cases in models.items() if name in cases
+            }
             if scores:
                 sites[name] = scores
 
@@ -107,7 +117,9 @@ class Scoring:
         best = self.record["best"]
         if value is None or value != value:
             return
-        if best is not None and not (value > best["value"] if higher_is_better(self.key) else value < best["value"]):
+        if best is not None and not (
+            value > best["value"] if higher_is_better(self.key) else value < best["value"]
+        ):
             return
 
         self.record["best"] = {"round": round_, "value": value}
@@ -127,7 +139,10 @@ class Scoring:
             chunk = _CHUNK_OF_MAPS
 
         parts = self.dispatcher.at_server(
-            [partial(tasks.ScoreGlobal, round_, server, section, i, i + chunk) for i in range(0, total, chunk)]
+            [
+                partial(tasks.ScoreGlobal, round_, server, section, i, i + chunk)
+                for i in range(0, total, chunk)
+            ]
         )
         if parts and parts[0] is not None:
             return Cases.concat(parts)
@@ -135,7 +150,11 @@ class Scoring:
         return None
 
     def _personal(
-        self, round_: int, server: State, sections: tuple[str, ...], among: Sequence[str] | None = None
+        self,
+        round_: int,
+        server: State,
+        sections: tuple[str, ...],
+        among: Sequence[str] | None = None,
     ) -> CasesBySite:
         names = self.names if among is None else among
         task = partial(tasks.ScoreSite, sections=sections)
@@ -143,8 +162,16 @@ class Scoring:
 
     def _by_site(self, cases: Cases | None, section: str) -> dict[str, Cases]:
         """Cut the pooled outcomes at the sites: the received model is one model, so it is run once."""
-        shards = {name: self.federation.shard(name, section) for name in self.federation.names if cases is not None}
-        return {name: cases.select(shard.indices.tolist()) for name, shard in shards.items() if cases and len(shard)}
+        shards = {
+            name: self.federation.shard(name, section)
+            for name in self.federation.names
+            if cases is not None
+        }
+        return {
+            name: cases.select(shard.indices.tolist())
+            for name, shard in shards.items()
+            if cases and len(shard)
+        }
 
     def _judged_weights(self, round_: int, server: State) -> Weights:
         """Return the global model's weights; where there is none, every site's own under `<site>/<tensor>`."""
@@ -166,7 +193,9 @@ class Scoring:
         last = self.last
         judged = self.method.judged
         global_cases = self._global(last, "test", server)
-        personal_by_site = {name: cases["test"] for name, cases in self._final_personal(last, server).items()}
+        personal_by_site = {
+            name: cases["test"] for name, cases in self._final_personal(last, server).items()
+        }
         global_by_site = self._by_site(global_cases, "test")
         received = {name: summarise(cases) for name, cases in global_by_site.items()}
         personal = {name: summarise(cases) for name, cases in personal_by_site.items()}
@@ -185,9 +214,15 @@ class Scoring:
 
         if self.record["best_test"] and personal_cases is not None:
             classes = self._classes(self.record["best_test"], personal_cases)
-            best_personal = {"round": self.record["best"]["round"], **self.record["best_test"], **classes}
+            best_personal = {
+                "round": self.record["best"]["round"],
+                **self.record["best_test"],
+                **classes,
+            }
 
-        judged_cases, judged_scores = (global_by_site, received) if judged == "global" else (personal_by_site, personal)
+        judged_cases, judged_scores = (
+            (global_by_site, received) if judged == "global" else (personal_by_site, personal)
+        )
         by_site = {name: scores.get(self.key) for name, scores in judged_scores.items()}
         summary = {
             "judged": judged,
@@ -196,16 +231,30 @@ class Scoring:
             "global": {"last": last_global, "best": best_global} if last_global else None,
             "personal": {"last": last_personal, "best": best_personal} if last_personal else None,
             **self._personal_model(),
-            "site_models": self._site_models(last, server) if judged == "personal" and global_cases is None else None,
+            "site_models": self._site_models(last, server)
+            if judged == "personal" and global_cases is None
+            else None,
             "sites": {"metric": self.key, **spread(by_site, higher_is_better(self.key))},
             **self._units([scores for scores in (last_global, last_personal) if scores]),
             **site_labels.for_summary(self.federation.known, self.federation.bundle),
             "weights_sha256": weights_sha256(weights),
-            **({"best_sha256": file_sha256(self.folder.path / "best.safetensors")} if self.record["best"] else {}),
+            **(
+                {"best_sha256": file_sha256(self.folder.path / "best.safetensors")}
+                if self.record["best"]
+                else {}
+            ),
         }
         columns = {
-            name: _columns("received", received.get(name), self._classes(received.get(name), global_by_site.get(name)))
-            | _columns("personal", personal.get(name), self._classes(personal.get(name), personal_by_site.get(name)))
+            name: _columns(
+                "received",
+                received.get(name),
+                self._classes(received.get(name), global_by_site.get(name)),
+            )
+            | _columns(
+                "personal",
+                personal.get(name),
+                self._classes(personal.get(name), personal_by_site.get(name)),
+            )
             for name in self.federation.names
         }
         self._write_tables(columns, global_cases if judged == "global" else None, personal_cases)
@@ -223,15 +272,21 @@ class Scoring:
         """Return `classes`, {} where the task has no structures; `scores` are of as many cases as these."""
         if scores is None or cases is None or self.federation.task.kind != "segmentation":
             return {}
-        class_metrics = by_structure(scores, cases.values, self.federation.bundle.structures, len(cases))
+        class_metrics = by_structure(
+            scores, cases.values, self.federation.bundle.structures, len(cases)
+        )
         return {"classes": class_metrics} if class_metrics else {}
 
     def _units(self, scored: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, str]]:
         """Return what a report cannot know without the images: the unit of distances on the test items."""
-        distances = sorted({name for scores in scored for name in scores if name.startswith("hd95")})
+        distances = sorted(
+            {name for scores in scored for name in scores if name.startswith("hd95")}
+        )
         if not distances:
             return {}
-        units = {unit(geometry) for geometry in self.federation.sections["test"].geometry} or {unit(None)}
+        units = {unit(geometry) for geometry in self.federation.sections["test"].geometry} or {
+            unit(None)
+        }
         return {"units": dict.fromkeys(distances, " or ".join(sorted(units)))}
 
     def masks(
@@ -248,7 +303,9 @@ class Scoring:
         if self.federation.task.kind != "segmentation" or not names:
             return {}, None
 
-        folders = {name: str(self.folder.predictions_folder(name)) if save else None for name in names}
+        folders = {
+            name: str(self.folder.predictions_folder(name)) if save else None for name in names
+        }
         ids = {name: list(shown.get(name, {})) for name in names}
         if self.method.judged == "global":
             segment = partial(tasks.SegmentGlobal, last, server)
@@ -285,7 +342,9 @@ class Scoring:
             return {}
 
         task = partial(tasks.TrainToScore, sections=("test",))
-        by_site = _in_order(names, self.dispatcher.at_sites(task, last + 1, server, names, ("train",)))
+        by_site = _in_order(
+            names, self.dispatcher.at_sites(task, last + 1, server, names, ("train",))
+        )
         return {name: cases for name, cases in by_site.items() if cases}
 
     def _personal_model(self) -> dict[str, str]:
@@ -306,7 +365,10 @@ class Scoring:
         answers = self.dispatcher.at_sites(tasks.ScoreSiteOnAll, last, server, names)
         scores = _in_order(names, ((name, summarise(cases)) for name, cases in answers))
         metrics = next(iter(scores.values()))
-        by_metric = {metric: spread({name: s.get(metric) for name, s in scores.items()}) for metric in metrics}
+        by_metric = {
+            metric: spread({name: s.get(metric) for name, s in scores.items()})
+            for metric in metrics
+        }
 
         return {
             statistic: {"round": last, **{m: v[statistic] for m, v in by_metric.items()}}
@@ -328,19 +390,31 @@ class Scoring:
         return self._scored(best["round"], tested)
 
     def _write_tables(
-        self, columns: Mapping[str, dict[str, Any]], global_cases: Cases | None, personal_cases: Cases | None
+        self,
+        columns: Mapping[str, dict[str, Any]],
+        global_cases: Cases | None,
+        personal_cases: Cases | None,
     ) -> None:
         federation = self.federation
         classes = self.federation.bundle.classes
         rows = []
         for name in federation.names:
-            row: dict[str, Any] = {"site": name, **{s: len(federation.shard(name, s)) for s in SECTIONS}}
+            row: dict[str, Any] = {
+                "site": name,
+                **{s: len(federation.shard(name, s)) for s in SECTIONS},
+            }
             labels = federation.shard(name, "train").labels
-            row |= {f"train_{title}": labels.count(index) for index, title in enumerate(classes)} if labels else {}
+            row |= (
+                {f"train_{title}": labels.count(index) for index, title in enumerate(classes)}
+                if labels
+                else {}
+            )
             rows.append(row | columns[name])
 
         self.folder.write_table("sites.csv", rows)
-        owner = {ident: name for name in federation.names for ident in federation.shard(name, "test").ids}
+        owner = {
+            ident: name for name in federation.names for ident in federation.shard(name, "test").ids
+        }
         cases = global_cases if global_cases is not None else personal_cases
         if cases is not None:
             self.folder.write_table("predictions.csv", [*_predictions(cases, classes, owner)])
@@ -356,27 +430,47 @@ def _columns(where: str, scores: Metrics | None, classes: Mapping[str, Any]) -> 
     """Return a site's cells of sites.csv: of each structure also how many of its test items have it."""
     structures = classes.get("classes", {}).items()
     counted = {f"dice_{slug(name)}_cases" for name, _ in structures}
-    row = {f"{where}_{metric}": value for metric, value in (scores or {}).items() if metric not in counted}
-    return row | {f"{where}_cases_{slug(name)}": class_metrics["cases"] for name, class_metrics in structures}
+    row = {
+        f"{where}_{metric}": value
+        for metric, value in (scores or {}).items()
+        if metric not in counted
+    }
+    return row | {
+        f"{where}_cases_{slug(name)}": class_metrics["cases"] for name, class_metrics in structures
+    }
 
 
-def _predictions(cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]) -> list[dict[str, Any]]:
+def _predictions(
+    cases: Cases, classes: tuple[str, ...], owner: Mapping[str, str]
+) -> list[dict[str, Any]]:
     rows = []
     for index, ident in enumerate(cases.ids):
         row: dict[str, Any] = {"id": ident, "site": owner.get(ident, "")}
         if cases.is_classification:
             probabilities = cases.values["probabilities"][index].tolist()
-            row |= {"label": int(cases.values["label"][index]), "predicted": probabilities.index(max(probabilities))}
+            row |= {
+                "label": int(cases.values["label"][index]),
+                "predicted": probabilities.index(max(probabilities)),
+            }
             if len(classes) == len(probabilities):
                 titles = classes
             else:
                 titles = tuple(str(i) for i in range(len(probabilities)))
 
             # nine digits tell float32 numbers apart: a rank metric can be made again from the file
-            row |= {f"p_{title}": f"{p:.9g}" for title, p in zip(titles, probabilities, strict=True)}
+            row |= {
+                f"p_{title}": f"{p:.9g}" for title, p in zip(titles, probabilities, strict=True)
+            }
         else:
-            shown = {m: v for m, v in cases.values.items() if m.startswith(_OF_STRUCTURES) or not v.isnan().all()}
-            row |= {m: "" if values[index] != values[index] else float(values[index]) for m, values in shown.items()}
+            shown = {
+                m: v
+                for m, v in cases.values.items()
+                if m.startswith(_OF_STRUCTURES) or not v.isnan().all()
+            }
+            row |= {
+                m: "" if values[index] != values[index] else float(values[index])
+                for m, values in shown.items()
+            }
 
         rows.append(row)
 

@@ -23,7 +23,13 @@ from medfl.core import portable
 from medfl.core.run import Run
 from medfl.training.accelerate.precision import tf32
 
-_FUNCTIONS = {"sqrt": np.sqrt, "asin": np.arcsin, "acos": np.arccos, "atan": np.arctan, "tan": np.tan}
+_FUNCTIONS = {
+    "sqrt": np.sqrt,
+    "asin": np.arcsin,
+    "acos": np.arccos,
+    "atan": np.arctan,
+    "tan": np.tan,
+}
 _inside = False
 
 
@@ -46,8 +52,12 @@ def portable_arithmetic(active: bool) -> Iterator[None]:
     if not active or _inside:
         yield
         return
-    _inside, library, onednn = True, _registered(), torch._C._get_mkldnn_enabled()
+
+    _inside = True
+    library = _registered()
+    onednn = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
+
     try:
         with torch.backends.nnpack.flags(enabled=False):
             yield
@@ -60,7 +70,9 @@ def portable_arithmetic(active: bool) -> Iterator[None]:
 def _registered() -> Any:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, function in _FUNCTIONS.items():
-        for kernel, implementation in zip((name, f"{name}_", f"{name}.out"), _kernels(function), strict=True):
+        for kernel, implementation in zip(
+            (name, f"{name}_", f"{name}.out"), _kernels(function), strict=True
+        ):
             library.impl(kernel, implementation, "CPU")  # type: ignore[no-untyped-call]
     return library
 
@@ -69,7 +81,11 @@ def _kernels(function: Callable[..., Any]) -> tuple[Callable[..., Tensor], ...]:
     """Return the kernels of a function: of a new tensor, in place, and into a given one."""
 
     def new(x: Tensor) -> Tensor:
-        dtype = x.dtype if x.is_floating_point() or x.is_complex() else torch.get_default_dtype()
+        if x.is_floating_point() or x.is_complex():
+            dtype = x.dtype
+        else:
+            dtype = torch.get_default_dtype()
+
         wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
         with torch._C.DisableTorchFunctionSubclass(), np.errstate(all="ignore"):
             return torch.from_numpy(np.asarray(function(x.detach().to(wide).numpy()))).to(dtype)

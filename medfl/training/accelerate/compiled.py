@@ -55,13 +55,18 @@ class NetworkCalls:
         if not _ENABLED.get():
             yield
             return
+
         from torch import _dynamo  # takes seconds to import
         from torch._functorch import config as autograd_config
 
         self._network.compile(dynamic=False, options=_options(self._device))
         self._compiled = self._network._compiled_call_impl
         self._network._compiled_call_impl = None
-        limits = {"recompile_limit": _MOST_VARIANTS, "accumulated_recompile_limit": 4 * _MOST_VARIANTS}
+        limits = {
+            "recompile_limit": _MOST_VARIANTS,
+            "accumulated_recompile_limit": 4 * _MOST_VARIANTS,
+        }
+
         try:
             with (
                 _dynamo.config.patch(limits),  # type: ignore[no-untyped-call]

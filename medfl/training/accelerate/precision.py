@@ -16,14 +16,17 @@ from medfl.core.errors import RunError
 from medfl.training.site import Site
 
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
-_HALVINGS = 40  # of the scale of a step's float16 gradients: from 2^16 to below the smallest float16
+# of the scale of a step's float16 gradients: from 2^16 to below the smallest float16
+_HALVINGS = 40
 
 
 def autocast(site: Site) -> AbstractContextManager[Any]:
     """Return the mixed-precision context of the site's settings (float16 on CUDA, bfloat16 on CPU), or a null one."""
     if not site.settings.amp:
         return nullcontext()
-    return torch.autocast(site.device.type, torch.float16 if site.device.type == "cuda" else torch.bfloat16)
+    return torch.autocast(
+        site.device.type, torch.float16 if site.device.type == "cuda" else torch.bfloat16
+    )
 
 
 def gradient_scaler(site: Site) -> torch.amp.GradScaler:
@@ -49,19 +52,27 @@ def backward(
     if not scaler.is_enabled():
         loss.backward()  # type: ignore[no-untyped-call]
         return
+
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    others = [p for p in parameters if id(p) not in stepped]  # the scaler leaves them, a hook may read them
+    others = [
+        p for p in parameters if id(p) not in stepped
+    ]  # the scaler leaves them, a hook may read them
     for _ in range(_HALVINGS):
         scaler.scale(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
         scaler.unscale_(optimizer)
         for gradient in (p.grad for p in others if p.grad is not None):
             gradient.div_(scaler.get_scale())
+
         scaler.update()
-        norms = torch._foreach_norm([p.grad for p in parameters if p.grad is not None], float("inf"))
+        norms = torch._foreach_norm(
+            [p.grad for p in parameters if p.grad is not None], float("inf")
+        )
         if torch.stack(norms).isfinite().all():
             return
+
         for parameter in parameters:
             parameter.grad = None
+
     raise RunError(
         f"site {site.name!r}, round {site.round}: gradients in float16 are not finite at any scale; "
         "the last good round is kept; run it without --amp, lower the learning rate or look at this site's data"

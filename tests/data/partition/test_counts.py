@@ -35,7 +35,12 @@ def table(counts, *, per_group=1, tag="", **extra):
     made = {}
     for name, classes in counts.items():
         made[name] = [
-            {"id": f"{tag}{name}-{c}-{i:05d}", "label": c, "group": f"{tag}{name}-{c}-{i // per_group}", **extra}
+            {
+                "id": f"{tag}{name}-{c}-{i:05d}",
+                "label": c,
+                "group": f"{tag}{name}-{c}-{i // per_group}",
+                **extra,
+            }
             for c, number in enumerate(classes)
             for i in range(number)
         ]
@@ -45,12 +50,18 @@ def table(counts, *, per_group=1, tag="", **extra):
 def sizes(partition):
     """Site -> (training and validation images, test images)."""
     return {
-        site: (len(held["train"]) + len(held["validate"]), len(held["test"])) for site, held in partition.sites.items()
+        site: (len(held["train"]) + len(held["validate"]), len(held["test"]))
+        for site, held in partition.sites.items()
     }
 
 
 def homes(partition, sections):
-    return {i: site for site, held in partition.to_ids(sections).items() for ids in held.values() for i in ids}
+    return {
+        i: site
+        for site, held in partition.to_ids(sections).items()
+        for ids in held.values()
+        for i in ids
+    }
 
 
 def shuffled(sections):
@@ -168,9 +179,14 @@ def test_a_patient_stays_at_one_site_also_across_sections_and_the_counts_reached
     assert all(len(sites) == 1 for sites in seen.values())
     reached = sizes(partition)
     assert all(number % 4 == 0 for counts in reached.values() for number in counts)
-    assert all(abs(a - b) <= 4 for a, b in zip(reached["site-1"] + reached["site-2"], (70, 21, 30, 9), strict=True))
+    assert all(
+        abs(a - b) <= 4
+        for a, b in zip(reached["site-1"] + reached["site-2"], (70, 21, 30, 9), strict=True)
+    )
     said = [f"{site} has {a}/{b} instead of" for site, (a, b) in reached.items()]
-    assert any(note.startswith("patients or lesions stay together, so ") for note in partition.notes)
+    assert any(
+        note.startswith("patients or lesions stay together, so ") for note in partition.notes
+    )
     assert all(any(text in note for note in partition.notes) for text in said)
 
 
@@ -211,14 +227,28 @@ def test_the_smallest_site_keeps_a_training_image():
 def test_no_test_images_are_fine_and_said():
     partition = assigned("counts:30/7,20/3", {"train": SMALL["train"]})
     assert sizes(partition) == {"site-1": (30, 0), "site-2": (20, 0)}
-    assert "10 test images were asked for and there are 0: all sites have 0 of what was asked" in partition.notes
+    assert (
+        "10 test images were asked for and there are 0: all sites have 0 of what was asked"
+        in partition.notes
+    )
 
 
 def test_the_number_of_sites_is_that_of_the_counts():
     assert "counts" in OWN_SITES
     assert len(assigned("counts:30/7,20/3", SMALL, sites=2).sites) == 2
-    fails("counts:30/7,20/3", SMALL, "3 sites with partition 'counts:30/7,20/3'", "it has 2: site-1, site-2", sites=3)
-    fails("counts:2/1,2/1,2/1", {"train": SMALL["train"][89:91]}, "3 sites for 2 training images", "at most 2 sites")
+    fails(
+        "counts:30/7,20/3",
+        SMALL,
+        "3 sites with partition 'counts:30/7,20/3'",
+        "it has 2: site-1, site-2",
+        sites=3,
+    )
+    fails(
+        "counts:2/1,2/1,2/1",
+        {"train": SMALL["train"][89:91]},
+        "3 sites for 2 training images",
+        "at most 2 sites",
+    )
 
 
 def test_counts_are_read_and_written_alike():
@@ -229,12 +259,35 @@ def test_counts_are_read_and_written_alike():
 @pytest.mark.parametrize(
     "spec",
     [
-        *("counts", "counts:", "counts:5", "counts:0/3", "counts:5/-1", "counts:5/1,", "counts:a/b", "counts:5/1/1"),
-        *("centre:", "centre:a", "centre:a=5", "centre:=5/1", "centre:a=0/1", "centre:a=5/1,a=6/1", "centre:2"),
+        *(
+            "counts",
+            "counts:",
+            "counts:5",
+            "counts:0/3",
+            "counts:5/-1",
+            "counts:5/1,",
+            "counts:a/b",
+            "counts:5/1/1",
+        ),
+        *(
+            "centre:",
+            "centre:a",
+            "centre:a=5",
+            "centre:=5/1",
+            "centre:a=0/1",
+            "centre:a=5/1,a=6/1",
+            "centre:2",
+        ),
     ],
 )
 def test_malformed_counts_list_the_forms(spec):
-    fails(spec, SMALL, repr(spec), "centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,...", "TRAIN as whole numbers")
+    fails(
+        spec,
+        SMALL,
+        repr(spec),
+        "centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,...",
+        "TRAIN as whole numbers",
+    )
 
 
 # The card's rows
@@ -313,7 +366,9 @@ def test_a_limited_centre_has_its_counts_and_comes_last():
     assert (partition.sites["a"], partition.sites["c"]) == (plain.sites["a"], plain.sites["c"])
     assert [len(part) for part in partition.sites["b"].values()] == [30, 3, 7]
     assert abs(partition.counts(THREE, 2)["b"][0] - 10) <= 1
-    assert partition.notes == ("images of b that are left out: 150 of 180 train, 15 of 18 validate, 53 of 60 test",)
+    assert partition.notes == (
+        "images of b that are left out: 150 of 180 train, 15 of 18 validate, 53 of 60 test",
+    )
     assert set(partition.sites["b"]["train"]) < set(plain.sites["b"]["train"])
 
 
@@ -333,13 +388,21 @@ def test_the_images_that_are_kept_depend_on_neither_seed_nor_order():
 def test_a_limit_above_what_there_is_keeps_everything_and_is_said():
     partition = assigned("centre:c=61/18", THREE)
     assert sizes(partition)["c"] == (60, 18)
-    asked = "61 training and validation images were asked for and there are 60: c has 60 instead of 61"
+    asked = (
+        "61 training and validation images were asked for and there are 60: c has 60 instead of 61"
+    )
     assert partition.notes == (asked,)
     assert sizes(assigned("centre:c=900/18", THREE))["c"] == (60, 18)
 
 
 def test_a_limit_on_no_centre_names_the_centres():
-    fails("centre:d=5/1", THREE, "'d=5/1'", "no training image is of centre 'd'", "the centres are a, b, c")
+    fails(
+        "centre:d=5/1",
+        THREE,
+        "'d=5/1'",
+        "no training image is of centre 'd'",
+        "the centres are a, b, c",
+    )
     fails("centre:a=5/1", SMALL, "name no centre", "counts:TRAIN/TEST")
 
 
@@ -347,11 +410,15 @@ def test_the_last_small_site_of_fedhelp_is_a_tenth_of_rosendahl():
     """Card of FedHelp, section 4: 180 to train and 45 to test, of FLamby's 1807 and 452."""
     rng = np.random.default_rng(0)
     labels = rng.permutation(np.repeat(np.arange(8), ROSENDAHL)).tolist()
-    everyone = [{"id": f"r{i:05d}", "label": c, "centre": "rosendahl"} for i, c in enumerate(labels)]
+    everyone = [
+        {"id": f"r{i:05d}", "label": c, "centre": "rosendahl"} for i, c in enumerate(labels)
+    ]
     training = everyone[TESTED:]
     sections = {"train": training[181:], "validate": training[:181], "test": everyone[:TESTED]}
     for name, number in (("train", 16), ("test", 4)):
-        sections[name] += [{"id": f"v-{name}-{i}", "label": i % 8, "centre": "vidir"} for i in range(number)]
+        sections[name] += [
+            {"id": f"v-{name}-{i}", "label": i % 8, "centre": "vidir"} for i in range(number)
+        ]
     partition = assigned("centre:rosendahl=180/45", sections)
     assert sizes(partition) == {"vidir": (16, 4), "rosendahl": (180, 45)}
     found = Counter(everyone_label(sections, partition))
@@ -391,4 +458,7 @@ def test_a_partition_with_limits_survives_json():
 
 
 def test_parsed_limits():
-    assert parse("centre: a b = 5/1,c=6/2")[1] == (Limit("a b", Count(5, 1)), Limit("c", Count(6, 2)))
+    assert parse("centre: a b = 5/1,c=6/2")[1] == (
+        Limit("a b", Count(5, 1)),
+        Limit("c", Count(6, 2)),
+    )

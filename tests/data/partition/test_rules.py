@@ -40,7 +40,12 @@ def cohort(train=400, validate=40, test=80, **options):
 
 def homes(partition, sections):
     """The site of every item by its id."""
-    return {i: site for site, held in partition.to_ids(sections).items() for ids in held.values() for i in ids}
+    return {
+        i: site
+        for site, held in partition.to_ids(sections).items()
+        for ids in held.values()
+        for i in ids
+    }
 
 
 def shuffled(sections, seed=0):
@@ -79,7 +84,9 @@ def test_the_result_depends_on_the_seed_but_not_on_the_order_of_items(spec):
     first = assign(spec, sections, sites=4, classes=CLASSES, seed=1)
     assert assign(spec, sections, sites=4, classes=CLASSES, seed=1) == first
     mixed = shuffled(dict(reversed(sections.items())))
-    assert homes(assign(spec, mixed, sites=4, classes=CLASSES, seed=1), mixed) == homes(first, sections)
+    assert homes(assign(spec, mixed, sites=4, classes=CLASSES, seed=1), mixed) == homes(
+        first, sections
+    )
     other = assign(spec, sections, sites=4, classes=CLASSES, seed=2)
     assert (homes(other, sections) == homes(first, sections)) == (spec == "centre")
 
@@ -91,7 +98,9 @@ def test_order_does_not_matter_with_groups_of_several_labels():
             item["label"] = i % len(CLASSES)
     mixed = shuffled(sections)
     first = assign("dirichlet:1", sections, sites=4, classes=CLASSES, seed=1)
-    assert homes(assign("dirichlet:1", mixed, sites=4, classes=CLASSES, seed=1), mixed) == homes(first, sections)
+    assert homes(assign("dirichlet:1", mixed, sites=4, classes=CLASSES, seed=1), mixed) == homes(
+        first, sections
+    )
 
 
 @pytest.mark.parametrize("spec", [*DRAWN, "shots:2,8,1"])
@@ -126,8 +135,13 @@ def test_site_names_are_in_natural_order():
 
 
 def test_iid_sites_differ_by_at_most_one():
-    partition = assign("iid", cohort(train=401, validate=42, test=83), sites=4, classes=CLASSES, seed=0)
-    sizes = [[len(held[name]) for name in ("train", "validate", "test")] for held in partition.sites.values()]
+    partition = assign(
+        "iid", cohort(train=401, validate=42, test=83), sites=4, classes=CLASSES, seed=0
+    )
+    sizes = [
+        [len(held[name]) for name in ("train", "validate", "test")]
+        for held in partition.sites.values()
+    ]
     assert sizes == [[101, 11, 21], [100, 11, 21], [100, 10, 21], [100, 10, 20]]
 
 
@@ -155,7 +169,9 @@ def test_dirichlet_is_the_rule_of_the_papers_when_nobody_is_grouped():
         for c in range(len(CLASSES)):
             mine = np.array([i for i, item in enumerate(part) if item["label"] == c])
             mine = mine[stream(name, c).permutation(len(mine))]
-            cuts = np.round(np.cumsum(stream("parts", c).dirichlet([0.8] * 5)) * len(mine)).astype(int)[:-1]
+            cuts = np.round(np.cumsum(stream("parts", c).dirichlet([0.8] * 5)) * len(mine)).astype(
+                int
+            )[:-1]
             for site, block in enumerate(np.split(mine, cuts)):
                 expected[site] += block.tolist()
         for site in range(5):
@@ -185,7 +201,9 @@ def test_held_out_images_mirror_the_training_mixture():
 
 def test_an_empty_site_is_drawn_again_and_said():
     sections = cohort(train=60)
-    redrawn = [assign("dirichlet:0.1", sections, sites=6, classes=CLASSES, seed=seed) for seed in range(8)]
+    redrawn = [
+        assign("dirichlet:0.1", sections, sites=6, classes=CLASSES, seed=seed) for seed in range(8)
+    ]
     assert all(held["train"] for partition in redrawn for held in partition.sites.values())
     notes = [note for partition in redrawn for note in partition.notes]
     assert notes
@@ -193,7 +211,15 @@ def test_an_empty_site_is_drawn_again_and_said():
 
 
 def test_an_empty_site_that_cannot_be_cured_is_refused():
-    fails("dirichlet:1e-9", cohort(), "dirichlet:1e-09", "10 sites", f"{MAX_DRAWS} draws", "larger BETA", sites=10)
+    fails(
+        "dirichlet:1e-9",
+        cohort(),
+        "dirichlet:1e-09",
+        "10 sites",
+        f"{MAX_DRAWS} draws",
+        "larger BETA",
+        sites=10,
+    )
 
 
 def test_the_seed_of_a_class_is_its_own():
@@ -247,7 +273,9 @@ def test_classes_gives_every_site_c_classes_in_equal_parts():
         assert ((table > 0).sum(axis=1) == 2).all()
         for column in table.T:
             assert np.ptp(column[column > 0]) <= 1
-    train, test = (np.array(list(partition.counts(sections, 4, n).values())) > 0 for n in ("train", "test"))
+    train, test = (
+        np.array(list(partition.counts(sections, 4, n).values())) > 0 for n in ("train", "test")
+    )
     assert (train == test).all()
     assert np.flatnonzero(train[0]).tolist() == [0, 1]  # the first slots deal the classes in order
     assert np.flatnonzero(train[1]).tolist() == [2, 3]
@@ -255,7 +283,13 @@ def test_classes_gives_every_site_c_classes_in_equal_parts():
 
 def test_classes_are_disjoint_when_sites_times_c_is_their_number():
     sections = cohort()
-    table = np.array(list(assign("classes:2", sections, sites=2, classes=CLASSES, seed=9).counts(sections, 4).values()))
+    table = np.array(
+        list(
+            assign("classes:2", sections, sites=2, classes=CLASSES, seed=9)
+            .counts(sections, 4)
+            .values()
+        )
+    )
     assert table.tolist() == [[100, 100, 0, 0], [0, 0, 100, 100]]
 
 
@@ -267,7 +301,9 @@ def test_shots_keep_to_their_ranges(seed):
     names = [f"c{i}" for i in range(10)]
     sections = cohort(train=6000, validate=300, test=1000, labels=10)
     partition = assign("shots:4,20,2", sections, sites=15, classes=names, seed=seed)
-    train, test = (np.array(list(partition.counts(sections, 10, n).values())) for n in ("train", "test"))
+    train, test = (
+        np.array(list(partition.counts(sections, 10, n).values())) for n in ("train", "test")
+    )
     for row in train:
         held = row[row > 0]
         assert 2 <= len(held) <= 6
@@ -284,7 +320,11 @@ def test_shots_keep_to_their_ranges(seed):
 def test_shots_without_spread_are_exact(per_group):
     sections = cohort(per_group=per_group)
     table = np.array(
-        list(assign("shots:3,7,0", sections, sites=4, classes=CLASSES, seed=0).counts(sections, 4).values())
+        list(
+            assign("shots:3,7,0", sections, sites=4, classes=CLASSES, seed=0)
+            .counts(sections, 4)
+            .values()
+        )
     )
     assert (np.sort(table, axis=1) == [0, 7, 7, 7]).all()
 
@@ -315,8 +355,14 @@ def test_real_centres_have_the_published_counts(real_data: Path):
         }
         sections[row["flamby_fold"]].append(item)
     partition = assign("centre", sections, sites=4, classes=names, seed=0)
-    sizes = {site: (len(held["train"]), len(held["test"])) for site, held in partition.sites.items()}
-    published = {"rosendahl": (1807, 452), "vidir_modern": (2691, 672), "vidir_molemax": (3163, 791)}
+    sizes = {
+        site: (len(held["train"]), len(held["test"])) for site, held in partition.sites.items()
+    }
+    published = {
+        "rosendahl": (1807, 452),
+        "vidir_modern": (2691, 672),
+        "vidir_molemax": (3163, 791),
+    }
     assert sizes == {**published, "vienna_dias": (351, 88)}
     drawn = homes(assign("dirichlet:0.1", sections, sites=10, classes=names, seed=0), sections)
     sites_of: dict[str, set[str]] = {}
@@ -351,7 +397,10 @@ def test_file_needs_no_section_and_may_begin_with_a_mark(tmp_path):
         b"\xef\xbb\xbfsite,id\r\nb10,train-00000\r\nb9,train-00001\r\nb9,train-00002\r\nb9,train-00003\r\n"
     )
     partition = assign(f"file:{path}", {"train": items(4)}, sites=2, classes=CLASSES, seed=0)
-    assert {site: held["train"] for site, held in partition.sites.items()} == {"b9": (1, 2, 3), "b10": (0,)}
+    assert {site: held["train"] for site, held in partition.sites.items()} == {
+        "b9": (1, 2, 3),
+        "b10": (0,),
+    }
     assert list(partition.sites) == ["b9", "b10"]
 
 
@@ -441,17 +490,26 @@ def test_malformed_rules_list_the_forms(spec):
 
 
 def sized(*sizes, group=None):
-    return [{"id": f"i{n:02d}", "size": size, **({"group": group(n)} if group else {})} for n, size in enumerate(sizes)]
+    return [
+        {"id": f"i{n:02d}", "size": size, **({"group": group(n)} if group else {})}
+        for n, size in enumerate(sizes)
+    ]
 
 
 def test_sites_by_size_hold_quantiles_and_judge_on_their_own_sizes():
     """Sorted training sizes 1..8 over 4 sites: (1,2), (3,4), (5,6), (7,8); a test image goes to the site of the next
     training image that is as large or larger, beyond the largest to the last site."""
     data = {"train": sized(8, 1, 7, 2, 6, 3, 5, 4), "validate": sized(2), "test": sized(0, 3, 4, 9)}
-    data["validate"][0]["id"], data["test"] = "v", [{**item, "id": f"t{n}"} for n, item in enumerate(data["test"])]
+    data["validate"][0]["id"], data["test"] = (
+        "v",
+        [{**item, "id": f"t{n}"} for n, item in enumerate(data["test"])],
+    )
     found = assign("size", data, sites=4, classes=None, seed=3)
     assert found.spec == "size"
-    held = {site: [data["train"][i]["size"] for i in parts["train"]] for site, parts in found.sites.items()}
+    held = {
+        site: [data["train"][i]["size"] for i in parts["train"]]
+        for site, parts in found.sites.items()
+    }
     assert {site: sorted(sizes) for site, sizes in held.items()} == {
         "site-1": [1, 2], "site-2": [3, 4], "site-3": [5, 6], "site-4": [7, 8],
     }  # fmt: skip
@@ -459,7 +517,10 @@ def test_sites_by_size_hold_quantiles_and_judge_on_their_own_sizes():
     assert found.sites["site-1"]["validate"] == (0,)
     again = assign("size", {**data, "train": data["train"][::-1]}, sites=4, classes=None, seed=9)
     assert again.to_ids({**data, "train": data["train"][::-1]}).keys() == found.sites.keys()
-    assert {i for i in again.to_ids({**data, "train": data["train"][::-1]})["site-2"]["train"]} == {"i05", "i07"}
+    assert {i for i in again.to_ids({**data, "train": data["train"][::-1]})["site-2"]["train"]} == {
+        "i05",
+        "i07",
+    }
 
 
 def test_groups_stay_together_by_size():
@@ -471,7 +532,9 @@ def test_groups_stay_together_by_size():
 
 
 def test_sites_by_size_need_sizes():
-    fails("size", cohort(), "partition 'size', but the sizes of", "use iid, centre or file:PATH.csv")
+    fails(
+        "size", cohort(), "partition 'size', but the sizes of", "use iid, centre or file:PATH.csv"
+    )
 
 
 def test_equal_rules_read_equal():
@@ -487,11 +550,18 @@ def test_equal_rules_read_equal():
 @pytest.mark.parametrize("spec", DRAWN)
 def test_more_sites_than_images_are_refused(spec):
     fails(spec, cohort(train=8), "9 sites for 8 training images", "at most 8", sites=9)
-    fails(spec, cohort(train=24, per_group=3), "9 sites for 24 training images in 8 groups", "at most 8", sites=9)
+    fails(
+        spec,
+        cohort(train=24, per_group=3),
+        "9 sites for 24 training images in 8 groups",
+        "at most 8",
+        sites=9,
+    )
 
 
 @pytest.mark.parametrize(
-    ("sites", "text"), [(None, "without a number of sites"), (0, "over 0 sites"), (-2, "over -2 sites")]
+    ("sites", "text"),
+    [(None, "without a number of sites"), (0, "over 0 sites"), (-2, "over -2 sites")],
 )
 def test_the_number_of_sites_is_needed(sites, text):
     fails("iid", cohort(), text, "--sites", sites=sites)
@@ -499,7 +569,14 @@ def test_the_number_of_sites_is_needed(sites, text):
 
 def test_classes_must_fit():
     fails("classes:5", cohort(), "classes:5", "4 classes", "C at most 4")
-    fails("classes:1", cohort(), "over 3 sites covers 3", "all 4 classes", "C of at least 2 or 4 sites", sites=3)
+    fails(
+        "classes:1",
+        cohort(),
+        "over 3 sites covers 3",
+        "all 4 classes",
+        "C of at least 2 or 4 sites",
+        sites=3,
+    )
 
 
 def test_shots_must_fit():
@@ -521,13 +598,20 @@ def test_centres_must_be_there_and_agree():
     bare = cohort(centres=1)
     for item in (item for section in bare.values() for item in section):
         item["centre"] = "unknown"
-    fails("centre", bare, "the centres of all 520 images are unknown", "--partition iid", sites=None)
+    fails(
+        "centre", bare, "the centres of all 520 images are unknown", "--partition iid", sites=None
+    )
     bare["train"][0]["centre"] = "north"
-    assert [*assign("centre", bare, sites=None, classes=CLASSES, seed=0).to_ids(bare)] == ["north", "unknown"]
+    assert [*assign("centre", bare, sites=None, classes=CLASSES, seed=0).to_ids(bare)] == [
+        "north",
+        "unknown",
+    ]
     lone = cohort(centres=3)
     lone["test"][0]["centre"] = "elsewhere"
     partition = assign("centre", lone, sites=None, classes=CLASSES, seed=0)
-    assert list(partition.notes) == ["no sites, as they have no training images: elsewhere (1 test)"]
+    assert list(partition.notes) == [
+        "no sites, as they have no training images: elsewhere (1 test)"
+    ]
     assert [*partition.to_ids(lone)] == ["hospital-0", "hospital-1", "hospital-2"]
 
 

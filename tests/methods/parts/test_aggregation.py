@@ -11,7 +11,11 @@ from tests.support.toy import bits
 
 
 def reply(value: float, samples: float = 1, count: int = 0) -> Message:
-    tensors = {"w": torch.full((2,), float(value)), "n": torch.tensor(count), "d": torch.tensor(value).double()}
+    tensors = {
+        "w": torch.full((2,), float(value)),
+        "n": torch.tensor(count),
+        "d": torch.tensor(value).double(),
+    }
     return Message({"weights": tensors}, {"samples": samples})
 
 
@@ -26,7 +30,9 @@ def test_shares() -> None:
 
 def test_the_mean_by_hand_and_the_counters_maximum() -> None:
     """0.25 * 1 + 0.75 * 5 = 4; the counters 3 and 7 give 7, not 6."""
-    mean = weighted_mean({"a": reply(1, count=3), "b": reply(5, count=7)}, "weights", {"a": 0.25, "b": 0.75})
+    mean = weighted_mean(
+        {"a": reply(1, count=3), "b": reply(5, count=7)}, "weights", {"a": 0.25, "b": 0.75}
+    )
     assert mean["w"].tolist() == [4, 4]
     assert (mean["n"].item(), mean["n"].dtype) == (7, torch.int64)
     assert (mean["d"].item(), mean["d"].dtype) == (4, torch.float64)
@@ -34,18 +40,25 @@ def test_the_mean_by_hand_and_the_counters_maximum() -> None:
 
 def test_booleans_are_joined() -> None:
     masks = {"a": [True, False], "b": [False, False]}
-    replies = {name: Message({"weights": {"m": torch.tensor(mask)}}) for name, mask in masks.items()}
+    replies = {
+        name: Message({"weights": {"m": torch.tensor(mask)}}) for name, mask in masks.items()
+    }
     assert weighted_mean(replies, "weights", uniform_shares(replies))["m"].tolist() == [True, False]
 
 
 def test_order_of_arrival_is_no_matter() -> None:
     generator = torch.Generator().manual_seed(0)
     replies = {
-        f"site-{i}": Message({"weights": {"w": torch.randn(50, generator=generator) * 10.0**i}}, {"samples": i + 1})
+        f"site-{i}": Message(
+            {"weights": {"w": torch.randn(50, generator=generator) * 10.0**i}}, {"samples": i + 1}
+        )
         for i in range(6)
     }
     reference = bits(weighted_mean(replies, "weights", sample_shares(replies)))
-    for names in (list(reversed(replies)), ["site-3", "site-0", "site-5", "site-1", "site-4", "site-2"]):
+    for names in (
+        list(reversed(replies)),
+        ["site-3", "site-0", "site-5", "site-1", "site-4", "site-2"],
+    ):
         turned = {name: replies[name] for name in names}
         assert bits(weighted_mean(turned, "weights", sample_shares(turned))) == reference
 

@@ -33,7 +33,9 @@ def gradient(loss, z: Tensor) -> Tensor:
 
 def three_classes(seed: int = 0, d: int = 16) -> tuple[Tensor, Tensor]:
     """12 samples of class 0, 17 of class 2, one of class 3, none of class 1; mixed."""
-    labels = torch.tensor([0] * 12 + [2] * 17 + [3])[torch.randperm(30, generator=torch.Generator().manual_seed(1))]
+    labels = torch.tensor([0] * 12 + [2] * 17 + [3])[
+        torch.randperm(30, generator=torch.Generator().manual_seed(1))
+    ]
     return drawn(30, d, seed=seed) @ drawn(d, d, seed=9) + 5, labels
 
 
@@ -46,7 +48,9 @@ def test_lemma_1() -> None:
     m = torch.corrcoef(z.T)
     values = torch.linalg.eigvalsh(m)
     assert m.trace().item() == pytest.approx(16, abs=1e-12)
-    assert alone(z).item() == pytest.approx(((values - values.mean()) ** 2).sum().item() + 16, abs=1e-10)
+    assert alone(z).item() == pytest.approx(
+        ((values - values.mean()) ** 2).sum().item() + 16, abs=1e-10
+    )
 
 
 def test_lemma_1_with_the_biased_deviation() -> None:
@@ -95,7 +99,9 @@ def test_the_rank_bounds_the_value() -> None:
 
 @pytest.mark.parametrize("labels", [[0], [0, 1, 2]])
 @pytest.mark.parametrize("scale", INTRA_SCALES)
-def test_single_samples_give_a_loss_of_zero_that_backward_takes(labels: list[int], scale: str) -> None:
+def test_single_samples_give_a_loss_of_zero_that_backward_takes(
+    labels: list[int], scale: str
+) -> None:
     """[4] Also a batch of one sample."""
     z = drawn(len(labels), 5).requires_grad_()
     loss = intra_class_loss(z, torch.tensor(labels), scale=scale)
@@ -129,7 +135,9 @@ def test_the_form_over_samples_is_the_one_over_features() -> None:
 def test_constant_features_have_no_correlation(scale: str, value: float) -> None:
     """In float32 their mean is not exactly themselves."""
     z = torch.full((7, 5), value, dtype=torch.float32)
-    assert intra_class_loss(z, torch.zeros(7).long(), scale=scale).item() == pytest.approx(0, abs=1e-6)
+    assert intra_class_loss(z, torch.zeros(7).long(), scale=scale).item() == pytest.approx(
+        0, abs=1e-6
+    )
 
 
 def test_it_is_the_mean_over_classes() -> None:
@@ -163,7 +171,10 @@ def test_the_released_scale_of_two_samples() -> None:
 def test_the_released_scale_is_the_papers_for_classes_of_one_size() -> None:
     """mu1 = mu_code (n - 1)^2 / (n d (d - 1)): the same gradients, here n = 9, d = 5."""
     z, labels = drawn(18, 5) @ drawn(5, 5, seed=1), torch.tensor([0, 1] * 9)
-    slopes = [gradient(lambda z, s=s: intra_class_loss(z, labels, scale=s), z) for s in ("released", "paper")]
+    slopes = [
+        gradient(lambda z, s=s: intra_class_loss(z, labels, scale=s), z)
+        for s in ("released", "paper")
+    ]
     torch.testing.assert_close(slopes[0], slopes[1] * 64 / (9 * 5 * 4), rtol=1e-6, atol=1e-9)
 
 
@@ -171,7 +182,9 @@ def test_the_mean_squared_correlation() -> None:
     z, labels = three_classes()
     off = ~torch.eye(16, dtype=torch.bool)
     own = [torch.corrcoef(z[labels == c].T)[off].square().mean().item() for c in (0, 2)]
-    assert intra_class_loss(z, labels, scale="mean_offdiag").item() == pytest.approx(sum(own) / 2, rel=1e-7)
+    assert intra_class_loss(z, labels, scale="mean_offdiag").item() == pytest.approx(
+        sum(own) / 2, rel=1e-7
+    )
 
 
 @pytest.mark.parametrize(("n", "d", "expected"), [(20, 10, 14.737), (8, 32, 173.71)])
@@ -218,7 +231,9 @@ def prototypes(k: int = 4, d: int = 5) -> tuple[Tensor, Tensor]:
     return 2 * drawn(k, d, seed=7), torch.ones(k, dtype=torch.bool)
 
 
-def loop(z: Tensor, y: Tensor, g: Tensor, known: list[int], owned: list[int], margin: bool = True) -> float:
+def loop(
+    z: Tensor, y: Tensor, g: Tensor, known: list[int], owned: list[int], margin: bool = True
+) -> float:
     """Eq. 4 with loops."""
     others = [c for c in known if c in owned]
     anchors = [c for c in set(y.tolist()) if c in known]
@@ -242,7 +257,9 @@ def test_it_is_eq_4_with_loops(known: list[int], scope: str, margin: bool) -> No
     mask = torch.zeros(5, dtype=torch.bool)
     mask[known] = True
     owned = present if scope == "present" else None
-    expected = loop(z, y, table, known, [0, 1, 2, 3] if scope == "present" else [0, 1, 2, 3, 4], margin)
+    expected = loop(
+        z, y, table, known, [0, 1, 2, 3] if scope == "present" else [0, 1, 2, 3, 4], margin
+    )
     table[~mask] = 0
     value = inter_class_loss(z, y, table, mask, owned=owned, margin=margin)
     assert value.item() == pytest.approx(expected, rel=1e-12)
@@ -298,7 +315,11 @@ def test_the_gradient_of_the_margin() -> None:
     for i, c in enumerate(y.tolist()):
         near, far = z[i] - table[c], z[i] - table[1 - c]
         active.append(bool(near.norm() > far.norm()))
-        expected = (near / near.norm() - far / far.norm()) / (2 * [3, 2][c]) if active[-1] else torch.zeros(5).double()
+        expected = (
+            (near / near.norm() - far / far.norm()) / (2 * [3, 2][c])
+            if active[-1]
+            else torch.zeros(5).double()
+        )
         assert (slope[i] - expected).abs().max() < 1e-12
     assert set(active) == {True, False}
 
@@ -326,7 +347,13 @@ def test_no_step_waits_for_the_device(size: int, d: int) -> None:
     for owned in (None, known):
         inter_class_loss(z, labels, table, known, owned=owned).backward()
     assert z.grad.shape == (size, d)
-    for waits in (lambda: z.sum().item(), lambda: z[z > 0], labels.unique, labels.nonzero, lambda: bool(known.any())):
+    for waits in (
+        lambda: z.sum().item(),
+        lambda: z[z > 0],
+        labels.unique,
+        labels.nonzero,
+        lambda: bool(known.any()),
+    ):
         with pytest.raises((RuntimeError, NotImplementedError)):
             waits()
 
@@ -340,7 +367,9 @@ def test_it_is_computed_in_single_precision_with_mixed_precision() -> None:
         value = site.penalty(z, labels[:, None])
     assert value.dtype == torch.float32
     assert value.item() == intra_class_loss(z.float(), labels).item()
-    double = shaped(toy.site("a"), lambda features, labels: features.sum()).penalty(z.double(), labels)
+    double = shaped(toy.site("a"), lambda features, labels: features.sum()).penalty(
+        z.double(), labels
+    )
     assert double.dtype == torch.float64
 
 

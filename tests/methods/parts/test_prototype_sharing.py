@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.core.message import Message, is_finite
 from medfl.core.task import Task
-from medfl.methods import Method, load, method_class, names, options_of, prototype_options, values_of
+from medfl.methods import (
+    Method,
+    load,
+    method_class,
+    names,
+    options_of,
+    prototype_options,
+    values_of,
+)
 from medfl.methods._parts.prototype_sharing import Sharing, WithPrototypes
 from medfl.methods.fedprox import FedProx
 from medfl.storage.files import load_state, save_state
@@ -26,7 +34,13 @@ every_taker = pytest.mark.parametrize("name", TAKERS)
 def toy() -> Toy:
     """Three sites, none with all classes; BatchNorm, dropout and momentum."""
     data = blobs({"a": 18, "b": 9, "c": 13}, labels={"a": (0, 1), "b": (1,), "c": (0, 2)})
-    return Toy(data, classifier(norm=True, dropout=0.3), cross_entropy, sgd(0.1, momentum=0.9), batch_size=8)
+    return Toy(
+        data,
+        classifier(norm=True, dropout=0.3),
+        cross_entropy,
+        sgd(0.1, momentum=0.9),
+        batch_size=8,
+    )
 
 
 # How it is switched on
@@ -42,14 +56,20 @@ def test_the_option_wraps_the_method(name: str) -> None:
     plain, shared = load(name), load(name, {"prototypes": "true", "mu2": "0.5", "lite": "10"})
     assert isinstance(plain, cls)
     assert shared == WithPrototypes(plain, Sharing(prototypes=True, mu2=0.5, lite=10))
-    assert (shared.judged, shared.pools_data, shared.tasks) == (cls.judged, cls.pools_data, ("classification",))
+    assert (shared.judged, shared.pools_data, shared.tasks) == (
+        cls.judged,
+        cls.pools_data,
+        ("classification",),
+    )
     assert load(name, prototypes=False) == plain
 
 
 @every_taker
 def test_the_options_are_flat_and_build_the_same_method(name: str) -> None:
     plain, shared = load(name), load(name, prototypes=True, inter_scope="present")
-    assert values_of(plain) == dataclasses.asdict(plain), "a run without prototypes records what it did before"
+    assert values_of(plain) == dataclasses.asdict(plain), (
+        "a run without prototypes records what it did before"
+    )
     own = {entry["name"] for entry in options_of(method_class(name))}
     added = [entry["name"] for entry in prototype_options(method_class(name))]
     assert own.isdisjoint(added)
@@ -64,10 +84,14 @@ def test_the_options_are_flat_and_build_the_same_method(name: str) -> None:
 
 def test_bad_options_are_told_in_one_line() -> None:
     with pytest.raises(
-        InputError, match="mu2=0.5 for method 'fedprox' without prototypes; mu2 belongs to prototypes=true"
+        InputError,
+        match="mu2=0.5 for method 'fedprox' without prototypes; mu2 belongs to prototypes=true",
     ):
         load("fedprox", mu2=0.5)
-    with pytest.raises(InputError, match="its options are: inter_scope, lite, margin, mu, mu2, one_hot, prototypes,"):
+    with pytest.raises(
+        InputError,
+        match="its options are: inter_scope, lite, margin, mu, mu2, one_hot, prototypes,",
+    ):
         load("fedprox", tau=1)
     with pytest.raises(InputError, match="its options are: none"):
         load("fedavg", prototypes=True)
@@ -77,8 +101,12 @@ def test_bad_options_are_told_in_one_line() -> None:
 
 
 def test_every_hook_is_the_inner_methods() -> None:
-    hooks = {name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")}
-    assert hooks - {"synthetic"} <= set(vars(WithPrototypes)), "synthetic: no method that takes prototypes makes images"
+    hooks = {
+        name for name, value in vars(Method).items() if callable(value) and not name.startswith("_")
+    }
+    assert hooks - {"synthetic"} <= set(vars(WithPrototypes)), (
+        "synthetic: no method that takes prototypes makes images"
+    )
 
 
 # What it reduces to
@@ -86,14 +114,19 @@ def test_every_hook_is_the_inner_methods() -> None:
 
 @every_taker
 @pytest.mark.parametrize("options", [{"prototypes": False}, {"prototypes": True, "mu2": 0}])
-def test_without_prototypes_it_is_the_method_bit_for_bit(name: str, options: dict, toy: Toy) -> None:
+def test_without_prototypes_it_is_the_method_bit_for_bit(
+    name: str, options: dict, toy: Toy
+) -> None:
     plain, neutral = simulate(load(name), toy, 3), simulate(load(name, options), toy, 3)
     assert bits(vars(neutral)) == bits(vars(plain))
 
 
 def test_around_fedavg_it_is_fedmr_bit_for_bit(toy: Toy) -> None:
     """FedProx without its term is FedAvg, FedMR without its intra-class loss FedAvg with prototypes."""
-    for options in ({"mu2": 0.5}, {"mu2": 1, "lite": 3, "inter_scope": "present", "share_prototypes": 0.5}):
+    for options in (
+        {"mu2": 0.5},
+        {"mu2": 1, "lite": 3, "inter_scope": "present", "share_prototypes": 0.5},
+    ):
         prox = simulate(load("fedprox", options, mu=0, prototypes=True), toy, 3)
         fedmr = simulate(load("fedmr", options, mu1=0), toy, 3)
         assert bits(vars(prox)) == bits(vars(fedmr))
@@ -109,10 +142,15 @@ def test_prototypes_travel_beside_what_the_method_sends(name: str, toy: Toy) -> 
     assert set(shared.server) - set(plain.server) == {"prototypes"}
     for site in toy.names:
         assert set(shared.down[site].tensors) - set(plain.down[site].tensors) == {"prototypes"}
-        assert set(shared.replies[site].tensors) - set(plain.replies[site].tensors) == {"prototypes", "counts"}
+        assert set(shared.replies[site].tensors) - set(plain.replies[site].tensors) == {
+            "prototypes",
+            "counts",
+        }
         assert set(shared.states[site]) == set(plain.states[site])
     first = simulate(load(name, prototypes=True), toy)
-    assert bits(first.server["weights"]) == bits(simulate(load(name), toy).server["weights"]), "round 1 has none"
+    assert bits(first.server["weights"]) == bits(simulate(load(name), toy).server["weights"]), (
+        "round 1 has none"
+    )
     assert set(first.server["prototypes"]) == {"0", "1", "2"}
 
 
@@ -160,7 +198,9 @@ def test_a_step_has_both_terms() -> None:
 
 
 @every_taker
-def test_states_and_messages_survive_files_and_the_wire(name: str, toy: Toy, tmp_path: Path) -> None:
+def test_states_and_messages_survive_files_and_the_wire(
+    name: str, toy: Toy, tmp_path: Path
+) -> None:
     method = load(name, prototypes=True, share_prototypes=0.7)
     outcome, wired = simulate(method, toy, 3), simulate(method, toy, 3, wire=True)
     assert bits([wired.server, wired.states]) == bits([outcome.server, outcome.states])
@@ -168,7 +208,9 @@ def test_states_and_messages_survive_files_and_the_wire(name: str, toy: Toy, tmp
         save_state(tmp_path / str(index), state)
         assert bits(load_state(tmp_path / str(index))) == bits(state)
     turned = dict(reversed(outcome.replies.items()))
-    assert bits(method.aggregate(toy.host(3), outcome.history[2], turned, 3)) == bits(outcome.server)
+    assert bits(method.aggregate(toy.host(3), outcome.history[2], turned, 3)) == bits(
+        outcome.server
+    )
     for message in outcome.replies.values():
         assert message.num_bytes == len(message.encode())
 
@@ -177,8 +219,12 @@ def test_states_and_messages_survive_files_and_the_wire(name: str, toy: Toy, tmp
 def test_sites_may_be_absent_and_have_one_sample(name: str) -> None:
     data = blobs({"a": 1, "b": 5, "c": 9}, labels={"b": (0, 2), "c": (1,)})
     toy = Toy(data, classifier(norm=True), cross_entropy, sgd(0.1), batch_size=4)
-    outcome = simulate(load(name, prototypes=True, mu2=1), toy, 4, [["a"], ["c", "b"], ["b"], ["a", "b", "c"]])
-    assert all(is_finite(tensor) for reply in outcome.replies.values() for tensor in reply.flat().values())
+    outcome = simulate(
+        load(name, prototypes=True, mu2=1), toy, 4, [["a"], ["c", "b"], ["b"], ["a", "b", "c"]]
+    )
+    assert all(
+        is_finite(tensor) for reply in outcome.replies.values() for tensor in reply.flat().values()
+    )
 
 
 def test_moon_with_its_projection(toy: Toy) -> None:
@@ -190,14 +236,20 @@ def test_moon_with_its_projection(toy: Toy) -> None:
 
 def test_a_network_without_one_output_a_class_is_refused() -> None:
     with pytest.raises(InputError, match="one output for each of the 3 classes"):
-        load("fedprox", prototypes=True).adapt(nn.Linear(8, 2), Task("classification", ("p", "q", "r")))
+        load("fedprox", prototypes=True).adapt(
+            nn.Linear(8, 2), Task("classification", ("p", "q", "r"))
+        )
 
 
 def test_features_of_another_size_name_the_sites(toy: Toy) -> None:
     method = load("feddyn", prototypes=True)
     outcome = simulate(method, toy)
     reply = outcome.replies["b"]
-    groups = {**reply.tensors, "prototypes": {"1": torch.zeros(5)}, "counts": {"1": torch.tensor(9)}}
+    groups = {
+        **reply.tensors,
+        "prototypes": {"1": torch.zeros(5)},
+        "counts": {"1": torch.tensor(9)},
+    }
     replies = {**outcome.replies, "b": Message(groups, reply.scalars)}
     with pytest.raises(InputError, match="length 5 at b; length 6 at a, c"):
         method.aggregate(toy.host(), outcome.history[0], replies, 3)

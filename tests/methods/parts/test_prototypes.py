@@ -42,14 +42,18 @@ def drawn(n: int, d: int = 4, seed: int = 0, num_classes: int = 3) -> tuple[Tens
 # Labels
 
 
-@pytest.mark.parametrize("targets", [torch.tensor([2, 0, 1]), torch.tensor([[2.0], [0], [1]]), torch.eye(3)[[2, 0, 1]]])
+@pytest.mark.parametrize(
+    "targets", [torch.tensor([2, 0, 1]), torch.tensor([[2.0], [0], [1]]), torch.eye(3)[[2, 0, 1]]]
+)
 def test_class_indices(targets: Tensor) -> None:
     assert class_indices(targets).tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize("labelled", [False, True])
 def test_class_counts(labelled: bool) -> None:
-    assert class_counts(shard(torch.zeros(4, 1), torch.tensor([2, 0, 2, 2]), labelled), 4).tolist() == [1, 0, 3, 0]
+    assert class_counts(
+        shard(torch.zeros(4, 1), torch.tensor([2, 0, 2, 2]), labelled), 4
+    ).tolist() == [1, 0, 3, 0]
 
 
 # Means
@@ -96,7 +100,9 @@ def test_random_transforms_are_left_out() -> None:
 
 def test_a_site_without_items_has_no_means() -> None:
     with pytest.raises(ValueError, match="without items"):
-        collect(identity(2), Shard.of(Stacked([], torch.zeros(0, 2), torch.zeros(0)), []), 4, 3, CPU)
+        collect(
+            identity(2), Shard.of(Stacked([], torch.zeros(0, 2), torch.zeros(0)), []), 4, 3, CPU
+        )
 
 
 def test_merging_by_samples_is_the_mean_of_everything_and_plain_is_the_mean_of_the_owners() -> None:
@@ -141,14 +147,18 @@ def test_pooled_covariance_is_the_papers_formula() -> None:
         expected = -n / (n - 1) * torch.outer(m, m)
         for part in parts:
             expected = expected + (int(part.counts[c]) - 1) / (n - 1) * part.covariances[c]
-            expected = expected + int(part.counts[c]) / (n - 1) * torch.outer(part.means[c], part.means[c])
+            expected = expected + int(part.counts[c]) / (n - 1) * torch.outer(
+                part.means[c], part.means[c]
+            )
         torch.testing.assert_close(whole.covariances[c], expected, rtol=0, atol=1e-9)
 
 
 def test_one_item_has_covariance_zero_and_an_absent_class_is_nothing() -> None:
     """Two sites with one item each, 0 and 2: pooled mean 1, variance 2."""
     parts = [
-        gaussians(identity(1), shard(torch.tensor([[v]]).double(), torch.zeros(1).long()), 4, 3, CPU)
+        gaussians(
+            identity(1), shard(torch.tensor([[v]]).double(), torch.zeros(1).long()), 4, 3, CPU
+        )
         for v in (0.0, 2.0)
     ]
     assert not any(part.covariances.any() for part in parts)

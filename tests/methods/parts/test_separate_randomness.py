@@ -31,7 +31,9 @@ def drawn(purpose: str, step: int) -> float:
 
 
 def test_each_block_has_a_stream_of_its_own() -> None:
-    assert blocks(SeparateRandomness(SITE, "some"), 3) == [drawn("some", step) for step in (0, 1, 2)]
+    assert blocks(SeparateRandomness(SITE, "some"), 3) == [
+        drawn("some", step) for step in (0, 1, 2)
+    ]
     assert blocks(SeparateRandomness(SITE, "some", first=1, each=2), 4) == [
         drawn("some", step) for step in (1, 1, 2, 2)
     ]

@@ -38,7 +38,10 @@ def features(embeddings: Tensor, count: int = 16, seed: int = 1) -> tuple[Tensor
 def exact(h: Tensor, labels: Tensor, gaussians: TextGaussians, nodes: int = 80) -> Tensor:
     """L-infinity (eq. 3): Gauss-Hermite over a = tau h.e_y, negatives by the Gaussian moment generating function."""
     x, w = (torch.from_numpy(part) for part in np.polynomial.hermite_e.hermegauss(nodes))
-    mean, q = gaussians.tau * (h * gaussians.mean[labels]).sum(1), own(gaussians.quadratic(h), labels)
+    mean, q = (
+        gaussians.tau * (h * gaussians.mean[labels]).sum(1),
+        own(gaussians.quadratic(h), labels),
+    )
     others = gaussians.logits(h).scatter(1, labels[:, None], -torch.inf).logsumexp(1)
     a = mean[:, None] + gaussians.tau * q.sqrt()[:, None] * x
     return (torch.logaddexp(a, others[:, None]) * w).sum(1) / w.sum() - mean
@@ -73,14 +76,22 @@ def test_three_classes_in_four_dimensions_by_hand() -> None:
     expected[0, 1] = expected[1, 3] = 0.32
     torch.testing.assert_close(variances(embeddings), expected, rtol=0, atol=1e-15)
     full, diag = (TextGaussians.of(embeddings, 5.0, kind) for kind in ("full", "diag"))
-    torch.testing.assert_close(full.mean[0], torch.tensor([0.8, 0.4, 0, 0], dtype=torch.float64), rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        full.mean[0], torch.tensor([0.8, 0.4, 0, 0], dtype=torch.float64), rtol=0, atol=1e-15
+    )
     for gaussians, logits in ((full, [5.0, 0.0, 4.0]), (diag, [6.92, 0.0, 4.0])):
         torch.testing.assert_close(
             gaussians.logits(h)[0], torch.tensor(logits, dtype=torch.float64), rtol=0, atol=1e-12
         )
-    assert full.surrogate(h, y).item() == pytest.approx(math.log(math.exp(5) + 1 + math.exp(4)) - 4, abs=1e-12)
-    assert full.surrogate(h, y).item() == pytest.approx(math.log(1 + math.exp(-5) + math.exp(-1)) + 1, abs=1e-12)
-    assert diag.surrogate(h, y).item() == pytest.approx(math.log(math.exp(6.92) + 1 + math.exp(4)) - 4, abs=1e-12)
+    assert full.surrogate(h, y).item() == pytest.approx(
+        math.log(math.exp(5) + 1 + math.exp(4)) - 4, abs=1e-12
+    )
+    assert full.surrogate(h, y).item() == pytest.approx(
+        math.log(1 + math.exp(-5) + math.exp(-1)) + 1, abs=1e-12
+    )
+    assert diag.surrogate(h, y).item() == pytest.approx(
+        math.log(math.exp(6.92) + 1 + math.exp(4)) - 4, abs=1e-12
+    )
 
 
 # The checks that both papers' cards number: FedCB's and FedBM's
@@ -111,7 +122,9 @@ def test_the_factor_gives_the_covariance_without_a_matrix() -> None:
     small, direction = embeddings[:, :, :16], h[:, :16]
     sigma = torch.stack([part.T.cov() for part in small])
     wanted = torch.einsum("bd,kde,be->bk", direction, sigma, direction)
-    torch.testing.assert_close(TextGaussians.of(small, 1.0).quadratic(direction), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        TextGaussians.of(small, 1.0).quadratic(direction), wanted, rtol=0, atol=1e-12
+    )
 
 
 @both
@@ -188,7 +201,10 @@ def test_the_unscaled_misprint_is_no_bound() -> None:
     h, y = features(embeddings, 64)
     gaussians = TextGaussians.of(embeddings, 12.5)
     q = own(gaussians.quadratic(h), y)
-    misprint = nn.functional.cross_entropy(gaussians.logits(h) / 12.5, y, reduction="none") + 0.5 * 12.5**2 * q
+    misprint = (
+        nn.functional.cross_entropy(gaussians.logits(h) / 12.5, y, reduction="none")
+        + 0.5 * 12.5**2 * q
+    )
     wrong = (h * gaussians.mean[y]).sum(1) < 0.2  # far from the class
     assert (misprint < exact(h, y, gaussians))[wrong].double().mean() > 0.5
 
@@ -238,9 +254,13 @@ def test_finite_prompts_follow_the_full_covariance_not_the_diagonal() -> None:
         for seed in range(10):
             embeddings = structured(spread, seed)
             _, y = features(embeddings, seed=seed)
-            h = nn.functional.normalize(embeddings.mean(1)[y] + 0.5 * unit(16, 32, seed=seed), dim=1)
+            h = nn.functional.normalize(
+                embeddings.mean(1)[y] + 0.5 * unit(16, 32, seed=seed), dim=1
+            )
             finite = finite_loss(h, y, embeddings, 12.5)
-            full, diag = (exact(h, y, TextGaussians.of(embeddings, 12.5, kind)) for kind in ("full", "diag"))
+            full, diag = (
+                exact(h, y, TextGaussians.of(embeddings, 12.5, kind)) for kind in ("full", "diag")
+            )
             assert (finite - full).abs().max() < full_limit
             assert (finite - diag).abs().max() > diag_least
 
@@ -255,7 +275,10 @@ def test_the_finite_loss_by_its_definition() -> None:
         others = sum(sum(weight[k]) / 4 for k in range(3) if k != label)
         wanted.append(sum(-math.log(p / (p + others)) for p in weight[label]) / 4)
     torch.testing.assert_close(
-        finite_loss(h, y, embeddings, 12.5), torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=0
+        finite_loss(h, y, embeddings, 12.5),
+        torch.tensor(wanted, dtype=torch.float64),
+        rtol=1e-12,
+        atol=0,
     )
     same = embeddings[:, :1].expand(-1, 4, -1)
     plain = nn.functional.cross_entropy(12.5 * h @ same[:, 0].T, y, reduction="none")
@@ -278,7 +301,9 @@ def test_the_diagonal_is_the_full_one_where_that_is_diagonal() -> None:
     norms = sample.mean(1).square().sum(1)  # FedBM 7, FedCB 7
     torch.testing.assert_close(trace, 24 / 23 * (1 - norms), rtol=0, atol=1e-12)
     longer = 1.01 * sample
-    assert not torch.allclose(variances(longer).sum(1), 24 / 23 * (1 - longer.mean(1).square().sum(1)))
+    assert not torch.allclose(
+        variances(longer).sum(1), 24 / 23 * (1 - longer.mean(1).square().sum(1))
+    )
 
 
 def test_order_of_prompts_and_of_classes() -> None:
@@ -289,7 +314,10 @@ def test_order_of_prompts_and_of_classes() -> None:
     for kind in ("full", "diag"):
         gaussians = TextGaussians.of(embeddings, 12.5, kind)
         torch.testing.assert_close(
-            TextGaussians.of(shuffled, 12.5, kind).logits(h), gaussians.logits(h), rtol=0, atol=1e-12
+            TextGaussians.of(shuffled, 12.5, kind).logits(h),
+            gaussians.logits(h),
+            rtol=0,
+            atol=1e-12,
         )
         permuted = TextGaussians.of(embeddings[order], 12.5, kind).logits(h)
         torch.testing.assert_close(permuted, gaussians.logits(h)[:, order], rtol=0, atol=1e-12)
@@ -297,7 +325,13 @@ def test_order_of_prompts_and_of_classes() -> None:
 
 def test_two_prompts_are_enough_for_a_distribution() -> None:
     two = structured(0.3).float()[:, :2]
-    network = adapt(nn.Sequential(nn.Linear(4, 5)), two, classifier="text_distribution", covariance="full", tau=12.5)
+    network = adapt(
+        nn.Sequential(nn.Linear(4, 5)),
+        two,
+        classifier="text_distribution",
+        covariance="full",
+        tau=12.5,
+    )
     assert network(torch.rand(3, 4)).shape == (3, 5)
     with pytest.raises(InputError, match="one prompt a class with classifier=text_distribution"):
         adapt(network, two[:, :1], classifier="text_distribution", covariance="full", tau=12.5)
@@ -362,7 +396,10 @@ def test_mixed_precision_leaves_the_losses_alone() -> None:
     """tau 12.5 times a similarity in bfloat16 would be off by 0.05."""
     embeddings, h = structured(0.3).float(), unit(6, 32, seed=1).float()
     labels, gaussians = torch.arange(6) % 5, TextGaussians.of(embeddings, 12.5)
-    wide, precise = (h.double(), labels, embeddings.double()), TextGaussians.of(embeddings.double(), 12.5)
+    wide, precise = (
+        (h.double(), labels, embeddings.double()),
+        TextGaussians.of(embeddings.double(), 12.5),
+    )
     losses = [
         (lambda: finite_loss(h, labels, embeddings, 12.5), finite_loss(*wide, 12.5)),
         (lambda: gaussians.surrogate(h, labels), precise.surrogate(*wide[:2])),

@@ -57,7 +57,9 @@ class Table:
 
 def classification(count: int = 10, classes: int = 4) -> Questions:
     public = public_blobs(count, 0, classes)
-    bundle: Any = SimpleNamespace(name="toys", task="classification", classes=public.task.classes, structures=())
+    bundle: Any = SimpleNamespace(
+        name="toys", task="classification", classes=public.task.classes, structures=()
+    )
     ids = tuple(public.shard.ids)
     return Questions(bundle, "test", tuple(range(count)), ids, "1" * 64, public)
 
@@ -66,7 +68,9 @@ def segmentation(count: int = 3) -> Questions:
     x, y = torch.zeros(count, 1, 6, 5), torch.zeros(count, 1, 6, 5, dtype=torch.uint8)
     shard = Shard.of(Stacked([{"id": f"mask{i}"} for i in range(count)], x, y), range(count))
     structures = ("background", "lesion")
-    bundle: Any = SimpleNamespace(name="masks", task="segmentation", classes=(), structures=structures)
+    bundle: Any = SimpleNamespace(
+        name="masks", task="segmentation", classes=(), structures=structures
+    )
     public = Public("masks", shard, Task("segmentation", structures))
     return Questions(bundle, "train", tuple(range(count)), tuple(shard.ids), "2" * 64, public)
 
@@ -106,7 +110,12 @@ def test_answers_are_mapped_and_writing_into_them_leaves_the_file(kept: Path) ->
 def test_the_manifest_says_what_the_answers_are_about(kept: Path) -> None:
     obtain(Table(distributions()), classification())
     found = json.loads(next(kept.glob("*.json")).read_text())
-    assert (found["name"], found["teacher"], found["data"], found["bundle"]) == ("table", "a" * 64, "1" * 64, "toys")
+    assert (found["name"], found["teacher"], found["data"], found["bundle"]) == (
+        "table",
+        "a" * 64,
+        "1" * 64,
+        "toys",
+    )
     assert (found["section"], found["shape"], found["dtype"]) == ("test", [10, 4], "float32")
     assert found["facts"] == {"prompts": ["a", "b"]}
     assert found["ids"] == [f"public{i}" for i in range(10)]
@@ -163,7 +172,9 @@ def flip(path: Path) -> None:
 
 def changed(**changes: Any) -> Callable[[Path], None]:
     return lambda path: (
-        path.with_suffix(".json").write_text(json.dumps(json.loads(path.with_suffix(".json").read_text()) | changes))
+        path.with_suffix(".json").write_text(
+            json.dumps(json.loads(path.with_suffix(".json").read_text()) | changes)
+        )
         and None
     )
 
@@ -181,10 +192,15 @@ def changed(**changes: Any) -> Callable[[Path], None]:
         (lambda path: path.with_suffix(".json").write_text("[]"), "their manifest is damaged"),
         (lambda path: path.with_suffix(".json").unlink(), "they have no manifest"),
         (changed(data="7" * 64), "they were given about something else (data)"),
-        (changed(ids=["x"], section="train"), "they were given about something else (ids, section)"),
+        (
+            changed(ids=["x"], section="train"),
+            "they were given about something else (ids, section)",
+        ),
     ],
 )
-def test_what_does_not_fit_is_made_anew_and_said(damage: Callable[[Path], Any], why: str, kept: Path) -> None:
+def test_what_does_not_fit_is_made_anew_and_said(
+    damage: Callable[[Path], Any], why: str, kept: Path
+) -> None:
     obtain(Table(distributions()), classification())
     damage(next(kept.glob("*.npy")))
     teacher, said = Table(distributions()), []
@@ -220,7 +236,9 @@ def test_two_processes_do_not_ask_twice(kept: Path) -> None:
     assert second.asked == []
 
 
-def test_a_full_disk_is_one_line_and_leaves_no_half_file(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line_and_leaves_no_half_file(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -235,10 +253,14 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_file(kept: Path, monkeypatch
     assert torch.equal(obtain(teacher, classification()), teacher.values)
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(RunError, match="Not a directory; .* or set XDG_CACHE_HOME to a larger disk"):
+    with pytest.raises(
+        RunError, match="Not a directory; .* or set XDG_CACHE_HOME to a larger disk"
+    ):
         obtain(Table(distributions()), classification())
 
 
@@ -250,16 +272,23 @@ def test_what_is_no_distribution_is_refused_by_name(value: float, kept: Path) ->
     """Item 5 of (0.25, 0.25, 0.25, 0.25) with another number in the first place."""
     values = torch.full((10, 4), 0.25)
     values[5, 0] = value
-    with pytest.raises(InputError, match="teacher 'table' answers about public item 'public5' with values that are no"):
+    with pytest.raises(
+        InputError,
+        match="teacher 'table' answers about public item 'public5' with values that are no",
+    ):
         obtain(Table(values), classification())
-    assert json.loads(next(kept.glob("*.json")).read_text())["pass"]["done"] == 4, "the batch before is kept"
+    assert json.loads(next(kept.glob("*.json")).read_text())["pass"]["done"] == 4, (
+        "the batch before is kept"
+    )
 
 
 def test_other_numbers_of_classes_or_another_grid_are_refused() -> None:
     text = "teacher 'table' answers with 4 x 5 values about 4 items; the public data 'toys' have 4 classes; name"
     with pytest.raises(InputError, match=text):
         obtain(Table(distributions(classes=5)), classification())
-    with pytest.raises(InputError, match="answers with 3 x 5 x 6 values about 3 items; .* have a grid of 6 x 5; "):
+    with pytest.raises(
+        InputError, match="answers with 3 x 5 x 6 values about 3 items; .* have a grid of 6 x 5; "
+    ):
         obtain(Table(torch.zeros(3, 5, 6)), segmentation())
 
 
@@ -280,9 +309,13 @@ def test_masks_are_kept_as_logits_of_probabilities_from_1e_4_on() -> None:
     found = obtain(Table(values), segmentation())
     assert (found.dtype, tuple(found.shape)) == (torch.float16, (3, 6, 5))
     assert found[0, 0].tolist() == [9.2109375, -9.2109375, 9.2109375, -1.25, 0.0]
-    torch.testing.assert_close(found[0, 0, 1].float().sigmoid(), torch.tensor(1e-4), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        found[0, 0, 1].float().sigmoid(), torch.tensor(1e-4), rtol=1e-3, atol=0
+    )
     values[2, 5, 4] = torch.nan
-    with pytest.raises(InputError, match="about public item 'mask2' with NaN; logits of the foreground; "):
+    with pytest.raises(
+        InputError, match="about public item 'mask2' with NaN; logits of the foreground; "
+    ):
         obtain(Table(values, sha256="c" * 64), segmentation())
 
 
@@ -319,26 +352,41 @@ def test_a_teachers_remarks_are_said_and_kept(kept: Path) -> None:
 def test_names_are_divided_at_commas() -> None:
     assert split_names("run:DIR, medsam") == ("run:DIR", "medsam")
     assert split_names("") == split_names("  ") == ()
-    with pytest.raises(InputError, match="teachers=medsam,; teachers is NAME,NAME,...; drop the comma"):
+    with pytest.raises(
+        InputError, match="teachers=medsam,; teachers is NAME,NAME,...; drop the comma"
+    ):
         split_names("medsam,")
 
 
 @pytest.mark.parametrize("name", ["clip", "run", "run:", "bundle:", ""])
 def test_an_unknown_teacher_is_told_with_the_known_ones(name: str) -> None:
     known = (
-        "teachers are clip-vit-l14, clip-rn50x16, biomedclip, medsam, each also as NAME:FILE, run:DIR and bundle:DIR"
+        "teachers are clip-vit-l14, clip-rn50x16, biomedclip, medsam, "
+        "each also as NAME:FILE, run:DIR and bundle:DIR"
     )
     with pytest.raises(InputError, match=f"teacher '{name}'; {known}; choose one of them"):
         open_teacher(name, classification().bundle, torch.device("cpu"))
 
 
 def test_teachers_tell_one_structure_from_the_background() -> None:
-    with pytest.raises(InputError, match="with background, anterior, posterior; teachers tell a foreground from the"):
+    with pytest.raises(
+        InputError,
+        match="with background, anterior, posterior; teachers tell a foreground from the",
+    ):
         open_teacher("medsam", Bundle("hippocampus"), torch.device("cpu"))
     other: Any = SimpleNamespace(name="detector", task="other")
-    with pytest.raises(InputError, match="bundle 'detector', neither classification nor segmentation"):
+    with pytest.raises(
+        InputError, match="bundle 'detector', neither classification nor segmentation"
+    ):
         open_teacher("medsam", other, torch.device("cpu"))
 
 
 def test_every_kind_of_teacher_can_be_opened() -> None:
-    assert set(answers._OPENERS) == {"clip-vit-l14", "clip-rn50x16", "biomedclip", "medsam", "run", "bundle"}
+    assert set(answers._OPENERS) == {
+        "clip-vit-l14",
+        "clip-rn50x16",
+        "biomedclip",
+        "medsam",
+        "run",
+        "bundle",
+    }

@@ -57,11 +57,17 @@ def original_names(layers: int) -> list[str]:
         block = f"image_encoder.blocks.{i}"
         names += [f"{block}.attn.rel_pos_h", f"{block}.attn.rel_pos_w"]
         names += both(
-            *(f"{block}.{part}" for part in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.lin1", "mlp.lin2"))
+            *(
+                f"{block}.{part}"
+                for part in ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.lin1", "mlp.lin2")
+            )
         )
     names += ["image_encoder.neck.0.weight", "image_encoder.neck.2.weight"]
     names += both("image_encoder.neck.1", "image_encoder.neck.3")
-    names += ["prompt_encoder.pe_layer.positional_encoding_gaussian_matrix", "prompt_encoder.no_mask_embed.weight"]
+    names += [
+        "prompt_encoder.pe_layer.positional_encoding_gaussian_matrix",
+        "prompt_encoder.no_mask_embed.weight",
+    ]
     names += [f"prompt_encoder.point_embeddings.{i}.weight" for i in range(4)]
     names += ["prompt_encoder.not_a_point_embed.weight"]
     names += both(*(f"prompt_encoder.mask_downscaling.{i}" for i in (0, 1, 3, 4, 6)))
@@ -70,18 +76,31 @@ def original_names(layers: int) -> list[str]:
         layer = f"{two_way}.layers.{i}"
         for part in ("self_attn", "cross_attn_token_to_image", "cross_attn_image_to_token"):
             names += attention(f"{layer}.{part}")
-        names += both(*(f"{layer}.{part}" for part in ("norm1", "norm2", "norm3", "norm4", "mlp.lin1", "mlp.lin2")))
-    names += [*attention(f"{two_way}.final_attn_token_to_image"), *both(f"{two_way}.norm_final_attn")]
+        names += both(
+            *(
+                f"{layer}.{part}"
+                for part in ("norm1", "norm2", "norm3", "norm4", "mlp.lin1", "mlp.lin2")
+            )
+        )
+    names += [
+        *attention(f"{two_way}.final_attn_token_to_image"),
+        *both(f"{two_way}.norm_final_attn"),
+    ]
     names += ["mask_decoder.iou_token.weight", "mask_decoder.mask_tokens.weight"]
     names += both(*(f"mask_decoder.output_upscaling.{i}" for i in (0, 1, 3)))
-    heads = [f"mask_decoder.output_hypernetworks_mlps.{i}" for i in range(4)] + ["mask_decoder.iou_prediction_head"]
+    heads = [f"mask_decoder.output_hypernetworks_mlps.{i}" for i in range(4)] + [
+        "mask_decoder.iou_prediction_head"
+    ]
     return names + both(*(f"{head}.layers.{i}" for head in heads for i in range(3)))
 
 
 def original_checkpoint() -> dict[str, Tensor]:
     """Tensors of the tiny size: 0.4 sin((1.7 + 0.013 i) n + i), i the place of the name, n that of the number."""
     transformers = pytest.importorskip("transformers")
-    shapes = {name: tensor.shape for name, tensor in transformers.SamModel(tiny_config()).state_dict().items()}
+    shapes = {
+        name: tensor.shape
+        for name, tensor in transformers.SamModel(tiny_config()).state_dict().items()
+    }
     made = {}
     for i, name in enumerate(sorted(original_names(2))):
         shape = shapes[next(iter(renamed({name: torch.zeros(())})))]
@@ -106,7 +125,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
-    return opened("skin_lesion", tmp_path_factory.mktemp("data") / "skin_lesion", size=32, image_size=24)
+    return opened(
+        "skin_lesion", tmp_path_factory.mktemp("data") / "skin_lesion", size=32, image_size=24
+    )
 
 
 # The key map
@@ -132,10 +153,17 @@ def test_an_original_checkpoint_gives_the_logits_of_the_original_code(tmp_path: 
     """The numbers are those of the package segment_anything with the same weights, image and box (3, 5, 40, 50)."""
     torch.save(original_checkpoint(), tmp_path / "tiny.pth")
     network = load(tmp_path / "tiny.pth", tiny_config())
-    x = torch.sin(torch.arange(3 * 64 * 64, dtype=torch.float64) * 0.37).reshape(1, 3, 64, 64).abs().float()
+    x = (
+        torch.sin(torch.arange(3 * 64 * 64, dtype=torch.float64) * 0.37)
+        .reshape(1, 3, 64, 64)
+        .abs()
+        .float()
+    )
     with torch.no_grad():
         boxes = torch.tensor([[[3.0, 5.0, 40.0, 50.0]]])
-        low = network.sam(pixel_values=x, input_boxes=boxes, multimask_output=False).pred_masks[0, 0, 0]
+        low = network.sam(pixel_values=x, input_boxes=boxes, multimask_output=False).pred_masks[
+            0, 0, 0
+        ]
     assert tuple(low.shape) == (16, 16)
     torch.testing.assert_close(low[0, :4], torch.tensor(ROW_0), rtol=0, atol=2e-5)
     torch.testing.assert_close(low[9, 5:9], torch.tensor(ROW_9), rtol=0, atol=2e-5)
@@ -155,11 +183,15 @@ def test_a_checkpoint_of_another_network_is_told(tmp_path: Path) -> None:
         load(tmp_path / "tiny.pth", tiny_config())
     assert "\n" not in str(told.value)
     (tmp_path / "noise.pth").write_bytes(b"noise")
-    with pytest.raises(InputError, match="'medsam:x' is not at hand .*; see that .*noise.pth is medsam_vit_b.pth"):
+    with pytest.raises(
+        InputError, match="'medsam:x' is not at hand .*; see that .*noise.pth is medsam_vit_b.pth"
+    ):
         load(tmp_path / "noise.pth", name="medsam:x")
 
 
-def test_a_folder_that_lacks_tensors_is_not_filled_with_random_ones(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_that_lacks_tensors_is_not_filled_with_random_ones(
+    folder: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder, tmp_path / "sam")
@@ -239,13 +271,20 @@ def test_the_sigmoid_comes_before_the_resizing() -> None:
     network = medsam.MedSAM(sam)
     made = network(torch.rand(1, 3, 4, 16) * 255, torch.tensor([[2, 1, 6, 3]]), (1, 4))
     p, q = torch.tensor([-4.0, 4.0]).sigmoid().tolist()
-    torch.testing.assert_close(made[0, 1, 0], torch.tensor([p, (3 * p + q) / 4, (p + 3 * q) / 4, q]))
+    torch.testing.assert_close(
+        made[0, 1, 0], torch.tensor([p, (3 * p + q) / 4, (p + 3 * q) / 4, q])
+    )
     torch.testing.assert_close(made.sum(1), torch.ones(1, 1, 4))
     pixels, boxes, several = sam.given
     assert tuple(pixels.shape) == (1, 3, 8, 8)
     assert boxes.tolist() == [[[1.0, 2.0, 3.0, 6.0]]]
     assert several is False
-    assert tuple(network(torch.rand(1, 3, 5, 7), torch.tensor([[0, 0, 7, 5]])).shape) == (1, 2, 5, 7)
+    assert tuple(network(torch.rand(1, 3, 5, 7), torch.tensor([[0, 0, 7, 5]])).shape) == (
+        1,
+        2,
+        5,
+        7,
+    )
 
 
 # The teacher
@@ -271,14 +310,18 @@ def test_it_answers_on_the_public_grid_about_the_file_itself(
             input_boxes=box[:, None] * torch.tensor([2, 64 / 24, 2, 64 / 24]),
             multimask_output=False,
         ).pred_masks[:, 0]
-    wanted = nn.functional.interpolate(low.sigmoid(), size=(24, 24), mode="bilinear").logit(1e-4)[0, 0]
+    wanted = nn.functional.interpolate(low.sigmoid(), size=(24, 24), mode="bilinear").logit(1e-4)[
+        0, 0
+    ]
     torch.testing.assert_close(found[1].float(), wanted, rtol=0, atol=6e-3)
     manifest = json.loads(next((tmp_path / "medfl" / "answers").glob("*.json")).read_text())
     assert manifest["facts"]["prompt"] == "the tight box of the public mask, or the whole image"
     assert manifest["pass"]["queries"] == 3
 
 
-def test_the_box_of_the_mask_matters(folder: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_box_of_the_mask_matters(
+    folder: Path, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
     questions, teacher = asked(bundle, count=1), open_teacher(f"medsam:{folder}", bundle, CPU)
     with torch.no_grad():
         boxed = teacher.answer(questions, [0])
@@ -288,7 +331,10 @@ def test_the_box_of_the_mask_matters(folder: Path, bundle: Bundle, monkeypatch: 
 
 def test_volumes_are_not_for_medsam(folder: Path, bundle: Bundle) -> None:
     volumes: Any = SimpleNamespace(grid=(8, 8, 4), bundle=SimpleNamespace(name="brains"))
-    with pytest.raises(InputError, match="teacher 'medsam:.*' for the volumes of 'brains'; it answers about images; "):
+    with pytest.raises(
+        InputError,
+        match="teacher 'medsam:.*' for the volumes of 'brains'; it answers about images; ",
+    ):
         open_teacher(f"medsam:{folder}", bundle, CPU).answer(volumes, [0])
 
 
@@ -298,25 +344,32 @@ def test_an_item_without_a_mask_file_is_taken_whole(bundle: Bundle) -> None:
     assert box_of(mask) == (0, 0, 32, 24)
 
 
-def test_a_missing_medsam_gives_the_ways_out(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_medsam_gives_the_ways_out(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    text = "teacher 'medsam' is not at hand .*; fetch wanglab/medsam-vit-base .*medsam:FILE .*run:DIR$"
+    text = (
+        "teacher 'medsam' is not at hand .*; fetch wanglab/medsam-vit-base .*medsam:FILE .*run:DIR$"
+    )
     with pytest.raises(InputError, match=text) as told:
         open_teacher("medsam", bundle, CPU)
     assert "\n" not in str(told.value)
     with pytest.raises(
-        InputError, match=r"'medsam:/no/such' is not at hand \(FileNotFoundError: no such file or folder"
+        InputError,
+        match=r"'medsam:/no/such' is not at hand \(FileNotFoundError: no such file or folder",
     ):
         open_teacher("medsam:/no/such", bundle, CPU)
 
 
 def test_classes_are_not_for_medsam(tmp_path: Path) -> None:
     images = opened("mednist", tmp_path / "mednist", image_size=16)
-    text = "teacher 'medsam' for 'mednist', a classification task; it is a teacher for segmentation; "
+    text = (
+        "teacher 'medsam' for 'mednist', a classification task; it is a teacher for segmentation; "
+    )
     with pytest.raises(InputError, match=text):
         open_teacher("medsam", images, CPU)
 
@@ -326,7 +379,9 @@ def test_classes_are_not_for_medsam(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:No hash value provided:UserWarning")
 def test_the_bundles_metadata_passes_monais_schema() -> None:
-    monai.bundle.verify_metadata(meta_file=str(ROOT / "configs" / "metadata.json"), filepath=str(SCHEMA))
+    monai.bundle.verify_metadata(
+        meta_file=str(ROOT / "configs" / "metadata.json"), filepath=str(SCHEMA)
+    )
 
 
 def test_the_bundle_is_configuration_only() -> None:
@@ -334,12 +389,18 @@ def test_the_bundle_is_configuration_only() -> None:
     assert files == {"LICENSE", "configs/inference.yaml", "configs/metadata.json", "docs/README.md"}
 
 
-def test_the_bundle_writes_masks_in_the_size_of_the_files(folder: Path, bundle: Bundle, tmp_path: Path) -> None:
+def test_the_bundle_writes_masks_in_the_size_of_the_files(
+    folder: Path, bundle: Bundle, tmp_path: Path
+) -> None:
     """MONAI runs inference.yaml; a picture is 255 where the network's probability on the file's grid is above 0.5."""
     parser = ConfigParser()
     parser.read_config(str(ROOT / "configs" / "inference.yaml"))
     parser["bundle_root"], parser["output_dir"] = str(ROOT), str(tmp_path)
-    parser["dataset_dir"], parser["checkpoint"], parser["device"] = bundle.get("dataset_dir"), str(folder), "cpu"
+    parser["dataset_dir"], parser["checkpoint"], parser["device"] = (
+        bundle.get("dataset_dir"),
+        str(folder),
+        "cpu",
+    )
     (_,) = parser.get_parsed_content("run")
     entries, network = bundle.data("test"), load(folder)
     assert len(list(tmp_path.glob("*.png"))) == len(entries)

@@ -47,7 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model, path = tiny(0), tmp_path_factory.mktemp("clip")
     from safetensors.torch import save_file
 
-    settings = {"size": [32, 32], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.25, 0.3], "interpolation": "bicubic"}
+    settings = {
+        "size": [32, 32],
+        "mean": [0.5, 0.4, 0.3],
+        "std": [0.2, 0.25, 0.3],
+        "interpolation": "bicubic",
+    }
     document = {"model_cfg": TINY, "preprocess_cfg": settings}
     (path / "open_clip_config.json").write_text(json.dumps(document))
     save_file(model.state_dict(), path / "open_clip_model.safetensors")
@@ -63,7 +68,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 @pytest.mark.parametrize("kind", ["clip-vit-l14", "biomedclip"])
-def test_the_answer_is_the_softmax_over_scaled_cosines(kind: str, folder: Path, bundle: Bundle) -> None:
+def test_the_answer_is_the_softmax_over_scaled_cosines(
+    kind: str, folder: Path, bundle: Bundle
+) -> None:
     """Image 1 read from its file, resized, normalised and encoded here; against each class's mean of 24 prompts."""
     open_clip = pytest.importorskip("open_clip")
     questions = asked(bundle, count=3)
@@ -75,10 +82,14 @@ def test_the_answer_is_the_softmax_over_scaled_cosines(kind: str, folder: Path, 
     torch.testing.assert_close(given.sum(1), torch.ones(3))
 
     model, tokenize = tiny(0).eval(), open_clip.get_tokenizer("ViT-B-32")
-    picture = Image.fromarray(read_pixels(str(questions.entry(1)["image"]), channels=3, convert=True))
+    picture = Image.fromarray(
+        read_pixels(str(questions.entry(1)["image"]), channels=3, convert=True)
+    )
     resized = picture.resize((32, 32), Image.Resampling.BICUBIC)
     x = torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None] / 255
-    x = (x - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / torch.tensor([0.2, 0.25, 0.3])[:, None, None]
+    x = (x - torch.tensor([0.5, 0.4, 0.3])[:, None, None]) / torch.tensor([0.2, 0.25, 0.3])[
+        :, None, None
+    ]
     with torch.no_grad():
         image = nn.functional.normalize(model.encode_image(x), dim=1)
         logits = []
@@ -125,7 +136,8 @@ def test_a_file_of_weights_goes_into_the_known_architecture(
         assert not torch.equal(found[0].answer(questions, [0]), found[1].answer(questions, [0]))
     torch.save({"nonsense": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(
-        InputError, match=r"is not at hand \(RuntimeError: .*; see that .*other.pt holds weights of tiny"
+        InputError,
+        match=r"is not at hand \(RuntimeError: .*; see that .*other.pt holds weights of tiny",
     ):
         open_teacher(f"clip-vit-l14:{tmp_path / 'other.pt'}", bundle, CPU)
 
@@ -202,7 +214,9 @@ def test_a_missing_model_gives_the_ways_out(
     with pytest.raises(InputError, match=text) as told:
         open_teacher(kind, bundle, CPU)
     assert "\n" not in str(told.value)
-    with pytest.raises(InputError, match=f"teacher '{kind}:/no/such'; /no/such is not there; give the path"):
+    with pytest.raises(
+        InputError, match=f"teacher '{kind}:/no/such'; /no/such is not there; give the path"
+    ):
         open_teacher(f"{kind}:/no/such", bundle, CPU)
 
 
@@ -221,14 +235,19 @@ def test_a_missing_package_is_told(bundle: Bundle, monkeypatch: pytest.MonkeyPat
         foundation.open_clip_teacher("biomedclip", "", bundle, CPU)
 
 
-def test_a_missing_model_is_one_line_whatever_its_reader_logs(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_model_is_one_line_whatever_its_reader_logs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pytest.importorskip("huggingface_hub")
 
     def failing() -> None:
         logging.error("cannot download")  # noqa: LOG015 (as open_clip does)
         raise RuntimeError("no network")
 
-    with pytest.raises(InputError, match="is not at hand"), at_hand("model x", "open_clip", "fetch it", "leave it"):
+    with (
+        pytest.raises(InputError, match="is not at hand"),
+        at_hand("model x", "open_clip", "fetch it", "leave it"),
+    ):
         failing()
     assert not caplog.records
     logging.error("something else")  # noqa: LOG015

@@ -31,7 +31,18 @@ MODULES = (
     f"{FLARE}simulator.simulator_worker", f"{FLARE}client.worker_process", f"{FLARE}server.runner_process",
 )  # fmt: skip
 BENCHMARKS = os.path.abspath(f"{__file__}/../../../../benchmarks") + os.sep
-READ_BY_IMPORTS = ("GOMP_", "KMP_", "LD_", "MKL_", "MONAI", "MPL", "OMP_", "OPENBLAS_", "PYTHON", "TORCH")
+READ_BY_IMPORTS = (
+    "GOMP_",
+    "KMP_",
+    "LD_",
+    "MKL_",
+    "MONAI",
+    "MPL",
+    "OMP_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCH",
+)
 ALIKE = ("PYTHONPATH", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 """Of these the first is followed by the fork, and the others are what imports of the tests' process have set."""
 PASSED_ON = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
@@ -43,7 +54,11 @@ BY_ITSELF = 256
 def likeness() -> list[Any]:
     """Return what has to be equal for a fork to be as good as a start."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-        bounds = [line.split() for line in file if line.startswith(("CapEff", "Gid", "NoNewPrivs", "Seccomp:", "Uid"))]
+        bounds = [
+            line.split()
+            for line in file
+            if line.startswith(("CapEff", "Gid", "NoNewPrivs", "Seccomp:", "Uid"))
+        ]
     limits = [list(resource.getrlimit(number)) for number in range(RLIMITS)]
     read = {name: text for name, text in os.environ.items() if name.startswith(READ_BY_IMPORTS)}
     for name in ALIKE:
@@ -66,7 +81,12 @@ def hand_over(address: str, words: list[str]) -> None:
     program, *arguments = [*given[not is_script :], ""]
     if not is_script and (given[:1] != ["-m"] or program not in MODULES):
         return
-    more_files = set(os.listdir("/proc/self/fd")) - {"0", "1", "2", "3"}  # the last is the folder that is listed
+    more_files = set(os.listdir("/proc/self/fd")) - {
+        "0",
+        "1",
+        "2",
+        "3",
+    }  # the last is the folder that is listed
     if more_files and not program.startswith(FLARE):  # whose sockets leak
         return
     asked = {
@@ -112,7 +132,9 @@ def requests(address: str, like: list[Any]) -> dict[str, Any]:
     server = socket.socket(socket.AF_UNIX)
     server.bind(address)
     server.listen(64)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those end that watch over a child
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # nobody asks how those end that watch over a child
     while True:
         ready, _, _ = select.select([server, sys.stdin], [], [])
         if sys.stdin in ready:
@@ -180,11 +202,15 @@ def become(asked: dict[str, Any], set_by_imports: dict[str, str]) -> None:
     import numpy
 
     numpy.random.seed()  # noqa: NPY002 - its state is drawn when it is imported
-    if asked["program"] == KERNEL:  # says it by a variable, which matplotlib reads when it is imported
+    if (
+        asked["program"] == KERNEL
+    ):  # says it by a variable, which matplotlib reads when it is imported
         import matplotlib
 
         matplotlib.rcParams["backend"] = "module://matplotlib_inline.backend_inline"
-    for number in PASSED_ON:  # the warm process may be in the background, where an interrupt is ignored
+    for (
+        number
+    ) in PASSED_ON:  # the warm process may be in the background, where an interrupt is ignored
         does = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in asked["ignored"] else does)
     os.setsid()
@@ -196,7 +222,10 @@ def become(asked: dict[str, Any], set_by_imports: dict[str, str]) -> None:
     os.getppid = lambda: int(asked["parent"])
     sys.argv = [asked["program"], *asked["arguments"]]
     is_script = asked["program"].endswith(".py")
-    sys.path[:] = [os.path.dirname(asked["program"]) if is_script else asked["folder"], *asked["path"]]
+    sys.path[:] = [
+        os.path.dirname(asked["program"]) if is_script else asked["folder"],
+        *asked["path"],
+    ]
     sys.path_importer_cache.clear()
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # noqa: SIM115
     for name, number, errors in (("stdout", 1, "strict"), ("stderr", 2, "backslashreplace")):

@@ -40,11 +40,17 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def toy(**changes: Any) -> Toy:
-    settings = {"network": classifier(norm=True), "loss": cross_entropy, "optimizer": sgd(0.1, momentum=0.9)}
+    settings = {
+        "network": classifier(norm=True),
+        "loss": cross_entropy,
+        "optimizer": sgd(0.1, momentum=0.9),
+    }
     return Toy(blobs(SITES), **{**settings, "batch_size": 4, "epochs": 3, **changes})
 
 
-def trained(made: Toy, name: str, compiles: bool, **arguments: Any) -> tuple[FitReport, dict[str, Tensor]]:
+def trained(
+    made: Toy, name: str, compiles: bool, **arguments: Any
+) -> tuple[FitReport, dict[str, Tensor]]:
     with made.networks.scope(), compile_steps() if compiles else nullcontext():
         model = made.site(name).model(made.initial)
         return fit(model, made.site(name), **arguments), snapshot(model)
@@ -95,24 +101,50 @@ def test_without_a_compiler_the_run_ends_and_says_why(monkeypatch: pytest.Monkey
 
     torch._dynamo.reset()
     monkeypatch.setattr(compile_fx, "compile_fx", missing)
-    with pytest.raises(RunError, match="--compile: .* no C\\+\\+ compiler.*; run it without --compile"):
+    with pytest.raises(
+        RunError, match="--compile: .* no C\\+\\+ compiler.*; run it without --compile"
+    ):
         trained(toy(), "a", True)
 
 
-SGD = {"_target_": "torch.optim.SGD", "params": "$@network_def.parameters()", "lr": "@learning_rate"}
+SGD = {
+    "_target_": "torch.optim.SGD",
+    "params": "$@network_def.parameters()",
+    "lr": "@learning_rate",
+}
 
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return datasets.write_phantom("mednist", tmp_path_factory.mktemp("scans") / "data", per_class=14, size=32)
+    return datasets.write_phantom(
+        "mednist", tmp_path_factory.mktemp("scans") / "data", per_class=14, size=32
+    )
 
 
 @pytest.mark.slow
-def test_a_compiled_run_is_the_same_with_workers_clients_and_resumed(scans: Path, tmp_path: Path) -> None:
-    def run(name: str, jobs: int | None, rounds: int = 2, runtime: str = "simulator", **more: Any) -> dict[str, Tensor]:
-        requested = {"data": str(scans), "partition": "iid", "sites": 3, "rounds": rounds, "batch_size": 4, **more}
+def test_a_compiled_run_is_the_same_with_workers_clients_and_resumed(
+    scans: Path, tmp_path: Path
+) -> None:
+    def run(
+        name: str, jobs: int | None, rounds: int = 2, runtime: str = "simulator", **more: Any
+    ) -> dict[str, Tensor]:
+        requested = {
+            "data": str(scans),
+            "partition": "iid",
+            "sites": 3,
+            "rounds": rounds,
+            "batch_size": 4,
+            **more,
+        }
         config = {"network": "small_cnn", "image_size": 32, "optimizer": SGD}
-        federate("mednist", config=config, requested=requested, out=tmp_path / name, jobs=jobs, runtime=runtime)
+        federate(
+            "mednist",
+            config=config,
+            requested=requested,
+            out=tmp_path / name,
+            jobs=jobs,
+            runtime=runtime,
+        )
         return load_weights(tmp_path / name / "weights.safetensors")
 
     plain, one, two = run("plain", 1), run("one", 1, compile=True), run("two", 2, compile=True)

@@ -60,10 +60,24 @@ def test_a_run_trains_without_it_unless_asked(
 
     monkeypatch.setattr(simulator.Simulator, "execute", watched)
     chest = str(datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=28))
-    requested = {"data": chest, "sites": 2, "partition": "iid", "rounds": 1, "local_epochs": 1, **asked}
+    requested = {
+        "data": chest,
+        "sites": 2,
+        "partition": "iid",
+        "rounds": 1,
+        "local_epochs": 1,
+        **asked,
+    }
     out = tmp_path / "run"
     said: list[str] = []
-    federate("pneumonia", config={"network": "small_cnn"}, requested=requested, out=out, jobs=1, say=said.append)
+    federate(
+        "pneumonia",
+        config={"network": "small_cnn"},
+        requested=requested,
+        out=out,
+        jobs=1,
+        say=said.append,
+    )
     expected = bool(asked)
     assert ("note: --tf32: of no effect on a CPU" in said) is expected
     assert seen == [(expected, expected)]
@@ -77,7 +91,10 @@ def test_a_run_trains_without_it_unless_asked(
 
 NOTES = [
     ({"tf32": True}, ["--tf32: of no effect on a CPU"]),
-    ({"compile": True}, ["--compile: the first training steps wait for the compiler, seconds to minutes"]),
+    (
+        {"compile": True},
+        ["--compile: the first training steps wait for the compiler, seconds to minutes"],
+    ),
 ]
 
 
@@ -86,12 +103,26 @@ def test_what_is_asked_of_the_machine_is_said_and_recorded(
     asked: dict[str, Any], notes: list[str], tmp_path: Path
 ) -> None:
     chest = str(datasets.write_phantom("pneumonia", tmp_path / "data", per_class=10, size=28))
-    requested = {"data": chest, "sites": 2, "rounds": 1, "local_epochs": 1, "lr_decay": 1.0, **asked}
+    requested = {
+        "data": chest,
+        "sites": 2,
+        "rounds": 1,
+        "local_epochs": 1,
+        "lr_decay": 1.0,
+        **asked,
+    }
     said: list[str] = []
     federate(
-        "pneumonia", config={"network": "small_cnn"}, requested=requested, out=tmp_path / "run", jobs=1, say=said.append
+        "pneumonia",
+        config={"network": "small_cnn"},
+        requested=requested,
+        out=tmp_path / "run",
+        jobs=1,
+        say=said.append,
     )
-    assert [line for line in said if line.startswith("note: --")] == [f"note: {note}" for note in notes]
+    assert [line for line in said if line.startswith("note: --")] == [
+        f"note: {note}" for note in notes
+    ]
     run, document = read_run(tmp_path / "run" / "run.json")
     for name, value in asked.items():
         assert getattr(run, name) == value
@@ -134,12 +165,16 @@ class Pictures(ToyBundle):
     def __init__(self) -> None:
         def network() -> nn.Module:
             convolution = nn.Conv2d(2, 4, 2, padding=1)
-            return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), convolution, nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+            return nn.Sequential(
+                nn.Unflatten(1, (2, 2, 2)), convolution, nn.ReLU(), nn.Flatten(), nn.Linear(36, 3)
+            )
 
         super().__init__(network=network)
 
 
-def trained(out: Path, method: str, **settings: object) -> tuple[Federation, dict[str, torch.Tensor]]:
+def trained(
+    out: Path, method: str, **settings: object
+) -> tuple[Federation, dict[str, torch.Tensor]]:
     made = Federation(Pictures(), load(method), run_record(method=method, rounds=2, **settings))  # type: ignore[arg-type]
     folder = RunFolder.create(out)
     folder.write_run(made.run, {})

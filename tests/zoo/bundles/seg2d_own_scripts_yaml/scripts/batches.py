@@ -8,7 +8,10 @@ import torch
 
 
 def scan_and_mask(
-    batch: dict[str, torch.Tensor], device: torch.device | str | None = None, non_blocking: bool = False, **kwargs: Any
+    batch: dict[str, torch.Tensor],
+    device: torch.device | str | None = None,
+    non_blocking: bool = False,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `scan` and `mask`, each (B, 1, H, W), on `device`."""
     scan = batch["scan"].to(device=device, non_blocking=non_blocking, **kwargs)
