@@ -8,6 +8,7 @@ from typing import Any
 
 from medfl.cli import arguments
 from medfl.cli.parser import add_verb, log, show
+from medfl.cli.walls import Use, hold
 from medfl.storage.places import check_which, require_for_export
 
 _EXAMPLES = """\
@@ -52,6 +53,7 @@ def add(verbs: Any) -> None:
 def _export(args: Any) -> int:
     check_which(args.which)
     require_for_export(args.out)
+    hold(args, Use(runs=[args.run], folder=args.out))
     from medfl.export.formats import parse_formats
 
     formats = parse_formats(args.formats)

@@ -79,6 +79,16 @@ def abi() -> int:
     return 0
 
 
+def lacking() -> str:
+    """Return what a sandbox needs and this machine has not, "" where nothing is lacking."""
+    if not abi():
+        return "a Linux kernel of at least 5.13 with Landlock switched on"
+    if not syscall_filter.supported():
+        return "the library libseccomp (Debian, Ubuntu: apt install libseccomp2) and the package pyseccomp"
+
+    return ""
+
+
 def python_and_system() -> tuple[Path, ...]:
     """Return what any run reads: Python with its packages, medfl with its bundles, the system's libraries.
 
@@ -141,19 +151,14 @@ class Sandbox:
         """Hand the rules to the kernel; nothing is restricted yet."""
         self.allowed = allowed
         self.abi = abi()
-        if not self.abi:
-            raise InputError(
-                "a sandbox",
-                "a Linux kernel of at least 5.13 with Landlock switched on",
-                "run it there, or without",
-            )
+        if missing := lacking():
+            raise InputError("a sandbox", missing, "run it there, or without")
 
         supported = [row for row in _SINCE if row[0] <= self.abi]
         self._files, ports, scopes = (
             sum(rights) for rights in zip(*(row[1:4] for row in supported), strict=True)
         )
         self.not_refused = [row[4] for row in _SINCE if row[0] > self.abi and row[4]]
-        syscall_filter.require()
 
         attributes = struct.pack("QQQ", self._files, ports, scopes)
         self._rules = _called(_CREATE, attributes, len(attributes), 0)
@@ -193,6 +198,10 @@ class Sandbox:
             listening=bool(allowed.bind),
             programs=bool(allowed.programs),
         )
+
+    def close(self) -> None:
+        """Let go of the rules without entering: a child has entered."""
+        os.close(self._rules)
 
     def line(self, folder: Path) -> str:
         """Return what a user is told: the kernel's version and what is still allowed; `folder` is the one written."""

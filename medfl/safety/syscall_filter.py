@@ -11,8 +11,6 @@ import platform
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from medfl.core.errors import InputError
-
 if TYPE_CHECKING:
     from pyseccomp import SyscallFilter
 
@@ -76,16 +74,6 @@ def supported() -> bool:
     return platform.system() == "Linux"
 
 
-def require() -> None:
-    """Raise an InputError where there is no libseccomp."""
-    if not supported():
-        raise InputError(
-            "a sandbox without libseccomp",
-            "the library libseccomp and the package pyseccomp",
-            "install them (Debian, Ubuntu: apt install libseccomp2; pip install pyseccomp)",
-        )
-
-
 def enter(sockets: bool, listening: bool, programs: bool) -> None:
     """Filter the system calls of this thread, and of what it starts, for good; needs `no_new_privs`.
 
@@ -146,7 +134,11 @@ def make_filter(sockets: bool, listening: bool, programs: bool) -> SyscallFilter
         allow(NETWORK)
         for family in _INTERNET:
             for protocol in _TRANSPORT:
-                allow("socket", seccomp.Arg(0, seccomp.EQ, family), seccomp.Arg(2, seccomp.EQ, protocol))
+                allow(
+                    "socket",
+                    seccomp.Arg(0, seccomp.EQ, family),
+                    seccomp.Arg(2, seccomp.EQ, protocol),
+                )
 
     if listening:
         allow(LISTENING)
