@@ -24,7 +24,7 @@ from monai.transforms.utils import create_grid, create_rotate, create_translate
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from medfl.data.byte_codes import Coded, Column, stacked
+from medfl.data.byte_codes import Coded, Column, Rows, stacked
 
 Shape = tuple[int, ...]
 """(H, W[, D])."""
@@ -111,7 +111,7 @@ class Crop:
         """One number for each axis."""
         return 0 if self.centred else len(self.size)
 
-    def __call__(self, key: str, rows: Any, draws: Tensor) -> Column:
+    def __call__(self, key: str, rows: Rows, draws: Tensor) -> Column:
         """Cut the patches out."""
         if isinstance(rows, Tensor):
             return self._cut(rows, draws)

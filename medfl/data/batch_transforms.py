@@ -7,7 +7,7 @@ transforms.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,10 @@ from medfl.data.batch_steps import (
     Shape,
     Step,
 )
-from medfl.data.byte_codes import Coded, Column, plain, stacked
+from medfl.data.byte_codes import Coded, Column, Rows, plain, stacked
+
+Transform = Any
+"""One of MONAI, which is untyped."""
 
 _KEYS = ("image", "label")
 _MODES = ("bilinear", "nearest")
@@ -70,16 +73,15 @@ class BatchRecipe:
         drawn = torch.split(draws, [step.num_draws for step in self.steps], dim=1)
         for step, numbers in zip(self.steps, drawn, strict=True):
             for key in step.keys:
-                column: Any = (
-                    rows[key] if isinstance(step, Crop) else _as_column(rows[key])
-                )  # crops take any sizes
+                # Crops alone take items that differ in size.
+                column: Any = rows[key] if isinstance(step, Crop) else _as_column(rows[key])
                 rows[key] = step(key, column if step.keeps_values else plain(column), numbers)
 
         masks = plain(_as_column(rows["label"])) if self.masks else rows["label"]
         return plain(_as_column(rows["image"])), masks
 
 
-def _as_column(rows: Any) -> Column:
+def _as_column(rows: Rows) -> Column:
     if isinstance(rows, Tensor | Coded):
         return rows
 
@@ -151,10 +153,8 @@ def recipe(
 
         try:
             step = convert(transform, keys, arriving)
-        except (
-            TypeError,
-            ValueError,
-        ):  # malformed arguments: item by item the error names the item
+        except (TypeError, ValueError):
+            # Malformed arguments: item by item the error names the item.
             return None
 
         if step is None:
@@ -169,7 +169,7 @@ def recipe(
     return BatchRecipe(tuple(steps), masks)
 
 
-def _changes_nothing(transform: Any, keys: Sequence[str]) -> bool:
+def _changes_nothing(transform: Transform, keys: Sequence[str]) -> bool:
     """Tell whether a transform only makes tensors of what are tensors already."""
     if type(transform) not in (mt.EnsureTyped, mt.ToTensord) or not set(transform.keys) <= set(
         keys
@@ -194,11 +194,11 @@ def _after(step: Step, arriving: _Arriving) -> _Arriving | None:
     return replace(arriving, shapes=frozenset([step.size]))
 
 
-def _flip(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _flip(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     return Flip(keys, transform.prob, _dims(transform.flipper.spatial_axis, len(arriving.shape)))
 
 
-def _rotate90(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _rotate90(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     dims = _dims(transform.spatial_axes, len(arriving.shape))
     if (
         transform.max_k < 1
@@ -214,7 +214,7 @@ def _dims(axes: Any, dimensions: int) -> tuple[int, ...]:
     return tuple(int(axis) + 1 for axis in map_spatial_axes(dimensions + 1, axes))
 
 
-def _crop(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _crop(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     cropper = transform.cropper
     if cropper.random_size or not cropper.random_center:
         return None
@@ -241,7 +241,7 @@ def _is_intensity(keys: tuple[str, ...], arriving: _Arriving, dtype: Any = np.fl
     )
 
 
-def _scale(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _scale(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     scaler = transform.scaler
     if not _is_intensity(keys, arriving, scaler.dtype):
         return None
@@ -250,7 +250,7 @@ def _scale(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
     return Intensity(keys, transform.prob, low, high, num_factors, shift=False)
 
 
-def _shift(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _shift(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     shifter = transform.shifter
     if not _is_intensity(keys, arriving) or any(key is not None for key in transform.factor_key):
         return None
@@ -259,14 +259,14 @@ def _shift(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
     return Intensity(keys, transform.prob, low, high, num_factors, shift=True)
 
 
-def _noise(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _noise(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     noise = transform.rand_gaussian_noise
     if not _is_intensity(keys, arriving, noise.dtype):
         return None
     return Noise(keys, transform.prob, float(noise.mean), float(noise.std), bool(noise.sample_std))
 
 
-def _affine(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _affine(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     affine = transform.rand_affine
     grid = transform.rand_affine.rand_affine_grid
     modes = {
@@ -297,7 +297,7 @@ def _affine(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step 
     return Affine(keys, transform.prob, ranges, modes)
 
 
-def _rotate(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _rotate(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     inner = transform.rand_rotate
     options = zip(
         keys, transform.mode, transform.padding_mode, transform.align_corners, strict=True
@@ -320,11 +320,11 @@ def _rotate(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step 
     return Rotate(keys, transform.prob, [(float(low), float(high)) for low, high in ranges], modes)
 
 
-def _are_offered(modes: Any) -> bool:
+def _are_offered(modes: Iterable[tuple[object, ...]]) -> bool:
     return all(mode in _MODES and padding in _PADDINGS for mode, padding, *_ in modes)
 
 
-_CONVERTERS: dict[type, Callable[[Any, tuple[str, ...], _Arriving], Step | None]] = {
+_CONVERTERS: dict[type, Callable[[Transform, tuple[str, ...], _Arriving], Step | None]] = {
     mt.RandFlipd: _flip,
     mt.RandRotate90d: _rotate90,
     mt.RandSpatialCropd: _crop,

@@ -81,6 +81,8 @@ class Coded:
 
 Column = Tensor | Coded
 """(N, ...), one row an item."""
+Rows = Column | Sequence[Tensor | Coded]
+"""Images or masks of a batch: stacked, or one by one where their sizes differ."""
 
 
 def encode(tensor: Tensor) -> Coded | None:

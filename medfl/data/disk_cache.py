@@ -27,6 +27,7 @@ from torch import Tensor
 
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
+from medfl.data.prepared import Sample
 from medfl.datasets.readers.reading import content_key
 from medfl.storage.files import writing
 
@@ -63,7 +64,7 @@ def budget() -> int:
     )
 
 
-def size_of(sample: Any) -> int:
+def size_of(sample: object) -> int:
     """Return the bytes of the tensors and arrays in a sample."""
     if isinstance(sample, Mapping):
         return sum(map(size_of, sample.values()))
@@ -83,7 +84,9 @@ class DiskCache:
     key: Callable[[int], str]
     budget: int
 
-    def keep(self, count: int, make: Callable[[Sequence[int]], Iterator[Any]]) -> Sequence[Any]:
+    def keep(
+        self, count: int, make: Callable[[Sequence[int]], Iterator[Sample]]
+    ) -> Sequence[Sample]:
         """Return all samples: a list, or memory maps where they exceed the budget going by the first one."""
         if not count:
             return []
@@ -100,7 +103,7 @@ class DiskCache:
         return OnDisk(paths)
 
 
-class OnDisk(Sequence[Any]):
+class OnDisk(Sequence[Sample]):
     """Samples in files; each access maps one."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -109,7 +112,7 @@ class OnDisk(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Sample:
         """Return a sample whose tensors are mapped from its file."""
         path = self.paths[index]
         try:  # the file is in the user's own cache, written by `_write`
@@ -121,7 +124,7 @@ class OnDisk(Sequence[Any]):
             ) from error
 
 
-def sample_key(parts: Sequence[Any], entry: Any) -> str:
+def sample_key(parts: Sequence[object], entry: object) -> str:
     """Hash what determines a prepared sample: `parts` (JSON), our readers, an entry's values and its files' content."""
     digest = hashlib.sha256(
         json.dumps([_readers(), *parts], sort_keys=True, default=_content).encode()
@@ -140,7 +143,7 @@ def _readers() -> str:
     return digest.hexdigest()
 
 
-def _content(value: Any) -> str:
+def _content(value: object) -> str:
     """Return what tells a value from all others: of arrays their type, shape and bytes, of files their content."""
     if isinstance(value, Mapping):
         return _hashed(
@@ -183,7 +186,7 @@ def _hashed(*parts: str | bytes) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, sample: Any) -> None:
+def _write(path: Path, sample: Sample) -> None:
     advice = "free some space, set XDG_CACHE_HOME to a larger disk, or MEDFL_MEMORY to more GiB"
     with writing(f"the prepared sample {path}", advice):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

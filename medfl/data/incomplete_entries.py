@@ -16,26 +16,28 @@ from typing import Any
 
 import torch
 from monai.data import MetaTensor
-from monai.transforms import Compose, MapTransform, RandomizableTrait, Transform
+from monai.transforms import Compose, MapTransform, RandomizableTrait
+from monai.transforms import Transform as MonaiTransform
 from torch import Tensor
 
+from medfl.data.prepared import Item, Sample, Transform
 from medfl.data.source import LACKS, NO_LABEL, Source
 from medfl.datasets.readers.reading import JOINED
 
 _NUMBERED = re.compile(r"_(\d{4})\.nii(?:\.gz)?$", re.IGNORECASE)
 
 
-def is_unlabelled(entry: Any) -> bool:
+def is_unlabelled(entry: object) -> bool:
     """Tell whether an entry of a data list has an image and no label."""
     return isinstance(entry, Mapping) and "image" in entry and entry.get("label") in (None, "")
 
 
-def drop_label(entry: Mapping[str, Any]) -> dict[str, Any]:
+def drop_label(entry: Item) -> dict[str, Any]:
     """Return an entry whose label is not read, nor looked for."""
     return {**{key: value for key, value in entry.items() if key != "label"}, NO_LABEL: True}
 
 
-def allow_missing_labels(chain: Sequence[Any]) -> Compose:
+def allow_missing_labels(chain: Sequence[Transform]) -> Compose:
     """Return a copy of transforms as one, which lets an entry without a label pass."""
     transforms = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
     for transform in transforms.transforms:
@@ -44,7 +46,7 @@ def allow_missing_labels(chain: Sequence[Any]) -> Compose:
     return transforms  # type: ignore[no-any-return]
 
 
-def with_all_channels(entry: Any, channels: int, numbered: bool) -> Any:
+def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
     """Return an entry whose image, where its channels are files, has one for each: another stands for one not there.
 
     Args:
@@ -92,11 +94,11 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
     random = (
         i
         for i, t in enumerate(steps)
-        if isinstance(t, RandomizableTrait) or not isinstance(t, Transform)
+        if isinstance(t, RandomizableTrait) or not isinstance(t, MonaiTransform)
     )
     first = next(random, len(steps))
     zero = [ZeroChannels(channels)] if channels else []
-    fixed: list[Any] = [part for step in steps[:first] for part in (step, *zero)]
+    fixed: list[Transform] = [part for step in steps[:first] for part in (step, *zero)]
     example = next((entry for entry in source.entries if "label" in entry), None)
 
     return replace(
@@ -105,7 +107,7 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
     )
 
 
-class ZeroChannels(Transform):
+class ZeroChannels(MonaiTransform):
     """Make the channels that an entry lacks zero in its image (C, H, W[, D]); another image passes as it is."""
 
     keys = ()
@@ -113,7 +115,7 @@ class ZeroChannels(Transform):
     def __init__(self, channels: int) -> None:
         self.channels = channels
 
-    def __call__(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def __call__(self, data: Item) -> Item:
         """Return the entry, its image changed in a copy."""
         image = data["image"]
         absent = list(data.get(LACKS, ()))
@@ -130,7 +132,7 @@ class ZeroChannels(Transform):
         return {**data, "image": image}
 
 
-class StandInLabel(Transform):
+class StandInLabel(MonaiTransform):
     """Give an image without a label one that stands for it, of the form that labels have here.
 
     Args:
@@ -140,7 +142,7 @@ class StandInLabel(Transform):
 
     keys = ()
 
-    def __init__(self, before: Compose, example: Mapping[str, Any] | None) -> None:
+    def __init__(self, before: Compose, example: Item | None) -> None:
         self.before = before
         self.example = example
 
@@ -158,7 +160,7 @@ class StandInLabel(Transform):
 
         return -1
 
-    def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, data: Item) -> dict[str, Any]:
         """Return the entry with a label, and without the keys that say what it lacks."""
         sample = {key: value for key, value in data.items() if key not in (LACKS, NO_LABEL)}
         if "label" in sample:
@@ -166,7 +168,7 @@ class StandInLabel(Transform):
 
         return {**sample, "label": self._empty(sample["image"])}
 
-    def _empty(self, image: Any) -> Any:
+    def _empty(self, image: Sample) -> Any:
         like = self.like
         if not isinstance(like, Tensor):
             return -1

@@ -49,9 +49,8 @@ def hold(
         if id(prepared) not in moved:
             placed = prepared.to(device, left) if prepared.nbytes else prepared
             left -= 0 if placed is prepared else prepared.nbytes
-            if (
-                placed is prepared and device.type == "cuda"
-            ):  # a copy, whose batches come in pinned memory
+            if placed is prepared and device.type == "cuda":
+                # A copy, as others may use the items without pinned batches.
                 placed = copy.copy(prepared)
                 placed.pinned = True
 

@@ -21,8 +21,18 @@ from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.data.byte_codes import shape_of
 from medfl.data.disk_cache import DiskCache, OnDisk
-from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, extras, stack
-from medfl.data.sampled import Sampled
+from medfl.data.prepared import (
+    Augmented,
+    Batch,
+    Geometry,
+    Item,
+    Prepared,
+    Sample,
+    as_plain,
+    extras,
+    stack,
+)
+from medfl.data.sampled import Collate, Sampled
 from medfl.data.samples import SampleMaker, Tracked, is_pair
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES
@@ -35,7 +45,7 @@ _CHUNK = 64
 def prepare(
     items: Sequence[Item],
     source: Source,
-    collate: Callable[[list[Any]], Any] = list_data_collate,
+    collate: Collate = list_data_collate,
     prepare_batch: Callable[..., Any] = default_prepare_batch,
     *,
     label: str = "preparing images",
@@ -78,11 +88,11 @@ def prepare(
 def _prepared(
     items: Sequence[Item],
     samples: SampleMaker,
-    collate: Callable[[list[Any]], Any],
+    collate: Collate,
     prepare_batch: Callable[..., Any],
 ) -> Prepared:
     """Return the samples in the fastest form that they have: stacked, transformed in batches, or one by one."""
-    cached: Sequence[Any] = [] if samples.cached is None else samples.cached
+    cached: Sequence[Sample] = [] if samples.cached is None else samples.cached
     usual = (
         bool(cached)
         and collate in (list_data_collate, default_collate)
@@ -131,7 +141,7 @@ def _prepared(
     )
 
 
-def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
+def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
     """Return what MONAI's transforms wrote down of an image's place, None where they do not keep track.
 
     Of a picture MONAI's PILReader says the width and the height alone; its columns come first, unless `rows_first`.
@@ -154,7 +164,7 @@ def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
     return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
 
 
-def _unpack_batch(prepare_batch: Callable[..., Any], batch: Any) -> Batch:
+def _unpack_batch(prepare_batch: Callable[..., Any], batch: Sample) -> Batch:
     if not isinstance(batch, Mapping | tuple | list | torch.Tensor):
         raise InputError(
             f"collate_fn makes a {type(batch).__name__} of samples",
@@ -175,7 +185,7 @@ def _unpack_batch(prepare_batch: Callable[..., Any], batch: Any) -> Batch:
 
 def _make(
     samples: SampleMaker, indices: Sequence[int], label: str, jobs: int, progress: bool
-) -> Iterator[Any]:
+) -> Iterator[Sample]:
     """Run the deterministic transforms over these items in order, in forked workers where that pays."""
     count = len(indices)
     with terminal.bar(total=count, desc=label, unit="image", shown=progress) as bar:

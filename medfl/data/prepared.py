@@ -22,18 +22,19 @@ from torch.utils.data import default_collate
 
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
-from medfl.data.byte_codes import Coded, Column, plain, shape_of, stacked
+from medfl.data.byte_codes import Coded, Column, Rows, plain, shape_of, stacked
 from medfl.data.known_labels import AnnotatedClasses
 
 if TYPE_CHECKING:
     from medfl.data.batch_transforms import BatchRecipe
 
 Item = Mapping[str, Any]
+Transform = Callable[..., Any]
+"""MONAI's or anybody's: entry or sample -> sample."""
+Sample = Any
+"""What a bundle's transforms make of an entry: mostly a mapping with `image` and `label`, but nothing binds them."""
 Batch = tuple[Any, Any]
 """Inputs (B, C, H, W[, D]) and targets ((B,) class indices, or (B, C, H, W[, D]) maps)."""
-
-Rows = Column | Sequence[Tensor | Coded]
-"""Images or masks of a batch: stacked, or one by one where their sizes differ."""
 
 _AHEAD = 32  # batches gathered in one indexing call
 _GATHERED = 1 << 22  # numbers in one indexing call, where that is more than a batch
@@ -110,7 +111,7 @@ class Prepared(ABC):
         """Keep the data list entries; index i below always means `items[i]`."""
         self.items = items
         self.geometry: Sequence[Geometry] = ()
-        self.extras_of: Callable[[int], Mapping[str, Any]] | None = None
+        self.extras_of: Callable[[int], Item] | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -127,7 +128,7 @@ class Prepared(ABC):
             generator: seeds the random transforms; without one each item always gets the same draw.
         """
 
-    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Item]]:
         """Yield inputs and targets of each item, a batch of one, and what else is in the batch."""
         for index, (x, y) in zip(indices.tolist(), self.batches(indices, 1, None), strict=True):
             yield x, y, self.extras_of(index) if self.extras_of else {}
@@ -157,7 +158,7 @@ class Prepared(ABC):
         """
         return self
 
-    def _with(self: P, **attributes: Any) -> P:
+    def _with(self: P, **attributes: object) -> P:
         """Return the same items with some attributes changed."""
         changed = copy.copy(self)
         vars(changed).update(attributes)
@@ -222,7 +223,7 @@ class Augmented(Prepared):
     def __init__(
         self,
         items: Sequence[Item],
-        cached: Stacked | Sequence[Mapping[str, Any]],
+        cached: Stacked | Sequence[Item],
         recipe: BatchRecipe,
     ) -> None:
         super().__init__(items)
@@ -302,7 +303,7 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def extras(sample: Any) -> dict[str, Any]:
+def extras(sample: Sample) -> Item:
     """Return what a sample or a batch has beside image and label."""
     if isinstance(sample, Mapping):
         return {k: v for k, v in sample.items() if k not in ("image", "label")}
@@ -401,7 +402,7 @@ def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> N
 
 
 def stack(
-    items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Any]
+    items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Sample]
 ) -> Stacked | None:
     """Stack samples into a `Stacked`, or return None where shapes differ.
 

@@ -20,17 +20,12 @@ from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
 from medfl.data.incomplete_entries import is_unlabelled
-from medfl.data.prepared import Item, as_plain, check_channels
+from medfl.data.prepared import Item, Sample, as_plain, check_channels
 from medfl.data.sampled import SampleFunctions
 from medfl.data.source import Source
 
-_OWN_STATE = (
-    "spatial",
-    "intensity",
-    "croppad",
-    "smooth_field",
-    "utility",
-)  # MONAI's; others may draw globally
+# Modules of MONAI's transforms; those of others may draw from a global generator.
+_OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +79,7 @@ class SampleMaker:
         )
         self._first = next(random, len(steps)) if source.repeatable else 0
         self.has_steps_left = not source.repeatable or self._first < len(steps)
-        self.cached: Sequence[Any] | None = None
+        self.cached: Sequence[Sample] | None = None
         self._parts: list[Any] | None = None
 
     @cached_property
@@ -104,7 +99,7 @@ class SampleMaker:
     def __len__(self) -> int:
         return len(self._items)
 
-    def after_deterministic(self, index: int) -> Any:
+    def after_deterministic(self, index: int) -> Sample:
         """Return one sample after the deterministic transforms."""
         with self._naming(index):
             entry = self._entries[index]
@@ -112,7 +107,7 @@ class SampleMaker:
                 dict(entry) if isinstance(entry, Mapping) else entry, end=self._first
             )
 
-    def compact(self, index: int) -> Any:
+    def compact(self, index: int) -> Sample:
         """Return the sample of `after_deterministic`, its image and mask as a byte a number where that is lossless."""
         sample = self.after_deterministic(index)
         if not isinstance(sample, Mapping):
@@ -124,7 +119,7 @@ class SampleMaker:
         }
         return {**sample, **{key: value for key, value in coded.items() if value is not None}}
 
-    def __call__(self, index: int) -> Any:
+    def __call__(self, index: int) -> Sample:
         """Return one sample after all transforms."""
         if self.cached is None:
             sample = self.after_deterministic(index)
@@ -223,9 +218,8 @@ class SampleMaker:
 
     def check_channels(self) -> None:
         """Compare the images' channels now where the deterministic transforms already put them first."""
-        cached = (
-            self.cached if isinstance(self.cached, list) else []
-        )  # else another pass over the disk
+        # Samples on disk are not looked at: that would be another pass over them.
+        cached = self.cached if isinstance(self.cached, list) else []
         images = [sample["image"] for sample in cached if _has_image(sample)]
         if not images or len(images) < len(self):
             return
@@ -271,16 +265,16 @@ class SampleMaker:
             ) from error
 
 
-def _has_image(sample: Any) -> bool:
+def _has_image(sample: Sample) -> bool:
     return isinstance(sample, Mapping) and isinstance(sample.get("image"), Tensor | Coded)
 
 
-def is_pair(sample: Any) -> bool:
+def is_pair(sample: Sample) -> bool:
     """Tell whether a sample has an image and a label."""
     return _has_image(sample) and sample.get("label") is not None
 
 
-def _decoded(sample: Any) -> Any:
+def _decoded(sample: Sample) -> Sample:
     """Return a sample as the transforms gave it."""
     if not isinstance(sample, Mapping) or not any(
         isinstance(value, Coded) for value in sample.values()
@@ -292,7 +286,7 @@ def _decoded(sample: Any) -> Any:
     }
 
 
-def random_parts(transform: Any, seen: set[int]) -> list[Any]:
+def random_parts(transform: object, seen: set[int]) -> list[Any]:
     """Return what has a random state in a transform: itself first, then the transforms inside it."""
     if id(transform) in seen or not hasattr(transform, "set_random_state"):
         return []
@@ -305,7 +299,7 @@ def random_parts(transform: Any, seen: set[int]) -> list[Any]:
     return [transform, *parts]
 
 
-def _has_own_state(transform: Any) -> bool:
+def _has_own_state(transform: object) -> bool:
     """Tell whether a transform is one of MONAI's that use neither a global generator nor somebody's own function."""
     module = type(transform).__module__.split(".")
     is_listed = (
@@ -317,7 +311,7 @@ def _has_own_state(transform: Any) -> bool:
     return is_listed and not is_foreign
 
 
-def _inner_transforms(dataset: Any) -> list[Any]:
+def _inner_transforms(dataset: object) -> list[Any]:
     """Return the random transforms inside a data set that only its own class can read."""
     if not isinstance(dataset, torch.utils.data.Dataset):
         return []
@@ -330,7 +324,7 @@ def _inner_transforms(dataset: Any) -> list[Any]:
     return [*deeper, *(part for part in outer if hasattr(part, "set_random_state"))]
 
 
-def without_draws(transforms: Sequence[Any], *, uncropped: bool) -> list[Any]:
+def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]:
     """Return transforms that draw nothing: what has a probability never happens, a random crop is the middle one.
 
     Others that draw (somebody's own functions, choices between transforms) stay; their draws are those of the item's
@@ -360,7 +354,7 @@ def without_draws(transforms: Sequence[Any], *, uncropped: bool) -> list[Any]:
     return without
 
 
-def _middle(transform: Any) -> Any:
+def _middle(transform: object) -> Any:
     """Return the crop of the same size around the middle, None for what is no crop of a known size."""
     if not any(
         "Crop" in kind.__name__ and kind.__module__.startswith("monai.")

@@ -17,7 +17,7 @@ from monai.transforms import Compose
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from medfl.data.prepared import Item
+from medfl.data.prepared import Item, Transform
 
 _CENTRE = ("centre", "center", "site", "hospital", "institution")
 _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
@@ -39,7 +39,7 @@ class Source:
     """
 
     entries: Any
-    transforms: tuple[Any, ...] = ()
+    transforms: tuple[Transform, ...] = ()
     repeatable: bool = True
 
     @property
@@ -81,7 +81,7 @@ def take_apart(dataset: Any) -> Source:
     return Source(dataset, (), repeatable=stored)
 
 
-def _transforms(dataset: Any) -> tuple[Any, ...]:
+def _transforms(dataset: object) -> tuple[Transform, ...]:
     """Return what a data set applies to each entry."""
     transform = getattr(dataset, "transform", None)
     empty = transform is None or (isinstance(transform, Compose) and not transform.transforms)
@@ -129,7 +129,7 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
     return items
 
 
-def _path(entry: Mapping[str, Any], folders: Sequence[Path]) -> str:
+def _path(entry: Item, folders: Sequence[Path]) -> str:
     """Return the path of an entry's image, or else of its first file, below one of the folders ("" without files)."""
     for value in (entry.get("image"), *entry.values()):
         first = value[0] if isinstance(value, list | tuple) and value else value
@@ -144,7 +144,7 @@ def _path(entry: Mapping[str, Any], folders: Sequence[Path]) -> str:
     return ""
 
 
-def class_index(label: Any) -> int | None:
+def class_index(label: object) -> int | None:
     """Return a label that is a whole number in any of the forms that data lists have, else None."""
     if isinstance(label, np.ndarray | np.generic | Tensor) and math.prod(label.shape) == 1:
         label = label.item()

@@ -98,7 +98,7 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "subject": by_group((0.7, 0.1, 0.2), "brain_tissue"),
+        "subject": by_group("brain_tissue"),
         "age": validation_from_train("age", 0.2),
     },
     licence="CC BY-NC 3.0",

@@ -14,6 +14,7 @@ from medfl.datasets.readers.tables import (
     SECTION_NAMES,
     Layout,
     Table,
+    check_row,
     first,
     image_index,
     label_of,
@@ -75,20 +76,15 @@ def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list
 
     for row in rows:
         key = row["image_id"]
-        where = f"{row['image_id']} in {table_path}"
+        centre = row[centre_column]
+        where = f"{key} in {table_path}"
         label = label_of(row["dx"], labels, where, table)
-        if row[centre_column] not in CENTRES:
-            table.problems.append(
-                f"{where} has centre {row[centre_column]!r}, the centres are {', '.join(CENTRES)}"
-            )
-        elif key not in images:
-            table.problems.append(f"{where}: image {key}.jpg is missing")
-        elif label is not None:
+        if check_row(table, where, key, centre, CENTRES, images) and label is not None:
             sections = {"dermamnist": derma[key]} if key in derma else {}
             if row.get("flamby_fold") in ("train", "test"):
                 sections["flamby"] = row["flamby_fold"]
             table.records.append(
-                Record(images[key], label, key, row[centre_column], row["lesion_id"], sections)
+                Record(images[key], label, key, centre, row["lesion_id"], sections)
             )
 
     return table
@@ -151,7 +147,7 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "lesion": by_group((0.7, 0.1, 0.2), "ham10000"),
+        "lesion": by_group("ham10000"),
         "flamby": validation_from_train("flamby"),
         "dermamnist": published("dermamnist"),
     },

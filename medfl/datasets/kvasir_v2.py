@@ -48,7 +48,7 @@ DATASET = DataSet(
             centre="vestre_viken",
         ),
     ),
-    rules={"seeded": by_group((0.7, 0.1, 0.2), "kvasir_v2")},
+    rules={"seeded": by_group("kvasir_v2")},
     licence="free for research and education, as its page states",
     source="https://datasets.simula.no/kvasir/",
     citation="Pogorelov et al.: KVASIR: a multi-class image dataset for computer aided "

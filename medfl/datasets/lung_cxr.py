@@ -20,7 +20,14 @@ from medfl.datasets.readers.pairs import (
 )
 from medfl.datasets.readers.reading import JOINED, archive
 from medfl.datasets.readers.splitting import Record, by_group
-from medfl.datasets.readers.tables import Layout, Table, image_files, image_index, read_csv
+from medfl.datasets.readers.tables import (
+    Layout,
+    Table,
+    check_row,
+    image_files,
+    image_index,
+    read_csv,
+)
 
 CLASSES = ("background", "lung")
 SITES = {
@@ -68,21 +75,11 @@ def _read_sources(folder: Path) -> Table:
     for row in read_csv(path, ("file", "site", "patient")):
         key = Path(row["file"]).stem
         where = f"{row['file']} in {path}"
-        if row["site"] not in SITES:
-            table.problems.append(
-                f"{where} has site {row['site']!r}, the sites are {', '.join(SITES)}"
-            )
-        elif key not in picture or key not in mask:
-            table.problems.append(
-                f"{where}: its {'image' if key not in picture else 'mask'} is missing"
-            )
-        else:
-            sides = [row.get(side) or "" for side in ("width", "height")]
-            if all(side.isdecimal() for side in sides):
-                size = int(sides[0]) * int(sides[1])
-            else:
-                size = None
-
+        if check_row(table, where, key, row["site"], SITES, picture, mask):
+            width = row.get("width") or ""
+            height = row.get("height") or ""
+            sides_are_known = width.isdecimal() and height.isdecimal()
+            size = int(width) * int(height) if sides_are_known else None
             table.records.append(
                 Record(picture[key], 0, key, row["site"], row["patient"], mask=mask[key], size=size)
             )
@@ -191,8 +188,8 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "patient": by_group((0.7, 0.1, 0.2), "lung_cxr"),
-        "fedhelp": by_group((571 / 704, 64 / 704, 69 / 704), "lung_cxr"),
+        "patient": by_group("lung_cxr"),
+        "fedhelp": by_group("lung_cxr", (571 / 704, 64 / 704, 69 / 704)),
     },
     licence="annotations CC BY 4.0, images each its own (four sources); terms of the US National Library of Medicine "
     "(Montgomery, Shenzhen); CC BY-NC-SA 4.0 (Shenzhen masks)",

@@ -39,7 +39,7 @@ DATASET = DataSet(
             CLASSES,
         ),
     ),
-    rules={"file": published("file"), "seeded": by_group((0.7, 0.1, 0.2), "mednist")},
+    rules={"file": published("file"), "seeded": by_group("mednist")},
     licence="CC BY-SA 4.0 as MONAI states it for MedNIST",
     source="https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/MedNIST.tar.gz",
     citation="MedNIST, assembled by B. J. Erickson (Mayo Clinic) from TCIA, the RSNA Bone Age Challenge "

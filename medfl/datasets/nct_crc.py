@@ -23,7 +23,7 @@ CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
 PLAIN = "NCT-CRC-HE-100K"
 RAW = "NCT-CRC-HE-100K-NONORM"
 OTHERS = "CRC-VAL-HE-7K"
-_CUT = by_group((0.7, 0.1, 0.2), "nct_crc")
+_CUT = by_group("nct_crc")
 
 
 def _tree(root: str, *, packed: bool = True) -> Layout:

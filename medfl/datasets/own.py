@@ -462,7 +462,7 @@ def sections_of(
     return list(zip(records, sections, strict=True))
 
 
-_BY_GROUP = by_group((0.7, 0.1, 0.2), "own", at_centres=False)
+_BY_GROUP = by_group("own", at_centres=False)
 
 
 def _fold(split: str, has_sections: bool) -> Rule:

@@ -34,7 +34,7 @@ from medfl.datasets.readers.splitting import (
     validation_from_test,
     validation_from_train,
 )
-from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
+from medfl.datasets.readers.tables import Layout, Table, check_row, first, image_index, read_csv
 
 CLASSES = ("background", "lesion")
 HAM_MASKS = "HAM10000_segmentations_lesion_tschandl"
@@ -49,16 +49,8 @@ def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[P
     for row in read_csv(path, ("image_id", "lesion_id", column)):
         key = row["image_id"]
         centre = row[column]
-        where = f"{row['image_id']} in {path}"
-        if centre not in CENTRES:
-            table.problems.append(
-                f"{where} has centre {centre!r}, the centres are {', '.join(CENTRES)}"
-            )
-        elif key not in picture or key not in mask:
-            table.problems.append(
-                f"{where}: its {'image' if key not in picture else 'mask'} is missing"
-            )
-        else:
+        where = f"{key} in {path}"
+        if check_row(table, where, key, centre, CENTRES, picture, mask):
             table.records.append(
                 Record(picture[key], 0, key, centre, row["lesion_id"], mask=mask[key])
             )
@@ -173,10 +165,10 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "lesion": by_group((0.7, 0.1, 0.2), "skin_lesion"),
+        "lesion": by_group("skin_lesion"),
         "official": validation_from_train("official"),
         "whole": validation_from_test("official"),
-        "image": by_group((0.7, 0.1, 0.2), "skin_lesion"),
+        "image": by_group("skin_lesion"),
     },
     licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for HAM10000, terms of use on the Harvard Dataverse page; "
     "CC0 (ISIC 2016)",

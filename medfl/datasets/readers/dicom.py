@@ -58,9 +58,8 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     )
     voxels: NDArray[Any] = _sitk().GetArrayFromImage(image)
 
-    if (
-        image.GetDimension() != 3
-    ):  # frames may lie anywhere or be points in time, which no affine can say
+    # Frames may lie anywhere or be points in time, which no affine can say.
+    if image.GetDimension() != 3:
         raise InputError(
             f"DICOM file {files[0]} has {image.GetSize()[2]} frames",
             "a file for each slice",
@@ -131,12 +130,10 @@ def read_picture(file: str) -> NDArray[np.uint8]:
     if width > 1:
         low = centre - 0.5 - (width - 1) / 2
         high = centre - 0.5 + (width - 1) / 2
-        if (
-            _text(image, _PHOTOMETRIC) == "MONOCHROME1"
-        ):  # the pixels were turned round, the window not
-            ends = (
-                -1 if _number(image, _SIGNED) else 2 ** _number(image, _BITS) - 1
-            )  # least and largest value together
+        # SimpleITK has inverted the pixels of such a picture, but not its window.
+        if _text(image, _PHOTOMETRIC) == "MONOCHROME1":
+            # Sum of the least and the largest value that can be stored.
+            ends = -1 if _number(image, _SIGNED) else 2 ** _number(image, _BITS) - 1
             turned = _number(image, _SLOPE, 1) * ends + 2 * _number(image, _INTERCEPT)
             low, high = turned - high, turned - low
     elif pixels.dtype == np.uint8:

@@ -89,9 +89,8 @@ def unpack(path: Path, folder: Path) -> None:
     """Unpack the files of a .tar file; RunError if it is damaged, names one elsewhere, or there is no space."""
     try:
         with tarfile.open(path) as archive:
-            for member in (
-                archive
-            ):  # not by extractall, whose check of names came with Python 3.10.12 and 3.11.4
+            # Not by extractall, whose check of names came with Python 3.10.12 and 3.11.4.
+            for member in archive:
                 target = (folder / member.name).resolve()
                 if not target.is_relative_to(folder.resolve()):
                     raise tarfile.TarError(f"{member.name!r} lies elsewhere")
@@ -264,9 +263,8 @@ class _Transfer:
             response: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             error.close()
-            if (
-                error.code == 416 and start
-            ):  # what is there is not the beginning of the server's file
+            # What is there is not the beginning of the server's file.
+            if error.code == 416 and start:
                 self.part.unlink(missing_ok=True)
                 return self.open(0)
 

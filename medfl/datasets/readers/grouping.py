@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from medfl.core.errors import InputError
 
-_LONGEST, _REPEATS = (
-    255,
-    3,
-)  # characters: a file's name has no more; with three repeats a search takes 2 s at most
+_LONGEST = 255  # characters: a file's name has no more
+_REPEATS = 3  # with which a search takes 2 s at most
 _ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _OFFERED = (r"^([^/]+)/", r"^([^_/]+)_", r"^([^-/]+)-", r"^([^_/]+_[^_/]+)_", r"^([^-/]+-[^-/]+)-")
 _EXAMPLE = r"an expression with the patient in parentheses, as '^([^_]+)_' for p01_3.png"

@@ -12,9 +12,8 @@ Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""
 
 MASK_END = re.compile(r"(?<=.)_(?:mask|segmentation|seg|label)$", re.IGNORECASE)
-_ONLY = re.compile(
-    r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE
-)  # a name that says no more than what it is
+# A name that says no more than what it is.
+_ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)
 
 
 def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, str]]:

@@ -60,10 +60,8 @@ _TURNS = {
 }
 """What makes a picture upright, by EXIF orientation; from 5 on its sides are exchanged."""
 _MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
-_SUBFILE_TYPE, _NO_PAGE = (
-    254,
-    0b101,
-)  # a TIFF's tag, and its bits of a smaller copy and of a transparency mask
+_SUBFILE_TYPE = 254  # a TIFF's tag
+_NO_PAGE = 0b101  # its bits of a smaller copy and of a transparency mask
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
     re.DOTALL,
@@ -320,34 +318,28 @@ def read_pixels(
             pixels = dicom.read_picture(path)
         elif part and not path.endswith(".zip"):
             name, _, row = part.rpartition("#")
-            pixels = array(path, name)[
-                int(row)
-            ].copy()  # what is loaded stays as it is, whatever is done to the image
+            # A copy: the loaded array stays as it is, whatever is done to the image.
+            pixels = array(path, name)[int(row)].copy()
         else:
             content = read_member(path, part) if part else b""
             with Image.open(io.BytesIO(content) if part else path) as image:
-                pages = _pages(image)
+                if (pages := _pages(image)) > 1:
+                    raise InputError(
+                        f"image {uri} has {pages} pages",
+                        "one picture in each file",
+                        "save each page as a file of its own",
+                    )
+
                 if image.format == "PNG" and png16.is_png16(
                     content if part else png16.head_of(path)
                 ):
-                    as_float64 = (
-                        8 * math.prod(image.size) * len(image.getbands())
-                    )  # as where it is resized
+                    # Eight bytes a value, which is what resizing takes.
+                    as_float64 = 8 * math.prod(image.size) * len(image.getbands())
                     check_unpacked(as_float64, len(content) or os.path.getsize(path))
                     image.load()  # which refuses a file that is damaged
                     pixels = _upright(png16.read(content or path), orientation(image))
                 else:
-                    if pages == 1:
-                        pixels = _decode(image, size, channels if convert else None)
-                    else:
-                        pixels = np.empty(0)
-
-            if pages > 1:
-                raise InputError(
-                    f"image {uri} has {pages} pages",
-                    "one picture in each file",
-                    "save each page as a file of its own",
-                )
+                    pixels = _decode(image, size, channels if convert else None)
 
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
             raise ValueError(f"it holds {pixels.dtype} values")

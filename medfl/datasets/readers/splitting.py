@@ -15,6 +15,7 @@ from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 
 LEFT_OUT = ""
+USUAL = (0.7, 0.1, 0.2)  # of the images, for train, validate and test
 _MOST_FOLDS = 100
 
 
@@ -39,11 +40,11 @@ class Record:
 Rule = Callable[[Sequence[Record]], list[str]]
 
 
-def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> Rule:
+def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = True) -> Rule:
     """Return the rule that cuts the groups of each class and centre by `shares` of their images.
 
-    Groups are ordered by a hash, so the result depends on the records alone. Where a class has few groups at a centre,
-    a section may get none of them; `at_centres=False` cuts each class as a whole.
+    Groups are ordered by a hash of `salt` and their name, so the result depends on the records alone. Where a class has
+    few groups at a centre, a section may get none of them; `at_centres=False` cuts each class as a whole.
     """
 
     def rule(records: Sequence[Record]) -> list[str]:
@@ -168,7 +169,7 @@ def fold(number: int, count: int, salt: str) -> Rule:
         tested = set(order[number - 1 :: count])
         training = [record for record in records if record.group not in tested]
         divided = filled(
-            by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",)
+            by_group(f"{salt}-{number}/{count}", (0.875, 0.125), at_centres=False), ("validate",)
         )(training)
         section_of = {
             record.group: section for record, section in zip(training, divided, strict=True)
@@ -214,7 +215,7 @@ def _cut(
     def rule(records: Sequence[Record]) -> list[str]:
         sections = published(split)(records)
         indices = [index for index, section in enumerate(sections) if section == part]
-        cut = by_group(shares, salt)([records[index] for index in indices])
+        cut = by_group(salt, shares)([records[index] for index in indices])
         for index, section in zip(indices, cut, strict=True):
             sections[index] = names[SECTIONS.index(section)]
 

@@ -255,6 +255,40 @@ def stacked(
     return Layout(text, (split, *more_splits), find, read, notes)
 
 
+def check_row(
+    table: Table,
+    where: str,
+    key: str,
+    centre: str,
+    centres: Iterable[str],
+    images: Mapping[str, str],
+    masks: Mapping[str, str] | None = None,
+) -> bool:
+    """Tell whether a row names a centre of the data set and an image that is there; else add the problem.
+
+    Args:
+        table: takes the problem.
+        where: the row in words.
+        key: name of the image without suffix.
+        centre: of the image.
+        centres: those of the data set.
+        images: name -> URI.
+        masks: the same of the reference masks, which every image of a segmentation has.
+    """
+    if centre not in centres:
+        table.problems.append(
+            f"{where} has centre {centre!r}, the centres are {', '.join(centres)}"
+        )
+    elif key not in images:
+        table.problems.append(f"{where}: its image is missing")
+    elif masks is not None and key not in masks:
+        table.problems.append(f"{where}: its mask is missing")
+    else:
+        return True
+
+    return False
+
+
 def label_of(value: str, labels: Mapping[str, int], what: str, table: Table) -> int | None:
     """Return the label of a class name or number in a table, or None after adding the problem."""
     if value in labels:
