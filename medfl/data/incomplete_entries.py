@@ -46,6 +46,15 @@ def allow_missing_labels(chain: Sequence[Transform]) -> Compose:
     return transforms  # type: ignore[no-any-return]
 
 
+def first_random(steps: Sequence[Transform]) -> int:
+    """Return the position of the first transform that draws, or may as it is not MONAI's; their number if none does."""
+    for position, step in enumerate(steps):
+        if isinstance(step, RandomizableTrait) or not isinstance(step, MonaiTransform):
+            return position
+
+    return len(steps)
+
+
 def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
     """Return an entry whose image, where its channels are files, has one for each: another stands for one not there.
 
@@ -56,11 +65,10 @@ def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
     """
     image = entry.get("image") if isinstance(entry, Mapping) else None
     if isinstance(image, list | tuple):
-        there = {
-            i: file
-            for i, file in enumerate(image)
-            if len(image) == channels and os.path.exists(file)
-        }
+        if len(image) != channels:
+            return entry
+
+        there = {i: file for i, file in enumerate(image) if os.path.exists(file)}
     elif isinstance(image, str) and numbered:
         matches = [(_NUMBERED.search(file), file) for file in image.split(JOINED)]
         there = {int(match[1]): file for match, file in matches if match}
@@ -73,11 +81,8 @@ def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
 
     files = [there.get(channel, min(there.items())[1]) for channel in range(channels)]
     complete = JOINED.join(files) if isinstance(image, str) else files
-    return {
-        **entry,
-        "image": complete,
-        LACKS: tuple(channel for channel in range(channels) if channel not in there),
-    }
+    lacking = sorted(set(range(channels)) - set(there))
+    return {**entry, "image": complete, LACKS: tuple(lacking)}
 
 
 def fill_missing(source: Source, channels: int = 0) -> Source:
@@ -91,14 +96,12 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
     if any(isinstance(step, ZeroChannels if channels else StandInLabel) for step in steps):
         return source
 
-    random = (
-        i
-        for i, t in enumerate(steps)
-        if isinstance(t, RandomizableTrait) or not isinstance(t, MonaiTransform)
-    )
-    first = next(random, len(steps))
+    first = first_random(steps)
     zero = [ZeroChannels(channels)] if channels else []
-    fixed: list[Transform] = [part for step in steps[:first] for part in (step, *zero)]
+    fixed: list[Transform] = []
+    for step in steps[:first]:
+        fixed += [step, *zero]
+
     example = next((entry for entry in source.entries if "label" in entry), None)
 
     return replace(
@@ -152,11 +155,10 @@ class StandInLabel(MonaiTransform):
         if self.example is not None:
             return self.before(dict(self.example))["label"]
 
-        reader = next(
-            (step for step in self.before.transforms if isinstance(step, MapTransform)), None
-        )
-        if reader and "label" in reader.keys:
-            return torch.zeros((1, 1, 1), dtype=torch.uint8)
+        # Without an example the first transform, which reads files, tells masks from classes.
+        for step in self.before.transforms:
+            if isinstance(step, MapTransform):
+                return torch.zeros((1, 1, 1), dtype=torch.uint8) if "label" in step.keys else -1
 
         return -1
 

@@ -71,18 +71,15 @@ class Geometry:
         """
         axes = len(self.original_shape)
         parts = list[slice]()
-        to_file = (
-            np.linalg.inv(self.original_affine) @ self.affine
-        )  # index in the grid -> index in the file
+        # Index in the grid -> index in the file.
+        to_file = np.linalg.inv(self.original_affine) @ self.affine
         steps = np.rint(to_file[:axes, :axes])
         start = to_file[:axes, -1]
         same_pixels = np.allclose(to_file[:axes, :axes], steps, atol=1e-4)
 
-        if (
-            len(shape) != axes
-            or not same_pixels
-            or not np.array_equal(np.abs(steps) @ np.abs(steps).T, np.eye(axes))
-        ):
+        # Only flips and exchanged axes: each row and column of the matrix has a single 1 or -1.
+        is_permutation = np.array_equal(np.abs(steps) @ np.abs(steps).T, np.eye(axes))
+        if len(shape) != axes or not same_pixels or not is_permutation:
             return ()
 
         for column, side in zip(steps.T, shape, strict=True):
@@ -269,13 +266,10 @@ class Augmented(Prepared):
         if generator is not None:
             draws = torch.rand(len(indices), num_draws, generator=generator, dtype=torch.float64)
         else:
-            seeds = [
-                torch.Generator().manual_seed(derive(0, "sample", index))
-                for index in indices.tolist()
-            ]
-            draws = torch.stack(
-                [torch.rand(num_draws, generator=seed, dtype=torch.float64) for seed in seeds]
-            )
+            draws = torch.empty(len(indices), num_draws, dtype=torch.float64)
+            for row, index in zip(draws, indices.tolist(), strict=True):
+                generator = torch.Generator().manual_seed(derive(0, "sample", index))
+                torch.rand(num_draws, generator=generator, dtype=torch.float64, out=row)
 
         for chunk, drawn in zip(torch.split(indices, size), torch.split(draws, size), strict=True):
             yield self.recipe(*self._rows(chunk), drawn)
@@ -391,11 +385,12 @@ def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> N
     Raises:
         InputError: two images have different numbers of channels; names both.
     """
-    channels = [shape_of(image)[0] for image in images]
-    for item, count in zip(items, channels, strict=True):
-        if count != channels[0]:
+    for item, image in zip(items, images, strict=True):
+        count = shape_of(image)[0]
+        first = shape_of(images[0])[0]
+        if count != first:
             raise InputError(
-                f"image {item.get('id', '?')!r} has {count} channels, {items[0].get('id', '?')!r} has {channels[0]}",
+                f"image {item.get('id', '?')!r} has {count} channels, {items[0].get('id', '?')!r} has {first}",
                 "all images of a data set have the same number of channels",
                 "convert the odd ones, or let the bundle's transforms do it",
             )

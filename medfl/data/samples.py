@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from monai import transforms as mt
 from monai.data import MetaTensor, PILReader
-from monai.transforms import Compose, LoadImage, Randomizable, RandomizableTrait, Transform
+from monai.transforms import Compose, LoadImage, Randomizable
 from torch import Tensor
 
 from medfl.core.errors import InputError, MedflError, missing_package, without_package
 from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
-from medfl.data.incomplete_entries import is_unlabelled
+from medfl.data.incomplete_entries import first_random, is_unlabelled
 from medfl.data.prepared import Item, Sample, as_plain, check_channels
 from medfl.data.sampled import SampleFunctions
 from medfl.data.source import Source
@@ -70,14 +70,11 @@ class SampleMaker:
         else:
             compose = Compose(chain)
 
-        self._items, self._entries, self._compose = items, source.entries, compose.flatten()  # type: ignore[no-untyped-call]
+        self._items = items
+        self._entries = source.entries
+        self._compose = compose.flatten()  # type: ignore[no-untyped-call]
         steps = self._compose.transforms
-        random = (
-            i
-            for i, t in enumerate(steps)
-            if isinstance(t, RandomizableTrait) or not isinstance(t, Transform)
-        )
-        self._first = next(random, len(steps)) if source.repeatable else 0
+        self._first = first_random(steps) if source.repeatable else 0
         self.has_steps_left = not source.repeatable or self._first < len(steps)
         self.cached: Sequence[Sample] | None = None
         self._parts: list[Any] | None = None
@@ -86,15 +83,12 @@ class SampleMaker:
     def reads_rows_first(self) -> bool:
         """Whether one of the transforms is a PILReader of MONAI that keeps a picture's rows as the first axis."""
         loaders = [getattr(step, "_loader", step) for step in self._compose.transforms]
-        readers = [
-            reader
-            for loader in loaders
-            if isinstance(loader, LoadImage)
-            for reader in loader.readers
-        ]
-        return any(
-            isinstance(reader, PILReader) and not reader.reverse_indexing for reader in readers
-        )
+        for loader in loaders:
+            for reader in loader.readers if isinstance(loader, LoadImage) else ():
+                if isinstance(reader, PILReader) and not reader.reverse_indexing:
+                    return True
+
+        return False
 
     def __len__(self) -> int:
         return len(self._items)
@@ -112,12 +106,14 @@ class SampleMaker:
         sample = self.after_deterministic(index)
         if not isinstance(sample, Mapping):
             return sample
-        coded = {
-            key: _encoded(sample[key])
-            for key in ("image", "label")
-            if isinstance(sample.get(key), Tensor)
-        }
-        return {**sample, **{key: value for key, value in coded.items() if value is not None}}
+
+        compacted = dict(sample)
+        for key in ("image", "label"):
+            value = sample.get(key)
+            if isinstance(value, Tensor) and (coded := _encoded(value)) is not None:
+                compacted[key] = coded
+
+        return compacted
 
     def __call__(self, index: int) -> Sample:
         """Return one sample after all transforms."""
@@ -140,28 +136,30 @@ class SampleMaker:
         them depends on whether it is applied at all.
         """
         if self._parts is None:
-            transforms = [
-                *self._compose.transforms[self._first :],
-                *_inner_transforms(self._entries),
-            ]
-            self._parts = [
-                part for transform in transforms for part in random_parts(transform, set())
-            ]
+            self._parts = []
+            for transform in self._compose.transforms[self._first :]:
+                self._parts += random_parts(transform, set())
+            for transform in _inner_transforms(self._entries):
+                self._parts += random_parts(transform, set())
+
         for number, part in enumerate(self._parts):
             part.set_random_state(seed=derive(seed, number) % 2**32)
 
     def clone(self) -> SampleFunctions:
         """Return what makes the same samples in another thread, and what seeds its random transforms."""
+        clone = self._copy()
+        return clone, clone.reseed if self.has_steps_left else None
+
+    def _copy(self) -> SampleMaker:
+        """Return one with transforms and random states of its own, and the same samples."""
         clone = copy(self)
         clone._compose = deepcopy(self._compose)
         clone._parts = None
-        return clone, clone.reseed if self.has_steps_left else None
+        return clone
 
     def without_draws(self, uncropped: bool) -> SampleFunctions:
         """Return what makes the same samples without random transforms, and what seeds those that have to stay."""
-        clone = copy(self)
-        clone._compose = deepcopy(self._compose)
-        clone._parts = None
+        clone = self._copy()
         steps = clone._compose.transforms
         clone._compose.transforms = (
             *steps[: self._first],
@@ -190,13 +188,8 @@ class SampleMaker:
             image = as_plain(sample["image"])
             label = as_plain(sample["label"])
             shape = shape_of(image)
-            images.add(
-                (
-                    shape[0],
-                    image.values.dtype if isinstance(image, Coded) else image.dtype,
-                    tuple(shape[1:]),
-                )
-            )
+            dtype = image.values.dtype if isinstance(image, Coded) else image.dtype
+            images.add((shape[0], dtype, tuple(shape[1:])))
             is_mask = isinstance(label, Coded) or (isinstance(label, Tensor) and label.ndim > 1)
             masks.add(is_mask)
 
@@ -286,17 +279,18 @@ def _decoded(sample: Sample) -> Sample:
     }
 
 
-def random_parts(transform: object, seen: set[int]) -> list[Any]:
+def random_parts(transform: object, visited: set[int]) -> list[Any]:
     """Return what has a random state in a transform: itself first, then the transforms inside it."""
-    if id(transform) in seen or not hasattr(transform, "set_random_state"):
+    if id(transform) in visited or not hasattr(transform, "set_random_state"):
         return []
 
-    seen.add(id(transform))
-    inside = vars(transform).values() if isinstance(transform, Randomizable) else ()
-    many = [value if isinstance(value, list | tuple) else [value] for value in inside]
-    parts = [part for values in many for value in values for part in random_parts(value, seen)]
+    visited.add(id(transform))
+    parts: list[Any] = [transform]
+    for held in vars(transform).values() if isinstance(transform, Randomizable) else ():
+        for value in held if isinstance(held, list | tuple) else [held]:
+            parts += random_parts(value, visited)
 
-    return [transform, *parts]
+    return parts
 
 
 def _has_own_state(transform: object) -> bool:
@@ -316,12 +310,16 @@ def _inner_transforms(dataset: object) -> list[Any]:
     if not isinstance(dataset, torch.utils.data.Dataset):
         return []
 
-    inner = [getattr(dataset, name) for name in ("dataset", "data") if hasattr(dataset, name)]
-    parts = [*inner, *getattr(dataset, "datasets", [])]
-    deeper = [transform for part in parts for transform in _inner_transforms(part)]
-    outer = [dataset, getattr(dataset, "transform", None)]
+    inner = [getattr(dataset, name, None) for name in ("dataset", "data")]
+    transforms: list[Any] = []
+    for part in (*inner, *getattr(dataset, "datasets", [])):
+        transforms += _inner_transforms(part)
 
-    return [*deeper, *(part for part in outer if hasattr(part, "set_random_state"))]
+    for part in (dataset, getattr(dataset, "transform", None)):
+        if hasattr(part, "set_random_state"):
+            transforms.append(part)
+
+    return transforms
 
 
 def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]:

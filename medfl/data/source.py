@@ -20,6 +20,8 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from medfl.data.prepared import Item, Transform
 
 _CENTRE = ("centre", "center", "site", "hospital", "institution")
+# How a table read with pandas says that there is no value.
+_NOTHING = ("", "nan", "<NA>")
 _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
 
 
@@ -84,8 +86,10 @@ def take_apart(dataset: Any) -> Source:
 def _transforms(dataset: object) -> tuple[Transform, ...]:
     """Return what a data set applies to each entry."""
     transform = getattr(dataset, "transform", None)
-    empty = transform is None or (isinstance(transform, Compose) and not transform.transforms)
-    return () if empty else (transform,)
+    if transform is None or (isinstance(transform, Compose) and not transform.transforms):
+        return ()
+
+    return (transform,)
 
 
 def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]:
@@ -96,9 +100,9 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
     """
     items: list[Item] = []
     taken: set[str] = set()
-    for index, entry in enumerate(
-        source.entries if source.is_list else [None] * len(source.entries)
-    ):
+    for index in range(len(source.entries)):
+        # Other entries than those of a list are not read for their records: that may take long.
+        entry = source.entries[index] if source.is_list else None
         entry = entry if isinstance(entry, Mapping) else {}
         if "id" in entry:
             ident = str(entry["id"])
@@ -114,16 +118,18 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
             record["label"] = label
 
         for field, names in (("centre", _CENTRE), ("group", _GROUP)):
-            texts = (str(entry[name]) for name in names if entry.get(name) is not None)
-            value = next(
-                (text for text in texts if text not in ("", "nan", "<NA>")), ""
-            )  # as tables have none
-            record |= {field: value} if value else {}
+            for name in names:
+                if entry.get(name) is not None and str(entry[name]) not in _NOTHING:
+                    record[field] = str(entry[name])
+                    break
 
         if isinstance(entry.get("size"), int):
             record["size"] = entry["size"]
 
-        record |= {key: entry[key] for key in (NO_LABEL, LACKS) if key in entry}
+        for key in (NO_LABEL, LACKS):
+            if key in entry:
+                record[key] = entry[key]
+
         items.append(record)
 
     return items
@@ -135,11 +141,11 @@ def _path(entry: Item, folders: Sequence[Path]) -> str:
         first = value[0] if isinstance(value, list | tuple) and value else value
         if isinstance(first, str | Path):
             path = Path(os.path.abspath(first))
-            below = next(
-                (path.relative_to(folder) for folder in folders if path.is_relative_to(folder)),
-                path,
-            )
-            return below.as_posix()
+            for folder in folders:
+                if path.is_relative_to(folder):
+                    return path.relative_to(folder).as_posix()
+
+            return path.as_posix()
 
     return ""
 

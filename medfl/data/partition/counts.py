@@ -7,6 +7,7 @@ image never leaves its section: counts that need other sections than the data se
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -94,10 +95,10 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
     result = {name: list(section) for name, section in homes.items()}
     notes = []
     for limit in limits:
-        positions = {
-            name: [i for i, home in enumerate(all_) if home == limit.centre]
-            for name, all_ in homes.items()
-        }
+        positions = {}
+        for name, section in homes.items():
+            positions[name] = [i for i, home in enumerate(section) if home == limit.centre]
+
         if not positions["train"]:
             centres = sorted({home for home in homes["train"] if home})
             raise InputError(
@@ -115,14 +116,13 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
             for i, home in zip(indices, limited[name], strict=True):
                 result[name][i] = home
 
-        left_out = [
-            f"{part.count(None)} of {len(part)} {name}"
-            for name, part in limited.items()
-            if None in part
-        ]
-        notes += (
-            [f"images of {limit.centre} that are left out: {listed(left_out)}"] if left_out else []
-        )
+        left_out = []
+        for name, part in limited.items():
+            if None in part:
+                left_out.append(f"{part.count(None)} of {len(part)} {name}")
+
+        if left_out:
+            notes.append(f"images of {limit.centre} that are left out: {listed(left_out)}")
 
     return result, notes
 
@@ -153,7 +153,8 @@ def _divide(
     train = np.subtract(fitted["train"], validate).tolist()
     sizes = {"train": train, "validate": validate, "test": fitted["test"]}
 
-    labelled = all(item.get("label") is not None for items in data.values() for item in items)
+    items = itertools.chain.from_iterable(data.values())
+    labelled = all(item.get("label") is not None for item in items)
     homes: _Homes = {}
     site_of_group: dict[str, int] = {}
 
@@ -162,8 +163,10 @@ def _divide(
         deal(groups, sizes[name], partial(stream, name), site_of_group)
         homes[name] = [None] * len(data[name])
         for group in groups:
-            for i in group.members if site_of_group[group.key] < len(sites) else ():
-                homes[name][i] = sites[site_of_group[group.key]]
+            site = site_of_group[group.key]
+            # Nobody's groups are numbered after the last site.
+            for i in group.members if site < len(sites) else ():
+                homes[name][i] = sites[site]
 
     return homes, notes + _count_notes(homes, sites, fitted)
 

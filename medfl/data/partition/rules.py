@@ -14,9 +14,10 @@ images a class, and a site's validation and test images are equally many in each
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,13 +74,13 @@ class Partition:
 
     def to_ids(self, sections: Sections) -> dict[str, dict[str, list[str]]]:
         """Return the item ids per site and section, ready for JSON."""
-        return {
-            site: {
-                name: [str(sections[name][i]["id"]) for i in positions]
-                for name, positions in held.items()
-            }
-            for site, held in self.sites.items()
-        }
+        ids: dict[str, dict[str, list[str]]] = {}
+        for site, held in self.sites.items():
+            ids[site] = {}
+            for name, positions in held.items():
+                ids[site][name] = [str(sections[name][i]["id"]) for i in positions]
+
+        return ids
 
     @classmethod
     def from_ids(
@@ -96,25 +97,39 @@ class Partition:
         Raises:
             InputError: an id is not in its section any more.
         """
-        where = {
-            name: {str(item["id"]): i for i, item in enumerate(sections.get(name, ()))}
-            for name in SECTIONS
-        }
-        sites = {}
+        where = _positions(sections)
+        sites: dict[str, dict[str, tuple[int, ...]]] = {}
         for site in sorted(ids, key=_place(spec)):
-            stored = [(name, i) for name in SECTIONS for i in ids[site].get(name, ())]
-            if gone := [f"{i!r} ({name})" for name, i in stored if str(i) not in where[name]]:
+            gone = []
+            sites[site] = {}
+            for name in SECTIONS:
+                stored = [str(ident) for ident in ids[site].get(name, ())]
+                position_of = where.get(name, {})
+                gone += [f"{ident!r} ({name})" for ident in stored if ident not in position_of]
+                positions = (position_of[ident] for ident in stored if ident in position_of)
+                sites[site][name] = tuple(sorted(positions))
+
+            if gone:
                 raise InputError(
                     f"{len(gone)} image(s) that the stored partition gives to site {site!r} are gone, first {gone[0]}",
                     "every stored id must be in the same section of the data",
                     "give the data folder and split of the stored run, or start a new run",
                 )
 
-            sites[site] = {
-                n: tuple(sorted(where[n][str(i)] for i in ids[site].get(n, ()))) for n in SECTIONS
-            }
-
         return cls(spec, seed, sites, tuple(notes))
+
+
+def _positions(sections: Sections) -> dict[str, dict[str, int]]:
+    """Return section -> id -> position."""
+    where = {}
+    for name, section in sections.items():
+        where[name] = {str(item["id"]): i for i, item in enumerate(section)}
+
+    return where
+
+
+def _all_items(data: Sections) -> list[Item]:
+    return list(itertools.chain.from_iterable(data.values()))
 
 
 def assign(
@@ -139,9 +154,7 @@ def assign(
 
     if kind in ("centre", "file"):
         homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
-        order = sorted(
-            {home for section in homes.values() for home in section if home}, key=_place(spec)
-        )
+        order = sorted(set().union(*homes.values()) - {None}, key=_place(spec))
         if kind == "centre":
             homes, limit_notes = limit_centres(values, data, homes)
             notes += limit_notes
@@ -164,19 +177,15 @@ def assign(
         )
 
     _check_trained(spec, order, homes["train"])
-    held: dict[str, dict[str, list[int]]] = {
-        site: {name: [] for name in SECTIONS} for site in order
-    }
+    held: dict[str, dict[str, tuple[int, ...]]] = {site: {} for site in order}
     for name, section in homes.items():
+        positions = defaultdict[str | None, list[int]](list)
         for i, home in enumerate(section):
-            if home:
-                held[home][name].append(i)
+            positions[home].append(i)
+        for site in order:
+            held[site][name] = tuple(positions[site])
 
-    frozen = {
-        site: {name: tuple(positions) for name, positions in parts.items()}
-        for site, parts in held.items()
-    }
-    return Partition(canonical(kind, values), seed, frozen, tuple(notes))
+    return Partition(canonical(kind, values), seed, held, tuple(notes))
 
 
 def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
@@ -251,7 +260,7 @@ def _check_labels(
     data: Mapping[str, Sequence[Item]], classes: Sequence[str] | None, spec: str, *, required: bool
 ) -> tuple[str, ...]:
     """Check every label and return the class names; () when no item has a label."""
-    items = [item for section in data.values() for item in section]
+    items = _all_items(data)
     labelled = [item for item in items if item.get("label") is not None]
     gaps = [item["id"] for item in items if item.get("label") is None]
     if required and gaps:
@@ -318,7 +327,7 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
 
 
 def _check_sizes(data: Mapping[str, Sequence[Item]]) -> None:
-    items = [item for section in data.values() for item in section]
+    items = _all_items(data)
     if gaps := [item["id"] for item in items if item.get("size") is None]:
         raise InputError(
             f"partition 'size', but the sizes of {len(gaps)} of {len(items)} images are not known, first {gaps[0]!r}",
@@ -341,7 +350,7 @@ def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None])
 
 
 def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
-    items = [item for section in data.values() for item in section]
+    items = _all_items(data)
     unnamed = [item for item in items if not item.get("centre")]
     if unnamed or not items:
         first = f", first {unnamed[0]['id']!r}" if unnamed else ""
@@ -359,10 +368,11 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
         )
 
     training = {str(item["centre"]) for item in data["train"]}
-    homes = {
-        name: [home if (home := str(item["centre"])) in training else None for item in section]
-        for name, section in data.items()
-    }
+    homes: dict[str, list[str | None]] = {}
+    for name, section in data.items():
+        centres = [str(item["centre"]) for item in section]
+        homes[name] = [centre if centre in training else None for centre in centres]
+
     idle = sorted({str(item["centre"]) for item in items} - training, key=natural_key)
     note = f"no sites, as they have no training images: {listed(idle)} ({homeless(homes)})"
 
@@ -372,17 +382,14 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
 def _by_file(
     path: str, data: Mapping[str, Sequence[Item]]
 ) -> tuple[dict[str, list[str | None]], list[str]]:
-    where = {
-        name: {str(item["id"]): i for i, item in enumerate(section)}
-        for name, section in data.items()
-    }
+    where = _positions(data)
     homes: dict[str, list[str | None]] = {
         name: [None] * len(section) for name, section in data.items()
     }
     for line, row in _rows(path):
-        key, site, section = (
-            (row.get(column) or "").strip() for column in ("id", "site", "section")
-        )
+        key = (row.get("id") or "").strip()
+        site = (row.get("site") or "").strip()
+        section = (row.get("section") or "").strip()
         if not site or not site.isprintable() or set(site) & set("/\\"):
             raise InputError(
                 f"{path}, line {line}: site {site!r}",
