@@ -219,18 +219,12 @@ def _crop(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> S
     if cropper.random_size or not cropper.random_center:
         return None
 
-    sizes = {
-        tuple(
-            min(int(r), side)
-            for r, side in zip(fall_back_tuple(cropper.roi_size, shape), shape, strict=True)
-        )
-        for shape in arriving.shapes
-    }
+    # MONAI's crop is never larger than its image, so that sizes may differ after it too.
+    sizes = set()
+    for shape in arriving.shapes:
+        sizes.add(tuple(map(min, fall_back_tuple(cropper.roi_size, shape), shape)))
 
-    if len(sizes) == 1:
-        return Crop(keys, next(iter(sizes)))
-
-    return None
+    return Crop(keys, tuple(map(int, sizes.pop()))) if len(sizes) == 1 else None
 
 
 def _is_intensity(keys: tuple[str, ...], arriving: _Arriving, dtype: Any = np.float32) -> bool:
@@ -245,18 +239,16 @@ def _scale(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> 
     scaler = transform.scaler
     if not _is_intensity(keys, arriving, scaler.dtype):
         return None
-    low, high = scaler.factors
     num_factors = arriving.channels if scaler.channel_wise else 1
-    return Intensity(keys, transform.prob, low, high, num_factors, shift=False)
+    return Intensity(keys, transform.prob, *scaler.factors, num_factors, shift=False)
 
 
 def _shift(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     shifter = transform.shifter
     if not _is_intensity(keys, arriving) or any(key is not None for key in transform.factor_key):
         return None
-    low, high = shifter.offsets
     num_factors = arriving.channels if shifter.channel_wise else 1
-    return Intensity(keys, transform.prob, low, high, num_factors, shift=True)
+    return Intensity(keys, transform.prob, *shifter.offsets, num_factors, shift=True)
 
 
 def _noise(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
@@ -269,9 +261,9 @@ def _noise(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> 
 def _affine(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     affine = transform.rand_affine
     grid = transform.rand_affine.rand_affine_grid
+    options = zip(transform.mode, transform.padding_mode, strict=True)
     modes = {
-        key: (str(m), str(p))
-        for key, m, p in zip(keys, transform.mode, transform.padding_mode, strict=True)
+        key: (str(mode), str(padding)) for key, (mode, padding) in zip(keys, options, strict=True)
     }
     keeps_size = tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
 
@@ -283,16 +275,15 @@ def _affine(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) ->
     ):
         return None
 
-    ranges = {
-        f"{name}_params": [
-            (float(r[0]), float(r[1]))
-            if isinstance(r, Sequence | np.ndarray)
-            else (-float(r), float(r))
-            for r in getattr(grid, f"{name}_range")
-            if r is not None
-        ]
-        for name in ("rotate", "shear", "translate", "scale")
-    }
+    ranges: dict[str, list[tuple[float, float]]] = {}
+    for name in ("rotate", "shear", "translate", "scale"):
+        ranges[f"{name}_params"] = []
+        for bounds in getattr(grid, f"{name}_range"):
+            # A single number r stands for -r to r.
+            if isinstance(bounds, Sequence | np.ndarray):
+                ranges[f"{name}_params"].append((float(bounds[0]), float(bounds[1])))
+            elif bounds is not None:
+                ranges[f"{name}_params"].append((-float(bounds), float(bounds)))
 
     return Affine(keys, transform.prob, ranges, modes)
 
@@ -312,11 +303,9 @@ def _rotate(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) ->
     if not keeps or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
 
-    if len(arriving.shape) == 2:
-        ranges = [inner.range_x]
-    else:
-        ranges = [inner.range_x, inner.range_y, inner.range_z]
-
+    # Images are turned in their plane alone.
+    axes = len(arriving.shape)
+    ranges = [inner.range_x, inner.range_y, inner.range_z][: 1 if axes == 2 else 3]
     return Rotate(keys, transform.prob, [(float(low), float(high)) for low, high in ranges], modes)
 
 

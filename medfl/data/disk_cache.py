@@ -146,10 +146,11 @@ def _readers() -> str:
 def _content(value: object) -> str:
     """Return what tells a value from all others: of arrays their type, shape and bytes, of files their content."""
     if isinstance(value, Mapping):
-        return _hashed(
-            "mapping",
-            *(part for name, held in value.items() for part in (repr(name), _content(held))),
-        )
+        parts = ["mapping"]
+        for name, held in value.items():
+            parts += [repr(name), _content(held)]
+
+        return _hashed(*parts)
     if isinstance(value, list | tuple):
         return _hashed("list", *map(_content, value))
     if isinstance(value, MetaTensor):  # its affine decides what spacing and orientation make of it
@@ -164,11 +165,9 @@ def _content(value: object) -> str:
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:  # its bytes are addresses
             return _hashed(str(value.dtype), str(value.shape), _content(value.tolist()))
-        if isinstance(value, np.ma.MaskedArray):
-            mask = [_content(np.ma.getmaskarray(value))]
-        else:
-            mask = []
 
+        is_masked = isinstance(value, np.ma.MaskedArray)
+        mask = [_content(np.ma.getmaskarray(value))] if is_masked else []
         return _hashed(str(value.dtype), str(value.shape), np.asarray(value).tobytes(), *mask)
 
     if isinstance(value, str | os.PathLike):
@@ -194,6 +193,7 @@ def _write(path: Path, sample: Sample) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 torch.save(sample, file)
+            # Other processes see a whole file or none.
             os.replace(name, path)
         finally:
             Path(name).unlink(missing_ok=True)

@@ -42,11 +42,9 @@ def constants(steps: Sequence[Any]) -> Constants:
             and None not in (by.subtrahend, by.divisor, mean)
             and not by.nonzero
         ):
-            subtrahend, divisor = (
-                np.asarray(value, float).reshape(-1) for value in (by.subtrahend, by.divisor)
-            )
-            mean = mean + sd * subtrahend
-            sd = sd * divisor
+            # Of ((x - mean) / sd - subtrahend) / divisor.
+            mean = mean + sd * np.asarray(by.subtrahend, float).reshape(-1)
+            sd = sd * np.asarray(by.divisor, float).reshape(-1)
         elif not _keeps(by):
             raise _unread(f"transform {type(step).__name__}")
 

@@ -78,13 +78,12 @@ class AnnotatedClasses:
     def others_as_background(self, target: Tensor) -> Tensor:
         """Return masks with their own numbers, in which whatever they show of other structures is background."""
         if self._in_channels(target):
-            shown = [
-                target[:, c] if c in self.classes else torch.zeros_like(target[:, c])
-                for c in range(self.count)
-            ]
+            shown = torch.zeros_like(target)
+            annotated = list(self.classes)
+            shown[:, annotated] = target[:, annotated]
             if self.exclusive:
-                shown[0] = self._rest(target)
-            return torch.stack(shown, 1)
+                shown[:, 0] = self._rest(target)
+            return shown
         return self._numbered(target, self.classes)
 
     def _numbered(self, target: Tensor, numbers: Sequence[int]) -> Tensor:
@@ -95,7 +94,7 @@ class AnnotatedClasses:
         return masks.to(target.dtype)
 
     def _rest(self, target: Tensor) -> Tensor:
-        return torch.stack([target[:, c] for c in self.unannotated], 1).amax(1)
+        return target[:, list(self.unannotated)].amax(1)
 
     def _in_channels(self, target: Tensor) -> bool:
         return target.ndim > 3 and self.count > 1 and target.shape[1] == self.count

@@ -71,16 +71,16 @@ def prepare(
     prepared = _prepared(items, samples, collate, prepare_batch)
     if not samples.has_steps_left:
         cached = samples.cached or []
-        light = (
-            [extras(sample) for sample in cached] if isinstance(cached, list) else cached
-        )  # without pixels
+        # Of samples in memory without their pixels, which would else be kept twice.
+        light = [extras(sample) for sample in cached] if isinstance(cached, list) else cached
         prepared.extras_of = lambda index: collate([extras(light[index])])
-        geometries = [
-            _geometry(sample, samples.reads_rows_first) for sample in samples.cached or []
-        ]
+        geometries = []
+        for sample in cached:
+            if (geometry := _geometry(sample, samples.reads_rows_first)) is not None:
+                geometries.append(geometry)
 
-        if all(geometries):
-            prepared.geometry = [geometry for geometry in geometries if geometry is not None]
+        if len(geometries) == len(cached):
+            prepared.geometry = geometries
 
     return prepared
 
@@ -124,11 +124,8 @@ def _prepared(
         if samples.cached is not None:  # else the data set may draw while it is read
             without_draws = samples.without_draws
 
-    if samples.has_steps_left:
-        in_threads = samples.has_own_state
-    else:
-        in_threads = isinstance(cached, OnDisk)
-
+    # Threads hide random transforms and reads from disk; what lies in memory needs neither.
+    in_threads = samples.has_own_state if samples.has_steps_left else isinstance(cached, OnDisk)
     unpack_batch = partial(_unpack_batch, prepare_batch)
     return Sampled(
         items,
@@ -197,9 +194,8 @@ def _make(
             return
 
         chunks = [indices[start : start + _CHUNK] for start in range(0, count, _CHUNK)]
-        context = multiprocessing.get_context(
-            "fork"
-        )  # workers inherit what cannot be pickled: the bundle's lambdas
+        # Forked workers inherit what cannot be pickled: the bundle's lambdas.
+        context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(jobs, context, _start_worker, (samples,)) as pool:
             for packed in pool.map(_make_chunk, chunks):
                 chunk = load_shared(packed)

@@ -93,13 +93,8 @@ class Sampled(Prepared):
         if self.reseed is not None and generator is not None:
             seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
 
-        work = [
-            list(zip(chunk.tolist(), some.tolist(), strict=True))
-            for chunk, some in zip(
-                torch.split(indices, size), torch.split(seeds, size), strict=True
-            )
-        ]
-
+        pairs = list(zip(indices.tolist(), seeds.tolist(), strict=True))
+        work = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         if self.clone is not None and len(work) > 1:
             batches = self._in_threads(work)
         else:

@@ -37,33 +37,26 @@ SPLIT_TABLE = "dermamnist_split.csv"
 
 def centre_roots(folder: Path, kind: str = "images") -> list[Path]:
     """Return the folders and archives `<kind>_<centre>[.zip]` of a folder, folders first."""
-    names = [f"{kind}_{centre}" for centre in CENTRES]
-    return [
-        path
-        for suffix in ("", ".zip")
-        for name in names
-        if (path := folder / f"{name}{suffix}").exists()
-    ]
+    paths = [folder / f"{kind}_{centre}" for centre in CENTRES]
+    paths += [folder / f"{kind}_{centre}.zip" for centre in CENTRES]
+    return [path for path in paths if path.exists()]
 
 
 def part_roots(folder: Path) -> list[Path]:
     """Return the image folders and archives `HAM10000_images*[.zip]` of a folder as published, folders first."""
-    roots = [
-        path
-        for path in sorted(folder.glob("HAM10000_images*"))
-        if path.is_dir() or path.suffix == ".zip"
-    ]
-    return sorted(roots, key=lambda path: path.is_file())
+    paths = sorted(folder.glob("HAM10000_images*"))
+    folders = [path for path in paths if path.is_dir()]
+    return folders + [path for path in paths if path.suffix == ".zip" and path not in folders]
 
 
 def _sections(folder: Path) -> Mapping[str, str]:
     path = first(folder, SPLIT_TABLE)
-    rows = read_csv(path, ("image_id", "split")) if path else []
-    return {
-        row["image_id"]: SECTION_NAMES[row["split"]]
-        for row in rows
-        if row["split"] in SECTION_NAMES
-    }
+    sections = {}
+    for row in read_csv(path, ("image_id", "split")) if path else ():
+        if row["split"] in SECTION_NAMES:
+            sections[row["image_id"]] = SECTION_NAMES[row["split"]]
+
+    return sections
 
 
 def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list[Path]) -> Table:

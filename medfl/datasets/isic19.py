@@ -44,12 +44,8 @@ def _image_roots(folder: Path) -> list[Path]:
 
 
 def _lesions(path: Path | None) -> Mapping[str, str]:
-    if path:
-        return {
-            row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))
-        }
-
-    return {}
+    rows = read_csv(path, ("image_id", "lesion_id")) if path else ()
+    return {row["image_id"]: row["lesion_id"] for row in rows}
 
 
 def _read(
@@ -65,6 +61,7 @@ def _read(
 
         if row["fold"] not in ("train", "test"):
             table.problems.append(f"{where} has fold {row['fold']!r}, the folds are train, test")
+        # FLamby's table names the images of all six centres, whichever the folder has.
         elif centres.get(row["center"]) in absent:
             continue
         elif check_row(table, where, key, row["center"], centres, images) and label is not None:

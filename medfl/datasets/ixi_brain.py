@@ -44,10 +44,12 @@ def _root(folder: Path) -> Path | None:
     for root in (folder, folder / "IXI_sample", *inside):
         if any(root.glob("IXI???-*-*/T1")):
             return root
-    packed = sorted((*folder.glob("7kd5wj7v7p-*.zip"), *folder.glob("IXI*.zip")))
-    return next(
-        (path for path in packed if any(_FILE.search(name) for name, _ in volume_files(path))), None
-    )
+
+    for path in sorted((*folder.glob("7kd5wj7v7p-*.zip"), *folder.glob("IXI*.zip"))):
+        if any(_FILE.search(name) for name, _ in volume_files(path)):
+            return path
+
+    return None
 
 
 def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
@@ -93,9 +95,12 @@ def _read_flamby(folder: Path) -> Table:
     folds = _folds(path, table) if path else {}
     for subject, volumes in sorted(files.items()):
         number, centre = numbers[subject]
-        listed, fold = (
-            folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
-        )
+        if path:
+            listed, fold = folds.get(number, ("", ""))
+        else:
+            listed = centre
+            fold = "test" if number in TEST else "train"
+
         if centre not in CENTRES:
             table.problems.append(
                 f"subject {subject} is of hospital {centre}, the hospitals are {', '.join(CENTRES)}"
@@ -105,11 +110,7 @@ def _read_flamby(folder: Path) -> Table:
                 f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}"
             )
         elif listed != centre:
-            if listed:
-                problem = f"is of hospital {listed} in {path}"
-            else:
-                problem = f"is not in {path}"
-
+            problem = f"is of hospital {listed} in {path}" if listed else f"is not in {path}"
             table.problems.append(f"subject {subject} {problem}")
         else:
             image = volumes["T1"]
@@ -124,11 +125,14 @@ def _read_flamby(folder: Path) -> Table:
 
 def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
     """Return name -> URI of the images and of the masks of whole-head pairs."""
-    index = volume_index(folder)
-    images, masks = (
-        {stem.removesuffix(end): uri for stem, uri in index.items() if stem.endswith(end)}
-        for end in (_T1, _MASK)
-    )
+    images = {}
+    masks = {}
+    for stem, uri in volume_index(folder).items():
+        if stem.endswith(_T1):
+            images[stem.removesuffix(_T1)] = uri
+        elif stem.endswith(_MASK):
+            masks[stem.removesuffix(_MASK)] = uri
+
     return images, masks
 
 

@@ -42,7 +42,7 @@ DATASET = DataSet(
         class_folders(
             f"{ROOT}/<class>/*.jpg with the eight published class folders, as folders or in kvasir*.zip",
             ("seeded",),
-            (ROOT,),
+            ROOT,
             ("kvasir*.zip",),
             CLASSES,
             centre="vestre_viken",

@@ -89,8 +89,9 @@ def _read_sources(folder: Path) -> Table:
 
 def _roots(folder: Path) -> list[Path]:
     plain = [folder / subfolder / name for subfolder in _SUBFOLDERS for name in _FOLDERS]
-    packed = sorted({path for pattern in _ZIPS for path in folder.glob(pattern) if path.is_file()})
-    return [path for path in plain if path.is_dir()] + packed
+    # A set, as an archive may fit several patterns.
+    packed = {path for pattern in _ZIPS for path in folder.glob(pattern)}
+    return [path for path in plain if path.is_dir()] + sorted(filter(Path.is_file, packed))
 
 
 def _has_sets(folder: Path) -> bool:
@@ -118,10 +119,9 @@ def _read_sets(folder: Path) -> Table:
         masks.setdefault(key, JOINED.join((left[key], right[key])))
 
     table = paired(uris["CXR_png"], masks, _centre)
-    table.problems += [
-        f"{(left | right)[key]} has no mask of the other lung"
-        for key in sorted(left.keys() ^ right)
-    ]
+    for key in sorted(left.keys() ^ right):
+        table.problems.append(f"{(left | right)[key]} has no mask of the other lung")
+
     return table
 
 

@@ -34,7 +34,7 @@ DATASET = DataSet(
         class_folders(
             "MedNIST/{AbdomenCT,BreastMRI,CXR,ChestCT,Hand,HeadCT}/*.jpeg, as folders or in MedNIST.zip",
             ("seeded",),
-            ("MedNIST",),
+            "MedNIST",
             ("MedNIST*.zip", "mednist*.zip", "archive.zip"),
             CLASSES,
         ),

@@ -22,15 +22,15 @@ def idx_layout(root: str, classes: int) -> Layout:
 
     def find(folder: Path) -> dict[str, tuple[str, str]]:
         for source in (folder / root / "raw", folder / "raw", folder):
-            pairs = {
-                part: [first(source, f"{s}-{kind}", f"{s}-{kind}.gz") for kind in KINDS]
-                for part, s in STEMS.items()
-            }
-            if all(map(all, pairs.values())):
-                return {
-                    part: (f"{images}!idx", f"{labels}!idx")
-                    for part, (images, labels) in pairs.items()
-                }
+            pairs = {}
+            for part, stem in STEMS.items():
+                names = [f"{stem}-{kind}" for kind in KINDS]
+                images, labels = (first(source, name, f"{name}.gz") for name in names)
+                if images and labels:
+                    pairs[part] = (f"{images}!idx", f"{labels}!idx")
+
+            if len(pairs) == len(STEMS):
+                return pairs
 
         return {}
 

@@ -27,7 +27,7 @@ _CUT = by_group("nct_crc")
 
 
 def _tree(root: str, *, packed: bool = True) -> Layout:
-    return class_folders(root, ("seeded",), (root,), (f"{root}.zip",) if packed else (), CLASSES)
+    return class_folders(root, ("seeded",), root, (f"{root}.zip",) if packed else (), CLASSES)
 
 
 def _others(folder: Path) -> Table | None:
@@ -39,7 +39,7 @@ def _others(folder: Path) -> Table | None:
     if not packed.is_file():
         return None
 
-    tree = class_folders(OTHERS, ("seeded",), (), (packed.name,), CLASSES)
+    tree = class_folders(OTHERS, ("seeded",), OTHERS, (packed.name,), CLASSES)
     return tree.read(folder) if tree.find(folder) else None
 
 
@@ -50,13 +50,11 @@ def _layout(root: str, *, tested: bool) -> Layout:
     def read(folder: Path) -> Table:
         test_table = _others(folder) if tested else None
         parts = {"train": tree.read(folder), "test": test_table or Table()}
-        return Table(
-            [
-                replace(record, sections={"official": part})
-                for part, table in parts.items()
-                for record in table.records
-            ]
-        )
+        records = []
+        for part, table in parts.items():
+            records += [replace(record, sections={"official": part}) for record in table.records]
+
+        return Table(records)
 
     return Layout(
         f"{root}/<class>/*.tif"

@@ -46,7 +46,7 @@ DATASET = DataSet(
         class_folders(
             f"PBC_dataset_normal_DIB/{{{','.join(CLASSES)}}}/*.jpg, as folders or in PBC_dataset_normal_DIB.zip",
             ("seeded",),
-            ("PBC_dataset_normal_DIB",),
+            "PBC_dataset_normal_DIB",
             ("PBC*.zip", "snkd93bnjr*.zip"),
             CLASSES,
             centre="barcelona",

@@ -31,7 +31,7 @@ DATASET = DataSet(
         class_folders(
             "chest_xray/{train,val,test}/{NORMAL,PNEUMONIA}/*.jpeg, as folders or in a zip (chest*.zip, archive.zip)",
             ("official", "patient", "fedhelp"),
-            ("chest_xray",),
+            "chest_xray",
             ("chest*.zip", "archive.zip"),
             FOLDERS,
             sections=True,

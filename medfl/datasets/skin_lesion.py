@@ -74,10 +74,9 @@ def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
     """Return the image and mask folders or archives of each section that a folder has."""
     sections = {}
     for section, part in _PARTS.items():
-        images, masks = (
-            first(folder, f"{ISIC}_{part}_{kind}", f"{ISIC}_{part}_{kind}.zip")
-            for kind in ("Data", "GroundTruth")
-        )
+        stem = f"{ISIC}_{part}"
+        images = first(folder, f"{stem}_Data", f"{stem}_Data.zip")
+        masks = first(folder, f"{stem}_GroundTruth", f"{stem}_GroundTruth.zip")
         if images and masks:
             sections[section] = images, masks
 

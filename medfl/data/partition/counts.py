@@ -146,6 +146,7 @@ def _divide(
         )
         notes += more_notes
 
+    # Validation images come out of TRAIN, in the share that the data have of them.
     validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
     validate = np.minimum(
         apportion(fitted["train"], validated), np.array(fitted["train"]) - 1
@@ -215,6 +216,7 @@ def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int
     """
     weight_sum = max(1, sum(weights))
     parts = [weight * total // weight_sum for weight in weights]
+    # The largest remainder first, of equal ones the first site.
     order = sorted(range(len(weights)), key=lambda i: (-(weights[i] * total % weight_sum), i))
     for i in order[: total - sum(parts)]:
         parts[i] += 1

@@ -89,13 +89,11 @@ def draw_stacks(
         )
         labels = np.array([case.label for case in cases])
         parts = np.array([part(case) for case in cases])
-        write(
-            folder,
-            {
-                str(name): (images[parts == name], labels[parts == name])
-                for name in np.unique(parts)
-            },
-        )
+        stacks = {}
+        for name in np.unique(parts):
+            stacks[str(name)] = (images[parts == name], labels[parts == name])
+
+        write(folder, stacks)
         return len(cases)
 
     return draw

@@ -210,6 +210,7 @@ def cohort(
 
     for index in range(total):
         cell = (int(centres[index]), int(labels[index]))
+        # Images of one centre and class follow each other; the last of each five repeats its group.
         place = place + 1 if cell == before else 0
         before = cell
         if repeats and counts[cell] >= _FEW and place % _REPEAT == _REPEAT - 1:

@@ -64,6 +64,7 @@ class Scene:
 
     def draw(self, rng: np.random.Generator, shape: Shape) -> tuple[Array, Mask]:
         """Return an image, `shape` in grey and (*shape, 3) in RGB, and its reference mask (shape)."""
+        # The order of the draws decides every bit of a phantom.
         axes = np.meshgrid(*map(_axis, shape), indexing="ij", sparse=True)
         channels = len(self.parts[0].shade)
         image = np.zeros((channels, *shape))
@@ -149,6 +150,7 @@ def photograph(image: Array, centre: int, rng: np.random.Generator) -> Array:
     is_colour = image.ndim == 3 and image.shape[-1] == 3
     shape = image.shape[:-1] if is_colour else image.shape
 
+    # Slowly varying light, as of a lamp or a coil.
     light = 1 + look.shading * noise(rng, shape, 2)
     shown = (image - 0.5) * contrast + 0.5 + look.brightness + rng.normal(0, 0.02)
     shown = shown * light[..., None] * look.cast if is_colour else shown * light

@@ -230,9 +230,8 @@ def _sitk() -> Any:
 def _files(folder: str) -> tuple[str, ...]:
     """Return the files of the one series in a folder, in the order of their position."""
     reader = _sitk().ImageSeriesReader
-    series = {
-        uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in reader.GetGDCMSeriesIDs(folder)
-    }
+    uids = reader.GetGDCMSeriesIDs(folder)
+    series = {uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in uids}
     if len(series) == 1:
         files: tuple[str, ...] = next(iter(series.values()))
         other_names = (
@@ -249,10 +248,11 @@ def _files(folder: str) -> tuple[str, ...]:
         )
 
     if series:
-        names = " and ".join(
-            f"{uid} ({_description(files[0])}{len(files)} files)" for uid, files in series.items()
-        )
-        problem = f"folder {folder} holds {len(series)} DICOM series: {names}"
+        names = []
+        for uid, files in series.items():
+            names.append(f"{uid} ({_description(files[0])}{len(files)} files)")
+
+        problem = f"folder {folder} holds {len(series)} DICOM series: {' and '.join(names)}"
     else:
         problem = f"folder {folder} holds no DICOM series in its {len(os.listdir(folder))} files"
 

@@ -62,16 +62,14 @@ def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
     """
     count = sum(map(len, names_of.values()))
     for pattern in _OFFERED:
+        patients: set[str | None] = set()
         try:
-            groupings = {
-                label: by_names(pattern, names)
-                for label, names in names_of.items()
-                if len(names) > 1
-            }
+            for names in names_of.values():
+                # Of a single name an expression tells nothing.
+                patients.update(by_names(pattern, names) if len(names) > 1 else ())
         except InputError:
             continue
 
-        patients = {patient for of_class in groupings.values() for patient in of_class}
         if None not in patients and 3 <= len(patients) <= 0.8 * count:
             return pattern, len(patients)
 
@@ -94,6 +92,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         )
 
     plain = _ATOMS.sub("x", pattern)
+    # Groups other than (?:...) and (?P<name>...), and references back to one.
     special = re.search(r"\(\?(?!:|P<)", plain) or re.search(r"\\[1-9]|\(\?P=", pattern)
     repeats = re.findall(r"(?:[*+]|(?<!\()\?|\{[^}]*\})\??", plain)
     if (

@@ -28,18 +28,20 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
         InputError: a mask that fits several images, or several masks that fit one; names the files.
     """
     uris_at = defaultdict[str, list[str]](list)
-    by_name, by_folder = (defaultdict[str, set[str]](set) for _ in range(2))
+    by_name = defaultdict[str, set[str]](set)
+    by_folder = defaultdict[str, set[str]](set)
     for path, uri in images:
         folder, _, name = path.rpartition("/")
         uris_at[path].append(uri)
         by_name[name].add(path)
         by_folder[folder].add(path)
 
-    by_path = {
-        path: image
-        for path, _ in masks
-        if (image := next((p for p in _forms(path) if p in uris_at), None))
-    }
+    by_path = {}
+    for path, _ in masks:
+        if image := next((form for form in _forms(path) if form in uris_at), None):
+            by_path[path] = image
+
+    # Once masks agree with images in subfolders, these are patients', who do not share masks.
     in_folders = any("/" in path for path in by_path.values())
 
     def fitting(path: str) -> list[str]:
@@ -48,10 +50,11 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
 
         folder, _, name = path.rpartition("/")
         for form in _forms(name):
-            if fits := sorted(
-                p for p in by_name.get(form, ()) if not (in_folders and folder and "/" in p)
-            ):
-                return fits
+            paths = sorted(by_name.get(form, ()))
+            if in_folders and folder:
+                paths = [image for image in paths if "/" not in image]
+            if paths:
+                return paths
 
         if folder and _ONLY.fullmatch(name):
             return sorted(by_folder.get(folder, ()))

@@ -96,9 +96,9 @@ def paired(
             Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key])
         )
 
-    table.problems += [
-        f"mask {masks[key]} has no image" for key in sorted(masks.keys() - images.keys())
-    ]
+    for key in sorted(masks.keys() - images.keys()):
+        table.problems.append(f"mask {masks[key]} has no image")
+
     if lone := sorted(images.keys() - masks.keys()):
         table.unlabelled = {key: images[key] for key in lone}
         table.notes.append(
@@ -143,14 +143,11 @@ def _resized(mask: Mask, size: Shape, classes: int) -> Mask:
 
     Nearest-neighbour resizing by an even factor would move masks by half a pixel of the file.
     """
-    shares = [
-        np.asarray(
-            Image.fromarray((mask == index).astype(np.float32)).resize(
-                size[::-1], Image.Resampling.BILINEAR
-            )
-        )
-        for index in range(classes)
-    ]
+    shares = []
+    for index in range(classes):
+        plane = Image.fromarray((mask == index).astype(np.float32))
+        shares.append(np.asarray(plane.resize(size[::-1], Image.Resampling.BILINEAR)))
+
     largest: Mask = np.argmax(shares, axis=0).astype(np.uint8)
     return largest
 
@@ -193,9 +190,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
         )
 
     plane = pixels[..., 0]
-    if pixels.shape[-1] not in (1, 3) or any(
-        (pixels[..., c] != plane).any() for c in range(1, pixels.shape[-1])
-    ):
+    if pixels.shape[-1] not in (1, 3) or (pixels[..., 1:] != plane[..., None]).any():
         raise InputError(
             f"mask {uri} of image {image} has {pixels.shape[-1]} channels that differ or transparency",
             "one channel, or three equal ones",

@@ -11,6 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 
@@ -50,6 +52,7 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
     def rule(records: Sequence[Record]) -> list[str]:
         sizes = Counter(record.group for record in records)
         strata: dict[tuple[int, str], list[str]] = defaultdict(list)
+        # Reversed, so that a group's first record says its class and centre.
         for group, record in {record.group: record for record in reversed(records)}.items():
             strata[record.label, record.centre if at_centres else ""].append(group)
 
@@ -58,6 +61,7 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
             total = sum(sizes[group] for group in groups)
             done = 0
             for group in sorted(groups, key=lambda group: hash_order(salt, group)):
+                # A group goes where its middle falls, so that large ones are in no section's favour.
                 middle = (done + sizes[group] / 2) / total
                 section[group] = SECTIONS[
                     sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))
@@ -84,11 +88,12 @@ def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
         sections = rule(records)
         for empty in needed:
             group = None if empty in sections else _spare(records, sections)
-            if group is not None:
-                pairs = zip(records, sections, strict=True)
-                sections = [
-                    empty if record.group == group else section for record, section in pairs
-                ]
+            if group is None:
+                continue
+
+            for position, record in enumerate(records):
+                if record.group == group:
+                    sections[position] = empty
 
         return sections
 
@@ -151,14 +156,12 @@ def fold(number: int, count: int, salt: str) -> Rule:
             first,
             key=lambda group: (first[group].label, first[group].centre, hash_order(salt, group)),
         )
-        per_class = Counter(
-            label for _, label in {(record.group, record.label) for record in records}
-        )
+        labels_of_groups = {(record.group, record.label) for record in records}
+        per_class = Counter(label for _, label in labels_of_groups)
         if len(order) < count or min(per_class.values(), default=0) < 2:
+            few = ""
             if per_class and len(order) >= count:
                 few = f", one class has {min(per_class.values())}"
-            else:
-                few = ""
 
             raise InputError(
                 f"{count} folds of {len(order)} patients or images of unknown ones{few}",
@@ -171,10 +174,8 @@ def fold(number: int, count: int, salt: str) -> Rule:
         divided = filled(
             by_group(f"{salt}-{number}/{count}", (0.875, 0.125), at_centres=False), ("validate",)
         )(training)
-        section_of = {
-            record.group: section for record, section in zip(training, divided, strict=True)
-        }
-
+        groups = (record.group for record in training)
+        section_of = dict(zip(groups, divided, strict=True))
         return [section_of.get(record.group, "test") for record in records]
 
     return rule
@@ -258,10 +259,6 @@ class WholeCentres:
             )
 
         small.sort(key=lambda centre: hash_order(f"{self.salt}/{self.trial}", centre))
-        sections = [
-            section
-            for section, number in zip(SECTIONS, self.numbers, strict=True)
-            for _ in range(number)
-        ]
+        sections = np.repeat(SECTIONS, self.numbers).tolist()
         drawn = dict(zip(small, sections, strict=False))
         return [drawn.get(record.centre, LEFT_OUT) for record in records]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,7 +105,7 @@ def image_index(roots: Iterable[Path]) -> dict[str, str]:
 def class_folders(
     text: str,
     splits: tuple[str, ...],
-    roots: Sequence[str],
+    root: str,
     zips: Sequence[str],
     classes: Sequence[str],
     *,
@@ -113,12 +114,12 @@ def class_folders(
     group: Callable[[str, str], str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Layout:
-    """Return the layout `[root/][train|val|test/]<class>/<image>`, as a folder or in a zip archive named like `zips`.
+    """Return the layout `[<root>/][train|val|test/]<class>/<image>`, as a folder or in a zip archive named like `zips`.
 
     Args:
         text: the layout in words.
         splits: names of the splits it offers; `sections=True` gives each image its section under the name "official".
-        roots: folder names that may lie between the data set's folder and the section or class folders.
+        root: name of a folder that may lie, also twice, between the data set's folder and the section or class folders.
         zips: glob patterns of archives that may hold the same tree.
         classes: folder names in label order.
         sections: the tree has a level train, val, test above the classes.
@@ -131,26 +132,18 @@ def class_folders(
     label = {name: number for number, name in enumerate(classes)}
 
     def roots_in(folder: Path) -> list[Path]:
-        nested = [
-            folder,
-            *(folder / root for root in roots),
-            *(folder / root / root for root in roots),
-        ]
+        # More than half of the classes must be there: a subset counts, another data set does not.
         above = "train" if sections else "."
-        plain = [
-            path
-            for path in nested
-            if sum((path / above / name).is_dir() for name in classes) * 2 > len(classes)
-        ]
-        if plain:
-            return plain[:1]
+        for path in (folder, folder / root, folder / root / root):
+            if 2 * sum((path / above / name).is_dir() for name in classes) > len(classes):
+                return [path]
 
-        packed = sorted(path for glob in zips for path in folder.glob(glob) if path.is_file())
-        return [
-            path
-            for path in packed
-            if len({match[3] for match in _matches(path, pattern)}) * 2 > len(classes)
-        ][:1]
+        packed = itertools.chain.from_iterable(folder.glob(glob) for glob in zips)
+        for path in sorted(filter(Path.is_file, packed)):
+            if 2 * len({match[3] for match in _matches(path, pattern)}) > len(classes):
+                return [path]
+
+        return []
 
     def read(folder: Path) -> Table:
         records: dict[str, Record] = {}
@@ -190,14 +183,16 @@ def medmnist(
     name = re.compile(rf"{re.escape(stem)}(?:_(\d+))?\.npz$")
 
     def find(folder: Path) -> dict[str, tuple[str, str]]:
-        files = [
-            (path, match)
-            for path in folder.glob(f"{stem}*.npz")
-            if (match := name.match(path.name))
-        ]
-        largest = sorted(((int(match[1] or 28), path) for path, match in files), reverse=True)[:1]
-        parts = [(path, part) for _, path in largest for part in SECTION_NAMES]
-        return {part: (f"{path}!{part}_images", f"{path}!{part}_labels") for path, part in parts}
+        sizes = {}
+        for path in folder.glob(f"{stem}*.npz"):
+            if match := name.match(path.name):
+                sizes[path] = int(match[1] or 28)
+
+        if not sizes:
+            return {}
+
+        file = max(sizes, key=lambda path: (sizes[path], path))
+        return {part: (f"{file}!{part}_images", f"{file}!{part}_labels") for part in SECTION_NAMES}
 
     return stacked(text, find, classes, split, more_splits=more_splits, centre=centre, notes=notes)
 

@@ -46,11 +46,14 @@ def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
     Args:
         pixels: as read.
         uri: of the picture.
-        depth: largest value of pictures of 16 bits, which may be stored ones of 12; those of 8 have 255.
+        depth: largest value of pictures of 16 bits, which may be stored ones of 12; those of 8 have 255. 0 returns
+            the pixels as they are.
 
     Raises:
         InputError: they have another type, or larger values.
     """
+    if not depth:
+        return pixels
     if pixels.dtype not in (np.uint8, np.uint16):
         raise InputError(
             f"{uri} holds {pixels.dtype} values",
@@ -116,12 +119,9 @@ class ReadPixelsd(FileReader):
             )
 
         if isinstance(size, int):
-            sides = (size, size)
-        elif size is None:
-            sides = None
-        else:
-            sides = (int(size[0]), int(size[1]))
+            size = (size, size)
 
+        sides = (int(size[0]), int(size[1])) if size is not None else None
         if sides is not None and min(sides) < 1:
             raise InputError(
                 f"image size {size}",
@@ -141,9 +141,7 @@ class ReadPixelsd(FileReader):
             uri = self.uri(item, key)
             pixels = read_pixels(uri, self.size, self.channels, self.convert)
             item.setdefault("id", uri)
-            item[key] = as_tensor(
-                of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels
-            )
+            item[key] = as_tensor(of_own_depth(pixels, uri, self.own_depth))
 
         return item
 
@@ -152,7 +150,8 @@ def _affine(shape: Shape, size: Shape) -> NDArray[np.float64]:
     """Return (4, 4) from index in an image resized to `size` to index in the file's; pixel centres aligned."""
     scale = np.array(shape) / np.array(size)
     affine = np.eye(4)
-    affine[(0, 1), (0, 1)], affine[:2, 3] = scale, (scale - 1) / 2
+    affine[(0, 1), (0, 1)] = scale
+    affine[:2, 3] = (scale - 1) / 2
     return affine
 
 
@@ -217,7 +216,7 @@ class ReadPaird(ReadPixelsd):
         else:
             pixels, shape = read_image(uri, self.channels, self.size, self.convert)
 
-        pixels = of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels
+        pixels = of_own_depth(pixels, uri, self.own_depth)
         meta = {
             "original_affine": np.eye(4),
             "spatial_shape": np.array(shape),
@@ -360,8 +359,12 @@ class WriteClassesd(MapTransform):
     def _write(self, row: list[str]) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a" if self._begun else "w", newline="", encoding="utf-8") as file:
-            rows = [row] if self._begun else [["id", "prediction", *self.classes], row]
-            csv.writer(file, lineterminator="\n").writerows(rows)
+            table = csv.writer(file, lineterminator="\n")
+            if not self._begun:
+                table.writerow(["id", "prediction", *self.classes])
+
+            table.writerow(row)
+
         self._begun = True
 
 

@@ -35,10 +35,8 @@ def unlabelled(folder: str | Path, series: bool = True, channels: int = 1) -> li
     Raises:
         InputError: there is no such folder, or no image in it.
     """
-    return [
-        {"id": ident, "image": uri}
-        for ident, uri in joined(named([folder], series), channels).items()
-    ]
+    images = joined(named([folder], series), channels)
+    return [{"id": ident, "image": uri} for ident, uri in images.items()]
 
 
 def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
@@ -79,22 +77,18 @@ def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
         if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
             parts[match[1] + match[2]].append(ident)
 
-    name_of = {
-        idents[0]: name
-        for name, idents in parts.items()
-        if len(idents) == channels and name not in files
-    }
-    later_channels = {
-        ident for idents in parts.values() if idents[0] in name_of for ident in idents[1:]
-    }
+    # An image stands where its first file did.
+    name_of: dict[str, str] = {}
+    for name, idents in parts.items():
+        if len(idents) == channels and name not in files:
+            name_of |= dict.fromkeys(idents, name)
+
     images = {}
     for ident, uri in files.items():
-        if ident in name_of:
-            images[name_of[ident]] = JOINED.join(
-                files[channel] for channel in sorted(parts[name_of[ident]])
-            )
-        elif ident not in later_channels:
+        if ident not in name_of:
             images[ident] = uri
+        elif (name := name_of[ident]) not in images:
+            images[name] = JOINED.join(files[channel] for channel in sorted(parts[name]))
 
     return images
 
@@ -186,12 +180,12 @@ def _rows(file: Path) -> list[tuple[str, str]]:
             f"{file} with more than {_MOST_ROWS} images", "fewer in an archive", "divide it"
         )
 
-    return [
-        (f"{name}_{row:06d}", f"{file}!{name}#{row}")
-        for name, shape in shapes.items()
-        if len(shape) in (3, 4)
-        for row in range(shape[0])
-    ]
+    images = []
+    for name, shape in shapes.items():
+        for row in range(shape[0] if len(shape) in (3, 4) else 0):
+            images.append((f"{name}_{row:06d}", f"{file}!{name}#{row}"))
+
+    return images
 
 
 def _is_dicom(path: Path) -> bool:

@@ -103,9 +103,7 @@ def count_voxels(uri: str) -> int | None:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
         return math.prod(map(int, _header(uri).get_data_shape())) or None
-    except InputError:
-        return None
-    except _nifti_errors():
+    except (InputError, *_nifti_errors()):
         return None
 
 
@@ -135,12 +133,12 @@ def volume_index(folder: Path) -> dict[str, str]:
 def volume_paths(root: Path) -> list[tuple[str, str]]:
     """Return (path without suffix, URI) of all NIfTI files below a folder, and of the DICOM series directly in it."""
     series = {name: uri for name, uri in volume_index(root).items() if os.path.isdir(uri)}
-    files = [
-        (bare(name), uri)
-        for name, uri in volume_files(root)
-        if name.partition("/")[0] not in series
-    ]
-    return sorted([*series.items(), *files])
+    paths = list(series.items())
+    for name, uri in volume_files(root):
+        if name.partition("/")[0] not in series:
+            paths.append((bare(name), uri))
+
+    return sorted(paths)
 
 
 def is_nifti(name: str) -> bool:
@@ -198,11 +196,8 @@ def _series(uri: str) -> tuple[Array, NDArray[np.float64]]:
 
 def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
     if not is_nifti(uri):
-        if not os.path.exists(split_uri(uri)[0]):
-            reason = "no such file or folder"
-        else:
-            reason = "not a NIfTI file by its name"
-
+        is_there = os.path.exists(split_uri(uri)[0])
+        reason = "not a NIfTI file by its name" if is_there else "no such file or folder"
         raise InputError(
             f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it"
         )
@@ -270,10 +265,9 @@ def _header(uri: str) -> Any:
 
 def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the three sides of a volume, without trailing axes of length 1."""
-    if len(shape) > 3 and all(side == 1 for side in shape[3:]):
-        sides = tuple(shape[:3])
-    else:
-        sides = tuple(shape)
+    sides = tuple(shape)
+    if len(shape) > 3 and math.prod(shape[3:]) == 1:
+        sides = sides[:3]
 
     if len(sides) != 3 or min(sides) < 2:
         raise InputError(
