@@ -12,21 +12,18 @@ from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
-    mask_index,
     pair_folders,
     paired,
+    read_case_table,
     read_pair,
     read_pair_folders,
 )
 from medfl.datasets.readers.reading import JOINED, archive
-from medfl.datasets.readers.splitting import Record, by_group
+from medfl.datasets.readers.splitting import by_group
 from medfl.datasets.readers.tables import (
     Layout,
     Table,
-    check_row,
     image_files,
-    image_index,
-    read_csv,
 )
 
 CLASSES = ("background", "lung")
@@ -66,25 +63,9 @@ def _centre(name: str) -> str:
 
 
 def _read_sources(folder: Path) -> Table:
-    path = folder / "labels.csv"
     images, masks = pair_folders(folder)
-    picture = image_index([images])
-    mask = mask_index([masks])
-    table = Table()
-
-    for row in read_csv(path, ("file", "site", "patient")):
-        key = Path(row["file"]).stem
-        where = f"{row['file']} in {path}"
-        if check_row(table, where, key, row["site"], SITES, picture, mask):
-            width = row.get("width") or ""
-            height = row.get("height") or ""
-            sides_are_known = width.isdecimal() and height.isdecimal()
-            size = int(width) * int(height) if sides_are_known else None
-            table.records.append(
-                Record(picture[key], 0, key, row["site"], row["patient"], mask=mask[key], size=size)
-            )
-
-    return table
+    columns = ("file", "site", "patient")
+    return read_case_table(folder / "labels.csv", columns, SITES, [images], [masks])
 
 
 def _roots(folder: Path) -> list[Path]:

@@ -243,7 +243,7 @@ def _record(uri: str, label: int, ident: str) -> Record:
 
 
 def notes(
-    folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[str, Any]
+    folder: str | Path, items: Sequence[Mapping[str, object]], ids: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Return notes on a folder that the items of all sections are of: what is left out, whether patients are unknown.
 
@@ -283,7 +283,7 @@ def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> Ow
     return in_folders(root, ids["classes"])
 
 
-def above(items: Iterable[Mapping[str, Any]]) -> str:
+def above(items: Iterable[Mapping[str, object]]) -> str:
     """Return the deepest folder above the images of a data list: predictions keep the paths that they have below it."""
     files = (split_uri(str(item["image"]).split(JOINED)[0])[0] for item in items)
     return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])

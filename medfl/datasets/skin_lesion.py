@@ -21,20 +21,19 @@ from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
-    mask_index,
     matched,
     pair_folders,
     paired,
+    read_case_table,
     read_pair,
     read_pair_folders,
 )
 from medfl.datasets.readers.splitting import (
-    Record,
     by_group,
     validation_from_test,
     validation_from_train,
 )
-from medfl.datasets.readers.tables import Layout, Table, check_row, first, image_index, read_csv
+from medfl.datasets.readers.tables import Layout, Table, first
 
 CLASSES = ("background", "lesion")
 HAM_MASKS = "HAM10000_segmentations_lesion_tschandl"
@@ -43,19 +42,7 @@ _PARTS = {"train": "Training", "test": "Test"}
 
 
 def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[Path]) -> Table:
-    picture = image_index(images)
-    mask = mask_index(masks)
-    table = Table()
-    for row in read_csv(path, ("image_id", "lesion_id", column)):
-        key = row["image_id"]
-        centre = row[column]
-        where = f"{key} in {path}"
-        if check_row(table, where, key, centre, CENTRES, picture, mask):
-            table.records.append(
-                Record(picture[key], 0, key, centre, row["lesion_id"], mask=mask[key])
-            )
-
-    return table
+    return read_case_table(path, ("image_id", column, "lesion_id"), CENTRES, images, masks)
 
 
 def _ham_masks(folder: Path) -> Path | None:

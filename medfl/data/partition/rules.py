@@ -154,7 +154,8 @@ def assign(
 
     if kind in ("centre", "file"):
         homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
-        order = sorted(set().union(*homes.values()) - {None}, key=_place(spec))
+        places = itertools.chain.from_iterable(homes.values())
+        order = sorted({home for home in places if home}, key=_place(spec))
         if kind == "centre":
             homes, limit_notes = limit_centres(values, data, homes)
             notes += limit_notes

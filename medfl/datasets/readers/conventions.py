@@ -33,8 +33,8 @@ _LONGEST = 60
 def apart(files: Named) -> tuple[Named, Named]:
     """Return the images and the masks of one folder: a mask's name is that of an image and `_mask`, `_seg` or so."""
     paths = {path for path, _ in files}
-    images = []
-    masks = []
+    images = list[tuple[str, str]]()
+    masks = list[tuple[str, str]]()
     for path, uri in files:
         is_mask = matching.MASK_END.sub("", path) in paths - {path}
         (masks if is_mask else images).append((path, uri))

@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from medfl.core.errors import InputError
 from medfl.datasets.readers.stacks import check_unpacked
 
+Array = NDArray[Any]
+Sitk = Any
+"""Of SimpleITK, which has no types."""
+
 SUFFIX = ".dcm"
 _FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, read what their header names elsewhere
 _DESCRIPTION = "0008|103e"
@@ -40,7 +44,7 @@ def own_locale() -> Iterator[None]:
 
 
 @own_locale()
-def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
+def read(folder: str) -> tuple[Array, NDArray[np.float64]]:
     """Return the voxels (D1, D2, D3[, colours]) of the series in a folder, and its affine from index to mm, RAS.
 
     Raises:
@@ -56,7 +60,7 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     image = _executed(
         reader, f"series {folder}", "all its files are complete", "copy the series again"
     )
-    voxels: NDArray[Any] = _sitk().GetArrayFromImage(image)
+    voxels: Array = _sitk().GetArrayFromImage(image)
 
     # Frames may lie anywhere or be points in time, which no affine can say.
     if image.GetDimension() != 3:
@@ -72,9 +76,7 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     return np.moveaxis(voxels, (0, 2), (2, 0)), _affine(image)
 
 
-def _check_positions(
-    folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float
-) -> None:
+def _check_positions(folder: str, reader: Sitk, slices: int, normal: Array, pixel: float) -> None:
     """Refuse a series whose voxels would not lie where the affine has them: slices are missing, or the gantry tilted.
 
     `normal` (3,) is that of the slices, which may be shifted by half the side of a pixel, in mm.
@@ -118,7 +120,7 @@ def read_picture(file: str) -> NDArray[np.uint8]:
         InputError: it cannot be read, or has several frames.
     """
     image = _execute(file)
-    pixels: NDArray[Any] = _sitk().GetArrayFromImage(image)[0]
+    pixels: Array = _sitk().GetArrayFromImage(image)[0]
     if pixels.ndim == 3:
         return pixels.astype(np.uint8)
 
@@ -143,14 +145,14 @@ def read_picture(file: str) -> NDArray[np.uint8]:
     return np.rint(np.clip((pixels - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
 
 
-def _text(image: Any, tag: str) -> str:
+def _text(image: Sitk, tag: str) -> str:
     if image.HasMetaDataKey(tag):
         return str(image.GetMetaData(tag)).strip()
 
     return ""
 
 
-def _number(image: Any, tag: str, default: float = 0) -> float:
+def _number(image: Sitk, tag: str, default: float = 0) -> float:
     """Return the first number of a tag, the default where there is none."""
     text = _text(image, tag).split("\\")[0]
     try:
@@ -165,7 +167,7 @@ def picture_affine(file: str) -> NDArray[np.float64]:
     return _affine(_execute(file))
 
 
-def _reader(file: str) -> Any:
+def _reader(file: str) -> Sitk:
     reader = _sitk().ImageFileReader()
     reader.SetImageIO(_FORMAT)
     reader.SetFileName(file)
@@ -180,7 +182,7 @@ def _check_size(files: Sequence[str]) -> None:
         check_unpacked(8 * values * len(files), sum(map(os.path.getsize, files)))
 
 
-def _execute(file: str) -> Any:
+def _execute(file: str) -> Sitk:
     _check_size([file])
     image = _executed(_reader(file), f"file {file}", "a complete image", "copy the file again")
     if image.GetDimension() != 3 or image.GetSize()[2] != 1:
@@ -190,7 +192,7 @@ def _execute(file: str) -> Any:
     return image
 
 
-def _executed(reader: Any, source: str, allowed: str, advice: str) -> Any:
+def _executed(reader: Sitk, source: str, allowed: str, advice: str) -> Sitk:
     try:
         return reader.Execute()
     except RuntimeError as error:
@@ -198,7 +200,7 @@ def _executed(reader: Any, source: str, allowed: str, advice: str) -> Any:
         raise InputError(f"DICOM {source} cannot be read ({reason})", allowed, advice) from error
 
 
-def _affine(image: Any) -> NDArray[np.float64]:
+def _affine(image: Sitk) -> NDArray[np.float64]:
     """Return the affine from index to mm, RAS."""
     from monai.data.utils import orientation_ras_lps
 
@@ -220,7 +222,7 @@ def count_voxels(folder: str) -> int:
     return math.prod(map(int, _information(files[0]).GetSize())) * len(files)
 
 
-def _sitk() -> Any:
+def _sitk() -> Sitk:
     """Import SimpleITK, which is slow and not needed for NIfTI."""
     module = importlib.import_module("SimpleITK")
     module.ProcessObject.SetGlobalWarningDisplay(False)  # what it warns of is refused here
@@ -277,7 +279,7 @@ def is_dicom(file: str) -> bool:
         return False
 
 
-def _information(file: str) -> Any:
+def _information(file: str) -> Sitk:
     reader = _reader(file)
     reader.ReadImageInformation()
     return reader

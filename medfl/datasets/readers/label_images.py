@@ -23,7 +23,7 @@ from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
 class UriReader(ImageReader):  # type: ignore[misc]
     """What `LoadImage` takes for classes, image URIs within a container, and TIFF files, for which it has none."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         """Take no settings: those of `LoadImage` are for readers of files."""
 
     def verify_suffix(self, filename: Sequence[PathLike] | PathLike) -> bool:
@@ -33,7 +33,7 @@ class UriReader(ImageReader):  # type: ignore[misc]
             OF_CLASS in n or split_uri(n)[1] or n.lower().endswith((".tif", ".tiff")) for n in names
         )
 
-    def read(self, data: Sequence[PathLike] | PathLike, **settings: Any) -> str:
+    def read(self, data: Sequence[PathLike] | PathLike, **settings: object) -> str:
         """Return the one URI."""
         (uri,) = map(str, ensure_tuple(data))
         return uri

@@ -74,9 +74,9 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     rows = tables.read_csv(path, ())
     heads = {str(name).strip().lower(): name for name in (rows[0] if rows else ()) if name}
     matches = {}
-    for column in FILES:
-        if column in heads:
-            matches[column] = _matched(path, rows, heads[column], images)
+    for head in FILES:
+        if head in heads:
+            matches[head] = _matched(path, rows, heads[head], images)
 
     column = next((column for column, index in matches.items() if index), None)
 

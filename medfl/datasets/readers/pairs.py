@@ -19,7 +19,14 @@ from medfl.core.names import listed
 from medfl.datasets.readers import matching
 from medfl.datasets.readers.reading import JOINED, Pixels, read_pixels, resize
 from medfl.datasets.readers.splitting import Record
-from medfl.datasets.readers.tables import Table, first, image_files, image_index
+from medfl.datasets.readers.tables import (
+    Table,
+    check_row,
+    first,
+    image_files,
+    image_index,
+    read_csv,
+)
 
 Mask = NDArray[np.uint8]
 Shape = tuple[int, int]
@@ -104,6 +111,43 @@ def paired(
         table.notes.append(
             f"{len(lone)} of {len(images)} images have no mask and are left out, first {lone[0]}"
         )
+
+    return table
+
+
+def read_case_table(
+    path: Path,
+    columns: tuple[str, str, str],
+    centres: Iterable[str],
+    image_roots: Iterable[Path],
+    mask_roots: Iterable[Path],
+) -> Table:
+    """Return the records of a table of images with masks, each by its file's name without ending.
+
+    Args:
+        path: of the table; where it has columns width and height, they are the image's.
+        columns: of the file (with or without its ending), the centre, and the patient or lesion.
+        centres: those of the data set.
+        image_roots: folders and archives of the images.
+        mask_roots: folders and archives of the masks.
+
+    Raises:
+        InputError: a column is missing, or two masks of one name.
+    """
+    images = image_index(image_roots)
+    masks = mask_index(mask_roots)
+    table = Table()
+    for row in read_csv(path, columns):
+        file, centre, group = (row[column] for column in columns)
+        key = Path(file).stem
+        if not check_row(table, f"{file} in {path}", key, centre, centres, images, masks):
+            continue
+
+        width = row.get("width") or ""
+        height = row.get("height") or ""
+        sides_are_known = width.isdecimal() and height.isdecimal()
+        size = int(width) * int(height) if sides_are_known else None
+        table.records.append(Record(images[key], 0, key, centre, group, mask=masks[key], size=size))
 
     return table
 

@@ -374,7 +374,7 @@ def _text(path: str, part: str) -> bytes:
         return file.read(stop - start)
 
 
-def _square(numbers: Any) -> Pixels:
+def _square(numbers: object) -> Pixels:
     """Return the 8-bit (S, S) image of S * S numbers in 0..1, row by row."""
     values = np.asarray(numbers, dtype=np.float64)
     side = math.isqrt(values.size)

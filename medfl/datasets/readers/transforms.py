@@ -26,6 +26,10 @@ from medfl.datasets.readers.pairs import Shape, read_image, read_pair
 from medfl.datasets.readers.reading import Pixels, files_of, read_pixels, split_uri
 from medfl.datasets.readers.volumes import read_volume
 
+Entry = Mapping[Hashable, Any]
+NewEntry = dict[Hashable, Any]
+"""An entry of a data list, and the copy of it that a transform changed."""
+
 
 def as_tensor(pixels: Pixels) -> torch.Tensor:
     """Return pixels (H, W, C) as a tensor (C, H, W) of their type, but signed where that is unsigned of over 8 bits.
@@ -77,7 +81,7 @@ class FileReader(MapTransform):
 
     check_path: Callable[[str], object] = staticmethod(str)
 
-    def uri(self, item: Mapping[Hashable, Any], key: Hashable) -> str:
+    def uri(self, item: Entry, key: Hashable) -> str:
         """Return the URI of an item's file, whose paths are checked."""
         uri = str(item[key])
         for path in files_of([uri]):
@@ -118,10 +122,10 @@ class ReadPixelsd(FileReader):
                 "give channels=1 or channels=3",
             )
 
-        if isinstance(size, int):
-            size = (size, size)
-
-        sides = (int(size[0]), int(size[1])) if size is not None else None
+        sides = None
+        if size is not None:
+            height, width = (size, size) if isinstance(size, int) else size
+            sides = (int(height), int(width))
         if sides is not None and min(sides) < 1:
             raise InputError(
                 f"image size {size}",
@@ -134,7 +138,7 @@ class ReadPixelsd(FileReader):
         self.size = sides
         self.own_depth = 65535 if own_depth is True else int(own_depth)
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Return a copy of `data` with a tensor at each key."""
         item = dict(data)
         for key in self.key_iterator(item):
@@ -197,7 +201,7 @@ class ReadPaird(ReadPixelsd):
 
         self.classes = classes
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Return a copy of `data` with a tensor at each key."""
         item = dict(data)
         image, mask = self.keys
@@ -260,7 +264,7 @@ class WriteMaskd(MapTransform):
         self._resample = SpatialResample(mode="bilinear", padding_mode="border")
         self._written: dict[Path, str] = {}
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Write the predictions of one image; the data stay as they are."""
         image = data[self.image]
         meta = image.meta if isinstance(image, MetaTensor) else {}
@@ -338,7 +342,7 @@ class WriteClassesd(MapTransform):
         self.classes = [str(name) for name in classes]
         self._begun = False
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Write the row of one image; the data stay as they are."""
         for key in self.key_iterator(data):
             numbers = torch.as_tensor(data[key]).flatten().tolist()
@@ -396,7 +400,7 @@ class ReadVolumed(FileReader):
 
         self.classes = classes
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Return a copy of `data` with the volumes."""
         item = dict(data)
         image, *masks = self.keys
@@ -425,7 +429,7 @@ class CheckPatchd(MapTransform):
         super().__init__(keys)
         self.patch_size = patch_size
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Return `data`."""
         item = dict(data)
         for key in self.key_iterator(item):

@@ -103,7 +103,9 @@ def count_voxels(uri: str) -> int | None:
         if os.path.isdir(uri):
             return dicom.count_voxels(uri)
         return math.prod(map(int, _header(uri).get_data_shape())) or None
-    except (InputError, *_nifti_errors()):
+    except InputError:
+        return None
+    except _nifti_errors():
         return None
 
 
