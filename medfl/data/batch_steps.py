@@ -1,8 +1,9 @@
-"""Steps that transform a whole batch at once, on the device where the batch is: what MONAI's random transforms do.
+"""MONAI's random transforms for a whole batch at once, on the device that holds the batch.
 
-Each step takes uniform numbers from outside, a row an item, and turns them into what MONAI draws: whether, which, how
-much. The distribution is MONAI's; the numbers are not, as MONAI draws them from a NumPy generator. What a step does
-with given parameters is what MONAI does, bit for bit on the CPU but for the last bits of an interpolation.
+Each step is given uniform random numbers, one row per item, and derives from them what MONAI draws: whether an item
+changes, which way, and by how much. The distributions are MONAI's; the numbers differ, as MONAI draws them from a NumPy
+generator. For the same parameters a step's result equals MONAI's bit for bit on the CPU, except for the last bits of an
+interpolation.
 
 `Affine`'s parameters are independent of whether it is applied. MONAI's own are too, except for the first draw after
 `set_random_state`, which gives the transform and its parts the same seed: the first parameter is then a function of
@@ -51,7 +52,7 @@ def _changed(rows: Column, chosen: Tensor, change: Callable[[Tensor], Tensor]) -
 
 @dataclass(frozen=True)
 class _Random:
-    """What each item undergoes with the chance `prob`."""
+    """A transform that is applied to each item with probability `prob`."""
 
     keys: tuple[str, ...]
     prob: float

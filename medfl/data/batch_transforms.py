@@ -1,8 +1,8 @@
-"""A bundle's random transforms as steps for whole batches (`medfl.data.batch_steps`), where each has such a form.
+"""Convert a bundle's random transforms into steps for whole batches (`medfl.data.batch_steps`), where all have one.
 
-Those without, which are done item by item: crops by positive and negative labels (several samples an item, found from
-each mask), random sizes, other interpolations than bilinear and nearest, MONAI's lazy resampling, and all other
-transforms.
+Without a batch step, and so applied item by item, are crops by positive and negative labels (several samples per item,
+found from each mask), random sizes, interpolations other than bilinear and nearest, MONAI's lazy resampling, and all
+transforms that are not named here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BatchRecipe:
         return sum(step.num_draws for step in self.steps)
 
     def deterministic(self, uncropped: bool) -> BatchRecipe:
-        """Return the steps that are left where nothing is drawn: crops, of the middle, or with `uncropped` none."""
+        """Return the steps without random draws: crops of the middle, or no step at all if `uncropped`."""
         if uncropped:
             crops: tuple[Step, ...] = ()
         else:
@@ -104,7 +104,7 @@ class _Arriving:
 
     @property
     def shape(self) -> Shape:
-        """The size, that of any where they differ."""
+        """One of the sizes; the size if they agree."""
         return next(iter(self.shapes))
 
 
@@ -116,7 +116,7 @@ def recipe(
     dtype: torch.dtype,
     masks: bool,
 ) -> BatchRecipe | None:
-    """Return the transforms from position `first` on as steps for batches, None where one of them has no such form.
+    """Return the transforms from position `first` on as batch steps, or None if one of them has no batch step.
 
     Args:
         compose: the flattened chain.
@@ -170,7 +170,7 @@ def recipe(
 
 
 def _changes_nothing(transform: Transform, keys: Sequence[str]) -> bool:
-    """Tell whether a transform only makes tensors of what are tensors already."""
+    """Tell whether a transform only converts to tensors, which its input already is."""
     if type(transform) not in (mt.EnsureTyped, mt.ToTensord) or not set(transform.keys) <= set(
         keys
     ):

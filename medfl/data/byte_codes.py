@@ -1,7 +1,7 @@
-"""Tensors of few distinct values, as the images made of 8-bit pixels are: a byte a number, and a table of the values.
+"""Tensors with few distinct values, such as images of 8-bit pixels: one byte per element, and a table of the values.
 
-Whatever point-wise transforms made of the pixels, what is decoded has every bit of what was encoded. A tensor with more
-than 256 values in a channel is not encoded.
+Decoding restores every bit, whatever point-wise transforms the pixels went through. A tensor with more than 256 values
+in a channel is not encoded.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ Rows = Column | Sequence[Tensor | Coded]
 
 
 def encode(tensor: Tensor) -> Coded | None:
-    """Return a tensor (C, ...) as a batch of one, or None where that is not smaller or it has too many values."""
+    """Return a tensor (C, ...) as a batch of one, or None if that saves no memory or a channel has too many values."""
     size = tensor.element_size()
     if type(tensor) is not Tensor or tensor.ndim < 2 or size not in _BITS or not tensor.numel():
         return None

@@ -1,4 +1,4 @@
-"""Images of sites that lack channels: those are zero there, and in training others may be dropped to get used to it."""
+"""Images of sites that lack channels: these are set to zero, and in training further channels may be dropped."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from medfl.data.prepared import Batch, Prepared
 
 
 class Channels(Prepared):
-    """Prepared items whose images lack channels, each its own.
+    """Prepared items whose images lack channels; which ones may differ from item to item.
 
-    Zero is written after all transforms; those before the first random one saw zero too (`incomplete_entries`).
+    They are set to zero after all transforms. The deterministic transforms also see zeros (`incomplete_entries`).
     """
 
     def __init__(self, prepared: Prepared, present: Tensor, drop: float = 0.0) -> None:
@@ -24,7 +24,7 @@ class Channels(Prepared):
         Args:
             prepared: the items.
             present: (N, C) bool, which channels each has.
-            drop: chance that a channel of an item is set to zero where a generator is given; one always stays.
+            drop: probability that a channel of an item is set to zero where a generator is given; one always stays.
         """
         super().__init__(prepared.items)
         self.prepared = prepared

@@ -1,9 +1,9 @@
-"""Prepared samples on disk, for data that are larger than the memory that may be taken.
+"""Prepared samples on disk, for data sets that exceed their memory budget.
 
-A data set whose samples fit its budget stays in memory. Another is written once to the user's cache, a file a sample,
-and read back as memory maps: its pages are shared by all processes and given up when memory is short. A file's name
-is the hash of what made it (bundle, overridden configuration, versions, content of the image files), so that later runs
-find it and a changed file or transform is prepared anew.
+A data set whose samples fit the budget stays in memory. A larger one is written once to the user's cache, one file per
+sample, and read back as memory maps, whose pages all processes share and the system reclaims when memory is short. A
+file is named by the hash of what determines its content (bundle, overridden configuration, versions, image files), so
+that later runs find it, and a changed file or transform is prepared again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHARE = 0.5  # of the free memory that one section's samples may take
 
 
 def free_ram() -> int:
-    """Return the bytes that this machine can still give to processes, a large number where it does not tell."""
+    """Return the bytes of available memory, or a large number where the system does not say."""
     with suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
@@ -87,7 +87,7 @@ class DiskCache:
     def keep(
         self, count: int, make: Callable[[Sequence[int]], Iterator[Sample]]
     ) -> Sequence[Sample]:
-        """Return all samples: a list, or memory maps where they exceed the budget going by the first one."""
+        """Return all samples: a list, or memory maps if the size of the first one says that they exceed the budget."""
         if not count:
             return []
 
@@ -144,7 +144,7 @@ def _readers() -> str:
 
 
 def _content(value: object) -> str:
-    """Return what tells a value from all others: of arrays their type, shape and bytes, of files their content."""
+    """Return a text that identifies a value: by type, shape and bytes for an array, by content for a file."""
     if isinstance(value, Mapping):
         parts = ["mapping"]
         for name, held in value.items():

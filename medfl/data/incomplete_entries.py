@@ -1,7 +1,7 @@
-"""Entries of a data list that lack a label, or channels: the deterministic transforms do with what they have.
+"""Entries of a data list without a label, or without some channels: let the deterministic transforms accept them.
 
-A mask of zeros, or class -1, then stands where the label would; nothing reads it (`medfl.data.unlabelled`). Channels
-that an entry names under `LACKS` are zero from the first transform on, so that none sees what a file has there.
+A missing label becomes a mask of zeros or class -1, which nothing reads (`medfl.data.unlabelled`). Channels that an
+entry lists under `LACKS` are set to zero after each transform, so that what a file holds there has no influence.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def is_unlabelled(entry: object) -> bool:
 
 
 def drop_label(entry: Item) -> dict[str, Any]:
-    """Return an entry whose label is not read, nor looked for."""
+    """Return the entry without its label, marked so that nothing looks for one."""
     return {**{key: value for key, value in entry.items() if key != "label"}, NO_LABEL: True}
 
 
 def allow_missing_labels(chain: Sequence[Transform]) -> Compose:
-    """Return a copy of transforms as one, which lets an entry without a label pass."""
+    """Return a copy of the transforms, composed, that accepts entries without a label."""
     transforms = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
     for transform in transforms.transforms:
         if isinstance(transform, MapTransform):
@@ -47,7 +47,7 @@ def allow_missing_labels(chain: Sequence[Transform]) -> Compose:
 
 
 def first_random(steps: Sequence[Transform]) -> int:
-    """Return the position of the first transform that draws, or may as it is not MONAI's; their number if none does."""
+    """Return the position of the first transform that is random, or not of MONAI; the number of steps if none is."""
     for position, step in enumerate(steps):
         if isinstance(step, RandomizableTrait) or not isinstance(step, MonaiTransform):
             return position
@@ -56,7 +56,7 @@ def first_random(steps: Sequence[Transform]) -> int:
 
 
 def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
-    """Return an entry whose image, where its channels are files, has one for each: another stands for one not there.
+    """Return an entry whose image has a file for every channel: where one is missing, another stands in for it.
 
     Args:
         entry: its image is a list of files in the channels' order, or their URIs joined by ` | `.
@@ -86,7 +86,7 @@ def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
 
 
 def fill_missing(source: Source, channels: int = 0) -> Source:
-    """Return a source whose transforms know what entries may lack.
+    """Return a source whose transforms accept entries without labels or channels.
 
     Args:
         source: its entries are a list of mappings; those without a label have no such key.
@@ -111,7 +111,7 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
 
 
 class ZeroChannels(MonaiTransform):
-    """Make the channels that an entry lacks zero in its image (C, H, W[, D]); another image passes as it is."""
+    """Set the channels that an entry lacks to zero in its image (C, H, W[, D]); other images pass unchanged."""
 
     keys = ()
 
@@ -136,7 +136,7 @@ class ZeroChannels(MonaiTransform):
 
 
 class StandInLabel(MonaiTransform):
-    """Give an image without a label one that stands for it, of the form that labels have here.
+    """Give an image without a label a placeholder of the form that the labels have.
 
     Args:
         before: the transforms that an entry has passed.

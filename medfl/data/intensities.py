@@ -1,4 +1,4 @@
-"""What a bundle's transforms make of intensities: where the black and the white of a picture's file end up."""
+"""The intensity scaling in a bundle's transforms: to which values they map a picture's black and white."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CHANGING = ("Lambda", "Add", "Histogram")
 
 
 def constants(steps: Sequence[Any]) -> Constants:
-    """Return the constants by which transforms bring a picture from 0..1 to what a network is given.
+    """Return mean and standard deviation by which the transforms normalise a picture with values 0 to 1.
 
-    Random transforms vary that, and are left out.
+    Random transforms are left out.
 
     Raises:
         InputError: they scale each image by its own values, or by what cannot be read; names the transform.

@@ -1,4 +1,4 @@
-"""What the masks of a site show where it annotates some structures only: the others are part of its background."""
+"""Masks of a site that annotates only some structures: the others are part of its background."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medfl.core.errors import InputError
 
 @dataclass(frozen=True)
 class AnnotatedClasses:
-    """The structures that masks show, of all that a network tells apart.
+    """The structures that masks show, a subset of those that a network distinguishes.
 
     Attributes:
         classes: their channels of its output, ascending, the background's (0) not among them.
@@ -28,7 +28,7 @@ class AnnotatedClasses:
 
     @property
     def unannotated(self) -> tuple[int, ...]:
-        """Channels that the masks say nothing of: of the background too, where these are exclusive."""
+        """Channels of structures that are not annotated, and of the background if classes are exclusive."""
         return tuple(channel for channel in range(self.count) if channel not in self.classes)
 
     def named(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class AnnotatedClasses:
         return self._numbered(target, range(1, len(self.classes) + 1))
 
     def others_as_background(self, target: Tensor) -> Tensor:
-        """Return masks with their own numbers, in which whatever they show of other structures is background."""
+        """Return the masks with structures that are not annotated turned into background; numbers stay as they are."""
         if self._in_channels(target):
             shown = torch.zeros_like(target)
             annotated = list(self.classes)
@@ -102,7 +102,7 @@ class AnnotatedClasses:
 
 @dataclass(frozen=True)
 class PartialLoss:
-    """A bundle's loss over what a site's masks show; `naive` lets it take what they do not show for background."""
+    """A bundle's loss over the structures that a site annotates; `naive` treats all others as background."""
 
     loss: Callable[..., Tensor]
     known: AnnotatedClasses

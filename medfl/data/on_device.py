@@ -1,4 +1,4 @@
-"""Prepared data on a GPU: what fits is held there; of the rest each batch is copied while the GPU computes."""
+"""Prepared data on a GPU: held there if they fit, else copied batch by batch while the GPU computes."""
 
 from __future__ import annotations
 

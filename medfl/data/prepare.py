@@ -1,6 +1,6 @@
-"""Prepare a data set: run its deterministic transforms once, up to the first random one as MONAI's CacheDataset.
+"""Prepare a data set: run the transforms before the first random one once, as MONAI's CacheDataset does.
 
-What they give is kept a byte a number where no bit is lost by it (`medfl.data.byte_codes`).
+Their results are kept at one byte per element where that is lossless (`medfl.data.byte_codes`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _prepared(
 
 
 def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
-    """Return what MONAI's transforms wrote down of an image's place, None where they do not keep track.
+    """Return an image's geometry as MONAI's transforms tracked it, or None if they did not.
 
     Of a picture MONAI's PILReader says the width and the height alone; its columns come first, unless `rows_first`.
     """

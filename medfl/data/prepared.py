@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Item = Mapping[str, Any]
 Transform = Callable[..., Any]
-"""MONAI's or anybody's: entry or sample -> sample."""
+"""Entry or sample -> sample; of MONAI, or any callable."""
 Sample = Any
-"""What a bundle's transforms make of an entry: mostly a mapping with `image` and `label`, but nothing binds them."""
+"""What a bundle's transforms return for an entry: usually a mapping with `image` and `label`."""
 Batch = tuple[Any, Any]
 """Inputs (B, C, H, W[, D]) and targets ((B,) class indices, or (B, C, H, W[, D]) maps)."""
 
@@ -44,7 +44,7 @@ P = TypeVar("P", bound="Prepared")
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where the pixels of a prepared image lie, and the file's own grid, to which a prediction can be brought back.
+    """The place of a prepared image's pixels, and the grid of its file, to which a prediction can be resampled.
 
     Attributes:
         affine: (4, 4) float64, from index to millimetres; to pixels of the file where it knows no millimetres.
@@ -65,7 +65,7 @@ class Geometry:
         return tuple(float(side) for side in sides)
 
     def part_in_file(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return which part of a grid of this shape lies in the file: all, but for what transforms padded it with.
+        """Return the part of a grid of this shape that lies in the file, without what transforms padded.
 
         A grid of pixels of another size than the file's counts as a whole, as its edges are rounded.
         """

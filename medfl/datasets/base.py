@@ -1,4 +1,4 @@
-"""Data sets: what each is, where it lies, and its images as MONAI data lists."""
+"""Data sets: their descriptions, where they lie on disk, and their images as MONAI data lists."""
 
 from __future__ import annotations
 
@@ -200,12 +200,12 @@ def layout_of(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
 
 
 def splits(name: str, folder: str | Path) -> tuple[str, ...]:
-    """Return the splits that the layout of `folder` offers; the first is used where none is named."""
+    """Return the splits that the layout of `folder` offers, the default first."""
     return layout_of(name, folder)[1].splits
 
 
 def trial(name: str, split: str, number: int) -> str:
-    """Return the split with `number` as its trial, if it is drawn anew in each trial and names none; else as it is."""
+    """Return `<split>:<number>` for a split that has trials; any other split, or one with a trial, as it is."""
     if isinstance(get(name).rules.get(split), WholeCentres):
         return f"{split}:{number}"
 
@@ -213,7 +213,7 @@ def trial(name: str, split: str, number: int) -> str:
 
 
 def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str, Rule]:
-    """Return the name of a split that the layout of `folder` offers, its first where none is named, and its rule.
+    """Return the name and the rule of a split that the layout of `folder` offers; None takes its default.
 
     Raises:
         InputError: it does not offer this split, or the split has no trials.
@@ -243,7 +243,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
 
 
 def notes(name: str, folder: str | Path) -> tuple[str, ...]:
-    """Return what a user of the data in `folder` must know: of the data set, of this layout, of a phantom."""
+    """Return what a user of the data in `folder` must know, about this folder, its layout and the data set."""
     root, layout = layout_of(name, folder)
     remarks = []
     if is_phantom(root):
@@ -297,7 +297,7 @@ def sections(
 
 
 def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int, int], ...]]:
-    """Return where the data lie, and names, times and sizes that change with the folder's content."""
+    """Return the data's folder, and a key of names, times and sizes that changes with its content."""
     root, layout = layout_of(name, folder)
     # The folder's own entries only: to look below them would take as long as to read the data.
     files = []

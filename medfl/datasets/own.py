@@ -1,11 +1,11 @@
-"""A folder of one's own: labelled pictures, a folder a class or with a table of their classes, or images with masks.
+"""A user's own folder: pictures in one folder per class, pictures with a table of their classes, or images with masks.
 
-An optional table `cases.csv` at its top says more of the images: a column `file` (path in the folder, or file name
+An optional table `cases.csv` at its top describes the images: a column `file` (path in the folder, or file name
 where one image has it, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
-(where it was taken) and `section` (train, validate, test). Patients may also be a part of the files' names, which an
-expression `group_by` says. Without sections 70, 10 and 20 % of the images of each class are train, validation and test
-images, drawn by a hash of the patient or file name, so always the same at a site; each section gets one at least. With
-`split="fold:2/5"` they are those of the second of five folds of a cross-validation.
+(where it was taken) and `section` (train, validate, test). Patients may also be read from the files' names by a regular
+expression `group_by`. Without sections, the images of each class are divided 70/10/20 into train, validate and test by
+a hash of the patient or file name, so always in the same way; each section gets at least one. `split="fold:2/5"` is the
+second of five folds of a cross-validation.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> Ow
 
 
 def above(items: Iterable[Mapping[str, object]]) -> str:
-    """Return the deepest folder above the images of a data list: predictions keep the paths that they have below it."""
+    """Return the deepest folder above all images of a data list; predictions keep their paths below it."""
     files = (split_uri(str(item["image"]).split(JOINED)[0])[0] for item in items)
     return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
 
@@ -318,9 +318,9 @@ def _folders(root: Path) -> list[str]:
 
 
 def cohort_of(uris: Iterable[str | Path]) -> Path | None:
-    """Return the phantom cohort in which one of these folders or files lies, None where none is known to.
+    """Return the phantom cohort that holds one of these folders or files, or None.
 
-    What is not there is passed over; a link counts for what it leads to.
+    Missing files are skipped; a link counts as its target too.
     """
     folders: set[Path] = set()
     for path in map(Path, files_of(map(str, uris))):
@@ -358,7 +358,7 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
 
 
 def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, matching.Named]:
-    """Return the images and the masks of two folders, or of one, by paths that agree; no masks without their folder."""
+    """Return the images and masks of two folders, or of one, by matching paths; no masks if their folder is missing."""
     if (images / conventions.BIDS_FILE).is_file():
         raw = []
         for name, uri in volume_files(images):
@@ -423,7 +423,7 @@ def _items(
 def sections_of(
     root: Path, dataset: OwnImages, group_by: str | None = None, split: str | None = None
 ) -> list[tuple[Record, str]]:
-    """Return each image with its section; its group is its patient, or itself where that is not known.
+    """Return each image with its section; its group is its patient, or the image itself if that is unknown.
 
     Raises:
         InputError: a wrong table, expression or split, or a section without images.

@@ -1,7 +1,7 @@
-"""Partitions that are drawn: `iid`, `dirichlet:BETA`, `classes:C` and `shots:N,K,STD`; and `size`, which is cut.
+"""Partitions that are drawn (`iid`, `dirichlet:BETA`, `classes:C`, `shots:N,K,STD`), and `size`, which is not random.
 
-Every draw has its own random stream, named by what it decides, so neither the order of the items nor another draw can
-change it. A patient or lesion (a group) is placed as a whole.
+Each decision has its own random stream, so neither the order of the items nor another decision can change it. A
+patient or lesion (a group) is placed as a whole.
 """
 
 from __future__ import annotations

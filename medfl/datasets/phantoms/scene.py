@@ -1,4 +1,4 @@
-"""The scene of all phantoms: rounded parts on a ground, in a picture or a volume, as the device of a centre shows it.
+"""Scenes of phantoms: rounded parts on a background, in a picture or a volume, as the device of a centre shows them.
 
 Lengths are in half sides of the image, in the order of its axes: down and right in pictures; right, front and top in
 volumes. Shades are 0 to 1: one value in grey images, three in RGB.

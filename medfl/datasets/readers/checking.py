@@ -1,4 +1,4 @@
-"""Verification of a data set's folder: layout, counts, missing and unreadable images, labels, leakage."""
+"""Check a data set's folder: layout, counts, missing and unreadable images, labels, patients in several sections."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def counted(
     assigned: Sequence[str],
     centres_named: Sequence[str] = (),
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return section -> centre -> number of images of each column; one centre named alone stands for all."""
+    """Return section -> centre -> number of images of each column; a single named centre stands for all."""
     has_centres = len(centres_named) != 1 or any(
         record.centre in centres_named for record in records
     )

@@ -1,6 +1,6 @@
-"""Names by which others tell images, masks and classes apart: one folder of both, nnU-Net, BIDS.
+"""Naming conventions for images, masks and classes: images and masks in one folder, nnU-Net, BIDS.
 
-Each function brings masks to the paths of their images, which `medfl.datasets.readers.matching` then compares.
+Each function renames masks to the paths of their images, which `medfl.datasets.readers.matching` then compares.
 """
 
 from __future__ import annotations

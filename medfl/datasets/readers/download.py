@@ -1,4 +1,4 @@
-"""Fetching a data set: licence shown first, transfers resumed where they stopped, every file verified before it counts.
+"""Fetch a data set: show its licence first, resume broken transfers, and verify each file before it gets its name.
 
 A file under way is `<name>.part`, with the server's version mark in `<name>.part.tag`; one that fails its checksum is
 kept as `<name>.part.bad` and never read. Archives are left packed, but for .tar files, which nothing here reads.

@@ -1,7 +1,7 @@
-"""Patients by the names of files: an expression says which part of a name they are, or one that would fit is offered.
+"""Patients by file names: a regular expression says which part of a name is the patient; one that fits is suggested.
 
-The expression may come with somebody else's bundle, so it may only do what takes little time on any name: no repeated
-groups, no references back, no looking ahead or behind, and at most three repeats.
+The expression may come with somebody else's bundle, so it is restricted to forms that take little time on any name: no
+repeated groups, no backreferences, no lookaround, and at most three repeats.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
 
 
 def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
-    """Return an expression that makes patients of names which share prefixes, and how many; None where none does.
+    """Suggest an expression that takes a common prefix of names as the patient; return it and the number of patients.
 
-    Each fits every name, and makes at least three patients, two of each class that has two images, fewer than images.
+    It matches every name and gives at least three patients, two for each class with several images, and at most four
+    fifths as many patients as images. None if no such expression is known.
 
     Args:
         names_of: class -> paths of its images, as of `by_names`.

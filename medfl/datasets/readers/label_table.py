@@ -1,4 +1,4 @@
-"""A table that names the class of each image: which columns say what, and which row is of which image."""
+"""A table of the images' classes: find the columns that matter, and the row of each image."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which mask is of which image: by the path in their folders first, then by the file's name where it is one image's."""
+"""Match masks to images: by their paths below their folders first, then by file name where only one image has it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of a user's own folder: what it holds besides the images used, and folders whose names are no classes."""
+"""Checks of a user's own folder: files that are not used, and folders whose names are not those of classes."""
 
 from __future__ import annotations
 

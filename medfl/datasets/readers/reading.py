@@ -74,12 +74,12 @@ def _version(path: str | Path) -> tuple[int, int]:
 
 
 def is_text(name: str) -> bool:
-    """Tell whether a file's name is text, and would not be read as those of several files."""
+    """Tell whether a file's name is valid text, and does not contain what joins the URIs of several files."""
     return JOINED not in name and not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def is_odd(path: str) -> bool:
-    """Tell whether what was found in a folder is passed over, and told: a pipe, a device, or what no text names."""
+    """Tell whether a path is to be skipped with a note: a pipe, a device, or a name that is not text."""
     return not is_text(os.path.basename(path)) or (
         not os.path.isfile(path) and os.path.exists(path)
     )
@@ -221,7 +221,7 @@ def files_of(uris: Iterable[str]) -> set[str]:
 
 
 def container_uri(uri: str) -> str:
-    """Return the URI whose content changes when an image's does: of an array's rows that of the first."""
+    """Return the URI that stands for an image's content: for the rows of an array that of the first."""
     match = _INSIDE.fullmatch(uri)
     return f"{match[1]}!{match[3].rpartition('#')[0]}#0" if match and match["stack"] else uri
 
@@ -275,9 +275,9 @@ def content_key(uri: str) -> str:
 
 
 def stored_key(uri: str | Path) -> str:
-    """Return what is the same for URIs that hold the same image: `content_key`, of an array's row with its number.
+    """Return a key that is equal for URIs of the same image: `content_key`, and the row in an array.
 
-    It is "" where there is no such file.
+    It is "" if there is no such file.
     """
     match = _INSIDE.fullmatch(str(uri))
     row = match[3].rpartition("#")[2] if match and match["stack"] else ""

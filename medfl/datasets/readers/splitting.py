@@ -1,6 +1,6 @@
-"""Rules that put the images of a data set into train, validate and test; groups (patients, lesions) stay together.
+"""Rules that divide images into train, validate and test and keep groups (patients, lesions) together.
 
-A rule may leave images out: their section is `LEFT_OUT`.
+Images that a rule leaves out are in section `LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = T
 
 
 def hash_order(salt: str, group: str) -> bytes:
-    """Return the key by which groups are in a random order that is always the same."""
+    """Return a sort key that gives groups a random but fixed order."""
     return hashlib.sha256(f"{salt}/{group}".encode()).digest()
 
 
 def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
-    """Return a rule that gives sections that would be empty a group of the training data each.
+    """Return a rule that moves a training group into each section that would be empty.
 
-    It is one of the class that has most groups there, the first of these with the fewest images; one stays.
+    The group has the fewest images of the class with the most training groups, which keeps at least one.
     """
 
     def with_each(records: Sequence[Record]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What data sets share in reading their folders: tables, image indices, class folders, MedMNIST arrays."""
+"""Readers that data sets share: tables, image indices, class folders, stacked arrays such as MedMNIST's."""
 
 from __future__ import annotations
 

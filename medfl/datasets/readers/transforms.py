@@ -1,6 +1,6 @@
-"""The readers as MONAI's transforms, by the names that bundles give them.
+"""The readers as MONAI transforms, by the names that bundles use.
 
-They lie apart so that what only looks at folders and tables needs neither PyTorch nor MONAI.
+They have a module of their own, so that code that only looks at folders and tables imports neither PyTorch nor MONAI.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
 
 
 class FileReader(MapTransform):
-    """What replaces URIs by the content of their files; `check_path` is called with each file's path before that."""
+    """Base of transforms that replace URIs by their files' content; `check_path` is called with each path first."""
 
     check_path: Callable[[str], object] = staticmethod(str)
 

@@ -1,4 +1,4 @@
-"""Images without labels, as somebody gives them for a prediction: files, folders, archives, DICOM series."""
+"""Images without labels, given for prediction: files, folders, archives, DICOM series."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def without_ending(name: str) -> str:
 
 
 def other_kinds(folder: Path, used: Path | None = None) -> tuple[str, ...]:
-    """Return a line about the files below a folder that are not read for their kind, but for one used otherwise."""
+    """Return a line about files below a folder that are of no readable kind; `used` is one that has another purpose."""
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in shown_files(folder)
