@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.readers.matching import Matched
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import (
     Record,
@@ -123,7 +124,7 @@ def _read_flamby(folder: Path) -> Table:
     return table
 
 
-def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
+def _pairs(folder: Path) -> Matched:
     """Return name -> URI of the images and of the masks of whole-head pairs."""
     images = {}
     masks = {}

@@ -19,10 +19,8 @@ from medfl.core.errors import InputError
 from medfl.core.names import listed
 from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
-from medfl.data.partition.draw import Group, Item, Rule, gathered, homeless, images_in
+from medfl.data.partition.draw import Group, Homes, Rule, Sections, gathered, homeless, images_in
 
-_Data = Mapping[str, Sequence[Item]]
-_Homes = dict[str, list[str | None]]
 _Stream = Callable[[str, int], np.random.Generator]
 _KINDS = {"train": "training and validation", "test": "test"}
 
@@ -71,7 +69,7 @@ def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
     return tuple(limits)
 
 
-def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
+def by_counts(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
     Where there are too few images, site-1 goes short if a tenth of its own at most is missing; else all sites are
@@ -84,7 +82,7 @@ def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
     return homes, notes
 
 
-def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[_Homes, list[str]]:
+def limit_centres(limits: Sequence[Limit], data: Sections, homes: Homes) -> tuple[Homes, list[str]]:
     """Return the homes by centre with only so many images of the limited centres, and notes for the user.
 
     Which images are kept depends on the centre and the count alone, not on the seed of a run, as other centres do not.
@@ -134,8 +132,8 @@ def _fixed(limit: Limit) -> _Stream:
 
 
 def _divide(
-    data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream
-) -> tuple[_Homes, list[str]]:
+    data: Sections, sites: Sequence[str], counts: Sequence[Count], stream: _Stream
+) -> tuple[Homes, list[str]]:
     """Divide every section by the counts; a group placed in one section keeps its site in the next."""
     available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
     fitted = {}
@@ -156,7 +154,7 @@ def _divide(
 
     items = itertools.chain.from_iterable(data.values())
     labelled = all(item.get("label") is not None for item in items)
-    homes: _Homes = {}
+    homes: Homes = {}
     site_of_group: dict[str, int] = {}
 
     for name in SECTIONS:
@@ -193,7 +191,7 @@ def _feasible(
 
 
 def _count_notes(
-    homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]
+    homes: Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]
 ) -> list[str]:
     """Note the sites whose counts were not reached, as groups are not divided."""
     sizes = {name: Counter(section) for name, section in homes.items()}

@@ -22,6 +22,10 @@ from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
 
 Item = Mapping[str, Any]
+Sections = Mapping[str, Sequence[Item]]
+"""Section -> its items."""
+Homes = dict[str, list[str | None]]
+"""Section -> the site of each item, None for no site."""
 
 MAX_DRAWS = 100
 
@@ -68,12 +72,11 @@ class Share:
         return np.diff(cuts, prepend=0, append=count)
 
 
-_Homes = dict[str, list[int | None]]
+_Numbers = dict[str, list[int | None]]
+"""The same with the numbers of sites, from 0."""
 
 
-def draw(
-    rule: Rule, data: Mapping[str, Sequence[Item]]
-) -> tuple[dict[str, list[str | None]], list[str]]:
+def draw(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
     Draws until no site is without training images, at most MAX_DRAWS times.
@@ -103,15 +106,15 @@ def draw(
     )
 
 
-def _named(homes: _Homes) -> dict[str, list[str | None]]:
-    sites: dict[str, list[str | None]] = {}
+def _named(homes: _Numbers) -> Homes:
+    sites: Homes = {}
     for name, section in homes.items():
         sites[name] = [None if home is None else f"site-{home + 1}" for home in section]
 
     return sites
 
 
-def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[str | None]]:
+def by_size(count: int, data: Sections) -> Homes:
     """Return the site of every item: site-1 has the smallest images, each site equally many training images.
 
     Training groups are put in the order of their first image's size (then of their keys) and cut where the parts are
@@ -126,7 +129,7 @@ def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[st
     parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
     placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}
     sizes = [_pixels(data["train"], group) for group in order]
-    homes: _Homes = {name: [None] * len(section) for name, section in data.items()}
+    homes: _Numbers = {name: [None] * len(section) for name, section in data.items()}
 
     for name in SECTIONS:
         for group in gathered(data[name], by_label=False):
@@ -145,11 +148,11 @@ def _pixels(items: Sequence[Item], group: Group) -> int:
 def _draw_once(
     rule: Rule,
     attempt: int,
-    data: Mapping[str, Sequence[Item]],
+    data: Sections,
     groups: Mapping[str, Sequence[Group]],
-) -> tuple[_Homes, list[str]]:
+) -> tuple[_Numbers, list[str]]:
     """Draw the shares and divide every section by them; a group placed in one section keeps its site in the next."""
-    homes: _Homes = {name: [None] * len(section) for name, section in data.items()}
+    homes: _Numbers = {name: [None] * len(section) for name, section in data.items()}
     shares, shots = _shares(rule, attempt)
     placed: dict[str, int] = {}
     notes: list[str] = []

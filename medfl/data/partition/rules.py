@@ -30,9 +30,17 @@ from medfl.core.names import listed
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
-from medfl.data.partition.draw import Item, Rule, by_size, canonical, draw, group_of, homeless
-
-Sections = Mapping[str, Sequence[Item]]
+from medfl.data.partition.draw import (
+    Homes,
+    Item,
+    Rule,
+    Sections,
+    by_size,
+    canonical,
+    draw,
+    group_of,
+    homeless,
+)
 
 FORMS = (
     "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,... | size | "
@@ -245,7 +253,7 @@ def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
 # Checks
 
 
-def _check_ids(data: Mapping[str, Sequence[Item]]) -> None:
+def _check_ids(data: Sections) -> None:
     for name, items in data.items():
         if repeated := [
             ident for ident, n in Counter(str(item["id"]) for item in items).items() if n > 1
@@ -258,7 +266,7 @@ def _check_ids(data: Mapping[str, Sequence[Item]]) -> None:
 
 
 def _check_labels(
-    data: Mapping[str, Sequence[Item]], classes: Sequence[str] | None, spec: str, *, required: bool
+    data: Sections, classes: Sequence[str] | None, spec: str, *, required: bool
 ) -> tuple[str, ...]:
     """Check every label and return the class names; () when no item has a label."""
     items = _all_items(data)
@@ -327,7 +335,7 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
     return sites
 
 
-def _check_sizes(data: Mapping[str, Sequence[Item]]) -> None:
+def _check_sizes(data: Sections) -> None:
     items = _all_items(data)
     if gaps := [item["id"] for item in items if item.get("size") is None]:
         raise InputError(
@@ -350,7 +358,7 @@ def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None])
 # Rules that read the answer
 
 
-def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
+def _by_centre(data: Sections) -> tuple[Homes, list[str]]:
     items = _all_items(data)
     unnamed = [item for item in items if not item.get("centre")]
     if unnamed or not items:
@@ -369,7 +377,7 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
         )
 
     training = {str(item["centre"]) for item in data["train"]}
-    homes: dict[str, list[str | None]] = {}
+    homes: Homes = {}
     for name, section in data.items():
         centres = [str(item["centre"]) for item in section]
         homes[name] = [centre if centre in training else None for centre in centres]
@@ -380,13 +388,9 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
     return homes, [note] if idle else []
 
 
-def _by_file(
-    path: str, data: Mapping[str, Sequence[Item]]
-) -> tuple[dict[str, list[str | None]], list[str]]:
+def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
     where = _positions(data)
-    homes: dict[str, list[str | None]] = {
-        name: [None] * len(section) for name, section in data.items()
-    }
+    homes: Homes = {name: [None] * len(section) for name, section in data.items()}
     for line, row in _rows(path):
         key = (row.get("id") or "").strip()
         site = (row.get("site") or "").strip()

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from medfl.core.tables import WIDTH, label_row
-from medfl.data.partition.rules import Partition, Sections
+from medfl.data.partition.draw import Sections
+from medfl.data.partition.rules import Partition
 
 TITLES = {"train": "training", "validate": "validation", "test": "test"}
 

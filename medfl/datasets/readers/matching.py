@@ -11,12 +11,15 @@ from medfl.core.errors import InputError
 Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""
 
+Matched = tuple[Mapping[str, str], Mapping[str, str]]
+"""Name -> URI of the images, and of the masks by their images' names."""
+
 MASK_END = re.compile(r"(?<=.)_(?:mask|segmentation|seg|label)$", re.IGNORECASE)
 # A name that says no more than what it is.
 _ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)
 
 
-def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, str]]:
+def match(images: Named, masks: Named) -> Matched:
     """Return name -> URI of the images, and of the masks by their images' names; a mask without one by its path.
 
     A mask is of the image at its own path, its name with or without one of the endings _mask, _segmentation, _seg and

@@ -17,7 +17,7 @@ from PIL import Image
 from medfl.core.errors import InputError
 from medfl.core.names import listed
 from medfl.datasets.readers import matching
-from medfl.datasets.readers.reading import JOINED, Pixels, read_pixels, resize
+from medfl.datasets.readers.reading import JOINED, Files, Pixels, read_pixels, resize
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.tables import (
     Table,
@@ -53,7 +53,7 @@ def mask_index(roots: Iterable[Path]) -> dict[str, str]:
     return index
 
 
-def picture_paths(root: Path) -> list[tuple[str, str]]:
+def picture_paths(root: Path) -> Files:
     """Return (path without suffix, URI) of all pictures below a folder or in a zip archive.
 
     The folder that an archive has around all of it, by its own name, is no part of the paths.
@@ -66,7 +66,7 @@ def picture_paths(root: Path) -> list[tuple[str, str]]:
     return [(name.removeprefix(around).rpartition(".")[0], uri) for name, uri in files]
 
 
-def matched(images: Path, masks: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
+def matched(images: Path, masks: Path) -> matching.Matched:
     """Return name -> URI of the pictures in a folder or zip, and of the masks in another by their images' names.
 
     Raises:

@@ -36,6 +36,8 @@ from medfl.datasets.readers.stacks import check_unpacked
 EpsImagePlugin.gs_binary = False
 
 Pixels = NDArray[Any]
+Files = list[tuple[str, str]]
+"""Path or name, and URI, of each image or file."""
 
 UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
@@ -139,7 +141,7 @@ def shown_files(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
+def files_below(root: Path, endings: tuple[str, ...]) -> Files:
     """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted."""
     if root.is_file():
         members = (name for name in archive(root).namelist() if not is_hidden(name))

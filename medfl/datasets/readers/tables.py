@@ -11,10 +11,14 @@ from pathlib import Path
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, read_table
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES as IMAGE_SUFFIXES
-from medfl.datasets.readers.reading import array, array_shape, files_below, split_uri
+from medfl.datasets.readers.reading import Files, array, array_shape, files_below, split_uri
 from medfl.datasets.readers.splitting import Record
 
 SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}
+
+
+ArrayUris = dict[str, tuple[str, str]]
+"""Section as the source names it -> the arrays of its images and of its labels, URIs without a row."""
 
 
 @dataclass
@@ -88,7 +92,7 @@ def first(folder: Path, *names: str) -> Path | None:
     return next((folder / name for name in names if (folder / name).exists()), None)
 
 
-def image_files(root: Path) -> list[tuple[str, str]]:
+def image_files(root: Path) -> Files:
     """Return (relative path, URI) of all images below a folder or in a zip archive, in sorted order."""
     return files_below(root, IMAGE_SUFFIXES)
 
@@ -182,7 +186,7 @@ def medmnist(
     """
     name = re.compile(rf"{re.escape(stem)}(?:_(\d+))?\.npz$")
 
-    def find(folder: Path) -> dict[str, tuple[str, str]]:
+    def find(folder: Path) -> ArrayUris:
         sizes = {}
         for path in folder.glob(f"{stem}*.npz"):
             if match := name.match(path.name):
@@ -199,7 +203,7 @@ def medmnist(
 
 def stacked(
     text: str,
-    find: Callable[[Path], Mapping[str, tuple[str, str]]],
+    find: Callable[[Path], ArrayUris],
     classes: int,
     split: str,
     *,

@@ -14,6 +14,7 @@ from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES,
     JOINED,
+    Files,
     archive,
     array_shape,
     files_below,
@@ -98,7 +99,7 @@ def is_channel(ident: str) -> bool:
     return _CHANNEL.fullmatch(ident) is not None
 
 
-def images_at(source: Path, series: bool) -> list[tuple[str, str]]:
+def images_at(source: Path, series: bool) -> Files:
     """Return (name, URI) of the images at one source, sorted; a file of another kind is for its reader to refuse.
 
     Raises:
@@ -140,7 +141,7 @@ def other_kinds(folder: Path, used: Path | None = None) -> tuple[str, ...]:
     return (note + printable(names[0]),) if names else ()
 
 
-def _below(root: Path, series: bool) -> list[tuple[str, str]]:
+def _below(root: Path, series: bool) -> Files:
     images = []
     for path in shown_files(root):
         name = path.relative_to(root).as_posix()
@@ -156,7 +157,7 @@ def _below(root: Path, series: bool) -> list[tuple[str, str]]:
     return sorted(set(images))
 
 
-def _packed(name: str, file: Path) -> list[tuple[str, str]]:
+def _packed(name: str, file: Path) -> Files:
     """Return the images in an archive of a folder; itself where it cannot be opened, for its reader to refuse."""
     try:
         return [(f"{name}/{member}", uri) for member, uri in _inside(file)]
@@ -164,14 +165,14 @@ def _packed(name: str, file: Path) -> list[tuple[str, str]]:
         return [(name, str(file))]
 
 
-def _inside(file: Path) -> list[tuple[str, str]]:
+def _inside(file: Path) -> Files:
     if file.suffix == ".npz":
         return _rows(file)
 
     return files_below(file, ENDINGS)
 
 
-def _rows(file: Path) -> list[tuple[str, str]]:
+def _rows(file: Path) -> Files:
     """Return the rows (H, W) or (H, W, C) of the stacked images in an .npz file; labels have fewer axes."""
     arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
     shapes = {name: array_shape(file, name) for name in arrays}

@@ -24,6 +24,7 @@ from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import (
     JOINED,
     UNREADABLE,
+    Files,
     archive,
     files_below,
     read_member,
@@ -109,7 +110,7 @@ def count_voxels(uri: str) -> int | None:
         return None
 
 
-def volume_files(root: Path) -> list[tuple[str, str]]:
+def volume_files(root: Path) -> Files:
     """Return (relative path, URI) of all NIfTI files below a folder or in a zip archive, sorted, but no hidden ones."""
     return files_below(root, SUFFIXES)
 
@@ -132,7 +133,7 @@ def volume_index(folder: Path) -> dict[str, str]:
     return index
 
 
-def volume_paths(root: Path) -> list[tuple[str, str]]:
+def volume_paths(root: Path) -> Files:
     """Return (path without suffix, URI) of all NIfTI files below a folder, and of the DICOM series directly in it."""
     series = {name: uri for name, uri in volume_index(root).items() if os.path.isdir(uri)}
     paths = list(series.items())
