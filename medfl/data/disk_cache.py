@@ -92,6 +92,7 @@ class DiskCache:
             return []
 
         (first,) = make([0])
+        # Samples of a data set are about equally large.
         if size_of(first) * count <= self.budget:
             return [first, *make(range(1, count))]
 

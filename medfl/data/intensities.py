@@ -32,6 +32,7 @@ def constants(steps: Sequence[Any]) -> Constants:
         by = getattr(step, "scaler", getattr(step, "normalizer", step))
         kind = type(by).__name__
         if kind == "ScaleIntensityRange" and by.b_min is not None and by.b_max is not None:
+            # From x to b_min + x (b_max - b_min), written as (x - mean) / sd.
             mean = -np.float64(by.b_min) / (by.b_max - by.b_min)
             sd = 1 / np.float64(by.b_max - by.b_min)
         elif kind == "ScaleIntensity" and by.factor is None and not by.channel_wise:

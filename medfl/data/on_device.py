@@ -41,6 +41,7 @@ def hold(
         return dict(sections), ""
 
     memory = free(device)
+    # The other half is for networks, their gradients and activations.
     left = memory // 2
     moved: dict[int, Prepared] = {}
     sets: dict[str, list[str]] = {"held": [], "large": [], "single": []}

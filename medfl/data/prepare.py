@@ -200,6 +200,7 @@ def _make(
             for packed in pool.map(_make_chunk, chunks):
                 chunk = load_shared(packed)
                 if isinstance(chunk, str):
+                    # An InputError's three parts, which a worker could only return as text.
                     raise InputError(*chunk.split("; ", 2))
 
                 bar.update(len(chunk))

@@ -195,6 +195,7 @@ class Stacked(Prepared):
         self, indices: Tensor, size: int, generator: torch.Generator | None
     ) -> Iterator[Batch]:
         """Yield batches; `generator` is not used, there is nothing random."""
+        # An indexing call costs more than a small batch, so several batches are gathered by one.
         batch = max(1, size * self.inputs.shape[1:].numel())
         for chunk in torch.split(indices, size * max(1, min(_AHEAD, _GATHERED // batch))):
             inputs, targets = map(plain, self.rows(chunk))

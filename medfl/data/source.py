@@ -67,6 +67,7 @@ def take_apart(dataset: Any) -> Source:
         if all(part.is_list and part.transforms == parts[0].transforms for part in parts):
             return Source([entry for part in parts for entry in part.entries], parts[0].transforms)
 
+    # A subclass with its own `_transform` treats entries in its own way.
     if isinstance(dataset, Dataset) and type(dataset)._transform in (
         Dataset._transform,
         CacheDataset._transform,

@@ -41,6 +41,7 @@ def _read(folder: Path) -> Table:
             )
         elif row is None:
             table.problems.append(f"{files['t1ss']}: scan {key} is not in {path}")
+        # An age may have one decimal point.
         elif not row["age"].replace(".", "", 1).isdecimal():
             table.problems.append(
                 f"{path}: scan {key} has age {row['age']!r}, an age is a number of years"

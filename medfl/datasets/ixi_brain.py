@@ -140,6 +140,7 @@ def _pairs(folder: Path) -> Matched:
 def split_few(records: Sequence[Record]) -> list[str]:
     """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
     order = sorted(range(len(records)), key=lambda i: hash_order("ixi_brain", records[i].id))
+    # Few pairs: every section gets a case before the shares are kept.
     test = max(1, round(0.2 * len(order)))
     validate = max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
     sections = ["train"] * len(order)

@@ -73,6 +73,7 @@ def seeded(records: Sequence[Record]) -> list[str]:
     indices = [
         index for index, record in enumerate(records) if record.sections["official"] == "train"
     ]
+    # The cut sees these images alone, so it is the same with and without the other patients.
     for index, section in zip(indices, _CUT([records[index] for index in indices]), strict=True):
         sections[index] = section
     return sections

@@ -417,6 +417,7 @@ def _items(
 ) -> list[Item]:
     divided = sections_of(root, dataset, group_by, split)
     chosen = [record for record, its_section in divided if its_section == section]
+    # By id, so that a data list does not depend on the order in which files are found.
     return [item_of(record) for record in sorted(chosen, key=lambda record: record.id)]
 
 

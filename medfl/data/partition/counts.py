@@ -255,6 +255,7 @@ def deal(
         order = stream(label).permutation(len(same_class))
         for group in sorted((same_class[i] for i in order), key=lambda group: -len(group.members)):
             done += len(group.members)
+            # To whom most is missing of the part of all images dealt so far.
             owner = max(range(len(shares)), key=lambda i: shares[i] * done - dealt[i] * size)
             dealt[owner] += len(group.members)
             owners[group.key] = owner

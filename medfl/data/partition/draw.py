@@ -125,6 +125,7 @@ def by_size(count: int, data: Sections) -> Homes:
         gathered(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key)
     )
     ends = np.cumsum([len(group.members) for group in order])
+    # A group belongs to the part that its middle image falls into.
     middle = ends - np.array([len(group.members) for group in order]) / 2
     parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
     placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}

@@ -237,6 +237,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
 def natural_key(name: str) -> tuple[Any, ...]:
     """Return a sort key that puts site-2 before site-10."""
     return tuple(
+        # Numbers after texts, so that only like is compared with like.
         (1, int(part), part) if part.isdecimal() else (0, part)
         for part in re.split(r"(\d+)", name)
         if part

@@ -61,6 +61,7 @@ def draw_files(
             else:
                 save(folder / image(case), to_bytes(pixels))
                 if mask:
+                    # Two classes as pictures of masks have them, black and white.
                     save(folder / mask(case), labels * np.uint8(255))
 
         for name, columns in (tables or {}).items():

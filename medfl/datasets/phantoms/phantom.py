@@ -75,6 +75,7 @@ def write_phantom(
         raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "raise --size")
 
     empty_folder(target)
+    # Drawn beside the target and renamed, so that nobody finds half a cohort.
     partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)

@@ -74,6 +74,7 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
             missing += [record.id] if number < len(records) else []
             continue
 
+        # An unlabelled image has no claim to a row that a labelled one has.
         if name in used and number >= len(records):
             continue
         if name in used:

@@ -108,6 +108,7 @@ def counted(
     centres_named: Sequence[str] = (),
 ) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return section -> centre -> number of images of each column; a single named centre stands for all."""
+    # With one name for all centres (writers) records name places that the data set does not.
     has_centres = len(centres_named) != 1 or any(
         record.centre in centres_named for record in records
     )

@@ -73,6 +73,7 @@ def read(folder: str) -> tuple[Array, NDArray[np.float64]]:
     direction = np.reshape(image.GetDirection(), (3, 3))
     spacing = image.GetSpacing()
     _check_positions(folder, reader, len(files), direction[:, 2], min(spacing[:2]))
+    # SimpleITK's arrays have the slices first, the affine the columns.
     return np.moveaxis(voxels, (0, 2), (2, 0)), _affine(image)
 
 

@@ -162,6 +162,7 @@ class _Transfer:
                     f"{self.part} cannot be written ({error.strerror}); free some space, or give another --out"
                 ) from error
 
+        # Until its checksum is verified a file keeps the name of a part.
         self.verify()
         self.part.replace(self.target)
         self.tag.unlink(missing_ok=True)
@@ -219,6 +220,7 @@ class _Transfer:
         with self.open(self.resumable()) as response:
             start = self.start_of(response)
             length = response.headers.get("Content-Length")
+            # Content-Length counts the bytes that are still to come.
             total = start + int(length) if length is not None else self.item.bytes
             self.check_space((total or 0) - start)
             self.remember_version(response)

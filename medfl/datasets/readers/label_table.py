@@ -174,6 +174,7 @@ def _classes(
             "name the column so",
         )
 
+    # One column a class, as in the tables of ISIC: a row has a 1 in that of its own.
     class_of = [[name for name in marks if float(row[name])] for row in rows]
     double = next((number for number, names in enumerate(class_of) if len(names) > 1), None)
     if double is not None:

@@ -246,6 +246,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
     else:
         values = np.unique(plane)
 
+    # White is the foreground of two classes, whichever file format wrote it.
     if classes == 2 and set(values.tolist()) <= {0, 255}:
         return (plane > 0).astype(np.uint8)
     if wrong := [value for value in values.tolist() if value not in range(classes)]:

@@ -452,6 +452,7 @@ def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | No
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
     decoded: Pixels = np.array(image)
+    # Pillow opens grey pictures of 16 bits as 32-bit integers.
     if decoded.dtype == np.int32 and decoded.min() >= 0 and decoded.max() < 65536:
         return decoded.astype(np.uint16)
 
@@ -479,6 +480,7 @@ def _convert(pixels: Pixels, channels: int) -> Pixels:
 
 def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     """Antialiased bilinear resize of a (H, W, C) array, keeping its type."""
+    # Bytes as where a JPEG is decoded to a size, by Pillow, which has no other types.
     if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
         image = Image.fromarray(
             np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)

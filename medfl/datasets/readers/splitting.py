@@ -169,6 +169,7 @@ def fold(number: int, count: int, salt: str) -> Rule:
                 "lower --folds, or add images",
             )
 
+        # Every COUNT-th group, so that each fold has its part of each class and centre.
         tested = set(order[number - 1 :: count])
         training = [record for record in records if record.group not in tested]
         divided = filled(

@@ -123,6 +123,7 @@ def _cifar(path: Path, name: str) -> Array:
         return np.array([label for batch in batches for label in batch[_LABELS[kind]]])
 
     values = np.concatenate([np.asarray(batch["data"]) for batch in batches])
+    # A row is the red, the green and the blue plane of an image, one after the other.
     side = math.isqrt(values.shape[1] // 3)
     return np.ascontiguousarray(values.reshape(-1, 3, side, side).transpose(0, 2, 3, 1))
 

@@ -228,6 +228,7 @@ def stacked(
         table = Table()
         for part, (images, label_uri) in find(folder).items():
             path, name = split_uri(label_uri)
+            # MedMNIST's labels have a second axis of length 1.
             labels = array(path, name).reshape(-1)
             rows = array_shape(*split_uri(images))[0]
             if len(labels) != rows:

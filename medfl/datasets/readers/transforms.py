@@ -298,6 +298,7 @@ class WriteMaskd(MapTransform):
         if self.root and not part and parent.is_relative_to(self.root):
             below = parent.relative_to(self.root)
 
+        # What lies in an archive has no folder, only its own name.
         target = self.output_dir / below / f"{Path(part or path).stem}.png"
         if self._written.setdefault(target, file) != file:
             raise InputError(

@@ -62,6 +62,7 @@ def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
                 forms.append((name, f"{above.absolute().name}/{name}", uri))
             volumes |= {uri} if os.path.isdir(uri) else set()
 
+    # An image has the shortest of its forms that no other image shares.
     times = [Counter(form[level] for form in forms) for level in range(3)]
     names: dict[str, str] = {}
     for form in forms:

@@ -126,6 +126,7 @@ def volume_index(folder: Path) -> dict[str, str]:
             continue
         if path.is_dir():
             if _is_series(path):
+                # A NIfTI file goes before a series of the same name.
                 index.setdefault(path.name, str(path))
         elif is_nifti(path.name):
             index[bare(path.name)] = str(path)
