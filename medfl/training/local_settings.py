@@ -1,12 +1,40 @@
-"""The state of an optimiser as a State, and back, and its learning rates from epoch to epoch."""
+"""How a site trains: its settings, the learning rates they give, and an optimiser's state from round to round."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from medfl.storage.files import State
-from medfl.training.site import LocalSettings
+
+
+@dataclass(frozen=True)
+class LocalSettings:
+    """How a site trains.
+
+    Attributes:
+        epochs: passes over the site's data a round.
+        batch_size: items per step; the last batch may be smaller.
+        optimizer: builds the optimiser of a network's trainable parameters.
+        lr_factor: multiplies every learning rate this round (decay).
+        epoch_factor: multiplies it after each local epoch.
+        amp: automatic mixed precision.
+        lr_decay: factor of one decay; `lr_factor` is its power by the rounds, or local epochs, that are over.
+        rates: (local epoch, from 0) -> the optimiser's learning rates in it before decay, one for each parameter group;
+            None where they stay.
+    """
+
+    epochs: int
+    batch_size: int
+    optimizer: Callable[[nn.Module], Optimizer]
+    lr_factor: float = 1.0
+    amp: bool = False
+    lr_decay: float = 1.0
+    rates: Callable[[int], Sequence[float]] | None = None
+    epoch_factor: float = 1.0
 
 
 def saved_state(optimizer: Optimizer) -> State:
