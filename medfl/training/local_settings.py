@@ -44,15 +44,15 @@ def saved_state(optimizer: Optimizer) -> State:
 
 def restore_state(optimizer: Optimizer, state: State) -> None:
     """Let an optimiser continue from a saved state, which is copied: the optimiser works in place."""
-    whole = optimizer.state_dict()
-    whole["state"] = {
+    complete_state = optimizer.state_dict()
+    complete_state["state"] = {
         int(index): {
             key: value.clone() if isinstance(value, Tensor) else value
             for key, value in values.items()
         }
         for index, values in state.items()
     }
-    optimizer.load_state_dict(whole)
+    optimizer.load_state_dict(complete_state)
 
 
 def set_rates(optimizer: Optimizer, settings: LocalSettings, epoch: int) -> None:

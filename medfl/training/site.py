@@ -136,11 +136,11 @@ class Site(_WithNetworks):
             return first
 
         decay = settings.epoch_factor
-        each = [
+        epoch_rates = [
             (rates(e)[0] * settings.lr_factor if rates else first) * decay**e
             for e in range(settings.epochs)
         ]
-        return sum(each) / settings.epochs
+        return sum(epoch_rates) / settings.epochs
 
     def for_epochs(self, epochs: int) -> Site:
         """Return the same site with another number of local epochs."""
