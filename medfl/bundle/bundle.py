@@ -41,7 +41,7 @@ from medfl.problem.problem import LossFunction, Problem, Trial
 from medfl.problem.prompts import Text, read_text
 from medfl.problem.sections import check_labels
 from medfl.storage.places import cache_folder
-from medfl.training.loss_checks import mean_loss
+from medfl.training.site import mean_loss
 
 FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 

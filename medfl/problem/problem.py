@@ -28,7 +28,7 @@ from medfl.policy.policy import Policy
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.prompts import Text
 from medfl.problem.sections import Section, Sections
-from medfl.training.loss_checks import mean_loss
+from medfl.training.site import mean_loss
 
 LossFunction = Callable[..., Tensor]
 

@@ -28,9 +28,7 @@ from medfl.core.errors import InputError, MedflError, RunError, as_text
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Shard
 from medfl.data.samples import random_parts
-from medfl.training.loop import FitReport
-from medfl.training.loss_checks import check_finite
-from medfl.training.site import Site
+from medfl.training.site import FitReport, Site, check_finite
 
 
 class CustomTrainer:
