@@ -46,8 +46,8 @@ from medfl.training.loss_checks import mean_loss
 FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-_SHIPPED = {"trial": False, "scores": "medfl"}
-"""What shipped bundles declare; those of earlier releases had no words for it."""
+_FORMER = {"trial": False, "scores": "medfl"}
+"""What a shipped bundle of an earlier release does not declare by itself, and was true of it."""
 
 
 class Bundle(Problem):
@@ -194,8 +194,8 @@ class Bundle(Problem):
     def protocol(self) -> Mapping[str, Any]:  # type: ignore[override]
         """The content of federated.yaml, the defaults of a run; empty if there is none."""
         declared = read_protocol(str(self.root))
-        if self.dataset:
-            return {**_SHIPPED, **declared}
+        if self.dataset and self.root not in shipped_folders().values():
+            return {**_FORMER, **declared}
 
         return declared
 

@@ -161,7 +161,7 @@ def read_metadata(root: Path) -> dict[str, Any]:
 
 
 def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
-    """Return the hash of `Bundle.sha256`."""
+    """Return the hash of `Bundle.sha256`: of what is trained, so federated.yaml counts by its class texts alone."""
     digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
     folders = [file for name in ("configs", "embeddings") for file in (root / name).glob("*")]
     for path in sorted([*folders, *root.glob("*.py"), *root.glob("*/**/*.py")]):

@@ -36,6 +36,8 @@ from medfl.storage.files import weights_sha256
 PREFIX = "parts:"
 """What a record's `bundle_path` begins with where a run was made of parts."""
 _TASKS = ("classification", "segmentation", "other")
+# A run folder records parts by name alone, and `resume`, `load` and `export` are given that folder, not the parts: whoever
+# makes the same parts again in a new process has them found here.
 _GIVEN: dict[str, Parts] = {}
 _SIMPLE = (str, int, float, bool, tuple, type(None))
 
