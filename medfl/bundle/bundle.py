@@ -156,15 +156,15 @@ class Bundle(Problem):
             find_unlabelled: finds training images without labels, which are asked for.
         """
         # not by its constructor: this bundle was inspected when it was opened, and nothing in its folder has changed
-        other = Bundle.__new__(Bundle)
-        kept = ("name", "source", "device", "dataset", "root", "policy", "start")
-        vars(other).update({key: getattr(self, key) for key in kept})
+        bundle = Bundle.__new__(Bundle)
+        parts = ("name", "source", "device", "dataset", "root", "policy", "start")
+        vars(bundle).update({key: getattr(self, key) for key in parts})
         overrides = {
             **self._overrides,
             **{key.replace("::", "#"): value for key, value in config.items()},
         }
-        other._open(overrides, find_unlabelled or self._find_unlabelled, self._embeddings)
-        return other
+        bundle._open(overrides, find_unlabelled or self._find_unlabelled, self._embeddings)
+        return bundle
 
     def open_places(self, paths: Iterable[Path | str]) -> None:
         """Let the validation transforms read files and folders that a user named."""
@@ -220,15 +220,15 @@ class Bundle(Problem):
 
     def _network_with(self, *keys: str) -> list[Any]:
         """Return a new network, and what ids make of it."""
-        network, *others = self._config.build_new(f"{self._trainer}#network", *keys)
+        network, *dependents = self._config.build_new(f"{self._trainer}#network", *keys)
         self._require(network, nn.Module, "network", "module", "nn.Module")
-        return [network.to(self.device), *others]
+        return [network.to(self.device), *dependents]
 
     def _require(self, value: Any, kind: type, part: str, noun: str, path: str) -> None:
         if not isinstance(value, kind):
-            given = f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}"
+            problem = f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}"
             raise InputError(
-                given, f"it is a torch {noun}", f"let its _target_ build a torch.{path}"
+                problem, f"it is a torch {noun}", f"let its _target_ build a torch.{path}"
             )
 
     @cached_property

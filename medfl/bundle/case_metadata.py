@@ -87,8 +87,8 @@ def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row that are known here, under the names that they have here."""
     lower = {str(key).strip().lower(): value for key, value in row.items()}
     columns: dict[str, Any] = {}
-    for name, others in COLUMNS.items():
-        value = next((lower[other] for other in others if other in lower), None)
+    for name, aliases in COLUMNS.items():
+        value = next((lower[alias] for alias in aliases if alias in lower), None)
         if value is None:
             continue
 

@@ -35,9 +35,9 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         )
 
     if folder is None or not Path(folder).expanduser().is_dir():
-        given = "no --data" if folder is None else f"--data {folder}"
+        problem = "no --data" if folder is None else f"--data {folder}"
         raise InputError(
-            given, f"the folder of the images of {bundle.name}", "give it with --data DIR"
+            problem, f"the folder of the images of {bundle.name}", "give it with --data DIR"
         )
 
     root = Path(folder).expanduser().resolve()
@@ -88,15 +88,17 @@ def _layout(ids: Mapping[str, Any]) -> str:
         name: f"{ids[name]}/".removeprefix("./") for name in ("images", "masks") if ids.get(name)
     }
     if "masks" in folders:
-        same = folders["images"] == folders["masks"]
-        return f"{folders['images']}<name> + {folders['masks']}<name>{'_mask' * same} [+ cases.csv]"
+        shared = folders["images"] == folders["masks"]
+        return (
+            f"{folders['images']}<name> + {folders['masks']}<name>{'_mask' * shared} [+ cases.csv]"
+        )
 
     if ids.get("labels"):
-        named = f"{folders.get('images', '')}<picture> + {ids.get('labels')}"
+        images = f"{folders.get('images', '')}<picture> + {ids.get('labels')}"
     else:
-        named = "<class>/<picture>"
+        images = "<class>/<picture>"
 
-    return f"{named} [+ cases.csv]"
+    return f"{images} [+ cases.csv]"
 
 
 def _read(root: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:

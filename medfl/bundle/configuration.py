@@ -151,8 +151,8 @@ class Configuration:
         if isinstance(node, str):
             in_file = node.startswith("%") and ConfigParser.split_path_id(node[1:])[0]
             if in_file and not self._policy.trusted:
-                given = f"{printable(node)!r}, a part of another file"
-                raise InputError(given, "ids of this configuration", "write it out")
+                problem = f"{printable(node)!r}, a part of another file"
+                raise InputError(problem, "ids of this configuration", "write it out")
 
             return conventions.rewritten(key, node, self._device)
 
@@ -198,9 +198,9 @@ class Configuration:
 
     def raw(self, key: str) -> tuple[str, Any]:
         """Follow plain references (`@other#id`) from an id; return the last id and what it holds (None if absent)."""
-        seen: set[str] = set()
-        while key in self._parser and key not in seen:
-            seen.add(key)
+        visited: set[str] = set()
+        while key in self._parser and key not in visited:
+            visited.add(key)
             node = self._parser.get(key)
             if not (isinstance(node, str) and node.startswith("@")):
                 return key, node
@@ -256,11 +256,11 @@ class Configuration:
             raise InputError(
                 f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it"
             )
-        for other, node in self.dependencies_of(key, parser).items():
+        for dependency, node in self.dependencies_of(key, parser).items():
             engine = isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node))
-            if engine and other.replace("::", "#") not in engines:
+            if engine and dependency.replace("::", "#") not in engines:
                 raise InputError(
-                    f"{self.file}: id {key!r} needs {other.replace('::', '#')!r}, a {target_name(node)}",
+                    f"{self.file}: id {key!r} needs {dependency.replace('::', '#')!r}, a {target_name(node)}",
                     "trainers and evaluators are not made here: their handlers write files",
                     "take the reference to it out of this id",
                 )
@@ -339,12 +339,12 @@ def components(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
 
 
 @contextmanager
-def _report(given: str, allowed: str) -> Iterator[None]:
+def _report(problem: str, allowed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise InputError(
-            f"{given} ({as_text(error)})", allowed, "repair the file where it says"
+            f"{problem} ({as_text(error)})", allowed, "repair the file where it says"
         ) from error
 
 

@@ -90,17 +90,17 @@ class _Component(ConfigComponent):
         self._target = config["_target_"]
         self._evaluator = evaluator
 
-    def instantiate(self, **named: Any) -> object:
+    def instantiate(self, **extra: Any) -> object:
         if self.is_disabled():
             return None
 
         target = str(self._target)
         config = self.config
-        own = target.partition(".")[0] in self._evaluator.own_modules
-        factory = self._evaluator.member(target) if own else component(target)
+        is_own = target.partition(".")[0] in self._evaluator.own_modules
+        factory = self._evaluator.member(target) if is_own else component(target)
         name = factory.__name__
 
-        if not own and is_never_made(factory):
+        if not is_own and is_never_made(factory):
             raise Refused(
                 f"{name} writes files or handles a trainer's events, and is never made here"
             )
@@ -109,23 +109,23 @@ class _Component(ConfigComponent):
 
         arguments = {
             **{key: value for key, value in config.items() if key not in self.non_arg_keys},
-            **named,
+            **extra,
         }
         if name.endswith("DataLoader"):
             arguments |= {"num_workers": 0, "multiprocessing_context": None, "worker_init_fn": None}
             arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
 
         for word in (
-            () if own else ("compile", "compile_kwargs")
+            () if is_own else ("compile", "compile_kwargs")
         ):  # of an engine: they would start a compiler
             arguments.pop(word, None)
 
-        if not own:
+        if not is_own:
             self._evaluator.check_handed([arguments.get("func")], objects=False)
             self._evaluator.check_handed(arguments.values(), objects=True)
 
         self._evaluator.check_paths(check_arguments(factory, (), arguments), factory)
-        if not own and (name.endswith("Dataset") or name == "Subset"):
+        if not is_own and (name.endswith("Dataset") or name == "Subset"):
             self._check_items(arguments)
 
         try:
@@ -135,7 +135,7 @@ class _Component(ConfigComponent):
                 f"{name} cannot be made with {', '.join(arguments) or 'nothing'}"
             ) from error
 
-        if not own:
+        if not is_own:
             guard_readers(instance, self._evaluator.check_path)
 
         return instance

@@ -94,9 +94,9 @@ def open_inference(
 
     admission.admit(root, policy, INFERENCE)
     if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
-        given = f"{name} with TorchScript, which can write files"
+        problem = f"{name} with TorchScript, which can write files"
         raise InputError(
-            given, "weights are models/model.pt", "if its author may run code here, give --trust"
+            problem, "weights are models/model.pt", "if its author may run code here, give --trust"
         )
 
     described = read_metadata(root)

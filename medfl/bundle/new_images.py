@@ -90,8 +90,8 @@ def masks(
     geometry = shard.prepared.geometry
 
     def on_file(index: int, mask: Tensor) -> NDArray[Any]:
-        known = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
-        if known:
+        has_geometry = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
+        if has_geometry:
             return to_original(mask, geometry[index])
 
         return mask.numpy()
@@ -154,10 +154,10 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
         paths = [
-            Path(given).expanduser()
-            if isinstance(given, str | Path)
-            else _written(np.asarray(given), Path(folder) / f"image-{number}")
-            for number, given in enumerate(listed)
+            Path(image).expanduser()
+            if isinstance(image, str | Path)
+            else _written(np.asarray(image), Path(folder) / f"image-{number}")
+            for number, image in enumerate(listed)
         ]
 
         if not paths:

@@ -149,15 +149,17 @@ def reopened(
 
 def _changed_error(run: Run, current: str, folder: Path | None) -> InputError:
     """Return the error of a run whose bundle is not the recorded one; it says how that is given."""
-    where, out = (f" in {folder}", str(folder)) if folder else ("", "DIR")
-    given = f"bundle {run.bundle!r} has changed since the run{where}: that of {current} has another configuration hash"
-    what = "the folder of the recorded one"
+    where = f" in {folder}" if folder else ""
+    out = str(folder or "DIR")
+    change = f"that of {current} has another configuration hash"
+    problem = f"bundle {run.bundle!r} has changed since the run{where}: {change}"
+    place = "the folder of the recorded one"
     if (root := shipped_root()) and bundle_of(run) in shipped():
         path = shipped_folders()[run.bundle].relative_to(root)
-        what = f"bundles/{path} of medfl {run.versions.get('medfl')}, unpacked to FOLDER"
+        place = f"bundles/{path} of medfl {run.versions.get('medfl')}, unpacked to FOLDER"
 
-    advice = f"name {what}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json"
-    return InputError(given, f"the recorded one is {run.bundle_sha256[:12]}", advice)
+    advice = f"name {place}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json"
+    return InputError(problem, f"the recorded one is {run.bundle_sha256[:12]}", advice)
 
 
 @dataclass(frozen=True)
@@ -224,9 +226,8 @@ def with_data(
         bundle, notes = _take_unlabelled(problem, {"dataset_dir": str(images)}, images)
         return WithData(bundle, str(images), "", notes)
 
-    folder = _folder(
-        name, data, say
-    ).absolute()  # a bundle looks below folders that are named in full
+    # a bundle looks below folders that are named in full
+    folder = _folder(name, data, say).absolute()
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
     overrides = {"dataset_dir": str(folder), "split": split}
     if unlabelled:
@@ -308,10 +309,8 @@ def _of_own_data(
     if unlabelled and isinstance(problem, Bundle) and "dataset_dir" in problem:
         problem, notes = _take_unlabelled(problem, {}, Path(str(problem.get("dataset_dir"))))
 
-    notes = (
-        *problem.notes,
-        *notes,
-    )  # they open the training data, after it is known that images without labels count
+    # the problem's notes open its training data, so images without labels have been added by now
+    notes = (*problem.notes, *notes)
     if problem.is_drawn(folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
 

@@ -128,9 +128,9 @@ class BundleSections:
         elif dataset_id := next((key for key in _VALIDATION_SETS if key in config), ""):
             return "", dataset_id
         else:
-            given = f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')"
+            problem = f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')"
             raise InputError(
-                given, "a bundle to be federated has validation data", "add a validate section"
+                problem, "a bundle to be federated has validation data", "add a validate section"
             )
 
         return loader, config.within(loader, "dataset")

@@ -124,14 +124,14 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         raise InputError(problem, "medfl concepts writes them", "make it anew") from error
 
     if text is not None:
-        for what, in_file, in_bundle, shown in (
+        for part, in_file, in_bundle, limit in (
             ("classes", stored.concepts, text.concepts, 8),
             ("prompts", stored.prompts, text.prompts, 2),
         ):
             if in_file != in_bundle:
                 raise InputError(
-                    f"{path}: made for other {what}: {unlike(in_file, in_bundle, shown)}",
-                    f"the bundle has {unlike(in_bundle, in_file, shown)}",
+                    f"{path}: made for other {part}: {unlike(in_file, in_bundle, limit)}",
+                    f"the bundle has {unlike(in_bundle, in_file, limit)}",
                     f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {embeddings.plm} "
                     f"--out {path if own else 'FILE.safetensors'}",
                 )
@@ -139,10 +139,10 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
     return embeddings
 
 
-def unlike(texts: Sequence[str], others: Sequence[str], shown: int) -> str:
+def unlike(texts: Sequence[str], reference: Sequence[str], limit: int) -> str:
     """Name some of the texts that are not among the others (of all, if only number or order differ)."""
-    odd = [text for text in texts if text not in others] or texts
-    return f"{', '.join(map(repr, odd[:shown]))}{', …' if odd[shown:] else ''} ({len(odd)} of {len(texts)})"
+    odd = [text for text in texts if text not in reference] or texts
+    return f"{', '.join(map(repr, odd[:limit]))}{', …' if odd[limit:] else ''} ({len(odd)} of {len(texts)})"
 
 
 def unit(values: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def _open(
 
 @contextmanager
 def at_hand(
-    what: str, reader: str, advice: str, instead: str, *, download: bool = False
+    model: str, reader: str, advice: str, instead: str, *, download: bool = False
 ) -> Iterator[None]:
     """Read a model in this block, from this machine unless the hub's client may `download` it.
 
@@ -289,7 +289,7 @@ def at_hand(
         raise
     except ImportError as error:
         raise InputError(
-            f"{what} needs {error.name or error}",
+            f"{model} needs {error.name or error}",
             f"it is read with {reader}",
             f"{pip_install('teachers')}, or {instead}",
         ) from error
@@ -297,7 +297,7 @@ def at_hand(
         Exception
     ) as error:  # hub, safetensors, tokenizers and network errors have no common base
         text = " ".join(str(error).replace(";", ",").split())
-        problem = f"{what} is not at hand ({type(error).__name__}: {text[:160]})"
+        problem = f"{model} is not at hand ({type(error).__name__}: {text[:160]})"
         raise InputError(
             problem, "its weights are in a folder or in the hub's cache", advice
         ) from error
@@ -390,10 +390,10 @@ def from_files(model: Any, config: Any, folder: Path) -> tuple[Any, Any]:
         raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
     weights = load_weights(tensors) if tensors.is_file() else load_pickled(pickled)
-    made, loading = model.from_pretrained(
+    network, loading = model.from_pretrained(
         None, config=config, state_dict=weights, output_loading_info=True
     )
-    return made, loading
+    return network, loading
 
 
 def refuse_other_folders(folder: Path) -> None:
@@ -405,9 +405,9 @@ def refuse_other_folders(folder: Path) -> None:
     text = settings.get("text_cfg", {}) if isinstance(settings, dict) else {}
     for key in ("hf_model_name", "hf_tokenizer_name"):
         name = str(text.get(key) or "") if isinstance(text, dict) else ""
-        named = Path(name).expanduser()
-        is_path = bool(name) and (named.is_absolute() or named.exists())
-        if is_path and not named.resolve().is_relative_to(folder.resolve()):
+        path = Path(name).expanduser()
+        is_path = bool(name) and (path.is_absolute() or path.exists())
+        if is_path and not path.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"its {key} is another folder")
 
 

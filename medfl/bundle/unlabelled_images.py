@@ -84,13 +84,13 @@ def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> UnlabelledEntr
         held_out = {record.group for record, section in divided if section != SECTIONS[0]}
 
     records = cases.described(root, _grouped(dataset.unlabelled, images, group_by), dataset.rows)
-    taken = [
+    training = [
         r
         for r in records
         if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held_out
     ]
     return UnlabelledEntries(
-        [{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(unlabelled)
+        [{k: v for k, v in item_of(r).items() if k != "label"} for r in training], bool(unlabelled)
     )
 
 

@@ -91,9 +91,9 @@ def export(
     trained = RunNetworks(run, which, say)
 
     if is_parts(trained.bundle.source):
-        given = f"{run}, a run of parts in Python"
+        problem = f"{run}, a run of parts in Python"
         advice = "take weights.safetensors, or medfl.load_run(DIR).network()"
-        raise InputError(given, "a bundle is written from the configuration of a bundle", advice)
+        raise InputError(problem, "a bundle is written from the configuration of a bundle", advice)
 
     if not trained.finished:
         say(
@@ -108,10 +108,10 @@ def export(
     try:
         with writing(out, "free some space"):
             temporary.mkdir(parents=True)
-            documents = [
-                _BundleWriter(trained, model, temporary / name, formats, data, say).write()
-                for model, name in zip(models, names, strict=True)
-            ]
+            documents = []
+            for model, name in zip(models, names, strict=True):
+                writer = _BundleWriter(trained, model, temporary / name, formats, data, say)
+                documents.append(writer.write())
 
             if out.is_dir():
                 out.rmdir()
@@ -173,23 +173,23 @@ class _BundleWriter:
     def write(self) -> dict[str, Any]:
         """Write everything and check it."""
         network = self.model.network.eval()
-        seen = ShapeRecorder(network)
+        recorder = ShapeRecorder(network)
         with torch.no_grad():
             for x in self.images.inputs:
-                self.inferer(x, seen)
+                self.inferer(x, recorder)
 
-        same = self._check_predictions(network)
+        predictions = self._check_predictions(network)
         definition = self._choose_definition(network)
         for folder in ("configs", "models", "docs"):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
 
-        agreements = self._formats(network, seen, definition)
+        agreements = self._formats(network, recorder, definition)
         self._write_weights(network, definition)
         files = descriptions.weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
         meta = descriptions.bundle_metadata(
-            self.folder, self.trained, self.model, seen, agreements, definition.kind
+            self.folder, self.trained, self.model, recorder, agreements, definition.kind
         )
         measured = "test images of the run" if self.images.from_run else "drawn images"
         meta["medfl"] |= {"files": files, "measured_on": measured}
@@ -206,21 +206,21 @@ class _BundleWriter:
         return {
             "site": self.model.site, "round": self.model.round, "which": self.trained.which,
             "finished": self.trained.finished, "network": definition.kind, "measured_on": meta["medfl"]["measured_on"],
-            "agreement": meta["medfl"]["agreement"], "predictions": same, "eval_metrics": meta["eval_metrics"],
+            "agreement": meta["medfl"]["agreement"], "predictions": predictions, "eval_metrics": meta["eval_metrics"],
             "version": meta["version"], "files": files, "notes": self.notes,
         }  # fmt: skip
 
     def _check_predictions(self, network: nn.Module) -> dict[str, Any] | None:
         """Compare the network with the run's predictions; raise a RunError where they differ."""
-        same = compare_predictions(network, self.trained, self.model, self.images)
+        comparison = compare_predictions(network, self.trained, self.model, self.images)
         limit = _SAME_PREDICTIONS[self.trained.computed_on_cpu]
-        if same and not same["largest_difference"] <= limit:
+        if comparison and not comparison["largest_difference"] <= limit:
             raise RunError(
-                f"the model differs from the run's predictions.csv by {same['largest_difference']:.1e} on "
-                f"{same['items']} images, more than {limit:.0e}: weights or images have changed since the run"
+                f"the model differs from the run's predictions.csv by {comparison['largest_difference']:.1e} on "
+                f"{comparison['items']} images, more than {limit:.0e}: weights or images have changed since the run"
             )
 
-        return same
+        return comparison
 
     # How the network is defined
 
@@ -268,22 +268,22 @@ class _BundleWriter:
             "classes": [*task.classes], **({"embeddings": shapes[0]} if shapes else {}),
         }  # fmt: skip
 
-    def _equal(self, network: nn.Module, other: nn.Module) -> bool:
-        return (
-            self.comparison.agreement(network, other.eval(), _SAME_NETWORK, "").outputs
-            <= _SAME_NETWORK
-        )
+    def _equal(self, network: nn.Module, candidate: nn.Module) -> bool:
+        agreement = self.comparison.agreement(network, candidate.eval(), _SAME_NETWORK, "")
+        return agreement.outputs <= _SAME_NETWORK
 
     # Files
 
     def _formats(
-        self, network: nn.Module, seen: ShapeRecorder, definition: _NetworkDefinition
+        self, network: nn.Module, recorder: ShapeRecorder, definition: _NetworkDefinition
     ) -> dict[str, Agreement]:
         agreements = {}
         for kind in self.formats:
             only = {"instead": _NO_OTHER} if definition.kind == kind else {}
             path = self.folder / FILES[kind]
-            agreements[kind] = measured = write(kind, network, seen, path, self.comparison, **only)
+            agreements[kind] = measured = write(
+                kind, network, recorder, path, self.comparison, **only
+            )
             self.say(
                 f"{kind} ({measured.how}): differs by {format_difference(measured.probabilities)} "
                 f"(outputs {format_difference(measured.outputs)}) on {measured.images} images"
@@ -316,15 +316,11 @@ class _BundleWriter:
                         file.set(key, value)
 
                 folder = file.get("dataset_dir")
-                if (
-                    isinstance(folder, str)
-                    and folder[:1] in "/~"
-                    and not folder.startswith("/workspace/")
-                ):  # local
-                    file.set(
-                        "dataset_dir",
-                        "$@bundle_root + '/data'" if "bundle_root" in file else "data",
-                    )
+                is_path = isinstance(folder, str) and folder[:1] in "/~"
+                # a path of this machine tells nobody anything; /workspace is the zoo's placeholder
+                if is_path and not folder.startswith("/workspace/"):
+                    place = "$@bundle_root + '/data'" if "bundle_root" in file else "data"
+                    file.set("dataset_dir", place)
 
                 self._set_network_def(file, stem, definition, sha256)
 
@@ -376,14 +372,14 @@ class _BundleWriter:
 
     def _copy_files(self) -> None:
         """Copy licence, embeddings and the bundle's own Python."""
-        for name, what in (
+        for name, document in (
             ("LICENSE", "licence"),
             ("docs/data_license.txt", "licence of its images"),
         ):
             if (self.root / name).is_file():
                 shutil.copyfile(self.root / name, self.folder / name)
             else:
-                self._write(name, f"The source bundle states no {what}: ask its authors.\n")
+                self._write(name, f"The source bundle states no {document}: ask its authors.\n")
 
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in ["embeddings", *own_modules(self.root)]:
@@ -437,16 +433,14 @@ class _BundleWriter:
 
         if "preprocessing" in config and self.images.entries:
             preprocess = config.evaluated("preprocessing")
-            same = [
-                torch.equal(as_plain(preprocess(entry)["image"])[None].float(), x.float())
-                for entry, x in zip(self.images.entries, self.images.inputs, strict=True)
-            ]
-
-            if not all(same):
-                self.notes.append(
-                    f"configs/{file.name} reads images in another way than validation did in the run: its predictions "
-                    "may differ from those that were scored."
-                )
+            for entry, expected in zip(self.images.entries, self.images.inputs, strict=True):
+                x = as_plain(preprocess(entry)["image"])[None]
+                if not torch.equal(x.float(), expected.float()):
+                    self.notes.append(
+                        f"configs/{file.name} reads images in another way than validation did in the run: its "
+                        "predictions may differ from those that were scored."
+                    )
+                    break
 
 
 def _probabilities(task: str, ends_in_sigmoid: bool, outputs: Tensor) -> Tensor:

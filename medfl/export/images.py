@@ -56,9 +56,10 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
     run = trained.run
     name = bundle_of(trained.run)
     is_shipped = name in shipped()
-    folder = data or (
-        run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None
-    )
+    folder = data or None
+    if not data and run.data.folder and Path(run.data.folder).is_dir():
+        folder = run.data.folder
+
     from_run = folder is not None or not is_shipped or (run.data.source == PHANTOM and data is None)
 
     if not from_run:
@@ -87,18 +88,18 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
 
     section = bundle.section("test")
     count = _COUNT.get(bundle.task, _DEFAULT_COUNT)
+    positions = list(range(len(section.items)))
     if model.site and from_run:
         of_site = set(run.partition.sites[model.site]["test"])
-    else:
-        of_site = None
+        positions = [i for i in positions if section.items[i]["id"] in of_site]
 
-    positions = [
-        i for i, item in enumerate(section.items) if of_site is None or item["id"] in of_site
-    ]
+    # spread over the data list, which often has one class after the other
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
     source = section.source
-    whole = section.source.entries
-    entries: Any = [whole[i] for i in positions] if source.is_list else Subset(whole, positions)
+    all_entries = section.source.entries
+    entries: Any = (
+        [all_entries[i] for i in positions] if source.is_list else Subset(all_entries, positions)
+    )
     items = [section.items[i] for i in positions]
     chosen = Source(entries, source.transforms, source.repeatable)
     prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
@@ -133,17 +134,14 @@ def compare_predictions(
     shard = Shard.of(images.prepared, range(len(images.inputs)))
     cases = images.bundle.evaluator(network, shard, CPU)
     rows = {row.get("id"): row for _, row in read_rows(file)}
-    compared = [
-        _differences(cases, index, rows[ident])
-        for index, ident in enumerate(cases.ids)
-        if ident in rows
-    ]
-    largest = max([0.0, *(value for differences in compared for value in differences)])
+    count = 0
+    largest = 0.0
+    for index, ident in enumerate(cases.ids):
+        if ident in rows:
+            count += 1
+            largest = max(largest, *_differences(cases, index, rows[ident]))
 
-    if compared:
-        return {"items": len(compared), "largest_difference": largest}
-
-    return None
+    return {"items": count, "largest_difference": largest} if count else None
 
 
 def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:

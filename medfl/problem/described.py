@@ -35,5 +35,5 @@ def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 def mask_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of `channel_names`, a single one with the background before it."""
-    named = channel_names(metadata)
-    return ("background", *named) if len(named) == 1 else named
+    names = channel_names(metadata)
+    return ("background", *names) if len(names) == 1 else names

@@ -66,10 +66,10 @@ class OptimizerFactory:
         """
         parameters = dict(network.named_parameters())
         # a method may have left one out, or put some in
-        named = {
+        replacements = {
             key: parameters.pop(name) for key, name in self._names.items() if name in parameters
         }
-        optimizer: torch.optim.Optimizer = copy.deepcopy(self._template, named)
+        optimizer: torch.optim.Optimizer = copy.deepcopy(self._template, replacements)
         optimizer.param_groups[0]["params"] += parameters.values()
 
         for group, lr in zip(optimizer.param_groups, rates, strict=True):

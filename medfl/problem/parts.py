@@ -36,8 +36,8 @@ from medfl.storage.files import weights_sha256
 PREFIX = "parts:"
 """What a record's `bundle_path` begins with where a run was made of parts."""
 _TASKS = ("classification", "segmentation", "other")
-# A run folder records parts by name alone, and `resume`, `load` and `export` are given that folder, not the parts: whoever
-# makes the same parts again in a new process has them found here.
+# A run folder records parts by name alone, and `resume`, `load` and `export` are given that folder, not the
+# parts: whoever makes the same parts again in a new process has them found here.
 _GIVEN: dict[str, Parts] = {}
 _SIMPLE = (str, int, float, bool, tuple, type(None))
 
@@ -105,23 +105,23 @@ class Parts:
             )
 
         object.__setattr__(self, "classes", tuple(self.classes))
-        if taken := [
+        if reserved := [
             name for name in self.metrics if name in METRICS or name in ("probabilities", "label")
         ]:
             raise InputError(
-                f"metric {taken[0]!r}",
+                f"metric {reserved[0]!r}",
                 "a name that medfl's metrics do not have",
                 "call it otherwise",
             )
 
         self._check_metric()
-        for what in ("loss", "optimizer", "inferer", "network", "prepare_batch", "scheduler"):
-            if not callable(getattr(self, what)) and (
-                what != "scheduler" or self.scheduler is not None
+        for part in ("loss", "optimizer", "inferer", "network", "prepare_batch", "scheduler"):
+            if not callable(getattr(self, part)) and (
+                part != "scheduler" or self.scheduler is not None
             ):
                 raise InputError(
-                    f"{what}={getattr(self, what)!r:.60}",
-                    f"{what} can be called",
+                    f"{part}={getattr(self, part)!r:.60}",
+                    f"{part} can be called",
                     "see medfl.Parts",
                 )
 
@@ -129,11 +129,16 @@ class Parts:
 
     def _check_metric(self) -> None:
         if self.task == "segmentation":
-            own = [f"dice_{name}" for name in self.classes]
+            structure_metrics = [f"dice_{name}" for name in self.classes]
         else:
-            own = []
+            structure_metrics = []
 
-        metric_names = [*self.metrics, "loss", *([] if self.task == "other" else METRICS), *own]
+        metric_names = [
+            *self.metrics,
+            "loss",
+            *([] if self.task == "other" else METRICS),
+            *structure_metrics,
+        ]
         if self.key_metric and self.key_metric not in metric_names:
             advice = did_you_mean(self.key_metric, metric_names, "choose one")
             raise InputError(
@@ -151,9 +156,11 @@ class Parts:
     def sha256(self) -> str:
         """Hash of what can be told of the parts, the data apart: settings, source texts, weights that are given."""
         digest = hashlib.sha256()
-        for one in fields(self):
-            if one.name not in ("data", "drawn", "name"):
-                digest.update(f"{one.name}={_stable_text(getattr(self, one.name))}\n".encode())
+        for attribute in fields(self):
+            if attribute.name not in ("data", "drawn", "name"):
+                digest.update(
+                    f"{attribute.name}={_stable_text(getattr(self, attribute.name))}\n".encode()
+                )
 
         if isinstance(self.network, nn.Module):
             digest.update(weights_sha256(self.network.state_dict()).encode())
@@ -202,13 +209,13 @@ def _stable_text(value: Any) -> str:
     return f"{_source(type(value))}{_plain(value)}"
 
 
-def _plain(value: object) -> dict[str, object]:
+def _plain(holder: object) -> dict[str, object]:
     """Return the attributes of an object that are numbers and texts."""
-    held = getattr(value, "__dict__", {})
+    held = getattr(holder, "__dict__", {})
     return {
-        key: one
-        for key, one in held.items()
-        if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"
+        key: value
+        for key, value in held.items()
+        if isinstance(value, _SIMPLE) and key[:1] != "_" and key != "training"
     }
 
 
@@ -227,7 +234,9 @@ def _source(value: Any) -> str:
             return inspect.getsource(value)
         except (OSError, TypeError):  # typed at a prompt: its bytecode tells it apart
             if code := getattr(value, "__code__", None):
-                constants = [one for one in code.co_consts if isinstance(one, _SIMPLE)]
+                constants = [
+                    constant for constant in code.co_consts if isinstance(constant, _SIMPLE)
+                ]
                 return f"{code.co_code.hex()}{code.co_names}{constants}"
 
     return f"{home}.{getattr(value, '__qualname__', '')}"
@@ -340,9 +349,9 @@ class PartsProblem(Problem):
             and outputs != len(classes)
             and (outputs, len(classes)) != (1, 2)
         ):
-            given = f"a network with {outputs} outputs"
+            problem = f"a network with {outputs} outputs"
             raise InputError(
-                given, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs"
+                problem, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs"
             )
 
         return self.parts.task

@@ -112,9 +112,9 @@ class Problem:
 
     def replaced(self, **parts: object) -> Problem:
         """Return this problem with other parts; what was derived before stays."""
-        other = copy.copy(self)
-        vars(other).update(parts)
-        return other
+        problem = copy.copy(self)
+        vars(problem).update(parts)
+        return problem
 
     def variant(self, config: Mapping[str, Any]) -> Problem:
         """Return this problem with other ids of its configuration, of which only a bundle has one."""
@@ -293,9 +293,9 @@ class Problem:
     @cached_property
     def text(self) -> Text:
         """The classes in words, with prompts; InputError where none are described."""
-        given = f"language-built classifiers on {self.name}, which describes no class"
+        problem = f"language-built classifiers on {self.name}, which describes no class"
         raise InputError(
-            given, "a bundle with the classes in words (federated.yaml)", "take another method"
+            problem, "a bundle with the classes in words (federated.yaml)", "take another method"
         )
 
     def plm_of(self, plm: str) -> str:

@@ -118,6 +118,6 @@ def check_labels(items_of: Callable[[str], Sequence[Item]], count: int, bundle: 
     for section in SECTIONS:
         for item in items_of(section):
             if not 0 <= item.get("label", 0) < count:
-                given = f"item {item['id']!r} of section {section!r} has label {item['label']}"
+                problem = f"item {item['id']!r} of section {section!r} has label {item['label']}"
                 allowed = f"{bundle} has {count} classes, labels 0 to {count - 1}"
-                raise InputError(given, allowed, "change this item's label in the data list")
+                raise InputError(problem, allowed, "change this item's label in the data list")

@@ -116,5 +116,7 @@ def _together(root: Path) -> str:
     images, masks = own.paths(root, root, lacking=False)
     if not masks or 2 * len(masks) < len(images):
         return ""
-    endings = sorted({match[0] for path, _ in masks if (match := matching.MASK_END.search(path))})
+
+    matches = (matching.MASK_END.search(path) for path, _ in masks)
+    endings = sorted({match[0] for match in matches if match})
     return f"images and masks in one folder: files that end in {', '.join(endings)} are masks"

@@ -109,12 +109,8 @@ def write(
     root = Path(target).expanduser()
     require_new_bundle(root, size)
     chosen = network or _NETWORKS[content.kind]
-    allowed = [
-        name
-        for name in networks.names()
-        if (name in networks.SEGMENTERS) == (content.kind != "labelled")
-    ]
-
+    segments = content.kind != "labelled"
+    allowed = [name for name in networks.names() if (name in networks.SEGMENTERS) == segments]
     if chosen not in allowed:
         raise InputError(
             f"--network {chosen}",
@@ -122,38 +118,33 @@ def write(
             "choose one of them",
         )
 
-    side = size or (64 if content.kind == "labelled" else 128)
+    side = size or (128 if segments else 64)
     if content.kind == "volumes" and size is not None:
         raise InputError(
             f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out"
         )
 
-    for text in (
-        *content.classes,
-        content.images,
-        content.masks,
-        content.labels,
-        content.group_by or "",
-    ):
+    places = (content.images, content.masks, content.labels)
+    for text in (*content.classes, *places, content.group_by or ""):
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
             raise InputError(f"{text!r}", names, "rename it")
 
-    words = {**asdict(content), "items_call": content.items_call, "kind_text": _KINDS[content.kind]}
+    kind_text = _KINDS[content.kind]
+    words = {**asdict(content), "items_call": content.items_call, "kind_text": kind_text}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.starter"), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters["yaml"] = (
-        json.dumps
-    )  # a JSON value is a YAML value, whatever a class is called
-    files = {
-        f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words)
-        for name in _FILES
-    }
+    # a JSON value is a YAML value, whatever a class is called
+    environment.filters["yaml"] = json.dumps
+    files = {}
+    for name in _FILES:
+        files[f"configs/{name}"] = environment.get_template(f"new_{name}.j2").render(words)
+
     files["docs/README.md"] = environment.get_template("new_readme.md.j2").render(words)
-    metadata = metadata_of(root.name, content, side, _KINDS[content.kind])
+    metadata = metadata_of(root.name, content, side, kind_text)
     files["configs/metadata.json"] = json.dumps(metadata, indent=2) + "\n"
 
     try:
@@ -182,19 +173,11 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
         )
         raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
 
-    reserved = next(
-        (
-            name
-            for name in index.classes
-            if re.search(r"[#@$%]|::", name) or not is_plain_text(name)
-        ),
-        None,
-    )
-    if reserved is not None:
-        allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
-        raise InputError(
-            f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it"
-        )
+    for name in index.classes:
+        if re.search(r"[#@$%]|::", name) or not is_plain_text(name):
+            allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
+            source = "class" if layout.labels else "class folder"
+            raise InputError(f"{source} {name!r}", allowed, "rename it")
 
     facts = _read_all(
         index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress
@@ -369,13 +352,13 @@ def _structures(layout: UserLayout, structures: Sequence[str], most: int) -> tup
     return (background, *(structures or unnamed))
 
 
-def _read_all(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) -> list[Any]:
+def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bool) -> list[Any]:
     """Read all entries; those that cannot be read are reported together."""
     results = []
     errors = []
     for entry in bar(entries, desc="reading images", unit="image", shown=progress):
         try:
-            results.append(read(entry))
+            results.append(reader(entry))
         except InputError as error:
             errors.append(error)
 

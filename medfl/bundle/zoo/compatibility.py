@@ -59,14 +59,16 @@ def python_texts(root: Path) -> list[str]:
 
 def arrays_in_pickles() -> AbstractContextManager[None]:
     """Return a context in which `torch.load` reads NumPy's arrays and numbers beside tensors, and still no code."""
-    return torch.serialization.safe_globals([(made, name) for name, made in STAND_INS.items()])
+    return torch.serialization.safe_globals(
+        [(stand_in, name) for name, stand_in in STAND_INS.items()]
+    )
 
 
-def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
+def idle_arguments(target: str, arguments: Iterable[str]) -> set[str]:
     """Return those of a component's arguments that this MONAI does not have, and without which it does the same."""
     if target in _CHECKED_ONLY:
         parameters = inspect.signature(getattr(monai.networks.nets, target)).parameters
-        return set(given) & _CHECKED_ONLY[target] - parameters.keys()
+        return set(arguments) & _CHECKED_ONLY[target] - parameters.keys()
 
     if zooming := re.fullmatch(r"(Rand)?Zoom(Box)?(d|D|Dict)?", target):
         if zooming[2]:
@@ -75,7 +77,7 @@ def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
             home = monai.transforms
 
         parameters = inspect.signature(getattr(home, target)).parameters
-        return set(given) - parameters.keys() - _PADDING - _MONAI
+        return set(arguments) - parameters.keys() - _PADDING - _MONAI
 
     return set()
 
@@ -109,11 +111,11 @@ def needs_float_labels(loss: Any, device: torch.device) -> bool:
 
 def said(name: str) -> str:
     """Return what was done, in words, from its name in `Run.adapted`."""
-    what, _, detail = name.partition(".")
+    subject, _, detail = name.partition(".")
     if name == FLOAT_LABELS:
         return "its loss gets labels that are true or false, or bytes, as 1.0 and 0.0, as this MONAI needs"
 
-    if what == "numpy":
+    if subject == "numpy":
         if detail in _PYTHON:
             now = f"is Python's {detail}"
         else:
@@ -124,6 +126,4 @@ def said(name: str) -> str:
     if ":" in name:
         return "{} of it is made as {}, which does the same in this MONAI".format(*name.split(":"))
 
-    return (
-        f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"
-    )
+    return f"{subject} is made without {detail!r}, which this MONAI does not have and which sets nothing"

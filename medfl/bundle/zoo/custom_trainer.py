@@ -45,15 +45,18 @@ class CustomTrainer:
 
     def __init__(self, config: Configuration, trainer: str) -> None:
         evaluator = find_evaluator(config)
-        self._trainer, *others = config.engines(trainer, *([evaluator] if evaluator else []))
-        self._evaluator = others[0] if others else None
+        self._trainer, *evaluators = config.engines(trainer, *([evaluator] if evaluator else []))
+        self._evaluator = evaluators[0] if evaluators else None
         attributes = {**vars(self._trainer.state), **vars(self._trainer)}
         optimizers = [value for value in attributes.values() if isinstance(value, Optimizer)]
         self._optimizers = [
-            (one, _copy(one)) for one in optimizers
+            (optimizer, _copy(optimizer)) for optimizer in optimizers
         ]  # and how they start in each visit
         trained = {
-            id(p) for one in optimizers for group in one.param_groups for p in group["params"]
+            id(p)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
         }
         networks: dict[str, nn.Module] = {}
 
@@ -90,7 +93,7 @@ class CustomTrainer:
         """Return a new optimiser as the trainer's, at another rate if one is given; of several, what has all groups."""
         fresh = [_copy(optimizer) for _, optimizer in self._optimizers]
         together: Any = SimpleNamespace(
-            param_groups=[group for one in fresh for group in one.param_groups]
+            param_groups=[group for optimizer in fresh for group in optimizer.param_groups]
         )
         for group in together.param_groups if lr is not None else ():
             group["lr"] = lr
@@ -169,8 +172,10 @@ class CustomTrainer:
         else:
             output = engine.state.output
 
-        named = {str(key): value for key, value in output.items() if str(key).endswith("loss")}
-        parts = [named["loss"]] if "loss" in named else named.values()
+        losses_by_name = {
+            str(key): value for key, value in output.items() if str(key).endswith("loss")
+        }
+        parts = [losses_by_name["loss"]] if "loss" in losses_by_name else losses_by_name.values()
         losses = [torch.as_tensor(part).detach().float().mean().cpu() for part in parts]
         self._losses += [torch.stack(losses).sum()] if losses else []
 
@@ -213,13 +218,13 @@ def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
 
 def of(network: nn.Module) -> CustomTrainer:
     """Return the one that holds a network."""
-    own: CustomTrainer = vars(network)["custom_trainer"]
-    return own
+    trainer: CustomTrainer = vars(network)["custom_trainer"]
+    return trainer
 
 
-def refuse(what: str, trainer: str, *_: object) -> NoReturn:
+def refuse(change: str, trainer: str, *_: object) -> NoReturn:
     """Refuse what changes a step that a trainer takes by itself."""
     allowed = "it takes methods that leave its steps alone, or with one optimiser change its gradients only"
     raise InputError(
-        f"{what} with a {trainer}, which has an iteration of its own", allowed, "use fedavg"
+        f"{change} with a {trainer}, which has an iteration of its own", allowed, "use fedavg"
     )

@@ -34,12 +34,12 @@ def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
     Raises:
         InputError: there is no such network, it may not be made, or lacks arguments.
     """
-    asked = values.get("network", values.get("network_name"))
-    if not (isinstance(asked, str) and asked.startswith(PREFIX)):
+    network = values.get("network", values.get("network_name"))
+    if not (isinstance(network, str) and network.startswith(PREFIX)):
         if ARGUMENTS in values and ARGUMENTS not in content:
-            given = f"--config {ARGUMENTS}={values[ARGUMENTS]}"
+            problem = f"--config {ARGUMENTS}={values[ARGUMENTS]}"
             raise InputError(
-                given, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME"
+                problem, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME"
             )
 
         return dict(values)
@@ -58,10 +58,10 @@ def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
         None,
     )
     if id_ is None:
-        return {**rest, _IDS[0]: asked}  # no such id: told as of any other
+        return {**rest, _IDS[0]: network}  # no such id: told as of any other
 
-    name = {"network_name": asked} if "network_name" in content else {}
-    return {**rest, **name, id_: _node(asked, values.get(ARGUMENTS) or {}, content[id_])}
+    name = {"network_name": network} if "network_name" in content else {}
+    return {**rest, **name, id_: _node(network, values.get(ARGUMENTS) or {}, content[id_])}
 
 
 def names() -> tuple[str, ...]:
@@ -86,14 +86,14 @@ def _network_class(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    name = asked.removeprefix(PREFIX)
+def _node(network: str, arguments: Any, former: Mapping[str, Any]) -> dict[str, Any]:
+    name = network.removeprefix(PREFIX)
     factory = _network_class(name)
     if factory is None:
         network_names = names()
         advice = did_you_mean(name, network_names, "choose one of these")
         raise InputError(
-            f"--config network={asked}",
+            f"--config network={network}",
             f"the networks of MONAI are {', '.join(network_names)}",
             advice,
         )
@@ -112,17 +112,19 @@ def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
             f"{odd[0]!r} in {ARGUMENTS}", f"{name} takes {', '.join(parameters)}", advice
         )
 
-    values = {**_carried_over(own, parameters), **arguments}
+    values = {**_carried_over(former, parameters), **arguments}
     if "pretrained" in parameters:
         values.setdefault("pretrained", False)
 
     own_parameters = inspect.signature(factory).parameters.values()
     needed = [
-        one.name for one in own_parameters if one.name in parameters and one.default is one.empty
+        parameter.name
+        for parameter in own_parameters
+        if parameter.name in parameters and parameter.default is parameter.empty
     ]
     if missing := [key for key in needed if key not in values]:
         raise InputError(
-            f"--config network={asked} without {', '.join(missing)}",
+            f"--config network={network} without {', '.join(missing)}",
             f"{name} needs them",
             f"add --config {ARGUMENTS}={{{', '.join(f'{key}: ...' for key in missing)}}}",
         )
@@ -133,20 +135,20 @@ def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
         check_arguments(factory, (), {**values, **references})
     except Refused as refused:
         raise InputError(
-            f"--config network={asked}: {refused}", "what inspection lists", "leave it out"
+            f"--config network={network}: {refused}", "what inspection lists", "leave it out"
         ) from refused
 
     return {"_target_": f"monai.networks.nets.{name}", **values}
 
 
-def _carried_over(own: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _carried_over(former: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the channels and dimensions of the network that was there, under the names of the new one."""
-    two = {"spatial_dims": 2} if str(own["_target_"]).startswith("medfl.") else {}
-    before = {**two, **own}
+    two = {"spatial_dims": 2} if str(former["_target_"]).startswith("medfl.") else {}
+    before = {**two, **former}
     carried = dict[str, Any]()
-    for same in _SAME:
-        value = next((before[key] for key in same if key in before), None)
-        key = next((key for key in same if key in parameters), None)
+    for spellings in _SAME:
+        value = next((before[key] for key in spellings if key in before), None)
+        key = next((key for key in spellings if key in parameters), None)
         if value is not None and key is not None:
             carried[key] = value
 
@@ -164,7 +166,11 @@ def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     for maker in makers:
         of_maker = inspect.signature(maker).parameters
         parameters = {**of_maker, **parameters}
-        if not any(one.kind is one.VAR_KEYWORD for one in of_maker.values()):
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in of_maker.values()):
             break
 
-    return {key: one for key, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD}
+    return {
+        key: parameter
+        for key, parameter in parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
