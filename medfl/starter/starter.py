@@ -46,8 +46,10 @@ from medfl.storage.places import require_new_bundle
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST = 2
 _MOST_CLASSES = 100
-_FEW, _FOLDS = 10, 5  # test images, below which so many folds are offered
-_PATCH, _STEP = 64, 8  # voxels a side of a patch at most, and what it is a multiple of
+_FEW = 10  # test images, below which folds are offered
+_FOLDS = 5
+_PATCH = 64  # voxels a side of a patch at most
+_STEP = 8  # what a side is a multiple of: a U-Net halves it three times
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
 _KINDS = {
     "labelled": "labelled pictures",
@@ -182,26 +184,19 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
     facts = _read_all(
         index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress
     )
-    counts = tuple(
-        sum(record.label == label for record in index.records)
-        for label in range(len(index.classes))
-    )
+    by_label = Counter(record.label for record in index.records)
+    counts = tuple(by_label[label] for label in range(len(index.classes)))
     divided = own.sections_of(root, index, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
-    notes = [
-        *index.notes,
-        *own_folder.odd(root),
-        *depth_notes(facts),
-        *duplicate_notes(facts, index.records),
-    ]
-
+    notes = [*index.notes, *own_folder.odd(root)]
+    notes += [*depth_notes(facts), *duplicate_notes(facts, index.records)]
     if not layout.labels:
-        notes[:0] = own.beside_classes(root, index.records)
+        notes = [*own.beside_classes(root, index.records), *notes]
 
-    notes += (
-        [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
-    )
+    if untested:
+        notes.append(f"no test image of {', '.join(untested)}: too few images or patients")
+
     return Survey(
         "labelled", str(root), index.classes, counts, *common_facts(facts), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
@@ -245,16 +240,14 @@ def _patients(
         "tested": sum(section == "test" for _, section in divided),
     }
     groups = {record.group for record, _ in divided}
-    fields["sites"] = min(
-        3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1)
-    )  # trained on, in folds too
-    fewest = min(Counter(label for _, label in {(r.group, r.label) for r, _ in divided}).values())
+    # a site needs a patient to train on also when a fold tests and another patient validates
+    trained = len(groups) - math.ceil(len(groups) / _FOLDS) - 1
+    fields["sites"] = min(3, max(1, trained))
 
-    if (
-        fields["tested"] < _FEW
-        and fewest > 1
-        and not any("section" in row for row in dataset.rows.values())
-    ):
+    patients = {(record.group, record.label) for record, _ in divided}
+    fewest = min(Counter(label for _, label in patients).values())  # patients of a class
+    divides_itself = any("section" in row for row in dataset.rows.values())
+    if fields["tested"] < _FEW and fewest > 1 and not divides_itself:
         fields["folds"] = min(_FOLDS, len(groups))
 
     if any(record.group != record.id for record, _ in divided):
@@ -270,17 +263,17 @@ def _patients(
 def _segmented(
     layout: UserLayout, structures: Sequence[str], group_by: str | None, progress: bool
 ) -> Survey:
-    images, masks = (own.path_below(layout.folder, name) for name in (layout.images, layout.masks))
+    images = own.path_below(layout.folder, layout.images)
+    masks = own.path_below(layout.folder, layout.masks)
     structures = structures or layout.classes[1:]
     check_structures(structures)
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
     records = dataset.records
     solid = own.is_volumes(images)
+    reader = _volume if solid else partial(_picture, several=len(structures) > 1)
 
     try:
-        pairs_read = _read_all(
-            records, _volume if solid else partial(_picture, several=len(structures) > 1), progress
-        )
+        pairs_read = _read_all(records, reader, progress)
         present = [values for values, _ in pairs_read]
         values = set[int]().union(*present)
         _check_values(masks, values, solid)
@@ -301,11 +294,14 @@ def _segmented(
     endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
     facts = [picture for _, picture in pairs_read]
     notes = (*own_folder.of_pairs(images, masks, records, endings), *own_folder.odd(layout.folder))
-    notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
+    if absent:
+        notes += (f"no mask has the values {', '.join(absent)}",)
+
     notes += duplicate_notes(facts, records)
+    paths = [*(record.image for record in records), *(record.mask for record in records)]
     fields: dict[str, Any] = {
         "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
-        "phantom": str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or ""),
+        "phantom": str(own.cohort_of(paths) or ""),
         **_patients(dataset, divided, group_by),
     }  # fmt: skip
     where = str(layout.folder)
@@ -320,17 +316,8 @@ def _segmented(
         fields |= {"patch": _patch(shapes), "notes": notes}
         return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **fields)
 
-    notes += depth_notes(facts)
-    return Survey(
-        "pictures",
-        where,
-        names,
-        counts,
-        *common_facts(facts),
-        notes=notes,
-        own_depth=own_depth(facts),
-        **fields,
-    )
+    fields |= {"notes": notes + depth_notes(facts), "own_depth": own_depth(facts)}
+    return Survey("pictures", where, names, counts, *common_facts(facts), **fields)
 
 
 def _structures(layout: UserLayout, structures: Sequence[str], most: int) -> tuple[str, ...]:
@@ -366,7 +353,9 @@ def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bo
         details = tables.several([error._parts[0] for error in errors], "files")
         allowed = errors[0]._parts[1]
         advice = {error._parts[2] for error in errors}
-        advice = advice if len(advice) == 1 else {"restore or remove these"}
+        if len(advice) > 1:
+            advice = {"restore or remove these"}
+
         raise InputError(f"{len(errors)} of {len(entries)} images: {details}", allowed, *advice)
 
     if errors:
@@ -380,7 +369,8 @@ def _check_values(masks: Path, values: set[int], solid: bool) -> None:
         problem = f"the masks in {masks} have no value but 0"
         advice = "check that these are the masks"
     elif len(values) < _LEAST or max(values) >= _MOST_CLASSES:
-        some = ", ".join(map(str, sorted(values)[:5])) + (", ..." if len(values) > 5 else "")
+        more = ", ..." if len(values) > 5 else ""
+        some = ", ".join(map(str, sorted(values)[:5])) + more
         problem = f"the masks in {masks} have the values {some}, the largest {max(values)}"
         advice = "save class indices"
     else:
@@ -396,7 +386,8 @@ def _swapped(record: Record, solid: bool) -> bool:
     """Tell whether an image has few values, as masks have, and its mask many."""
 
     def values(uri: str) -> int:
-        return len(np.unique(volumes.read_volume(uri).numpy() if solid else read_pixels(uri)))
+        pixels = volumes.read_volume(uri).numpy() if solid else read_pixels(uri)
+        return len(np.unique(pixels))
 
     try:
         return values(record.image) <= _MOST_CLASSES < values(record.mask)
@@ -422,4 +413,5 @@ def _volume(record: Record) -> tuple[set[int], PictureFacts]:
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     """Return a patch that most volumes hold: the median along each axis, a multiple of 8, 16 to 64."""
     median = np.median(np.array(shapes), axis=0)
-    return tuple(int(min(_PATCH, max(16, math.floor(side / _STEP) * _STEP))) for side in median)
+    patch = np.clip(median // _STEP * _STEP, 16, _PATCH)
+    return tuple(int(side) for side in patch)

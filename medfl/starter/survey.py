@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,8 @@ class Survey:
         images, masks: names of the folders in `folder`, "" of labelled pictures.
         phantom: the phantom cohort that some of them are of, "" where all may be real.
         notes: what the user should know, as of files that are left out.
-        own_depth: pictures have 8 or 16 bits and each is read by its own depth: the largest value of those of 16, 255
-            without any; 0: they have others.
+        own_depth: largest value of the 16-bit pictures, 255 if all have 8 bits: each picture is divided by the largest
+            value of its own type. 0 where some have neither type.
         labels: table of the classes in `folder`, "" where it has a folder for each.
         group_by: expression that says the patients in file names, None where it was not asked for.
         patients: how many, 0 where nothing says.
@@ -70,28 +71,30 @@ class Survey:
         return "labelled(@dataset_dir, @classes"
 
 
+def _numbered(names: Sequence[str]) -> dict[str, str]:
+    return {str(index): name for index, name in enumerate(names)}
+
+
 def metadata_of(name: str, survey: Survey, side: int, kind: str) -> dict[str, Any]:
     """Return the content of metadata.json."""
     segments = survey.kind != "labelled"
     shape = list(survey.patch) if survey.kind == "volumes" else [side, side]
+    colours = [f"channel {index}" for index in range(survey.channels)]
     if survey.channels == 1:
         colours = ["grey value"]
     elif survey.channels == 3 and survey.kind != "volumes":
         colours = ["red", "green", "blue"]
-    else:
-        colours = [f"channel {index}" for index in range(survey.channels)]
 
-    numbered = {str(index): text for index, text in enumerate(colours)}
     image = {
         "type": "image", "format": "magnitude", "modality": "n/a", "num_channels": survey.channels,
         "spatial_shape": shape, "dtype": "float32", "value_range": [-10, 10], "is_patch_data": survey.kind == "volumes",
-        "channel_def": numbered,
+        "channel_def": _numbered(colours),
     }  # fmt: skip
     pred = {
         "type": "image" if segments else "probabilities", "format": "segmentation" if segments else "classes",
         "modality": "n/a", "num_channels": len(survey.classes), "spatial_shape": shape if segments else [],
         "dtype": "float32", "value_range": [0, 1], "is_patch_data": survey.kind == "volumes",
-        "channel_def": {str(index): text for index, text in enumerate(survey.classes)},
+        "channel_def": _numbered(survey.classes),
     }  # fmt: skip
     versions = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
 
