@@ -94,9 +94,8 @@ class Bundle(Problem):
             device=torch.device(device),
             dataset=root.name if is_shipped else known_as,
         )
-        overrides = {key.replace("::", "#"): value for key, value in (config or {}).items()}
         vars(self).update(root=root, policy=policy)
-        self._open(overrides, None, {})
+        self._open(_by_id(config or {}), None, {})
 
     def _open(
         self,
@@ -159,10 +158,7 @@ class Bundle(Problem):
         bundle = Bundle.__new__(Bundle)
         parts = ("name", "source", "device", "dataset", "root", "policy", "start")
         vars(bundle).update({key: getattr(self, key) for key in parts})
-        overrides = {
-            **self._overrides,
-            **{key.replace("::", "#"): value for key, value in config.items()},
-        }
+        overrides = {**self._overrides, **_by_id(config)}
         bundle._open(overrides, find_unlabelled or self._find_unlabelled, self._embeddings)
         return bundle
 
@@ -214,12 +210,14 @@ class Bundle(Problem):
         """Build the network anew; two calls share nothing."""
         if self.custom_trainer:
             return custom_trainer.CustomTrainer(self._config, self._trainer).model.to(self.device)
-        return apply_init_weights(
-            self._network_with()[0], {} if INIT_WEIGHTS in self._config else self._overrides
-        )
+
+        # a bundle with an id of this name starts its network by itself
+        overrides = {} if INIT_WEIGHTS in self._config else self._overrides
+        return apply_init_weights(self._network_with()[0], overrides)
 
     def _network_with(self, *keys: str) -> list[Any]:
         """Return a new network, and what ids make of it."""
+        # ids that are evaluated together hold the same network: an optimiser has its parameters
         network, *dependents = self._config.build_new(f"{self._trainer}#network", *keys)
         self._require(network, nn.Module, "network", "module", "nn.Module")
         return [network.to(self.device), *dependents]
@@ -250,10 +248,11 @@ class Bundle(Problem):
     @cached_property
     def loss(self) -> LossFunction:
         """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
-        as_float = compatibility.FLOAT_LABELS in self._config.adapted
-        return mean_loss(
-            compatibility.with_float_labels(self.loss_function) if as_float else self.loss_function
-        )
+        loss = self.loss_function
+        if compatibility.FLOAT_LABELS in self._config.adapted:
+            loss = compatibility.with_float_labels(loss)
+
+        return mean_loss(loss)
 
     def optimizer(
         self, network: nn.Module, lr: float | None = None, epoch: int = 0
@@ -275,10 +274,9 @@ class Bundle(Problem):
         schedule_id = find_schedule(self._config)
         with stream(0, "optimizer"):
             network, optimizer = self._network_with(optimizer_id)
+            scheduler = None
             if schedule_id:
                 scheduler = self._network_with(optimizer_id, schedule_id)[2]
-            else:
-                scheduler = None
 
         self._require(optimizer, torch.optim.Optimizer, "optimizer", "optimiser", "optim.Optimizer")
         return OptimizerFactory(optimizer, network, scheduler)
@@ -384,10 +382,9 @@ class Bundle(Problem):
             return ()
 
         names = channel_names(self.metadata)
-        if self._is_declared:
-            count = len(names)
-        else:
-            count = max(2, self.trial.prediction.shape[1])
+        count = len(names)
+        if not self._is_declared:
+            count = max(2, self.trial.prediction.shape[1])  # one output is the second class's logit
 
         check_labels(self.items, count, f"bundle {self.name!r}")
         if len(names) == count:
@@ -406,10 +403,10 @@ class Bundle(Problem):
     @cached_property
     def key_metric(self) -> str:
         """Name of the validation metric that selects the best round."""
-        if self.task == "classification" or (
-            self.task == "segmentation" and self._is_scored_by_medfl
-        ):
+        by_medfl = self.task == "segmentation" and self._is_scored_by_medfl
+        if self.task == "classification" or by_medfl:
             return str(self.protocol.get("key_metric", KEY_METRICS[self.task]))
+
         return self._key_metric[0]
 
     @cached_property
@@ -420,14 +417,10 @@ class Bundle(Problem):
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
         if self.task == "classification":
-            if self._is_scored_by_medfl:
-                batch_size = {}
-            else:
-                batch_size = {"batch_size": self._validation_batch_size()}
-
-            return ClassEvaluator(
-                **batch_size, ends_in_sigmoid=isinstance(self.loss_function, nn.BCELoss)
-            )
+            # where the bundle's own evaluator scores, batches are as large as its own
+            size = {} if self._is_scored_by_medfl else {"batch_size": self._validation_batch_size()}
+            ends_in_sigmoid = isinstance(self.loss_function, nn.BCELoss)
+            return ClassEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid)
 
         if self.custom_trainer:
             return CaseEvaluator(
@@ -438,10 +431,9 @@ class Bundle(Problem):
 
         # other tasks and bundles are scored as their own evaluator does it
         inferer, postprocessing = scoring(self._config)
+        tolerance = 1.0  # mm
         if "surface_tolerance" in self._config:
             tolerance = float(self.get("surface_tolerance"))
-        else:
-            tolerance = 1.0
 
         if self.task == "segmentation" and self._is_scored_by_medfl:
             return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
@@ -464,9 +456,9 @@ class Bundle(Problem):
             raise InputError(
                 f"{where} has no key 'text'", allowed, "add it, as in the shipped bundles"
             )
-        classes = (
-            channel_names(self.metadata) if self._is_declared else self.classes
-        )  # known without the data
+
+        # declared ones are known without the data
+        classes = channel_names(self.metadata) if self._is_declared else self.classes
         return read_text(self.protocol["text"], classes, str(where))
 
     def embeddings(self, plm: str) -> Tensor:
@@ -498,20 +490,18 @@ class Bundle(Problem):
         if self.dataset:
             return ()
 
-        by_loss = (
-            self.key_metric == "loss"
-        )  # asked for first: the trial may add to what was adapted
+        # asked for first: the trial may add to what was adapted
+        by_loss = self.key_metric == "loss"
+        train = self.sections["train"]
         texts = [
-            *notes(
-                self.root,
-                self.policy,
-                self._config,
-                self._trainer,
-                self.sections["train"],
-                self.is_scheduled,
-            )
+            *notes(self.root, self.policy, self._config, self._trainer, train, self.is_scheduled)
         ]
         if by_loss and not self.custom_trainer:
             texts.append("it has no key metric: the best round has the lowest validation loss")
 
         return tuple(f"bundle {self.name}: {text}" for text in texts)
+
+
+def _by_id(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return overrides with ids as MONAI writes them today: `a#b`, which was `a::b`."""
+    return {key.replace("::", "#"): value for key, value in config.items()}

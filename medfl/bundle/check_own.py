@@ -84,9 +84,11 @@ def ids_of(bundle: Problem) -> dict[str, Any]:
 
 
 def _layout(ids: Mapping[str, Any]) -> str:
-    folders = {
-        name: f"{ids[name]}/".removeprefix("./") for name in ("images", "masks") if ids.get(name)
-    }
+    folders = {}
+    for name in ("images", "masks"):
+        if ids.get(name):
+            folders[name] = f"{ids[name]}/".removeprefix("./")
+
     if "masks" in folders:
         shared = folders["images"] == folders["masks"]
         return (

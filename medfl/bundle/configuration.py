@@ -163,19 +163,17 @@ class Configuration:
         node = replace_removed(node)
         safe = {key: self._harmless(value, key) for key, value in node.items()}
         target = target_name(node)
-        self.adapted |= set() if target == old else {f"{old}:{target}"}
+        if target != old:
+            self.adapted.add(f"{old}:{target}")
 
         for name in compatibility.idle_arguments(target, safe):
             del safe[name]
             self.adapted.add(f"{target}.{name}")
 
         if target in _CACHES:
-            safe = {
-                key: safe[key]
-                for key in ("_disabled_", "_requires_", "data", "transform")
-                if key in safe
-            }
-            return {"_target_": "monai.data.Dataset", **safe}
+            arguments = ("_disabled_", "_requires_", "data", "transform")
+            plain = {key: safe[key] for key in arguments if key in safe}
+            return {"_target_": "monai.data.Dataset", **plain}
 
         if target in _LOADED:
             return {**safe, "cache_num": 0}
@@ -221,7 +219,8 @@ class Configuration:
     def dependencies_of(self, key: str, parser: ConfigParser | None = None) -> dict[str, Any]:
         """Return the unevaluated content of an id and of everything that it refers to."""
         contents: dict[str, Any] = {}
-        todo, parser = [key.replace("#", "::")], parser or self._parser
+        parser = parser or self._parser
+        todo = [key.replace("#", "::")]
         while todo:
             key = todo.pop()
             if key not in contents and key in parser:
@@ -234,9 +233,8 @@ class Configuration:
 
     def evaluated(self, key: str) -> Any:
         """Return the object of an id, the same one each time; InputError names an id that fails, and the cause."""
-        with stream(
-            0, "configuration"
-        ):  # for lists that the bundle shuffles without a seed of its own
+        # a stream for lists that the bundle shuffles without a seed of its own
+        with stream(0, "configuration"):
             return self._evaluate(self._parser, key)
 
     def build_new(self, *keys: str) -> list[Any]:
@@ -270,12 +268,10 @@ class Configuration:
             compatibility.arrays_in_pickles(),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter(
-                "ignore", ResourceWarning
-            )  # `json.load(open(…))` is the bundle's habit
-            warnings.filterwarnings(
-                "ignore", "This DataLoader will create"
-            )  # processes that are never started
+            # `json.load(open(…))` is the bundle's habit
+            warnings.simplefilter("ignore", ResourceWarning)
+            # about worker processes, which are never started
+            warnings.filterwarnings("ignore", "This DataLoader will create")
             try:
                 return parser.get_parsed_content(key)
             except Exception as error:
@@ -298,24 +294,18 @@ def by_existing_ids(values: Mapping[str, Any], content: Mapping[str, Any]) -> di
     """
     values = monai_networks.replaced(values, content)
     values = {key: value for key, value in values.items() if key != INIT_WEIGHTS or key in content}
-    by_name = (
-        "network_name" in content
-        and isinstance(name := values.get("network"), str)
-        and name[:1] not in "$@%"
-    )
-    return {
-        "network_name" if by_name and key == "network" else key: value
-        for key, value in values.items()
-    }
+    name = values.get("network")
+    if "network_name" in content and isinstance(name, str) and name[:1] not in "$@%":
+        renamed = {"network": "network_name"}
+        return {renamed.get(key, key): value for key, value in values.items()}
+
+    return values
 
 
 def _places(values: Iterable[Any]) -> set[Path]:
     """Return the absolute paths among a user's values; what a bundle itself names opens no folder."""
-    return {
-        Path(value)
-        for value in values
-        if isinstance(value, str | Path) and Path(value).is_absolute()
-    }
+    paths = (Path(value) for value in values if isinstance(value, str | Path))
+    return {path for path in paths if path.is_absolute()}
 
 
 def target_name(node: Mapping[str, Any]) -> str:

@@ -17,16 +17,15 @@ _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 
 def find_trainer(config: Configuration) -> str:
     """Return the id of a bundle's trainer; InputError if it lacks one, or what federated training needs of it."""
-    key, node = next(
-        ((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)),
-        ("", {}),
-    )
-    if not key:
+    trainers = [place for place in map(config.raw, _TRAINERS) if isinstance(place[1], Mapping)]
+    if not trainers:
         raise InputError(
             f"{config.file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(config.ids)}",
             "federated training needs a SupervisedTrainer",
             f"add an id 'trainer' with the SupervisedTrainer to {config.file.name}",
         )
+
+    key, node = trainers[0]
     if not target_name(node).endswith("Trainer"):
         raise InputError(
             f"{config.file}: id {key!r} is a {node.get('_target_')}",
@@ -34,12 +33,11 @@ def find_trainer(config: Configuration) -> str:
             "make it a SupervisedTrainer, or give another bundle's folder",
         )
 
-    if own_trainer_class(config, key):
-        supervised: tuple[str, ...] = ()
-    else:
-        supervised = ("network", "loss_function", "optimizer")
+    parts = ["train_data_loader"]
+    if not own_trainer_class(config, key):
+        parts = ["network", "loss_function", "optimizer", *parts]
 
-    for part in (*supervised, "train_data_loader"):
+    for part in parts:
         if part not in node:
             raise InputError(
                 f"{config.file} has no id '{key}#{part}'", "a trainer has it", "add it"

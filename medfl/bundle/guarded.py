@@ -107,20 +107,17 @@ class _Component(ConfigComponent):
         if config.get("_mode_", "default") != "default":
             raise Refused(f"_mode_ of {name}, where only 'default' is")
 
-        arguments = {
-            **{key: value for key, value in config.items() if key not in self.non_arg_keys},
-            **extra,
-        }
+        arguments = {key: value for key, value in config.items() if key not in self.non_arg_keys}
+        arguments |= extra
         if name.endswith("DataLoader"):
             arguments |= {"num_workers": 0, "multiprocessing_context": None, "worker_init_fn": None}
-            arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
-
-        for word in (
-            () if is_own else ("compile", "compile_kwargs")
-        ):  # of an engine: they would start a compiler
-            arguments.pop(word, None)
+            arguments.pop("persistent_workers", None)
+            arguments.pop("prefetch_factor", None)
 
         if not is_own:
+            # of an engine: they would start a compiler
+            arguments.pop("compile", None)
+            arguments.pop("compile_kwargs", None)
             self._evaluator.check_handed([arguments.get("func")], objects=False)
             self._evaluator.check_handed(arguments.values(), objects=True)
 
@@ -131,9 +128,8 @@ class _Component(ConfigComponent):
         try:
             instance = factory(**arguments)
         except Exception as error:
-            raise RuntimeError(
-                f"{name} cannot be made with {', '.join(arguments) or 'nothing'}"
-            ) from error
+            words = ", ".join(arguments) or "nothing"
+            raise RuntimeError(f"{name} cannot be made with {words}") from error
 
         if not is_own:
             guard_readers(instance, self._evaluator.check_path)

@@ -65,9 +65,12 @@ def of_files(
         InputError: an image that the transforms refuse, or masks that they do not read.
     """
     labels = labels or {}
-    entries = [
-        {"image": uri, **({"label": labels[i]} if i in labels else {})} for i, uri in files.items()
-    ]
+    entries: list[dict[str, Any]] = []
+    for ident, uri in files.items():
+        entries.append({"image": uri})
+        if ident in labels:
+            entries[-1]["label"] = labels[ident]
+
     items = [{"id": ident} for ident in files]
     return prepare(items, Source(entries, (transforms, _Labelled(task))), label="reading images")
 
@@ -96,13 +99,13 @@ def masks(
 
         return mask.numpy()
 
-    cases = zip(
-        shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True
-    )
-    return [
-        {"id": ident, "mask": None if case is None else on_file(index, case.prediction.cpu())}
-        for index, ident, case in cases
-    ]
+    outputs = evaluator.masks(network, shard, device)
+    results: list[dict[str, Any]] = []
+    for index, ident, case in zip(shard.indices.tolist(), shard.ids, outputs, strict=True):
+        mask = None if case is None else on_file(index, case.prediction.cpu())
+        results.append({"id": ident, "mask": mask})
+
+    return results
 
 
 class _Labelled(Transform):
@@ -122,11 +125,9 @@ class _Labelled(Transform):
             )
 
         if label is None:
-            segments = self.task == "segmentation"
-            if segments:
+            label = 0
+            if self.task == "segmentation":
                 label = torch.zeros((1, *image.shape[1:]), dtype=torch.uint8)
-            else:
-                label = 0
 
         return {**data, "label": label}
 
@@ -153,15 +154,16 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
     channels = channels_of(metadata)
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
-        paths = [
-            Path(image).expanduser()
-            if isinstance(image, str | Path)
-            else _written(np.asarray(image), Path(folder) / f"image-{number}")
-            for number, image in enumerate(listed)
-        ]
+        paths = []
+        for number, image in enumerate(listed):
+            if isinstance(image, str | Path):
+                paths.append(Path(image).expanduser())
+            else:
+                paths.append(_written(np.asarray(image), Path(folder) / f"image-{number}"))
 
         if not paths:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
+
         yield joined(named(paths, volumes), channels)
 
 

@@ -42,9 +42,8 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
                 else "leave --preset out",
             )
 
-        preset: Mapping[str, Any] = {
-            key: value for key, value in offered[name].items() if key != "about"
-        }
+        preset = dict(offered[name] or {})
+        preset.pop("about", None)
         if unknown := sorted(preset.keys() - _DEFAULTS.keys()):
             raise InputError(
                 f"{unknown[0]!r} in preset {name!r} of bundle {bundle!r}",
@@ -64,9 +63,10 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
 
 def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> None:
     """Raise InputError where `methods`, `config`, `presets`, a method or a preset is given and is no table."""
-    tables = {
-        key: values.get(key) for key in ("methods", "config", *(() if within else ("presets",)))
-    }
+    tables = {key: values.get(key) for key in ("methods", "config")}
+    if not within:  # a preset has no presets
+        tables["presets"] = values.get("presets")
+
     for key in ("methods", "presets"):
         if isinstance(inner := tables.get(key), Mapping):
             tables |= {f"{key}: {name}": value for name, value in inner.items()}
@@ -88,9 +88,10 @@ def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
     texts: dict[str, list[str]] = {}
     for site, facts in sites.items():
-        for fact, names in (
-            facts.items() if isinstance(facts, Mapping) else [(str(facts), None)] if facts else ()
-        ):
+        if facts and not isinstance(facts, Mapping):
+            facts = {str(facts): None}  # refused below
+
+        for fact, names in (facts or {}).items():
             listed = [names] if isinstance(names, str) else names
             if fact not in _OF_SITES or not isinstance(listed, list) or not listed:
                 raise InputError(
@@ -101,11 +102,8 @@ def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
             texts.setdefault(_OF_SITES[fact], []).append(f"{site}={','.join(map(str, listed))}")
 
-    return {
-        **values,
-        "sites": len(sites),
-        **{setting: ";".join(parts) for setting, parts in texts.items()},
-    }
+    settings = {setting: ";".join(parts) for setting, parts in texts.items()}
+    return {**values, "sites": len(sites), **settings}
 
 
 def options_for(protocol: Mapping[str, Any], method: str) -> Mapping[str, Any]:

@@ -80,15 +80,9 @@ class BundleSections:
     @property
     def has_training_items(self) -> bool:
         """Tell whether the training data list, as the bundle makes it, has items."""
+        dataset_id = self._loader_ids(self._config, "train")[1]
         try:
-            return (
-                len(
-                    take_apart(
-                        self._config.evaluated(self._loader_ids(self._config, "train")[1])
-                    ).entries
-                )
-                > 0
-            )
+            return len(take_apart(self._config.evaluated(dataset_id)).entries) > 0
         except (InputError, TypeError):
             return False
 
@@ -102,22 +96,21 @@ class BundleSections:
         if self._unscored or self.images_only:
             return True  # no items serve for others
 
-        validate, test = (
-            config.dependencies_of(config.within(self._loader_ids(config, "validate")[1], "data"))
-            for config in (self._config, self._evaluation)
-        )
-
-        if validate == test:
+        if self._validation_data(self._config) == self._validation_data(self._evaluation):
             return False
 
         try:
             self._opened["test"] = self._open("test")
-        except (
-            InputError
-        ) as error:  # many a bundle's test data lie in another way than those that it trains on
+        except InputError as error:
+            # many a bundle's test data lie in another way than those that it trains on
             self.test_error = str(error)
 
         return not self.test_error
+
+    def _validation_data(self, config: Configuration) -> dict[str, Any]:
+        """Return the unevaluated content of the validation data list, and of what it refers to."""
+        dataset_id = self._loader_ids(config, "validate")[1]
+        return config.dependencies_of(config.within(dataset_id, "data"))
 
     def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
         """Return the ids of a section's data loader ("" if there is none) and data set."""
@@ -159,10 +152,9 @@ class BundleSections:
     def _open(self, section: str) -> Section:
         config = self._evaluation if section == "test" else self._config
         loader_id, dataset_id = self._loader_ids(config, section)
+        data_id = config.within(dataset_id, "data")
         if self.images_only:
-            config.override(
-                {config.within(dataset_id, "data"): [{}]}
-            )  # the bundle would look for labels
+            config.override({data_id: [{}]})  # the bundle would look for labels
 
         dataset = config.evaluated(dataset_id)
         try:
@@ -182,23 +174,19 @@ class BundleSections:
 
         if len(source.entries) == 0:
             raise InputError(
-                f"{config.file}: the data list '{config.within(dataset_id, 'data')}' of section {section!r} is empty",
+                f"{config.file}: the data list {data_id!r} of section {section!r} is empty",
                 "each section has at least one item",
                 "check dataset_dir: give the data folder with --data",
             )
 
         engine = self._trainer if section == "train" else find_evaluator(config)
-        has_own = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
-        prepare_batch = (
-            config.evaluated(f"{engine}#prepare_batch") if has_own else default_prepare_batch
-        )
-        prepare_batch = _as_loaded if self._has_own_trainer else prepare_batch
+        prepare_batch: Callable[..., Any] = default_prepare_batch
+        if self._has_own_trainer:
+            prepare_batch = _as_loaded
+        elif engine and config.raw(f"{engine}#prepare_batch")[1] is not None:
+            prepare_batch = config.evaluated(f"{engine}#prepare_batch")
 
-        if "dataset_dir" in config:
-            folder = config.evaluated("dataset_dir")
-        else:
-            folder = self.root
-
+        folder = config.evaluated("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         items, source = self._with_channels(items, source)
         return Section(
@@ -219,17 +207,16 @@ class BundleSections:
         if not any(absent):
             return items, source
 
-        items = [
-            {**item, LACKS: lacks} if lacks else item
-            for item, lacks in zip(items, absent, strict=True)
-        ]
-        return items, fill_missing(replace(source, entries=entries), channels)
+        marked = []
+        for item, lacks in zip(items, absent, strict=True):
+            marked.append({**item, LACKS: lacks} if lacks else item)
+
+        return marked, fill_missing(replace(source, entries=entries), channels)
 
 
 def _without_marks(entry: Any) -> Any:
     """Return an entry as the bundle gives it; what it lacks is found out here and never taken from it."""
-    marked = isinstance(entry, Mapping) and not {NO_LABEL, LACKS}.isdisjoint(entry)
-    if marked:
+    if isinstance(entry, Mapping) and (NO_LABEL in entry or LACKS in entry):
         return {key: value for key, value in entry.items() if key not in (NO_LABEL, LACKS)}
 
     return entry

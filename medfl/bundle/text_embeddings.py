@@ -167,14 +167,17 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     if plm.endswith(".safetensors"):
         return load(Path(plm).expanduser(), text)
 
-    for path in (*([shipped / f"{plm}.safetensors"] if shipped else []), cached(plm, text)):
+    paths = [cached(plm, text)]
+    if shipped:
+        paths.insert(0, shipped / f"{plm}.safetensors")
+
+    for path in paths:
         if path.is_file():
             return load(path, text, own=True)
 
+    # half precision, as from the file that they would be kept in
     built = build(plm, text)
-    return replace(
-        built, values=unit(built.values.half())
-    )  # as from the file that it would be kept in
+    return replace(built, values=unit(built.values.half()))
 
 
 def cached(plm: str, text: Text) -> Path:
@@ -258,16 +261,13 @@ def _open(
         )
 
     instead = "take embeddings that are made already"
-    with at_hand(
-        f"language model {plm!r}",
-        "open_clip" if clip else "transformers",
-        advice,
-        instead,
-        download=download,
-    ):
-        network, encode = (
-            _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
-        )
+    reader = "open_clip" if clip else "transformers"
+    with at_hand(f"language model {plm!r}", reader, advice, instead, download=download):
+        if clip:
+            network, encode = _open_clip(plm, folder)
+        else:
+            network, encode = _transformer(folder or _HUB[plm], masked)
+
         return network, encode, _hash(network, folder)
 
 
@@ -293,9 +293,8 @@ def at_hand(
             f"it is read with {reader}",
             f"{pip_install('teachers')}, or {instead}",
         ) from error
-    except (
-        Exception
-    ) as error:  # hub, safetensors, tokenizers and network errors have no common base
+    except Exception as error:
+        # errors of the hub, safetensors, tokenizers and the network have no common base
         text = " ".join(str(error).replace(";", ",").split())
         problem = f"{model} is not at hand ({type(error).__name__}: {text[:160]})"
         raise InputError(
@@ -307,17 +306,13 @@ def at_hand(
 
 def _hash(network: nn.Module, folder: str | None) -> str:
     if folder:
-        files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)]
-    else:
-        files = []
+        files = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]
+        if len(files) == 1:
+            return file_sha256(files[0])
 
-    if len(files) == 1:
-        return file_sha256(files[0])
-
+    # a pooler that the weights lack would be random, and it is not used
     used = {name: t for name, t in network.state_dict().items() if not name.startswith("pooler.")}
-    return weights_sha256(
-        used
-    )  # a pooler that the weights lack would be random, and it is not used
+    return weights_sha256(used)
 
 
 def _packaged(plm: str) -> str | None:
@@ -360,10 +355,9 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
     def encode(texts: Sequence[str]) -> Tensor:
         tokens = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
         hidden: Tensor = model(**tokens).last_hidden_state
-        if masked:
-            mask = tokens["attention_mask"]
-        else:
-            mask = torch.ones_like(tokens["attention_mask"])
+        mask = tokens["attention_mask"]
+        if not masked:
+            mask = torch.ones_like(mask)
 
         mean: Tensor = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         return mean

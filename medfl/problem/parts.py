@@ -40,6 +40,8 @@ _TASKS = ("classification", "segmentation", "other")
 # parts: whoever makes the same parts again in a new process has them found here.
 _GIVEN: dict[str, Parts] = {}
 _SIMPLE = (str, int, float, bool, tuple, type(None))
+_LIBRARIES = ("torch", "monai", "builtins", "functools", "torchvision", "ignite")
+"""Packages whose functions a hash knows by name; of others it has the source."""
 
 
 def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -95,9 +97,9 @@ class Parts:
         check_name(self.name, "name of the parts")
         if self.task not in _TASKS:
             raise InputError(f"task {self.task!r}", f"tasks are {', '.join(_TASKS)}", "choose one")
-        if self.task != "other" and (
-            len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)
-        ):
+
+        is_ambiguous = len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)
+        if self.task != "other" and is_ambiguous:
             raise InputError(
                 f"classes={self.classes!r}",
                 "two or more different names",
@@ -105,40 +107,30 @@ class Parts:
             )
 
         object.__setattr__(self, "classes", tuple(self.classes))
-        if reserved := [
-            name for name in self.metrics if name in METRICS or name in ("probabilities", "label")
-        ]:
-            raise InputError(
-                f"metric {reserved[0]!r}",
-                "a name that medfl's metrics do not have",
-                "call it otherwise",
-            )
+        for name in self.metrics:
+            if name in METRICS or name in ("probabilities", "label"):
+                allowed = "a name that medfl's metrics do not have"
+                raise InputError(f"metric {name!r}", allowed, "call it otherwise")
 
         self._check_metric()
         for part in ("loss", "optimizer", "inferer", "network", "prepare_batch", "scheduler"):
-            if not callable(getattr(self, part)) and (
-                part != "scheduler" or self.scheduler is not None
-            ):
+            value = getattr(self, part)
+            is_default = part == "scheduler" and value is None
+            if not callable(value) and not is_default:
                 raise InputError(
-                    f"{part}={getattr(self, part)!r:.60}",
-                    f"{part} can be called",
-                    "see medfl.Parts",
+                    f"{part}={value!r:.60}", f"{part} can be called", "see medfl.Parts"
                 )
 
         _GIVEN[self.bundle_name] = self
 
     def _check_metric(self) -> None:
-        if self.task == "segmentation":
-            structure_metrics = [f"dice_{name}" for name in self.classes]
-        else:
-            structure_metrics = []
+        metric_names = [*self.metrics, "loss"]
+        if self.task != "other":
+            metric_names += METRICS
 
-        metric_names = [
-            *self.metrics,
-            "loss",
-            *([] if self.task == "other" else METRICS),
-            *structure_metrics,
-        ]
+        if self.task == "segmentation":
+            metric_names += [f"dice_{name}" for name in self.classes]
+
         if self.key_metric and self.key_metric not in metric_names:
             advice = did_you_mean(self.key_metric, metric_names, "choose one")
             raise InputError(
@@ -222,14 +214,7 @@ def _plain(holder: object) -> dict[str, object]:
 def _source(value: Any) -> str:
     """Return the source of a function or class that is the user's own, its name where there is none."""
     home = str(getattr(value, "__module__", ""))
-    if home.partition(".")[0] not in (
-        "torch",
-        "monai",
-        "builtins",
-        "functools",
-        "torchvision",
-        "ignite",
-    ):
+    if home.partition(".")[0] not in _LIBRARIES:
         try:
             return inspect.getsource(value)
         except (OSError, TypeError):  # typed at a prompt: its bytecode tells it apart
@@ -311,11 +296,10 @@ class PartsProblem(Problem):
                     "give for example functools.partial(torch.optim.SGD, lr=0.1)",
                 )
 
-            schedule = self.parts.scheduler
-            if schedule is None:
-                scheduler = None
-            else:
-                scheduler = schedule(self.parts.optimizer(network.parameters()))
+            scheduler = None
+            if self.parts.scheduler is not None:
+                # of an optimiser of its own: a schedule ties copies of an optimiser to itself
+                scheduler = self.parts.scheduler(self.parts.optimizer(network.parameters()))
 
         return OptimizerFactory(optimizer, network, scheduler)
 
@@ -331,24 +315,18 @@ class PartsProblem(Problem):
     def task(self) -> str:  # type: ignore[override]
         """The given task, after network, loss, data and classes were tried together; InputError if they do not fit."""
         # sites whose networks share layers would train each other's
-        first, second = (dict.fromkeys(self.network().parameters()) for _ in range(2))
-        if any(parameter in second for parameter in first):
+        first = set(self.network().parameters())
+        second = set(self.network().parameters())
+        if not first.isdisjoint(second):
             problem = "network returns the same layers at each call"
             raise InputError(problem, "a function that makes new ones", "make them inside it")
 
         # one output is the logit of the second of two classes
         output = self.trial.prediction
         classes = self.parts.classes
-        if isinstance(output, Tensor) and output.ndim > 1:
-            outputs = int(output.shape[1])
-        else:
-            outputs = 0
-
-        if (
-            self.parts.task != "other"
-            and outputs != len(classes)
-            and (outputs, len(classes)) != (1, 2)
-        ):
+        outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
+        fits = outputs == len(classes) or (outputs, len(classes)) == (1, 2)
+        if self.parts.task != "other" and not fits:
             problem = f"a network with {outputs} outputs"
             raise InputError(
                 problem, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs"

@@ -117,7 +117,7 @@ class PartSections:
             sites += [site] * len(source.entries)
 
         source = _joined(datasets, sources)
-        items: list[Item] = []
+        items: list[dict[str, Any]] = []
         for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True):
             items.append({**item, "centre": site})
 
@@ -125,7 +125,9 @@ class PartSections:
             for item, label in zip(items, _labels(source), strict=True):
                 item["label"] = label
 
-        return Section(source, items, self._loader(section, loaders), self._prepare_batch)
+        return Section(
+            source, list[Item](items), self._loader(section, loaders), self._prepare_batch
+        )
 
     def _loader(self, section: str, loaders: list[DataLoader[Any]]) -> Any:
         """Return what says how batches are made: the loaders of all sites agree on it."""

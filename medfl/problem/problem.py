@@ -217,11 +217,14 @@ class Problem:
 
     def is_drawn(self, folder: str) -> bool:
         """Tell whether the images are drawn ones, as a file beside them says; `folder` is theirs, "" if unknown."""
-        lists = [
-            data for section in SECTIONS if isinstance(data := self.data(section), list | tuple)
-        ]
-        paths = [path for data in lists for entry in data for path in _paths(entry)]
-        return own.cohort_of([Path(folder), *paths] if folder else paths) is not None
+        paths = [Path(folder)] if folder else []
+        for section in SECTIONS:
+            data = self.data(section)
+            if isinstance(data, list | tuple):
+                for entry in data:
+                    paths += _paths(entry)
+
+        return own.cohort_of(paths) is not None
 
     def disk_cache(self, section: str) -> DiskCache | None:
         """Return where samples go that are too large for memory; None where their transforms cannot be named."""
@@ -315,7 +318,10 @@ class Problem:
 
 def _paths(entry: object) -> Iterator[Path]:
     """Yield all texts and paths in an entry of a data list."""
-    for value in entry.values() if isinstance(entry, Mapping) else ():
+    if not isinstance(entry, Mapping):
+        return
+
+    for value in entry.values():
         for part in value if isinstance(value, list | tuple) else (value,):
             if isinstance(part, str | os.PathLike):
                 yield from map(Path, str(part).split(JOINED))
@@ -325,9 +331,11 @@ def prepared_sections(
     problem: Problem, *, jobs: int = 1, progress: bool = False
 ) -> dict[str, Prepared]:
     """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
-    sections = {
-        section: problem.prepared(section, jobs=jobs, progress=progress)
-        for section in SECTIONS
-        if section != "test" or problem.has_test
-    }
-    return {**sections, "test": sections.get("test", sections["validate"])}
+    sections: dict[str, Prepared] = {}
+    for section in SECTIONS:
+        if section == "test" and not problem.has_test:
+            sections[section] = sections["validate"]
+        else:
+            sections[section] = problem.prepared(section, jobs=jobs, progress=progress)
+
+    return sections

@@ -45,7 +45,7 @@ _MONAI = {"_target_", "_requires_", "_disabled_", "_desc_", "_mode_"}
 
 def give_numpy_names(texts: Iterable[str]) -> set[str]:
     """Give NumPy the names back that these texts use and it has under another; return what was done."""
-    names = {name for text in texts for name in _USES.findall(text)}
+    names = set[str]().union(*map(_USES.findall, texts))
     for name in names:
         setattr(np, name, _GONE[name])
     return {f"numpy.{name}" for name in names}

@@ -49,12 +49,13 @@ def without_fetching(node: Any) -> Any:
         return [without_fetching(value) for value in node]
     if not isinstance(node, Mapping):
         return node
-    return {
-        key: False
-        if value is True and re.split("#|::", str(key))[-1] == "pretrained"
-        else without_fetching(value)
-        for key, value in node.items()
-    }
+
+    content = {}
+    for key, value in node.items():
+        fetches = value is True and re.split("#|::", str(key))[-1] == "pretrained"
+        content[key] = False if fetches else without_fetching(value)
+
+    return content
 
 
 def rewritten(key: str, text: str, device: torch.device) -> str:

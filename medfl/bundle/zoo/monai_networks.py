@@ -44,24 +44,20 @@ def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str,
 
         return dict(values)
 
-    rest = {
-        key: value
-        for key, value in values.items()
-        if key not in ("network", "network_name", ARGUMENTS)
-    }
-    id_ = next(
-        (
-            key
-            for key in _IDS
-            if isinstance(content.get(key), Mapping) and "_target_" in content[key]
-        ),
-        None,
-    )
-    if id_ is None:
-        return {**rest, _IDS[0]: network}  # no such id: told as of any other
+    changed = dict(values)
+    arguments = changed.pop(ARGUMENTS, None) or {}
+    for key in ("network", "network_name"):
+        changed.pop(key, None)
 
-    name = {"network_name": network} if "network_name" in content else {}
-    return {**rest, **name, id_: _node(network, values.get(ARGUMENTS) or {}, content[id_])}
+    for key in _IDS:
+        node = content.get(key)
+        if isinstance(node, Mapping) and "_target_" in node:
+            if "network_name" in content:
+                changed["network_name"] = network
+
+            return {**changed, key: _node(network, arguments, node)}
+
+    return {**changed, _IDS[0]: network}  # the bundle has no such id, which its error says
 
 
 def names() -> tuple[str, ...]:
@@ -116,23 +112,26 @@ def _node(network: str, arguments: Any, former: Mapping[str, Any]) -> dict[str, 
     if "pretrained" in parameters:
         values.setdefault("pretrained", False)
 
-    own_parameters = inspect.signature(factory).parameters.values()
-    needed = [
-        parameter.name
-        for parameter in own_parameters
-        if parameter.name in parameters and parameter.default is parameter.empty
-    ]
-    if missing := [key for key in needed if key not in values]:
+    missing = []
+    for key, parameter in inspect.signature(factory).parameters.items():
+        is_needed = key in parameters and parameter.default is parameter.empty
+        if is_needed and key not in values:
+            missing.append(key)
+
+    if missing:
         raise InputError(
             f"--config network={network} without {', '.join(missing)}",
             f"{name} needs them",
             f"add --config {ARGUMENTS}={{{', '.join(f'{key}: ...' for key in missing)}}}",
         )
 
+    checked = dict(values)
+    for key, value in values.items():
+        if isinstance(value, str) and value.startswith(("$", "@", "%")):
+            checked[key] = ...  # an expression of the former network, checked where it is evaluated
+
     try:
-        texts = {key: value for key, value in values.items() if isinstance(value, str)}
-        references = {key: ... for key, text in texts.items() if text.startswith(("$", "@", "%"))}
-        check_arguments(factory, (), {**values, **references})
+        check_arguments(factory, (), checked)
     except Refused as refused:
         raise InputError(
             f"--config network={network}: {refused}", "what inspection lists", "leave it out"
@@ -143,8 +142,9 @@ def _node(network: str, arguments: Any, former: Mapping[str, Any]) -> dict[str, 
 
 def _carried_over(former: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the channels and dimensions of the network that was there, under the names of the new one."""
-    two = {"spatial_dims": 2} if str(former["_target_"]).startswith("medfl.") else {}
-    before = {**two, **former}
+    # medfl's own networks of pictures do not say their dimensions
+    default = {"spatial_dims": 2} if str(former["_target_"]).startswith("medfl.") else {}
+    before = {**default, **former}
     carried = dict[str, Any]()
     for spellings in _SAME:
         value = next((before[key] for key in spellings if key in before), None)

@@ -19,7 +19,8 @@ def notes(
 ) -> Iterator[str]:
     """Yield the notes of a bundle."""
     trainer_class = own_trainer_class(config, trainer)
-    inferer, amp = (config.raw(f"{trainer}#{part}")[1] for part in ("inferer", "amp"))
+    inferer = config.raw(f"{trainer}#inferer")[1]
+    amp = config.raw(f"{trainer}#amp")[1]
     sampler = getattr(train.loader, "sampler", None)
     modules = sorted(own_modules(root))
 
@@ -64,8 +65,10 @@ def notes(
     if trainer_class:
         scored = "" if find_evaluator(config) else ", and nothing is scored"
         yield f"its {trainer_class} takes its steps by itself, without its handlers{scored}"
-        starts = (texts for _, texts in map(config.raw, config.ids) if isinstance(texts, list))
-        begun = next((texts for texts in starts if f"$@{trainer}.run()" in texts), [])
+        run = f"$@{trainer}.run()"
+        for _, texts in map(config.raw, config.ids):
+            if isinstance(texts, list) and run in texts:
+                if left_out := [str(text) for text in texts if text != run]:
+                    yield f"what it does beside running it is left out: {', '.join(left_out)}"
 
-        if left_out := [str(text) for text in begun if text != f"$@{trainer}.run()"]:
-            yield f"what it does beside running it is left out: {', '.join(left_out)}"
+                break
