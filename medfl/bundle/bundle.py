@@ -35,7 +35,7 @@ from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.findings import TRAINING
 from medfl.policy.policy import Policy
-from medfl.problem.described import channel_names, mask_names
+from medfl.problem.described import Config, Document, channel_names, mask_names
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.problem import LossFunction, Problem, Trial
 from medfl.problem.prompts import Text, read_text
@@ -75,7 +75,7 @@ class Bundle(Problem):
     def __init__(
         self,
         name_or_path: str,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         device: torch.device | str = "cpu",
         policy: Policy | None = None,
         *,
@@ -99,7 +99,7 @@ class Bundle(Problem):
 
     def _open(
         self,
-        overrides: Mapping[str, Any],
+        overrides: Config,
         find_unlabelled: FindUnlabelled | None,
         embeddings: Mapping[str, tuple[Tensor, str]],
     ) -> None:
@@ -137,7 +137,7 @@ class Bundle(Problem):
             _embeddings=dict(embeddings),
         )
 
-    _overrides: Mapping[str, Any]
+    _overrides: Config
     _file: Path
     _config: Configuration
     _trainer: str
@@ -145,9 +145,7 @@ class Bundle(Problem):
     _embeddings: dict[str, tuple[Tensor, str]]
     _validation_batch_size: Callable[[], int]
 
-    def variant(
-        self, config: Mapping[str, Any], find_unlabelled: FindUnlabelled | None = None
-    ) -> Bundle:
+    def variant(self, config: Config, find_unlabelled: FindUnlabelled | None = None) -> Bundle:
         """Return this bundle with further ids of its configuration overridden.
 
         Args:
@@ -178,16 +176,16 @@ class Bundle(Problem):
         """Tell whether the configuration has an id."""
         return key in self._config
 
-    def _read(self, overrides: Mapping[str, Any], *files: Path) -> Configuration:
+    def _read(self, overrides: Config, *files: Path) -> Configuration:
         return Configuration(self.root, files, overrides, self.metadata, self.device, self.policy)
 
     @cached_property
-    def metadata(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def metadata(self) -> Config:  # type: ignore[override]
         """The content of metadata.json, empty if there is none."""
         return read_metadata(self.root)
 
     @cached_property
-    def protocol(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def protocol(self) -> Config:  # type: ignore[override]
         """The content of federated.yaml, the defaults of a run; empty if there is none."""
         declared = read_protocol(str(self.root))
         if self.dataset and self.root not in shipped_folders().values():
@@ -222,7 +220,7 @@ class Bundle(Problem):
         self._require(network, nn.Module, "network", "module", "nn.Module")
         return [network.to(self.device), *dependents]
 
-    def _require(self, value: Any, kind: type, part: str, noun: str, path: str) -> None:
+    def _require(self, value: object, kind: type, part: str, noun: str, path: str) -> None:
         if not isinstance(value, kind):
             problem = f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}"
             raise InputError(
@@ -502,6 +500,6 @@ class Bundle(Problem):
         return tuple(f"bundle {self.name}: {text}" for text in texts)
 
 
-def _by_id(config: Mapping[str, Any]) -> dict[str, Any]:
+def _by_id(config: Config) -> Document:
     """Return overrides with ids as MONAI writes them today: `a#b`, which was `a::b`."""
     return {key.replace("::", "#"): value for key, value in config.items()}

@@ -88,7 +88,7 @@ BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
 """All bands, from young to old."""
 
 
-def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(row: Mapping[str, object]) -> dict[str, Any]:
     """Return the columns of a row that are known here, under the names that they have here."""
     lower = {str(key).strip().lower(): value for key, value in row.items()}
     columns: dict[str, Any] = {}
@@ -135,7 +135,7 @@ def _stem(path: str) -> str:
     return _file_name(path).partition(".")[0]
 
 
-def _by_name(rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+def _by_name(rows: Sequence[Mapping[str, str]], ids: Sequence[str]) -> dict[str, Mapping[str, str]]:
     """Return id -> row, by the first column that names items: whole, by file name, or by that without its ending."""
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
     for column in [heads[name] for name in _NAMES if name in heads]:

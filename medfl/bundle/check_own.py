@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
@@ -14,6 +13,7 @@ from medfl.datasets.readers import own_folder, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
+from medfl.problem.described import Config, Document
 from medfl.problem.problem import Problem
 
 _IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split")
@@ -71,9 +71,9 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     )  # fmt: skip
 
 
-def ids_of(bundle: Problem) -> dict[str, Any]:
+def ids_of(bundle: Problem) -> Document:
     """Return the ids of a bundle that say where its images are, those that it has."""
-    values: dict[str, Any] = {}
+    values: Document = {}
     for name in _IDS:
         try:
             values[name] = bundle.get(name)
@@ -83,7 +83,7 @@ def ids_of(bundle: Problem) -> dict[str, Any]:
     return {"classes": None, "group_by": None, **values}
 
 
-def _layout(ids: Mapping[str, Any]) -> str:
+def _layout(ids: Config) -> str:
     folders = {}
     for name in ("images", "masks"):
         if ids.get(name):
@@ -103,7 +103,7 @@ def _layout(ids: Mapping[str, Any]) -> str:
     return f"{images} [+ cases.csv]"
 
 
-def _read(root: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
+def _read(root: Path, ids: Config) -> Callable[[Record], object]:
     """Return what reads an image, with its mask where it has one."""
     if not ids.get("masks"):
         return lambda record: read_pixels(record.image)
@@ -114,7 +114,7 @@ def _read(root: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
 
 
 def _notes(
-    root: Path, ids: Mapping[str, Any], dataset: own.OwnImages, records: Sequence[Record]
+    root: Path, ids: Config, dataset: own.OwnImages, records: Sequence[Record]
 ) -> tuple[str, ...]:
     """Return what is left out, and what is known of patients."""
     unknown = bool(records) and all(record.group == record.id for record in records)

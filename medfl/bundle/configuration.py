@@ -32,6 +32,7 @@ from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
 from medfl.policy.allowed import replace_removed
 from medfl.policy.policy import Policy
+from medfl.problem.described import Config, Document
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
@@ -69,8 +70,8 @@ class Configuration:
         self,
         root: Path,
         files: Sequence[Path],
-        overrides: Mapping[str, Any],
-        metadata: Mapping[str, Any],
+        overrides: Config,
+        metadata: Config,
         device: torch.device,
         policy: Policy,
     ) -> None:
@@ -100,7 +101,7 @@ class Configuration:
         fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 
-    def override(self, values: Mapping[str, Any]) -> None:
+    def override(self, values: Config) -> None:
         """Give ids other values, unevaluated, and forget what was evaluated; InputError for an id that is not there."""
         ids = list(self._merged.get())
         for key, value in by_existing_ids(values, self._merged.get()).items():
@@ -212,13 +213,13 @@ class Configuration:
         written_at, node = self.raw(f"{key}#{part}")
         return key if node is None else written_at
 
-    def nodes(self, target: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def nodes(self, target: str) -> Iterator[tuple[str, Config]]:
         """Yield id and content of every component whose class has this name, wherever it stands."""
         return (part for part in components(self._parser.get()) if target_name(part[1]) == target)
 
-    def dependencies_of(self, key: str, parser: ConfigParser | None = None) -> dict[str, Any]:
+    def dependencies_of(self, key: str, parser: ConfigParser | None = None) -> Document:
         """Return the unevaluated content of an id and of everything that it refers to."""
-        contents: dict[str, Any] = {}
+        contents: Document = {}
         parser = parser or self._parser
         todo = [key.replace("#", "::")]
         while todo:
@@ -286,7 +287,7 @@ class Configuration:
                         del resolved[name]
 
 
-def by_existing_ids(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+def by_existing_ids(values: Config, content: Config) -> Document:
     """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id.
 
     A network of MONAI is the component of its class (`medfl.bundle.zoo.monai_networks`); `init_weights` is read by
@@ -302,13 +303,13 @@ def by_existing_ids(values: Mapping[str, Any], content: Mapping[str, Any]) -> di
     return values
 
 
-def _places(values: Iterable[Any]) -> set[Path]:
+def _places(values: Iterable[object]) -> set[Path]:
     """Return the absolute paths among a user's values; what a bundle itself names opens no folder."""
     paths = (Path(value) for value in values if isinstance(value, str | Path))
     return {path for path in paths if path.is_absolute()}
 
 
-def target_name(node: Mapping[str, Any]) -> str:
+def target_name(node: Config) -> str:
     """Return the class name of a component without its module, "" for anything else."""
     target = node.get("_target_", "")
     if isinstance(target, str):
@@ -317,9 +318,9 @@ def target_name(node: Mapping[str, Any]) -> str:
     return ""
 
 
-def components(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def components(content: Config) -> Iterator[tuple[str, Config]]:
     """Yield id and content of every component in contents by id."""
-    todo: list[tuple[str, Any]] = [("", content)]
+    todo: list[tuple[str, object]] = [("", content)]
     while todo:
         key, node = todo.pop()
         if isinstance(node, Mapping) and "_target_" in node:

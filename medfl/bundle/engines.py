@@ -10,6 +10,7 @@ from monai.inferers import SimpleInferer
 from medfl.bundle.configuration import Configuration, target_name
 from medfl.core.errors import InputError
 from medfl.evaluation.metrics import higher_is_better
+from medfl.problem.described import Config
 
 _TRAINERS = ("train#trainer", "trainer")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
@@ -95,7 +96,7 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     return name, metric
 
 
-def is_disabled(config: Configuration, key: str, node: Mapping[str, Any]) -> bool:
+def is_disabled(config: Configuration, key: str, node: Config) -> bool:
     """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
     value = config.evaluated(f"{key}#_disabled_") if "_disabled_" in node else False
     if isinstance(value, str):

@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,7 +14,7 @@ from medfl import datasets
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
-from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
+from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS, Config, Document
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
@@ -87,7 +86,7 @@ def config_file(root: Path, stem: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def read_protocol(name_or_path: str) -> Mapping[str, Any]:
+def read_protocol(name_or_path: str) -> Config:
     """Return the content of a bundle's federated.yaml, empty if there is none.
 
     It is read before the bundle is inspected: of one that does not ship as plain values, bounded as those of a job.
@@ -110,7 +109,7 @@ def read_protocol(name_or_path: str) -> Mapping[str, Any]:
         ) from error
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Document:
     """Return the content of a JSON or YAML file; InputError if it is not valid."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -123,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def read_metadata(root: Path) -> dict[str, Any]:
+def read_metadata(root: Path) -> Document:
     """Return the content of a bundle's metadata.json, {} where it has none.
 
     Raises:
@@ -131,9 +130,9 @@ def read_metadata(root: Path) -> dict[str, Any]:
     """
     path = root / "configs" / "metadata.json"
     described = read(path) if path.is_file() else {}
-    kinds = dict.fromkeys(("inputs", "outputs"), dict[str, dict[str, Any]])
+    kinds = dict.fromkeys(("inputs", "outputs"), dict[str, Document])
     errors = [*type_errors(described, {"network_data_format": kinds})]
-    tensors: list[dict[str, Any]] = []
+    tensors: list[Document] = []
     if not errors:
         formats = described.get("network_data_format", {})
         for kind in kinds:
@@ -160,7 +159,7 @@ def read_metadata(root: Path) -> dict[str, Any]:
     return described
 
 
-def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
+def sha256_of(root: Path, protocol: Config) -> str:
     """Return the hash of `Bundle.sha256`: of what is trained, so federated.yaml counts by its class texts alone."""
     digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
     files = [*(root / "configs").glob("*"), *(root / "embeddings").glob("*")]

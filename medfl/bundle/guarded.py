@@ -8,7 +8,7 @@ expression goes through `policy.evaluate`. A bundle that the user trusts (`--tru
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -27,10 +27,11 @@ from medfl.policy.components import check_arguments, component, is_never_made
 from medfl.policy.evaluate import ExpressionEvaluator, values_inside
 from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
 from medfl.policy.policy import Policy
+from medfl.problem.described import Config
 
 
 def guarded_parser(
-    content: Mapping[str, Any], policy: Policy, own_modules: frozenset[str], roots: Collection[Path]
+    content: Config, policy: Policy, own_modules: frozenset[str], roots: Collection[Path]
 ) -> ConfigParser:
     """Return a parser of a configuration that makes and evaluates only what is listed.
 
@@ -136,7 +137,7 @@ class _Component(ConfigComponent):
 
         return instance
 
-    def _check_items(self, arguments: Mapping[str, Any]) -> None:
+    def _check_items(self, arguments: Config) -> None:
         """Refuse items of a data set that name files elsewhere: they are hashed, or opened while it is made."""
         for value in values_inside(list(arguments.values())):
             if isinstance(value, PurePath) or (isinstance(value, str) and _is_place(value)):

@@ -17,7 +17,7 @@ from medfl.core.errors import InputError
 from medfl.policy import admission
 from medfl.policy.findings import INFERENCE
 from medfl.policy.policy import Policy
-from medfl.problem.described import mask_names, tensor_described
+from medfl.problem.described import Config, mask_names, tensor_described
 from medfl.storage.files import load_pickled, load_weights
 
 
@@ -35,7 +35,7 @@ class Inference:
     root: Path
     file: Path
     config: Configuration
-    described: Mapping[str, Any]
+    described: Config
     weights: Path
     network: nn.Module
 

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
-from medfl.data.prepared import Prepared, Shard
+from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import joined, named
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
 from medfl.evaluation.save_masks import to_original
-from medfl.problem.described import tensor_described
+from medfl.problem.described import Config, tensor_described
 from medfl.problem.problem import Problem
 
 Images = str | Path | Sequence[str | Path | NDArray[Any]]
@@ -114,7 +114,7 @@ class _Labelled(Transform):
     def __init__(self, task: str) -> None:
         self.task = task
 
-    def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, data: Item) -> dict[str, Any]:
         image = data["image"]
         label = data.get("label")
         if isinstance(label, str):
@@ -141,7 +141,7 @@ def transforms_of(bundle: Problem) -> Transform:
 
 
 @contextmanager
-def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+def as_files(images: Images, metadata: Config) -> Iterator[dict[str, str]]:
     """Give id -> URI, an id for each that is given, as `unlabelled.named` makes them.
 
     Arrays become files of a temporary folder, for bundles read files.
@@ -167,12 +167,12 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
         yield joined(named(paths, volumes), channels)
 
 
-def is_volumes(metadata: Mapping[str, Any]) -> bool:
+def is_volumes(metadata: Config) -> bool:
     """Tell whether images are volumes, by a bundle's metadata; where it is silent they are."""
     return len(tensor_described(metadata, "inputs", "image").get("spatial_shape") or ()) != 2
 
 
-def channels_of(metadata: Mapping[str, Any]) -> int:
+def channels_of(metadata: Config) -> int:
     """Return how many channels an image has, by a bundle's metadata."""
     return int(tensor_described(metadata, "inputs", "image").get("num_channels") or 1)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +23,7 @@ from medfl.data.source import NO_LABEL
 from medfl.datasets.phantoms.phantom import PHANTOM_VERSION
 from medfl.policy.policy import Policy
 from medfl.problem import parts
+from medfl.problem.described import Config
 from medfl.problem.parts import PartsProblem
 from medfl.problem.problem import Problem
 from medfl.storage.places import PHANTOM, cache_folder
@@ -49,7 +48,7 @@ def phantom_folder(name: str) -> Path:
 
 def open_problem(
     name: str,
-    config: Mapping[str, Any] | None = None,
+    config: Config | None = None,
     device: torch.device | str = "cpu",
     policy: Policy | None = None,
 ) -> Problem:
@@ -63,7 +62,7 @@ def open_problem(
     return Bundle(name, config, device, policy)
 
 
-def require_buildable(problem: Problem, config: Mapping[str, Any]) -> None:
+def require_buildable(problem: Problem, config: Config) -> None:
     """Build a shipped bundle's network once under `config`, so that a bad setting is told early.
 
     Another's network may need the data folder, which is not known yet.
@@ -85,7 +84,7 @@ def require_buildable(problem: Problem, config: Mapping[str, Any]) -> None:
         problem.network()
 
 
-def protocol_of(name: str) -> Mapping[str, Any]:
+def protocol_of(name: str) -> Config:
     """Return the protocol of a bundle, or of parts in Python."""
     if parts.is_parts(name):
         return parts.protocol_of_parts(name)
@@ -110,7 +109,7 @@ def is_recorded(name_or_path: str, run: Run) -> bool:
 
 def reopened(
     run: Run,
-    config: Mapping[str, Any],
+    config: Config,
     device: torch.device | str,
     policy: Policy | None = None,
     *,
@@ -196,7 +195,7 @@ class WithData:
 def with_data(
     problem: Problem,
     data: str | None,
-    config: Mapping[str, Any],
+    config: Config,
     *,
     say: Print = str,
     seed: int = 0,
@@ -254,7 +253,7 @@ def _is_unknown(name: str, data: str) -> bool:
 
 
 def _take_unlabelled(
-    bundle: Bundle, overrides: Mapping[str, Any], folder: Path
+    bundle: Bundle, overrides: Config, folder: Path
 ) -> tuple[Bundle, tuple[str, ...]]:
     """Return a bundle with a folder's images without labels among the training items, and a note on them."""
     bundle = bundle.variant(overrides, partial(unlabelled_images.find, folder=folder))
@@ -289,9 +288,7 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
     return offered[0]
 
 
-def _of_own_data(
-    problem: Problem, data: str | None, config: Mapping[str, Any], unlabelled: bool
-) -> WithData:
+def _of_own_data(problem: Problem, data: str | None, config: Config, unlabelled: bool) -> WithData:
     """Open a problem whose data are no data set of medfl's."""
     if data == PHANTOM:
         advice = "give this bundle's data folder, or omit --data"

@@ -17,7 +17,7 @@ from medfl.core.errors import InputError
 from medfl.data.incomplete_entries import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.prepared import Item
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
-from medfl.problem.described import tensor_described
+from medfl.problem.described import Document, tensor_described
 from medfl.problem.sections import Section
 
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
@@ -31,7 +31,7 @@ def _as_loaded(batch: Any, *_: object) -> tuple[Any, None]:
 class UnlabelledEntries:
     """Images without labels: entries for a data list, and whether the data have no others (`alone`)."""
 
-    entries: Sequence[Mapping[str, Any]] = ()
+    entries: Sequence[Item] = ()
     alone: bool = False
 
 
@@ -107,7 +107,7 @@ class BundleSections:
 
         return not self.test_error
 
-    def _validation_data(self, config: Configuration) -> dict[str, Any]:
+    def _validation_data(self, config: Configuration) -> Document:
         """Return the unevaluated content of the validation data list, and of what it refers to."""
         dataset_id = self._loader_ids(config, "validate")[1]
         return config.dependencies_of(config.within(dataset_id, "data"))

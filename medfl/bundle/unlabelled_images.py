@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
@@ -13,12 +12,14 @@ from medfl.bundle.check_own import ids_of
 from medfl.bundle.new_images import channels_of, is_volumes
 from medfl.bundle.sections import UnlabelledEntries
 from medfl.core.task import SECTIONS
+from medfl.data.prepared import Item
 from medfl.datasets import own
 from medfl.datasets.base import item_of, read_table
 from medfl.datasets.readers import cases, grouping, matching, pairs, tables
 from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.unlabelled import joined, named
+from medfl.problem.described import Config
 
 
 def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
@@ -53,7 +54,7 @@ def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
     return UnlabelledEntries(entries, alone)
 
 
-def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
+def _entry(bundle: Bundle, ident: str, uri: str) -> Item:
     files = uri.split(JOINED)
     (first, *below) = ident.split("/")
     centre = below[0] if first == own.UNLABELLED and len(below) > 1 else "unknown"
@@ -61,7 +62,7 @@ def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
     return {"image": image, "id": ident, "centre": centre, "group": ident}
 
 
-def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> UnlabelledEntries:
+def _of_own(root: Path, ids: Config, channels: int) -> UnlabelledEntries:
     """Return the images of a folder as `medfl new` knows it.
 
     Those that a table puts into another section, or whose patient has images there, are left out.
@@ -90,7 +91,7 @@ def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> UnlabelledEntr
     return UnlabelledEntries(entries, bool(unlabelled))
 
 
-def _alone(root: Path, images: Path, ids: Mapping[str, Any], channels: int) -> tuple[Record, ...]:
+def _alone(root: Path, images: Path, ids: Config, channels: int) -> tuple[Record, ...]:
     """Return the images of a folder in which none has a label; none where some have."""
     if ids.get("masks"):
         masks = own.path_below(root, str(ids["masks"]))

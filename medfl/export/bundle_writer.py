@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from monai.inferers import SimpleInferer
@@ -43,6 +42,7 @@ from medfl.export.formats import (
     write,
 )
 from medfl.export.images import Images, compare_predictions, test_images
+from medfl.problem.described import Config, Document
 from medfl.problem.parts import is_parts
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.storage.files import save_weights, write_atomic, writing
@@ -65,7 +65,7 @@ def export(
     formats: Sequence[str] = tuple(LIMITS),
     data: str | None = None,
     say: Print = str,
-) -> dict[str, Any]:
+) -> Document:
     """Write a run's model as a MONAI bundle; the models of several sites as one bundle each, below `out`.
 
     Args:
@@ -136,7 +136,7 @@ class _NetworkDefinition:
     """How a configuration defines the network: "configuration" (as it is), "medfl" with arguments, or "torchscript"."""
 
     kind: str
-    arguments: Mapping[str, Any]
+    arguments: Config
 
 
 class _BundleWriter:
@@ -170,7 +170,7 @@ class _BundleWriter:
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> Document:
         """Write everything and check it."""
         network = self.model.network.eval()
         recorder = ShapeRecorder(network)
@@ -210,7 +210,7 @@ class _BundleWriter:
             "version": meta["version"], "files": files, "notes": self.notes,
         }  # fmt: skip
 
-    def _check_predictions(self, network: nn.Module) -> dict[str, Any] | None:
+    def _check_predictions(self, network: nn.Module) -> dict[str, float] | None:
         """Compare the network with the run's predictions; raise a RunError where they differ."""
         comparison = compare_predictions(network, self.trained, self.model, self.images)
         limit = _SAME_PREDICTIONS[self.trained.computed_on_cpu]
@@ -249,7 +249,7 @@ class _BundleWriter:
 
         return _NetworkDefinition("torchscript", {})
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> Document:
         """Return the arguments of `medfl.exported.network`, with all options, so that later defaults change nothing."""
         run = self.trained.run
         shapes = list[list[int]]()
@@ -388,7 +388,7 @@ class _BundleWriter:
             elif (self.root / f"{name}.py").is_file():
                 shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
 
-    def _describe(self, meta: Mapping[str, Any]) -> None:
+    def _describe(self, meta: Config) -> None:
         inference = config_file(self.folder, "inference")
         text = descriptions.readme(
             meta, self.trained, self.model, inference, self.notes, self.any_folder

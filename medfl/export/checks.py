@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -15,6 +14,7 @@ from medfl.bundle.files import config_file, read
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.export.formats import quiet
+from medfl.problem.described import Document
 from medfl.storage.files import file_sha256
 
 LARGE = 25_000_000
@@ -63,7 +63,7 @@ def problems(folder: Path, data: str | None = None) -> list[str]:
     return [*lines, *_schema(folder), *in_and_out]
 
 
-def _version(meta: dict[str, Any]) -> Iterator[str]:
+def _version(meta: Document) -> Iterator[str]:
     version = str(meta.get("version", ""))
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         yield f"metadata.json: version {version!r} is not semantic"
@@ -80,7 +80,7 @@ def _readme(folder: Path) -> Iterator[str]:
         yield "docs/README.md does not say that this is not a medical device"
 
 
-def _hashes(folder: Path, meta: dict[str, Any]) -> Iterator[str]:
+def _hashes(folder: Path, meta: Document) -> Iterator[str]:
     listed = (meta.get("medfl") or {}).get("files", {})
     here = {path.relative_to(folder).as_posix() for path in (folder / "models").iterdir()}
     for name in sorted(here ^ listed.keys()):
@@ -151,7 +151,7 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
     if "network_def" not in content:
         return
 
-    overrides: dict[str, Any] = {"bundle_root": str(folder), "initial_weights": None}
+    overrides: Document = {"bundle_root": str(folder), "initial_weights": None}
     if data:
         overrides["dataset_dir"] = data
 

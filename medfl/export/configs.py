@@ -14,6 +14,7 @@ import yaml
 
 from medfl.bundle.files import read
 from medfl.export.network import TARGET
+from medfl.problem.described import Config, Document
 
 _TOP_LEVEL_ID = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)
 _SINGLE_LINE = re.compile(r"^[^:]+:[ \t]*\S[^#\n]*?([ \t]+#[^\n]*)?\n?(\s*\n)*$")
@@ -42,13 +43,13 @@ class EditedConfig:
         """Return the value of a top-level id, None if there is none."""
         return self.content.get(key)
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: object) -> None:
         """Change an id if the file has it."""
         if place := self._holder_of(key):
             parent, name = place
             parent[name] = value
 
-    def insert(self, key: str, value: Any, before: str) -> None:
+    def insert(self, key: str, value: object, before: str) -> None:
         """Insert a new top-level id before another one."""
         ids = list(self.content)
         ids.insert(ids.index(before) if before in ids else 0, key)
@@ -106,7 +107,7 @@ class EditedConfig:
         return text
 
 
-def _block(name: str, value: Any, old: str | None) -> str:
+def _block(name: str, value: object, old: str | None) -> str:
     """Return a top-level id as text, with the comments beside and after the block that it replaces."""
     text = _dumped({name: value})
     line = _SINGLE_LINE.match(old) if old else None
@@ -121,14 +122,14 @@ def _block(name: str, value: Any, old: str | None) -> str:
     return text + below[1] if below else text
 
 
-def _dumped(content: Mapping[str, Any]) -> str:
+def _dumped(content: Config) -> str:
     return yaml.dump(dict(content), Dumper=_Plain, sort_keys=False, width=110, allow_unicode=True)
 
 
 class _Plain(yaml.SafeDumper):
     """YAML with short lists on one line, and no aliases."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         """Use no aliases."""
         return True
 
@@ -144,7 +145,7 @@ _Plain.add_representer(list, _list)
 _Plain.add_representer(tuple, _list)
 
 
-def _position(node: Any, part: str) -> str | int | None:
+def _position(node: object, part: str) -> str | int | None:
     """Return the key or index under which a dict or list holds a part of an id, None where it does not."""
     if isinstance(node, list):
         if part.isdecimal() and int(part) < len(node):
@@ -211,12 +212,12 @@ _ROOTS = {
 # The network of an export
 
 
-def network_of_method(node: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def network_of_method(node: Any, arguments: Config) -> Document:
     """Return a `network_def` of the network as a method adapts it."""
     return {"_target_": TARGET, "network": network_without_weights(node), **arguments}
 
 
-def network_with_weights(node: Any, sha256: str) -> dict[str, Any]:
+def network_with_weights(node: Any, sha256: str) -> Document:
     """Return a `network_def` that starts from the weights of the id `initial_weights`."""
     inner = network_without_weights(node)
     exported = isinstance(inner, Mapping) and inner.get("_target_") == TARGET

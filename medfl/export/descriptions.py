@@ -27,6 +27,7 @@ from medfl.core.run import Run
 from medfl.core.task import SECTIONS
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
+from medfl.problem.described import Config, Document
 from medfl.runs.networks_of_run import Model, RunNetworks
 from medfl.storage.files import file_sha256
 from medfl.storage.places import PHANTOM
@@ -82,7 +83,7 @@ def scores(trained: RunNetworks, model: Model) -> dict[str, float]:
     return _finite({f"validation_{key}": value for key, value in validation.items()})
 
 
-def structures(trained: RunNetworks, model: Model) -> dict[str, dict[str, Any]]:
+def structures(trained: RunNetworks, model: Model) -> dict[str, Document]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
     flat = scores(trained, model)
     summary = trained.summary or {}
@@ -94,14 +95,14 @@ def structures(trained: RunNetworks, model: Model) -> dict[str, dict[str, Any]]:
 
     of_site = {}
     for name, values in metrics.items():
-        of_structure: dict[str, Any] = {kind: flat.get(f"{kind}_{slug(name)}") for kind in values}
+        of_structure: Document = {kind: flat.get(f"{kind}_{slug(name)}") for kind in values}
         of_structure["cases"] = int(flat.get(f"cases_{slug(name)}", 0))
         of_site[name] = of_structure
 
     return of_site
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, float]:
+def _finite(values: Config) -> dict[str, float]:
     finite = {}
     for key, value in values.items():
         if isinstance(value, int | float) and math.isfinite(value):
@@ -122,7 +123,7 @@ def counts(run: Run, model: Model) -> dict[str, int]:
 # The record of the run
 
 
-def run_record(trained: RunNetworks) -> dict[str, Any]:
+def run_record(trained: RunNetworks) -> Document:
     """Return run.json and summary.json without paths of the local machine and without the items' names."""
     device = trained.document.get("device", "cpu")
     run = {**trained.document, **trained.run.to_dict(), "device": device}
@@ -152,7 +153,7 @@ def run_record(trained: RunNetworks) -> dict[str, Any]:
     return {"run": _without_paths(run), "summary": _without_paths(trained.summary)}
 
 
-def _without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+def _without(values: Config, *keys: str) -> Document:
     return {key: value for key, value in values.items() if key not in keys}
 
 
@@ -188,7 +189,7 @@ def _without_paths(node: Any) -> Any:
     return node
 
 
-def options(run: Run) -> dict[str, Any]:
+def options(run: Run) -> Document:
     """Return the method's options that are not its defaults, without paths of the local machine."""
     defaults = methods.values_of(methods.load(run.method))
     changed = {}
@@ -199,9 +200,9 @@ def options(run: Run) -> dict[str, Any]:
     return changed
 
 
-def all_options(run: Run) -> dict[str, Any]:
+def all_options(run: Run) -> Document:
     """Return the method's options without paths of the local machine."""
-    values: dict[str, Any] = _without_paths(run.options)
+    values: Document = _without_paths(run.options)
     return values
 
 
@@ -215,7 +216,7 @@ def bundle_metadata(
     recorder: ShapeRecorder,
     agreements: Mapping[str, Agreement],
     kind: str,
-) -> dict[str, Any]:
+) -> Document:
     """Return the content of metadata.json, from that of the run's bundle, where it has one.
 
     `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript"; in
@@ -306,7 +307,7 @@ def title(trained: RunNetworks, model: Model) -> str:
     return f"weights of {whose} after round {model.round}{best}{stopped}: {run.method}, {many} sites{phantom}"
 
 
-def _data_format(source: Mapping[str, Any], recorder: ShapeRecorder) -> dict[str, Any]:
+def _data_format(source: Config, recorder: ShapeRecorder) -> Document:
     """Return network_data_format with the recorded shapes, and defaults for what the source bundle leaves open."""
     inputs, outputs = (deepcopy(dict(source.get(part) or {})) for part in ("inputs", "outputs"))
     for part, name, which in ((inputs, "image", 0), (outputs, "pred", 1)):
@@ -327,9 +328,9 @@ def _data_format(source: Mapping[str, Any], recorder: ShapeRecorder) -> dict[str
 # Files
 
 
-def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
+def weight_files(folder: Path) -> dict[str, Document]:
     """Return bytes and sha256 of each file of weights, by its path."""
-    files: dict[str, dict[str, Any]] = {}
+    files: dict[str, Document] = {}
     for path in sorted((folder / "models").iterdir()):
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
@@ -338,7 +339,7 @@ def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def readme(
-    meta: Mapping[str, Any],
+    meta: Config,
     trained: RunNetworks,
     model: Model,
     inference: Path | None,
@@ -390,7 +391,7 @@ def readme(
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
-def tags(meta: Mapping[str, Any], run: Run) -> list[str]:
+def tags(meta: Config, run: Run) -> list[str]:
     """Return the tags of the bundle."""
     image = meta["network_data_format"]["inputs"]["image"]
     words = ["federated learning", run.method]
@@ -427,6 +428,6 @@ def _sized(count: int) -> str:
     return f"{max(1, round(count / 1e3))} kB"
 
 
-def as_json(document: Mapping[str, Any]) -> str:
+def as_json(document: Config) -> str:
     """Return a JSON file's content."""
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"

@@ -113,7 +113,7 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
 
 def compare_predictions(
     network: nn.Module, trained: RunNetworks, model: Model, images: Images
-) -> dict[str, Any] | None:
+) -> dict[str, float] | None:
     """Compare a network with predictions.csv on these images.
 
     Returns:

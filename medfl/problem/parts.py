@@ -26,6 +26,7 @@ from medfl.core.names import check_name
 from medfl.core.seeding import stream
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import KEY_METRICS, METRICS
+from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.parts_data import PartSections
 from medfl.problem.parts_scores import OwnCases, OwnClasses, OwnMasks
@@ -373,6 +374,6 @@ class PartsProblem(Problem):
         return OwnCases(self.loss, parts.inferer, parts.metrics)
 
 
-def protocol_of_parts(name: str) -> Mapping[str, Any]:
+def protocol_of_parts(name: str) -> Config:
     """Return the protocol of parts: their sites, as they are given."""
     return {"partition": "centre", "task": known(name).task}

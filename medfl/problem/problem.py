@@ -25,6 +25,7 @@ from medfl.datasets.readers.reading import JOINED
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import KEY_METRICS
 from medfl.policy.policy import Policy
+from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.prompts import Text
 from medfl.problem.sections import Section, Sections
@@ -75,8 +76,8 @@ class Problem:
     source: str = ""
     device: torch.device = torch.device("cpu")
     dataset: str = ""
-    metadata: Mapping[str, Any] = {}
-    protocol: Mapping[str, Any] = {}
+    metadata: Config = {}
+    protocol: Config = {}
     start: Mapping[str, Tensor] | None = None
     custom_trainer: str = ""
     amp: bool = False
@@ -116,7 +117,7 @@ class Problem:
         vars(problem).update(parts)
         return problem
 
-    def variant(self, config: Mapping[str, Any]) -> Problem:
+    def variant(self, config: Config) -> Problem:
         """Return this problem with other ids of its configuration, of which only a bundle has one."""
         if not config:
             return self

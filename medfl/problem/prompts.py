@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from medfl.core.errors import InputError
 
@@ -37,7 +37,7 @@ class Text:
         return hashlib.sha256(json.dumps([self.concepts, self.prompts]).encode()).hexdigest()[:12]
 
 
-def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
+def read_text(node: object, classes: Sequence[str], where: str) -> Text:
     """Read `{concepts: {class: phrase}, prompts: [{frames: [...], nouns: [...]}]}`.
 
     Every frame of a group is combined with every noun of it: `{noun}` becomes the noun, `{a noun}` the noun with the
@@ -95,7 +95,7 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
     return Text(tuple(class_of), tuple(_prompts(node.get("prompts"), where)))
 
 
-def _prompts(groups: Any, where: str) -> list[str]:
+def _prompts(groups: object, where: str) -> list[str]:
     """Return the prompts of all groups, each with `{concept}`."""
     prompts: list[str] = []
     for group in groups if isinstance(groups, list) and groups else [groups]:

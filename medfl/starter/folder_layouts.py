@@ -18,7 +18,7 @@ class UserLayout:
         folder: what is given with --data.
         images, masks, labels: places in it, "." for the folder itself and "" where there is none.
         classes: names of the masks' values, where a file says them.
-        said: in which layout they are, where it is more than folders of their own.
+        note: in which layout they are, where it is more than folders of their own.
     """
 
     folder: Path
@@ -26,7 +26,7 @@ class UserLayout:
     masks: str = ""
     labels: str = ""
     classes: tuple[str, ...] = ()
-    said: str = ""
+    note: str = ""
 
 
 def find(
@@ -60,17 +60,17 @@ def find(
     if all((root / name).is_dir() for name in names):
         left_out = "; imagesTs is left out" * (root / "imagesTs").is_dir()
         return _with_names(
-            UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{left_out}")
+            UserLayout(root, *names, note=f"nnU-Net's layout: imagesTr and labelsTr{left_out}")
         )
 
     if (root / conventions.BIDS_FILE).is_file():
         where = conventions.bids_masks(root)
         return UserLayout(
-            root, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects"
+            root, ".", where, note=f"a BIDS data set: masks of {where}, patients are its subjects"
         )
 
-    if said := _together(root):
-        return UserLayout(root, ".", ".", said=said)
+    if note := _together(root):
+        return UserLayout(root, ".", ".", note=note)
 
     return UserLayout(root)
 
@@ -105,10 +105,10 @@ def _with_names(layout: UserLayout) -> UserLayout:
     if layout.masks != conventions.NNUNET_FOLDERS[1] or not path.is_file():
         return layout
     names = conventions.class_names(path)
-    said = layout.said + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(
-        layout.said and names
+    note = layout.note + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(
+        layout.note and names
     )
-    return replace(layout, classes=names, said=said)
+    return replace(layout, classes=names, note=note)
 
 
 def _together(root: Path) -> str:

@@ -300,7 +300,7 @@ def _segmented(
     notes += duplicate_notes(facts, records)
     paths = [*(record.image for record in records), *(record.mask for record in records)]
     fields: dict[str, Any] = {
-        "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
+        "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
         "phantom": str(own.cohort_of(paths) or ""),
         **_patients(dataset, divided, group_by),
     }  # fmt: skip

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA
 from medfl.core.release import DISTRIBUTION, version_of
+from medfl.problem.described import Document
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _numbered(names: Sequence[str]) -> dict[str, str]:
     return {str(index): name for index, name in enumerate(names)}
 
 
-def metadata_of(name: str, survey: Survey, side: int, kind: str) -> dict[str, Any]:
+def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     """Return the content of metadata.json."""
     segments = survey.kind != "labelled"
     shape = list(survey.patch) if survey.kind == "volumes" else [side, side]

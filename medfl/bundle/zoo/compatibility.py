@@ -29,7 +29,7 @@ _SAME = {
     "string_": "bytes_", "bool8": "bool_", "Inf": "inf", "Infinity": "inf", "infty": "inf", "PINF": "inf", "NaN": "nan",
 }  # fmt: skip
 """Names that NumPy 2 took away, and what was and is the same under another."""
-_PYTHON: dict[str, Any] = {"float": float, "int": int, "bool": bool}
+_PYTHON: dict[str, type] = {"float": float, "int": int, "bool": bool}
 """Names that NumPy took away, and Python's own that they were."""
 _GONE = {
     old: vars(np)[new] for old, new in _SAME.items() if old not in vars(np) and new in vars(np)
@@ -93,7 +93,7 @@ def with_float_labels(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 @torch.no_grad()
-def needs_float_labels(loss: Any, device: torch.device) -> bool:
+def needs_float_labels(loss: object, device: torch.device) -> bool:
     """Tell whether a loss of PyTorch's kind fails on labels that are true or false, and not on 1.0 and 0.0."""
     if not isinstance(loss, nn.Module):
         return False

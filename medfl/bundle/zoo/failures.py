@@ -7,12 +7,12 @@ import traceback
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from medfl.core.errors import InputError, as_text, missing_package, root_cause, without_package
 from medfl.core.untrusted import Refused
 from medfl.policy.evaluate import ElsewhereRefused
 from medfl.policy.findings import NOT_LISTED
+from medfl.problem.described import Config
 
 _NAME_DATA = (
     "a bundle looks into its own folder and those that you name",
@@ -25,7 +25,7 @@ _OTHER_VERSION = re.compile(
 
 
 def explained(
-    error: Exception, key: str, file: Path, content: Mapping[str, Any], resolved: Mapping[str, Any]
+    error: Exception, key: str, file: Path, content: Config, resolved: Config
 ) -> InputError:
     """Return an error that names the innermost id that failed, the root cause and what helps.
 
@@ -65,7 +65,7 @@ def explained(
     )
 
 
-def _reader(key: str, content: Any) -> str:
+def _reader(key: str, content: object) -> str:
     """Return the id by which a component's reader of images is chosen, "" if it has none."""
     node = content
     parts = key.split("#")
@@ -95,7 +95,7 @@ def _missing_file(cause: BaseException) -> str:
     return match[1] if match else ""
 
 
-def _without_file(where: str, path: str, file: Path, resolved: Mapping[str, Any]) -> InputError:
+def _without_file(where: str, path: str, file: Path, resolved: Config) -> InputError:
     advice = []
     for file_list in file.parents[1].glob("large_files.y*ml"):
         if Path(path).name in file_list.read_text(encoding="utf-8"):
@@ -114,9 +114,7 @@ def _without_file(where: str, path: str, file: Path, resolved: Mapping[str, Any]
     )
 
 
-def _of_other_version(
-    where: str, cause: BaseException, key: str, metadata: Mapping[str, Any]
-) -> InputError:
+def _of_other_version(where: str, cause: BaseException, key: str, metadata: Config) -> InputError:
     package = "numpy" if "numpy" in str(cause) else "monai"
     recorded = metadata.get(f"{package}_version")
     return InputError(

@@ -17,6 +17,7 @@ from torch import nn
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import Refused
 from medfl.policy.components import check_arguments, component
+from medfl.problem.described import Config, Document
 
 PREFIX = "monai:"
 ARGUMENTS = "network_args"
@@ -28,7 +29,7 @@ _ADAPTERS = ("NetAdapter", "TorchVisionFCModel")
 """What puts a head on another network: their `in_channels` are those of the head."""
 
 
-def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+def replaced(values: Config, content: Config) -> Document:
     """Return overrides in which a network of MONAI is a component: ids that exist -> value.
 
     Raises:
@@ -82,7 +83,7 @@ def _network_class(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _node(network: str, arguments: Any, former: Mapping[str, Any]) -> dict[str, Any]:
+def _node(network: str, arguments: object, former: Config) -> Document:
     name = network.removeprefix(PREFIX)
     factory = _network_class(name)
     if factory is None:
@@ -140,12 +141,12 @@ def _node(network: str, arguments: Any, former: Mapping[str, Any]) -> dict[str, 
     return {"_target_": f"monai.networks.nets.{name}", **values}
 
 
-def _carried_over(former: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _carried_over(former: Config, parameters: Mapping[str, object]) -> Document:
     """Return the channels and dimensions of the network that was there, under the names of the new one."""
     # medfl's own networks of pictures do not say their dimensions
     default = {"spatial_dims": 2} if str(former["_target_"]).startswith("medfl.") else {}
     before = {**default, **former}
-    carried = dict[str, Any]()
+    carried: Document = {}
     for spellings in _SAME:
         value = next((before[key] for key in spellings if key in before), None)
         key = next((key for key in spellings if key in parameters), None)
