@@ -47,15 +47,14 @@ FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
 _FORMER = {"trial": False, "scores": "medfl"}
-"""What a shipped bundle of an earlier release does not declare by itself, and was true of it."""
+"""Declared for shipped bundles of earlier releases, whose own federated.yaml lacks these keys."""
 
 
 class Bundle(Problem):
     """A MONAI bundle with a trainer, supervised or with an iteration of its own.
 
-    What its federated.yaml declares is taken at its word: `trial: false` that task, `in_channels` and class names are
-    as declared, so that no step is tried to find them out; `scores: medfl` that medfl's own evaluator of the task
-    scores it.
+    Its federated.yaml may declare two things. With `trial: false`, task, `in_channels` and class names are taken from
+    the configuration, without a trial step. With `scores: medfl`, medfl's own evaluator of the task scores it.
 
     Args:
         name_or_path: a shipped bundle's name, or the folder of any MONAI bundle.
@@ -316,12 +315,12 @@ class Bundle(Problem):
 
     @cached_property
     def trial(self) -> Trial:
-        """As of `Problem`; none is made where the trainer takes its steps by itself."""
+        """A trial step as of `Problem`; an empty one for a custom trainer."""
         if not self.custom_trainer:
             return super().trial
 
         with stream(0, "trial"):
-            self.network()  # shows what it needs; of data there is nothing to tell
+            self.network()  # raises where a package or file is missing; no image is read
         return Trial()
 
     def _try_loss(self, prediction: Any, target: Any) -> None:
@@ -436,8 +435,12 @@ class Bundle(Problem):
         if self.task == "segmentation" and self._is_scored_by_medfl:
             return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
 
-        masks = (tolerance, self.structures) if self.task == "segmentation" else ()
-        return CaseEvaluator(*self._key_metric, inferer, postprocessing, *masks)
+        if self.task == "segmentation":
+            return CaseEvaluator(
+                *self._key_metric, inferer, postprocessing, tolerance, self.structures
+            )
+
+        return CaseEvaluator(*self._key_metric, inferer, postprocessing)
 
     # Classes in words
 

@@ -119,13 +119,15 @@ def _notes(
     """Return what is left out, and what is known of patients."""
     unknown = bool(records) and all(record.group == record.id for record in records)
     groups = len({record.group for record in records})
+    patients = []
     if unknown:
-        patients: tuple[str, ...] = (own.UNKNOWN_PATIENTS,)
+        patients.append(own.UNKNOWN_PATIENTS)
     elif records:
-        patients = (f"{groups} patients, each in one section",)
-    else:
-        patients = ()
+        patients.append(f"{groups} patients, each in one section")
 
     in_classes = not (ids.get("masks") or ids.get("labels"))
-    beside = own.beside_classes(root, dataset.records) if in_classes else ()
-    return (*dataset.notes, *beside, *own_folder.odd(root), *patients)
+    notes = list(dataset.notes)
+    if in_classes:
+        notes += own.beside_classes(root, dataset.records)
+
+    return (*notes, *own_folder.odd(root), *patients)

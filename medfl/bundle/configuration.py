@@ -1,4 +1,4 @@
-"""Configuration: a MONAI bundle's training configuration, read without doing what it does on the side.
+"""Configuration: a MONAI bundle's training configuration, read without its side effects.
 
 Ids are looked up one by one: the lists `run` and `initialize` never are, and trainers and evaluators are made by
 `engines` alone, without their handlers, which write files. Before parsing, transforms that save or invert are disabled
@@ -121,9 +121,10 @@ class Configuration:
         if self.file.stem == "inference":
             content = conventions.without_fetching(content)
 
-        self.lists = (
-            conventions.data_lists(content, self.root, self._folder) if self._folder else {}
-        )
+        self.lists: dict[str, str] = {}
+        if self._folder:
+            self.lists = conventions.data_lists(content, self.root, self._folder)
+
         self._content = self._harmless({**content, **self.lists, "_meta_": self.metadata})
         self._parser = self._parse()
 

@@ -69,9 +69,12 @@ def find_evaluator(config: Configuration) -> str | None:
 def scoring(config: Configuration) -> tuple[Any, Any]:
     """Return the evaluator's inferer, MONAI's simplest without one, and its postprocessing, None without one."""
     engine = find_evaluator(config)
-    keys = f"{engine}#inferer", f"{engine}#postprocessing"
-    inferer, postprocessing = (config.evaluated(key) if key in config else None for key in keys)
-    return inferer or SimpleInferer(), postprocessing
+    inferer = _part(config, f"{engine}#inferer")
+    return inferer or SimpleInferer(), _part(config, f"{engine}#postprocessing")
+
+
+def _part(config: Configuration, key: str) -> Any:
+    return config.evaluated(key) if key in config else None
 
 
 def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
@@ -80,7 +83,7 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     "dice" is MONAI's MeanDice; a metric of which less is better says so in its name.
     """
     evaluator = find_evaluator(config)
-    key, metrics = config.raw(f"{evaluator}#key_val_metric") if evaluator else ("", None)
+    key, metrics = config.raw(f"{evaluator}#key_val_metric")
     if not isinstance(metrics, Mapping) or not metrics:
         return "loss", loss
 
@@ -91,14 +94,18 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
 
     if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
         better = config.evaluated(f"{evaluator}#metric_cmp_fn")
-        name += "_error" if better(0.0, 1.0) else ""
+        if better(0.0, 1.0):  # the name alone says which way it goes
+            name += "_error"
 
     return name, metric
 
 
 def is_disabled(config: Configuration, key: str, node: Config) -> bool:
     """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
-    value = config.evaluated(f"{key}#_disabled_") if "_disabled_" in node else False
+    if "_disabled_" not in node:
+        return False
+
+    value = config.evaluated(f"{key}#_disabled_")
     if isinstance(value, str):
         return value.strip().lower() == "true"
 

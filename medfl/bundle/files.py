@@ -1,4 +1,4 @@
-"""Where bundles lie, and their files as they are written: nothing is evaluated, PyTorch and MONAI are not needed."""
+"""Find bundles and read their files without evaluating them; needs neither PyTorch nor MONAI."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def config_file(root: Path, stem: str) -> Path | None:
 def read_protocol(name_or_path: str) -> Config:
     """Return the content of a bundle's federated.yaml, empty if there is none.
 
-    It is read before the bundle is inspected: of one that does not ship as plain values, bounded as those of a job.
+    It is read before the bundle is inspected, so a third-party one is parsed as plain values of limited size and depth.
 
     Raises:
         InputError: there is no bundle, or the file is not valid.

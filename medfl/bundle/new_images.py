@@ -142,7 +142,7 @@ def transforms_of(bundle: Problem) -> Transform:
 
 @contextmanager
 def as_files(images: Images, metadata: Config) -> Iterator[dict[str, str]]:
-    """Give id -> URI, an id for each that is given, as `unlabelled.named` makes them.
+    """Yield id -> URI of each image, with ids as `unlabelled.named` makes them.
 
     Arrays become files of a temporary folder, for bundles read files.
 

@@ -211,7 +211,7 @@ def with_data(
         say: prints what is used where no real data are found.
         seed: of splits that are drawn.
         preferred: the split to take where the folder offers it.
-        unlabelled: have images without a label among the training images too.
+        unlabelled: include images without a label in the training images.
 
     Raises:
         InputError: no such images, or another bundle's phantom is asked for.

@@ -34,12 +34,14 @@ def resolved(bundle: str, values: Config, presets: Iterable[str] = ()) -> Docume
     offered = values.get("presets") or {}
     for name in presets:
         if name not in offered:
+            advice = "leave --preset out"
+            if offered:
+                advice = did_you_mean(name, offered, f"see medfl bundles {bundle}")
+
             raise InputError(
                 f"preset {name!r} of bundle {bundle!r}",
                 f"its presets are: {', '.join(offered) or 'none'}",
-                did_you_mean(name, offered, f"see medfl bundles {bundle}")
-                if offered
-                else "leave --preset out",
+                advice,
             )
 
         preset = dict(offered[name] or {})

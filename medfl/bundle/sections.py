@@ -203,13 +203,15 @@ class BundleSections:
 
         numbered = "masks" in self._config and "split" in self._config  # medfl new wrote it
         entries = [with_all_channels(entry, channels, numbered) for entry in source.entries]
-        absent = [entry.get(LACKS, ()) if isinstance(entry, Mapping) else () for entry in entries]
-        if not any(absent):
-            return items, source
+        marked: list[Item] = []
+        for item, entry in zip(items, entries, strict=True):
+            if isinstance(entry, Mapping) and entry.get(LACKS):
+                item = {**item, LACKS: entry[LACKS]}
 
-        marked = []
-        for item, lacks in zip(items, absent, strict=True):
-            marked.append({**item, LACKS: lacks} if lacks else item)
+            marked.append(item)
+
+        if not any(LACKS in item for item in marked):
+            return items, source
 
         return marked, fill_missing(replace(source, entries=entries), channels)
 
@@ -224,10 +226,15 @@ def _without_marks(entry: Any) -> Any:
 
 def _with(source: Source, more: UnlabelledEntries) -> Source:
     """Return a data list with images without labels, at their places by id."""
-    listed = [] if more.alone or not source.is_list else source.entries
-    entries = [
-        drop_label(entry) if is_unlabelled(entry) else entry for entry in (*listed, *more.entries)
-    ]
+    entries: list[Any] = []
+    if source.is_list and not more.alone:
+        entries += source.entries
+
+    entries += more.entries
+    for place, entry in enumerate(entries):
+        if is_unlabelled(entry):
+            entries[place] = drop_label(entry)
+
     if more.entries and all(isinstance(entry, Mapping) and "id" in entry for entry in entries):
         entries.sort(key=lambda entry: str(entry["id"]))
 

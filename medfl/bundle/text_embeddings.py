@@ -123,6 +123,8 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         problem = f"{path} is not a file of text embeddings ({error})"
         raise InputError(problem, "medfl concepts writes them", "make it anew") from error
 
+    target = "it anew" if own else "another"
+    place = path if own else "FILE.safetensors"
     if text is not None:
         for part, in_file, in_bundle, limit in (
             ("classes", stored.concepts, text.concepts, 8),
@@ -132,8 +134,7 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
                 raise InputError(
                     f"{path}: made for other {part}: {unlike(in_file, in_bundle, limit)}",
                     f"the bundle has {unlike(in_bundle, in_file, limit)}",
-                    f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {embeddings.plm} "
-                    f"--out {path if own else 'FILE.safetensors'}",
+                    f"make {target}: medfl concepts BUNDLE --plm {embeddings.plm} --out {place}",
                 )
 
     return embeddings
@@ -142,7 +143,11 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
 def unlike(texts: Sequence[str], reference: Sequence[str], limit: int) -> str:
     """Name some of the texts that are not among the others (of all, if only number or order differ)."""
     odd = [text for text in texts if text not in reference] or texts
-    return f"{', '.join(map(repr, odd[:limit]))}{', …' if odd[limit:] else ''} ({len(odd)} of {len(texts)})"
+    shown = [repr(text) for text in odd[:limit]]
+    if odd[limit:]:
+        shown.append("…")
+
+    return f"{', '.join(shown)} ({len(odd)} of {len(texts)})"
 
 
 def unit(values: Tensor) -> Tensor:
@@ -229,7 +234,9 @@ def build(
     else:
         pooling = "unmasked mean"
 
-    pooling += f", dropout {dropout}" if dropout is not None else ""
+    if dropout is not None:
+        pooling += f", dropout {dropout}"
+
     return Embeddings(values, plm, digest, text, pooling)
 
 
@@ -316,9 +323,10 @@ def _hash(network: nn.Module, folder: str | None) -> str:
 
 
 def _packaged(plm: str) -> str | None:
-    spec = importlib.util.find_spec(_PACKAGED[plm]) if plm in _PACKAGED else None
-    if spec and spec.origin:
-        return str(Path(spec.origin).parent / "model")
+    if plm in _PACKAGED:
+        spec = importlib.util.find_spec(_PACKAGED[plm])
+        if spec and spec.origin:
+            return str(Path(spec.origin).parent / "model")
 
     return None
 

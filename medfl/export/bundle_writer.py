@@ -164,9 +164,10 @@ class _BundleWriter:
         ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
         activation = partial(_probabilities, self.task.kind, ends_in_sigmoid)
         self.comparison = Comparison(self.images.inputs, self.inferer, activation)
-        self.data_folder = (
-            str(self.bundle.get("dataset_dir")) if "dataset_dir" in self.bundle else None
-        )
+        self.data_folder: str | None = None
+        if "dataset_dir" in self.bundle:
+            self.data_folder = str(self.bundle.get("dataset_dir"))
+
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
 
@@ -263,10 +264,12 @@ class _BundleWriter:
         with stream(0, "export"):
             self.trained.method.adapt(self.bundle.network(), task)
 
-        return {
-            "method": run.method, "options": descriptions.all_options(run), "task": task.kind,
-            "classes": [*task.classes], **({"embeddings": shapes[0]} if shapes else {}),
-        }  # fmt: skip
+        arguments: Document = {"method": run.method, "options": descriptions.all_options(run)}
+        arguments |= {"task": task.kind, "classes": [*task.classes]}
+        if shapes:  # the method has asked for embeddings
+            arguments["embeddings"] = shapes[0]
+
+        return arguments
 
     def _equal(self, network: nn.Module, candidate: nn.Module) -> bool:
         agreement = self.comparison.agreement(network, candidate.eval(), _SAME_NETWORK, "")
@@ -303,8 +306,10 @@ class _BundleWriter:
 
     def _configurations(self, definition: _NetworkDefinition, sha256: str) -> None:
         run = self.trained.run
-        split = {"split": self.trained.run.data.split} if self.bundle.dataset else {}
-        changes = {**run.config, **self.model.config, **split}
+        changes = {**run.config, **self.model.config}
+        if self.bundle.dataset:
+            changes["split"] = run.data.split
+
         for stem in ("train", "evaluate", "inference", "federated"):
             if (source := config_file(self.root, stem)) is None:
                 continue
@@ -409,10 +414,9 @@ class _BundleWriter:
         if file is None:
             return
 
+        overrides = {}
         if self.data_folder and "dataset_dir" in read(file):
-            overrides = {"dataset_dir": self.data_folder}
-        else:
-            overrides = {}
+            overrides["dataset_dir"] = self.data_folder
 
         metadata = read(self.folder / "configs" / "metadata.json")
         policy = self.bundle.policy

@@ -206,7 +206,7 @@ _ROOTS = {
     "medfl.datasets.WriteMaskd": {"root": "@dataset_dir"},
     "SaveImaged": {"data_root_dir": "@dataset_dir"},
 }
-"""What has predictions keep the paths that their images have below the folder."""
+"""Arguments by which predictions keep their images' paths below the data folder."""
 
 
 # The network of an export

@@ -87,7 +87,8 @@ def structures(trained: RunNetworks, model: Model) -> dict[str, Document]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
     flat = scores(trained, model)
     summary = trained.summary or {}
-    metrics = (summary.get("personal" if model.site else "global") or {}).get(trained.which) or {}
+    scope = "personal" if model.site else "global"
+    metrics = (summary.get(scope) or {}).get(trained.which) or {}
     metrics = metrics.get("classes") or {}
 
     if not model.site or not flat:
@@ -298,13 +299,19 @@ def _next(version: str) -> str:
 def title(trained: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
     run = trained.run
-    phantom = " of a PHANTOM (drawn images)" if trained.run.data.source == PHANTOM else ""
-    whose = f"the model of site {model.site}" if model.site else "the global model"
-    best = " (best by validation)" if trained.which == "best" else ""
-    stopped = "" if trained.finished else " of a run that was interrupted"
-    many = len(run.partition.sites)
+    owner = f"the model of site {model.site}" if model.site else "the global model"
+    text = f"weights of {owner} after round {model.round}"
+    if trained.which == "best":
+        text += " (best by validation)"
 
-    return f"weights of {whose} after round {model.round}{best}{stopped}: {run.method}, {many} sites{phantom}"
+    if not trained.finished:
+        text += " of a run that was interrupted"
+
+    text += f": {run.method}, {len(run.partition.sites)} sites"
+    if run.data.source == PHANTOM:
+        text += " of a PHANTOM (drawn images)"
+
+    return text
 
 
 def _data_format(source: Config, recorder: ShapeRecorder) -> Document:
@@ -365,9 +372,8 @@ def readme(
     content = read(inference) if inference else {}
     steps = (content.get("preprocessing") or {}).get("transforms")
     transforms = []
-    for step in steps if isinstance(steps, list) else []:
-        if isinstance(step, Mapping):
-            transforms.append(target_name(step))
+    if isinstance(steps, list):  # else an expression, which is not evaluated here
+        transforms = [target_name(step) for step in steps if isinstance(step, Mapping)]
 
     text = environment.get_template("export_readme.md.j2").render(
         meta=meta, run=run, site=model.site, round=model.round, which=trained.which, finished=trained.finished,

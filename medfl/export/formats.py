@@ -33,7 +33,9 @@ _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 def parse_formats(text: str) -> tuple[str, ...]:
     """Return the formats of a list as "torchscript,onnx"; InputError for others, or if their packages are missing."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    names = () if names == ("none",) else names
+    if names == ("none",):
+        return ()
+
     for name in names:
         if name not in LIMITS:
             raise InputError(
@@ -97,7 +99,9 @@ class Comparison:
 
         count = len(batches)
         same_size = len({image.shape for image in batches}) == 1
-        batches += [torch.cat(batches)] if same_size and count > 1 else []
+        if same_size and count > 1:
+            batches.append(torch.cat(batches))  # a file may be right for one image alone
+
         outputs = probabilities = torch.zeros(())
 
         for x in batches:

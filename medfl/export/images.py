@@ -67,10 +67,16 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
             f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)"
         )
 
-    split = {"split": run.data.split} if is_shipped and from_run else {}
-    config = {**run.config, **model.config, **split}
+    config = {**run.config, **model.config}
+    if is_shipped and from_run:
+        config["split"] = run.data.split  # a phantom in the place of real images has its own
+
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
-    opened = with_data(bundle, folder or (PHANTOM if is_shipped else None), config)
+    if is_shipped and not folder:
+        opened = with_data(bundle, PHANTOM, config)
+    else:
+        opened = with_data(bundle, folder, config)
+
     bundle = opened.bundle
 
     if from_run and folder is None and is_shipped and opened.record().checksum != run.data.checksum:
@@ -96,16 +102,18 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
     # spread over the data list, which often has one class after the other
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
     source = section.source
-    all_entries = section.source.entries
-    entries: Any = (
-        [all_entries[i] for i in positions] if source.is_list else Subset(all_entries, positions)
-    )
+    listed: tuple[Any, ...] = ()
+    entries: Any = Subset(source.entries, positions)
+    if source.is_list:
+        listed = tuple(source.entries[i] for i in positions)
+        entries = list(listed)
+
     items = [section.items[i] for i in positions]
     chosen = Source(entries, source.transforms, source.repeatable)
     prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
     inputs = tuple(as_plain(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
 
-    return Images(bundle, from_run, inputs, tuple(entries) if source.is_list else (), prepared)
+    return Images(bundle, from_run, inputs, listed, prepared)
 
 
 # The run's own predictions

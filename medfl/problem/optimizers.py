@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 class OptimizerFactory:
     """Makes the optimiser of a problem for a network.
 
-    Whatever expression chooses and groups the parameters was evaluated once, on a network of its own; copies then take
-    other networks' parameters in.
+    The expression that groups the parameters is evaluated once, on one network. Each copy of the optimiser then gets
+    the parameters of another network, by their names.
 
     Args:
         optimizer: of `network`'s parameters, without a schedule, which would tie its copies to it.

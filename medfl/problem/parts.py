@@ -1,8 +1,8 @@
 """A federation's parts given in Python, without a bundle: `medfl.run(medfl.Parts(network=..., data=...), "fedprox")`.
 
-The objects are the caller's own and run
-with the caller's rights: nothing is inspected. A run's record has a hash of what can be told of them, by which the same
-parts are found again in a process that makes them again; to other processes they do not go.
+The objects are the caller's own and run with the caller's rights: nothing is inspected. A run records a hash of their
+settings and source texts. A later process that makes the same parts again can resume the run; parts are never sent to
+another process.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Parts:
     name: str = "parts"
 
     def __post_init__(self) -> None:
-        """Check what can be told at once, and remember these parts for runs that were made of them."""
+        """Check what needs no data, and remember these parts for runs that were made of them."""
         check_name(self.name, "name of the parts")
         if self.task not in _TASKS:
             raise InputError(f"task {self.task!r}", f"tasks are {', '.join(_TASKS)}", "choose one")
@@ -147,7 +147,7 @@ class Parts:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of what can be told of the parts, the data apart: settings, source texts, weights that are given."""
+        """Hash of settings, source texts and given weights; the data have a checksum of their own."""
         digest = hashlib.sha256()
         for attribute in fields(self):
             if attribute.name not in ("data", "drawn", "name"):
@@ -162,11 +162,11 @@ class Parts:
 
     @property
     def bundle_name(self) -> str:
-        """What stands for these parts where a bundle's name or folder is asked for."""
+        """The name of these parts where a bundle's name or folder is expected."""
         return f"{PREFIX}{self.name}-{self.sha256[:16]}"
 
     def new_network(self) -> nn.Module:
-        """Return a network of its own: a copy of the given one, or one that is made."""
+        """Return a new network: a copy of the given one, or the result of the given function."""
         if isinstance(self.network, nn.Module):
             model = copy.deepcopy(self.network)
         else:
@@ -182,7 +182,7 @@ class Parts:
 
 
 def _stable_text(value: Any) -> str:
-    """Return a text that tells a part from another one: its settings, and the source of what is not a library's."""
+    """Describe a part in a text that is the same in every process: its settings, and the source of user code."""
     if isinstance(value, Mapping):
         return str({key: _stable_text(part) for key, part in value.items()})
     if isinstance(value, nn.Module):

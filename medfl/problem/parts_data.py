@@ -71,7 +71,7 @@ class PartSections:
     def checksum(self) -> str:
         """Hash of the items, of tensors and arrays in lists, and of the sizes of files that lists name.
 
-        Of data sets that only their own class can read, what the first and the last sample are.
+        Of data sets without a list, the first and the last sample.
         """
         digest = hashlib.sha256()
         for section in SECTIONS:
@@ -280,7 +280,7 @@ def _labels(source: Source) -> Iterator[int]:
 
 
 def _hash(value: object, digest: hashlib._Hash) -> None:
-    """Add what can be told of an entry or sample to a hash."""
+    """Add an entry or sample to a hash; objects of unknown types are skipped."""
     if isinstance(value, Mapping):
         value = [(key, value[key]) for key in sorted(value, key=str)]
     if isinstance(value, list | tuple):

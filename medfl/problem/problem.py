@@ -1,4 +1,4 @@
-"""Problem: what a federation trains, whoever says it: a MONAI bundle, parts in Python, or a test."""
+"""Problem: what a federation trains, defined by a MONAI bundle, by parts in Python or by a test."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Problem:
     """A learning problem as a value: its parts are given, or derived from others when they are first asked for.
 
     It is not changed: `replaced` returns another one. A class of its own, as a bundle or `medfl.Parts`, derives parts
-    in its own way; whoever makes one directly gives what is needed:
+    in its own way; to make one directly, give the parts that will be used:
 
         Problem("toy", network=make_network, loss=cross_entropy, sections=sections, classes=("no", "yes"))
 
@@ -66,7 +66,7 @@ class Problem:
         start: weights that its networks begin with, None for those that they are made with.
         custom_trainer: class of a trainer that takes its steps by itself, "" where they are the loss's.
         amp: whether it asks for mixed precision, on GPUs alone.
-        adapted: names of what was put right for older MONAI or NumPy.
+        adapted: names of its adaptations to today's MONAI and NumPy.
         notes: what the user should know of it.
         sha256: of what it does.
         policy: under which bundles and teachers beside it are opened.

@@ -51,7 +51,7 @@ class Section:
     def hiding(
         self, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int
     ) -> Section:
-        """Return this section, a list, with labels that no transform reads, and absent channels as zero.
+        """Return this section, whose data are a list, with some labels hidden and absent channels as zeros.
 
         Args:
             hidden: ids of the items with such labels.

@@ -1,4 +1,4 @@
-"""In which layout a user's folders are: what `medfl new` is given, as one folder and places in it."""
+"""The layout of a user's image folders, for `medfl new`."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def find(
     """Return the layout of folders.
 
     Args:
-        images: of the images; without the others a folder of classes, of images and masks, of nnU-Net or of BIDS.
-        masks: of the masks, beside it or in it.
-        labels: table of the classes, beside the folder or in it.
+        images: folder of the images; without `masks` and `labels` it holds a folder for each class, images beside
+            their masks, nnU-Net's layout or BIDS.
+        masks: folder of the masks, beside that of the images or in it.
+        labels: table of the classes, beside the folder of the images or in it.
 
     Raises:
         InputError: no such folder, or one that is elsewhere.

@@ -45,7 +45,10 @@ DEPTHS = (255, 1023, 4095, 16383, 65535)
 def common_facts(facts: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
     channels = 3 if any(picture.shape[-1] > 1 for picture in facts) else 1
-    brightest = 1 if own_depth(facts) else max(picture.brightest for picture in facts)
+    brightest = 1  # each picture is divided by the largest value of its own depth
+    if not own_depth(facts):
+        brightest = max(picture.brightest for picture in facts)
+
     return channels, brightest, sides([picture.shape[:2] for picture in facts])
 
 

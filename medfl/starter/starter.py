@@ -1,4 +1,4 @@
-"""A bundle for images of one's own, written by looking at them: what `medfl new` does.
+"""`medfl new`: a bundle for a folder of images, written by looking at them.
 
 It is configuration only, so that a partner can approve it by reading; it names no file and no patient, so that all
 sites of a federation can have the very same one, each with a folder of its own of the same form.
@@ -19,6 +19,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from numpy.typing import NDArray
 
 from medfl import networks
 from medfl.core.errors import InputError, RunError
@@ -97,11 +98,11 @@ def survey(
 def write(
     target: str | Path, content: Survey, *, network: str | None = None, size: int | None = None
 ) -> Path:
-    """Write a bundle for what was seen and return its folder, whole or not at all.
+    """Write a bundle for a survey and return its folder; after an error nothing is left of it.
 
     Args:
         target: new folder; its name becomes the bundle's.
-        content: what the folder of images holds.
+        content: the survey of the folder of images.
         network: name of a network (`medfl.networks.names()`); default: a small one.
         size: side to which pictures are resized; default: 64 for labelled ones, else 128; at least 16.
 
@@ -270,7 +271,11 @@ def _segmented(
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
     records = dataset.records
     solid = own.is_volumes(images)
-    reader = _volume if solid else partial(_picture, several=len(structures) > 1)
+    endings: tuple[str, ...] = tables.IMAGE_SUFFIXES
+    reader: Callable[[Record], Any] = partial(_picture, several=len(structures) > 1)
+    if solid:
+        endings = volumes.SUFFIXES
+        reader = _volume
 
     try:
         pairs_read = _read_all(records, reader, progress)
@@ -291,7 +296,6 @@ def _segmented(
     names = _structures(layout, structures, max(values))
     counts = tuple(sum(k in values for values in present) for k in range(len(names)))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
-    endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
     facts = [picture for _, picture in pairs_read]
     notes = (*own_folder.of_pairs(images, masks, records, endings), *own_folder.odd(layout.folder))
     if absent:
@@ -322,9 +326,13 @@ def _segmented(
 
 def _structures(layout: UserLayout, structures: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the names of the values of masks, of which one is the largest."""
-    background = layout.classes[0] if layout.classes else "background"
+    background = "background"
+    source = "--classes"
+    if layout.classes:
+        background = layout.classes[0]
+        source = conventions.NNUNET_FILE
+
     if structures and most > len(structures):
-        source = conventions.NNUNET_FILE if layout.classes else "--classes"
         raise InputError(
             f"{source} names {', '.join(structures)}, and masks have values up to {most}",
             "a name for each value of the masks but 0, in their order",
@@ -332,11 +340,9 @@ def _structures(layout: UserLayout, structures: Sequence[str], most: int) -> tup
         )
 
     if most == 1:
-        unnamed = ["structure"]
-    else:
-        unnamed = [f"structure_{k}" for k in range(1, most + 1)]
+        return (background, *(structures or ["structure"]))
 
-    return (background, *(structures or unnamed))
+    return (background, *(structures or [f"structure_{k}" for k in range(1, most + 1)]))
 
 
 def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bool) -> list[Any]:
@@ -397,7 +403,7 @@ def _swapped(record: Record, solid: bool) -> bool:
 
 def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
     """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
-    values = {int(value) for value in np.unique(read_pixels(record.mask))}
+    values = _values(read_pixels(record.mask))
     if values <= {0, 255} and not several:
         values = {min(value, 1) for value in values}
 
@@ -405,9 +411,13 @@ def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
     return values, PictureFacts.of(pixels)
 
 
+def _values(mask: NDArray[Any]) -> set[int]:
+    return {int(value) for value in np.unique(mask)}
+
+
 def _volume(record: Record) -> tuple[set[int], PictureFacts]:
     image, mask = volumes.read_pair(record.image, record.mask, 256)
-    return {int(value) for value in np.unique(mask.numpy())}, PictureFacts.of(image.numpy())
+    return _values(mask.numpy()), PictureFacts.of(image.numpy())
 
 
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:

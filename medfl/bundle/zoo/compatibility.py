@@ -86,8 +86,12 @@ def with_float_labels(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss that gets labels which are true or false, or a byte for each output, as 1.0 and 0.0."""
 
     def cast_to_float(prediction: Any, target: Any) -> Tensor:
-        bytes_ = target.dtype == torch.uint8 and target.shape == getattr(prediction, "shape", None)
-        return loss(prediction, target.float() if bytes_ or target.dtype == torch.bool else target)
+        # bytes of another shape are class indices
+        is_mask = target.dtype == torch.uint8 and target.shape == getattr(prediction, "shape", None)
+        if is_mask or target.dtype == torch.bool:
+            target = target.float()
+
+        return loss(prediction, target)
 
     return cast_to_float
 

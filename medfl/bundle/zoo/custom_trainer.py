@@ -46,8 +46,12 @@ class CustomTrainer:
 
     def __init__(self, config: Configuration, trainer: str) -> None:
         evaluator = find_evaluator(config)
-        self._trainer, *evaluators = config.engines(trainer, *([evaluator] if evaluator else []))
-        self._evaluator = evaluators[0] if evaluators else None
+        self._evaluator: Any = None
+        if evaluator:
+            self._trainer, self._evaluator = config.engines(trainer, evaluator)
+        else:
+            (self._trainer,) = config.engines(trainer)
+
         attributes = {**vars(self._trainer.state), **vars(self._trainer)}
         optimizers = [value for value in attributes.values() if isinstance(value, Optimizer)]
         # the copies are how they start in each visit
@@ -106,7 +110,10 @@ class CustomTrainer:
         Raises:
             InputError: the method changes the loss or the optimiser, or the gradients of several.
         """
-        if changed := changed or ("the gradients" if hook and len(self._optimizers) > 1 else ""):
+        if not changed and hook and len(self._optimizers) > 1:
+            changed = "the gradients"
+
+        if changed:
             refuse(
                 f"method {site.method!r}, which changes {changed},", type(self._trainer).__name__
             )
