@@ -267,7 +267,9 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
             while left or busy:
                 while left and len(busy) < (launch.jobs or 1):
                     cell = left.popleft()
-                    process: BaseProcess = context.Process(target=_run, args=(grid, cell, shared))
+                    process: BaseProcess = context.Process(
+                        target=_run, args=(grid, cell, shared), daemon=False
+                    )
                     process.start()
                     busy[process.sentinel] = (process, cell, time.monotonic())
 
