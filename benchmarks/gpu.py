@@ -32,9 +32,9 @@ from medfl import methods, networks
 from medfl.core.errors import InputError
 from medfl.data.prepared import Shard, Stacked
 from medfl.training.accelerate.compiled import compile_steps
-from medfl.training.loop import fit
+from medfl.training.local_settings import LocalSettings
 from medfl.training.network_pool import Networks
-from medfl.training.site import LocalSettings, Site
+from medfl.training.site import Site, fit
 
 EPOCH = 32
 """Steps of a local epoch; a short visit is one epoch, a long one has those that are timed besides."""

@@ -20,9 +20,9 @@ from torch import nn
 from medfl import networks
 from medfl.data.prepared import Shard, Stacked
 from medfl.training.accelerate.compiled import compile_steps
-from medfl.training.loop import fit
+from medfl.training.local_settings import LocalSettings
 from medfl.training.network_pool import Networks
-from medfl.training.site import LocalSettings, Site
+from medfl.training.site import Site, fit
 
 CLASSES, SHORT = 8, 6
 WAYS = ("plain", "compiled")

@@ -30,8 +30,9 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods import Method
+from medfl.training.local_settings import LocalSettings
 from medfl.training.network_pool import Networks
-from medfl.training.site import Host, LocalSettings, Site
+from medfl.training.site import Host, Site
 
 CLASSES, SITES = 8, ("a", "b")
 STEPS_OF_A_ROUND, ROUNDS_OF_A_CYCLE = 5 * 88, 5

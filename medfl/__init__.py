@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from medfl.runtimes.callbacks import EarlyStopping as EarlyStopping
     from medfl.runtimes.callbacks import RoundEnd as RoundEnd
     from medfl.storage.files import State as State
-    from medfl.training.loop import fit as fit
     from medfl.training.site import Host as Host
     from medfl.training.site import Site as Site
+    from medfl.training.site import fit as fit
 
 try:
     getpass.getuser()

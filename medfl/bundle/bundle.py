@@ -35,27 +35,26 @@ from medfl.networks.initialisation import INIT_WEIGHTS, apply_init_weights
 from medfl.policy import admission
 from medfl.policy.findings import TRAINING
 from medfl.policy.policy import Policy
-from medfl.problem.described import channel_names, mask_names
+from medfl.problem.described import Config, Document, channel_names, mask_names
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.problem import LossFunction, Problem, Trial
 from medfl.problem.prompts import Text, read_text
 from medfl.problem.sections import check_labels
 from medfl.storage.places import cache_folder
-from medfl.training.loss_checks import mean_loss
+from medfl.training.site import mean_loss
 
 FindUnlabelled = Callable[["Bundle"], UnlabelledEntries]
 
 _REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-_SHIPPED = {"trial": False, "scores": "medfl"}
-"""What shipped bundles declare; those of earlier releases had no words for it."""
+_FORMER = {"trial": False, "scores": "medfl"}
+"""Declared for shipped bundles of earlier releases, whose own federated.yaml lacks these keys."""
 
 
 class Bundle(Problem):
     """A MONAI bundle with a trainer, supervised or with an iteration of its own.
 
-    What its federated.yaml declares is taken at its word: `trial: false` that task, `in_channels` and class names are
-    as declared, so that no step is tried to find them out; `scores: medfl` that medfl's own evaluator of the task
-    scores it.
+    Its federated.yaml may declare two things. With `trial: false`, task, `in_channels` and class names are taken from
+    the configuration, without a trial step. With `scores: medfl`, medfl's own evaluator of the task scores it.
 
     Args:
         name_or_path: a shipped bundle's name, or the folder of any MONAI bundle.
@@ -75,7 +74,7 @@ class Bundle(Problem):
     def __init__(
         self,
         name_or_path: str,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         device: torch.device | str = "cpu",
         policy: Policy | None = None,
         *,
@@ -94,13 +93,12 @@ class Bundle(Problem):
             device=torch.device(device),
             dataset=root.name if is_shipped else known_as,
         )
-        overrides = {key.replace("::", "#"): value for key, value in (config or {}).items()}
         vars(self).update(root=root, policy=policy)
-        self._open(overrides, None, {})
+        self._open(_by_id(config or {}), None, {})
 
     def _open(
         self,
-        overrides: Mapping[str, Any],
+        overrides: Config,
         find_unlabelled: FindUnlabelled | None,
         embeddings: Mapping[str, tuple[Tensor, str]],
     ) -> None:
@@ -138,7 +136,7 @@ class Bundle(Problem):
             _embeddings=dict(embeddings),
         )
 
-    _overrides: Mapping[str, Any]
+    _overrides: Config
     _file: Path
     _config: Configuration
     _trainer: str
@@ -146,9 +144,7 @@ class Bundle(Problem):
     _embeddings: dict[str, tuple[Tensor, str]]
     _validation_batch_size: Callable[[], int]
 
-    def variant(
-        self, config: Mapping[str, Any], find_unlabelled: FindUnlabelled | None = None
-    ) -> Bundle:
+    def variant(self, config: Config, find_unlabelled: FindUnlabelled | None = None) -> Bundle:
         """Return this bundle with further ids of its configuration overridden.
 
         Args:
@@ -156,15 +152,12 @@ class Bundle(Problem):
             find_unlabelled: finds training images without labels, which are asked for.
         """
         # not by its constructor: this bundle was inspected when it was opened, and nothing in its folder has changed
-        other = Bundle.__new__(Bundle)
-        kept = ("name", "source", "device", "dataset", "root", "policy", "start")
-        vars(other).update({key: getattr(self, key) for key in kept})
-        overrides = {
-            **self._overrides,
-            **{key.replace("::", "#"): value for key, value in config.items()},
-        }
-        other._open(overrides, find_unlabelled or self._find_unlabelled, self._embeddings)
-        return other
+        bundle = Bundle.__new__(Bundle)
+        parts = ("name", "source", "device", "dataset", "root", "policy", "start")
+        vars(bundle).update({key: getattr(self, key) for key in parts})
+        overrides = {**self._overrides, **_by_id(config)}
+        bundle._open(overrides, find_unlabelled or self._find_unlabelled, self._embeddings)
+        return bundle
 
     def open_places(self, paths: Iterable[Path | str]) -> None:
         """Let the validation transforms read files and folders that a user named."""
@@ -182,20 +175,20 @@ class Bundle(Problem):
         """Tell whether the configuration has an id."""
         return key in self._config
 
-    def _read(self, overrides: Mapping[str, Any], *files: Path) -> Configuration:
+    def _read(self, overrides: Config, *files: Path) -> Configuration:
         return Configuration(self.root, files, overrides, self.metadata, self.device, self.policy)
 
     @cached_property
-    def metadata(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def metadata(self) -> Config:  # type: ignore[override]
         """The content of metadata.json, empty if there is none."""
         return read_metadata(self.root)
 
     @cached_property
-    def protocol(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def protocol(self) -> Config:  # type: ignore[override]
         """The content of federated.yaml, the defaults of a run; empty if there is none."""
         declared = read_protocol(str(self.root))
-        if self.dataset:
-            return {**_SHIPPED, **declared}
+        if self.dataset and self.root not in shipped_folders().values():
+            return {**_FORMER, **declared}
 
         return declared
 
@@ -214,21 +207,23 @@ class Bundle(Problem):
         """Build the network anew; two calls share nothing."""
         if self.custom_trainer:
             return custom_trainer.CustomTrainer(self._config, self._trainer).model.to(self.device)
-        return apply_init_weights(
-            self._network_with()[0], {} if INIT_WEIGHTS in self._config else self._overrides
-        )
+
+        # a bundle with an id of this name starts its network by itself
+        overrides = {} if INIT_WEIGHTS in self._config else self._overrides
+        return apply_init_weights(self._network_with()[0], overrides)
 
     def _network_with(self, *keys: str) -> list[Any]:
         """Return a new network, and what ids make of it."""
-        network, *others = self._config.build_new(f"{self._trainer}#network", *keys)
+        # ids that are evaluated together hold the same network: an optimiser has its parameters
+        network, *dependents = self._config.build_new(f"{self._trainer}#network", *keys)
         self._require(network, nn.Module, "network", "module", "nn.Module")
-        return [network.to(self.device), *others]
+        return [network.to(self.device), *dependents]
 
-    def _require(self, value: Any, kind: type, part: str, noun: str, path: str) -> None:
+    def _require(self, value: object, kind: type, part: str, noun: str, path: str) -> None:
         if not isinstance(value, kind):
-            given = f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}"
+            problem = f"{self._file}: id '{self._trainer}#{part}' is a {type(value).__name__}"
             raise InputError(
-                given, f"it is a torch {noun}", f"let its _target_ build a torch.{path}"
+                problem, f"it is a torch {noun}", f"let its _target_ build a torch.{path}"
             )
 
     @cached_property
@@ -250,10 +245,11 @@ class Bundle(Problem):
     @cached_property
     def loss(self) -> LossFunction:
         """The trainer's loss of (prediction, target), reduced to its mean as MONAI's trainer does."""
-        as_float = compatibility.FLOAT_LABELS in self._config.adapted
-        return mean_loss(
-            compatibility.with_float_labels(self.loss_function) if as_float else self.loss_function
-        )
+        loss = self.loss_function
+        if compatibility.FLOAT_LABELS in self._config.adapted:
+            loss = compatibility.with_float_labels(loss)
+
+        return mean_loss(loss)
 
     def optimizer(
         self, network: nn.Module, lr: float | None = None, epoch: int = 0
@@ -275,10 +271,9 @@ class Bundle(Problem):
         schedule_id = find_schedule(self._config)
         with stream(0, "optimizer"):
             network, optimizer = self._network_with(optimizer_id)
+            scheduler = None
             if schedule_id:
                 scheduler = self._network_with(optimizer_id, schedule_id)[2]
-            else:
-                scheduler = None
 
         self._require(optimizer, torch.optim.Optimizer, "optimizer", "optimiser", "optim.Optimizer")
         return OptimizerFactory(optimizer, network, scheduler)
@@ -320,12 +315,12 @@ class Bundle(Problem):
 
     @cached_property
     def trial(self) -> Trial:
-        """As of `Problem`; none is made where the trainer takes its steps by itself."""
+        """A trial step as of `Problem`; an empty one for a custom trainer."""
         if not self.custom_trainer:
             return super().trial
 
         with stream(0, "trial"):
-            self.network()  # shows what it needs; of data there is nothing to tell
+            self.network()  # raises where a package or file is missing; no image is read
         return Trial()
 
     def _try_loss(self, prediction: Any, target: Any) -> None:
@@ -384,10 +379,9 @@ class Bundle(Problem):
             return ()
 
         names = channel_names(self.metadata)
-        if self._is_declared:
-            count = len(names)
-        else:
-            count = max(2, self.trial.prediction.shape[1])
+        count = len(names)
+        if not self._is_declared:
+            count = max(2, self.trial.prediction.shape[1])  # one output is the second class's logit
 
         check_labels(self.items, count, f"bundle {self.name!r}")
         if len(names) == count:
@@ -406,10 +400,10 @@ class Bundle(Problem):
     @cached_property
     def key_metric(self) -> str:
         """Name of the validation metric that selects the best round."""
-        if self.task == "classification" or (
-            self.task == "segmentation" and self._is_scored_by_medfl
-        ):
+        by_medfl = self.task == "segmentation" and self._is_scored_by_medfl
+        if self.task == "classification" or by_medfl:
             return str(self.protocol.get("key_metric", KEY_METRICS[self.task]))
+
         return self._key_metric[0]
 
     @cached_property
@@ -420,14 +414,10 @@ class Bundle(Problem):
     def evaluator(self) -> Evaluator:
         """How this bundle's networks are scored."""
         if self.task == "classification":
-            if self._is_scored_by_medfl:
-                batch_size = {}
-            else:
-                batch_size = {"batch_size": self._validation_batch_size()}
-
-            return ClassEvaluator(
-                **batch_size, ends_in_sigmoid=isinstance(self.loss_function, nn.BCELoss)
-            )
+            # where the bundle's own evaluator scores, batches are as large as its own
+            size = {} if self._is_scored_by_medfl else {"batch_size": self._validation_batch_size()}
+            ends_in_sigmoid = isinstance(self.loss_function, nn.BCELoss)
+            return ClassEvaluator(**size, ends_in_sigmoid=ends_in_sigmoid)
 
         if self.custom_trainer:
             return CaseEvaluator(
@@ -438,16 +428,19 @@ class Bundle(Problem):
 
         # other tasks and bundles are scored as their own evaluator does it
         inferer, postprocessing = scoring(self._config)
+        tolerance = 1.0  # mm
         if "surface_tolerance" in self._config:
             tolerance = float(self.get("surface_tolerance"))
-        else:
-            tolerance = 1.0
 
         if self.task == "segmentation" and self._is_scored_by_medfl:
             return MaskEvaluator(self.loss, self.structures, inferer, tolerance)
 
-        masks = (tolerance, self.structures) if self.task == "segmentation" else ()
-        return CaseEvaluator(*self._key_metric, inferer, postprocessing, *masks)
+        if self.task == "segmentation":
+            return CaseEvaluator(
+                *self._key_metric, inferer, postprocessing, tolerance, self.structures
+            )
+
+        return CaseEvaluator(*self._key_metric, inferer, postprocessing)
 
     # Classes in words
 
@@ -464,9 +457,9 @@ class Bundle(Problem):
             raise InputError(
                 f"{where} has no key 'text'", allowed, "add it, as in the shipped bundles"
             )
-        classes = (
-            channel_names(self.metadata) if self._is_declared else self.classes
-        )  # known without the data
+
+        # declared ones are known without the data
+        classes = channel_names(self.metadata) if self._is_declared else self.classes
         return read_text(self.protocol["text"], classes, str(where))
 
     def embeddings(self, plm: str) -> Tensor:
@@ -498,20 +491,18 @@ class Bundle(Problem):
         if self.dataset:
             return ()
 
-        by_loss = (
-            self.key_metric == "loss"
-        )  # asked for first: the trial may add to what was adapted
+        # asked for first: the trial may add to what was adapted
+        by_loss = self.key_metric == "loss"
+        train = self.sections["train"]
         texts = [
-            *notes(
-                self.root,
-                self.policy,
-                self._config,
-                self._trainer,
-                self.sections["train"],
-                self.is_scheduled,
-            )
+            *notes(self.root, self.policy, self._config, self._trainer, train, self.is_scheduled)
         ]
         if by_loss and not self.custom_trainer:
             texts.append("it has no key metric: the best round has the lowest validation loss")
 
         return tuple(f"bundle {self.name}: {text}" for text in texts)
+
+
+def _by_id(config: Config) -> Document:
+    """Return overrides with ids as MONAI writes them today: `a#b`, which was `a::b`."""
+    return {key.replace("::", "#"): value for key, value in config.items()}

@@ -46,23 +46,28 @@ def read(bundle: Problem, section: str, folder: str) -> dict[str, dict[str, Any]
     age None.
     """
     items = bundle.items(section)
-    cases: dict[str, dict[str, Any]] = {
-        str(item["id"]): {name: str(item[name]) for name in ("centre", "group") if name in item}
-        for item in items
-    }
-    entries = bundle.data(section)
+    cases: dict[str, dict[str, Any]] = {}
+    for item in items:
+        cases[str(item["id"])] = {
+            name: str(item[name]) for name in ("centre", "group") if name in item
+        }
 
+    entries = bundle.data(section)
     if isinstance(entries, list):
         for item, entry in zip(items, entries, strict=True):
-            cases[str(item["id"])] |= _columns(entry) if isinstance(entry, Mapping) else {}
+            if isinstance(entry, Mapping):
+                cases[str(item["id"])] |= _columns(entry)
 
-    for rows in _tables(Path(folder)) if folder and Path(folder).is_dir() else ():
-        for ident, row in _by_name(rows, list(cases)).items():
-            cases[ident] = {**_columns(row), **cases[ident]}
+    if folder and Path(folder).is_dir():
+        for rows in _tables(Path(folder)):
+            for ident, row in _by_name(rows, list(cases)).items():
+                cases[ident] = {**_columns(row), **cases[ident]}  # the data list has precedence
 
-    columns = [name for name in COLUMNS if any(name in row for row in cases.values())]
-    for row in cases.values():
-        row |= {name: None if name == "age" else UNKNOWN for name in columns if name not in row}
+    present = set[str]().union(*cases.values())
+    for name in COLUMNS:
+        if name in present:
+            for row in cases.values():
+                row.setdefault(name, None if name == "age" else UNKNOWN)
 
     return cases
 
@@ -83,18 +88,21 @@ BANDS = tuple(band(first) for first in range(0, _OLDEST + 1, _BAND))
 """All bands, from young to old."""
 
 
-def _columns(row: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(row: Mapping[str, object]) -> dict[str, Any]:
     """Return the columns of a row that are known here, under the names that they have here."""
     lower = {str(key).strip().lower(): value for key, value in row.items()}
     columns: dict[str, Any] = {}
-    for name, others in COLUMNS.items():
-        value = next((lower[other] for other in others if other in lower), None)
+    for name, aliases in COLUMNS.items():
+        value = next((lower[alias] for alias in aliases if alias in lower), None)
         if value is None:
             continue
 
         text = str(value).strip().lower()
         missing = text in ("", "nan", "none", "na", "n/a", "unknown")
-        columns[name] = _years(text) if name == "age" else UNKNOWN if missing else text
+        if name == "age":
+            columns[name] = _years(text)
+        else:
+            columns[name] = UNKNOWN if missing else text
 
     return columns
 
@@ -123,11 +131,15 @@ def _file_name(path: str) -> str:
     return PurePosixPath(path).name
 
 
-def _by_name(rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+def _stem(path: str) -> str:
+    return _file_name(path).partition(".")[0]
+
+
+def _by_name(rows: Sequence[Mapping[str, str]], ids: Sequence[str]) -> dict[str, Mapping[str, str]]:
     """Return id -> row, by the first column that names items: whole, by file name, or by that without its ending."""
     heads = {str(key).strip().lower(): key for key in rows[0]} if rows else {}
-    for column in (heads[name] for name in _NAMES if name in heads):
-        for short in (str, _file_name, lambda text: _file_name(text).partition(".")[0]):
+    for column in [heads[name] for name in _NAMES if name in heads]:
+        for short in (str, _file_name, _stem):
             rows_by_name = {short(str(row[column])): row for row in rows}
             ids_by_name = {short(ident): ident for ident in ids}
             if len(ids_by_name) == len(ids) and (both := ids_by_name.keys() & rows_by_name.keys()):

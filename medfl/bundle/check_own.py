@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from medfl.bundle.bundle import Bundle
 from medfl.core.errors import InputError
@@ -14,6 +13,7 @@ from medfl.datasets.readers import own_folder, pairs, volumes
 from medfl.datasets.readers.checking import CheckReport, counted, warnings_of
 from medfl.datasets.readers.reading import read_pixels
 from medfl.datasets.readers.splitting import Record
+from medfl.problem.described import Config, Document
 from medfl.problem.problem import Problem
 
 _IDS = ("dataset_dir", "images", "masks", "labels", "classes", "group_by", "split")
@@ -35,9 +35,9 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
         )
 
     if folder is None or not Path(folder).expanduser().is_dir():
-        given = "no --data" if folder is None else f"--data {folder}"
+        problem = "no --data" if folder is None else f"--data {folder}"
         raise InputError(
-            given, f"the folder of the images of {bundle.name}", "give it with --data DIR"
+            problem, f"the folder of the images of {bundle.name}", "give it with --data DIR"
         )
 
     root = Path(folder).expanduser().resolve()
@@ -71,9 +71,9 @@ def check(where: str | Path, folder: str | Path | None, *, progress: bool = Fals
     )  # fmt: skip
 
 
-def ids_of(bundle: Problem) -> dict[str, Any]:
+def ids_of(bundle: Problem) -> Document:
     """Return the ids of a bundle that say where its images are, those that it has."""
-    values: dict[str, Any] = {}
+    values: Document = {}
     for name in _IDS:
         try:
             values[name] = bundle.get(name)
@@ -83,23 +83,27 @@ def ids_of(bundle: Problem) -> dict[str, Any]:
     return {"classes": None, "group_by": None, **values}
 
 
-def _layout(ids: Mapping[str, Any]) -> str:
-    folders = {
-        name: f"{ids[name]}/".removeprefix("./") for name in ("images", "masks") if ids.get(name)
-    }
+def _layout(ids: Config) -> str:
+    folders = {}
+    for name in ("images", "masks"):
+        if ids.get(name):
+            folders[name] = f"{ids[name]}/".removeprefix("./")
+
     if "masks" in folders:
-        same = folders["images"] == folders["masks"]
-        return f"{folders['images']}<name> + {folders['masks']}<name>{'_mask' * same} [+ cases.csv]"
+        shared = folders["images"] == folders["masks"]
+        return (
+            f"{folders['images']}<name> + {folders['masks']}<name>{'_mask' * shared} [+ cases.csv]"
+        )
 
     if ids.get("labels"):
-        named = f"{folders.get('images', '')}<picture> + {ids.get('labels')}"
+        images = f"{folders.get('images', '')}<picture> + {ids.get('labels')}"
     else:
-        named = "<class>/<picture>"
+        images = "<class>/<picture>"
 
-    return f"{named} [+ cases.csv]"
+    return f"{images} [+ cases.csv]"
 
 
-def _read(root: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
+def _read(root: Path, ids: Config) -> Callable[[Record], object]:
     """Return what reads an image, with its mask where it has one."""
     if not ids.get("masks"):
         return lambda record: read_pixels(record.image)
@@ -110,18 +114,20 @@ def _read(root: Path, ids: Mapping[str, Any]) -> Callable[[Record], object]:
 
 
 def _notes(
-    root: Path, ids: Mapping[str, Any], dataset: own.OwnImages, records: Sequence[Record]
+    root: Path, ids: Config, dataset: own.OwnImages, records: Sequence[Record]
 ) -> tuple[str, ...]:
     """Return what is left out, and what is known of patients."""
     unknown = bool(records) and all(record.group == record.id for record in records)
     groups = len({record.group for record in records})
+    patients = []
     if unknown:
-        patients: tuple[str, ...] = (own.UNKNOWN_PATIENTS,)
+        patients.append(own.UNKNOWN_PATIENTS)
     elif records:
-        patients = (f"{groups} patients, each in one section",)
-    else:
-        patients = ()
+        patients.append(f"{groups} patients, each in one section")
 
     in_classes = not (ids.get("masks") or ids.get("labels"))
-    beside = own.beside_classes(root, dataset.records) if in_classes else ()
-    return (*dataset.notes, *beside, *own_folder.odd(root), *patients)
+    notes = list(dataset.notes)
+    if in_classes:
+        notes += own.beside_classes(root, dataset.records)
+
+    return (*notes, *own_folder.odd(root), *patients)

@@ -1,4 +1,4 @@
-"""Configuration: a MONAI bundle's training configuration, read without doing what it does on the side.
+"""Configuration: a MONAI bundle's training configuration, read without its side effects.
 
 Ids are looked up one by one: the lists `run` and `initialize` never are, and trainers and evaluators are made by
 `engines` alone, without their handlers, which write files. Before parsing, transforms that save or invert are disabled
@@ -32,6 +32,7 @@ from medfl.core.untrusted import printable
 from medfl.networks.initialisation import INIT_WEIGHTS
 from medfl.policy.allowed import replace_removed
 from medfl.policy.policy import Policy
+from medfl.problem.described import Config, Document
 
 _ENGINE = re.compile(r"\w*(Trainer|Evaluator)")
 _UNSCORED = re.compile(r"(SaveImage|SaveClassification|WriteFileMapping|Invert)(d|D|Dict)?")
@@ -69,8 +70,8 @@ class Configuration:
         self,
         root: Path,
         files: Sequence[Path],
-        overrides: Mapping[str, Any],
-        metadata: Mapping[str, Any],
+        overrides: Config,
+        metadata: Config,
         device: torch.device,
         policy: Policy,
     ) -> None:
@@ -100,7 +101,7 @@ class Configuration:
         fixed = {"bundle_root": str(root), "device": f"$torch.device('{device}')"}
         self.override({**{k: v for k, v in fixed.items() if k in parser}, **overrides})
 
-    def override(self, values: Mapping[str, Any]) -> None:
+    def override(self, values: Config) -> None:
         """Give ids other values, unevaluated, and forget what was evaluated; InputError for an id that is not there."""
         ids = list(self._merged.get())
         for key, value in by_existing_ids(values, self._merged.get()).items():
@@ -120,9 +121,10 @@ class Configuration:
         if self.file.stem == "inference":
             content = conventions.without_fetching(content)
 
-        self.lists = (
-            conventions.data_lists(content, self.root, self._folder) if self._folder else {}
-        )
+        self.lists: dict[str, str] = {}
+        if self._folder:
+            self.lists = conventions.data_lists(content, self.root, self._folder)
+
         self._content = self._harmless({**content, **self.lists, "_meta_": self.metadata})
         self._parser = self._parse()
 
@@ -151,8 +153,8 @@ class Configuration:
         if isinstance(node, str):
             in_file = node.startswith("%") and ConfigParser.split_path_id(node[1:])[0]
             if in_file and not self._policy.trusted:
-                given = f"{printable(node)!r}, a part of another file"
-                raise InputError(given, "ids of this configuration", "write it out")
+                problem = f"{printable(node)!r}, a part of another file"
+                raise InputError(problem, "ids of this configuration", "write it out")
 
             return conventions.rewritten(key, node, self._device)
 
@@ -163,19 +165,17 @@ class Configuration:
         node = replace_removed(node)
         safe = {key: self._harmless(value, key) for key, value in node.items()}
         target = target_name(node)
-        self.adapted |= set() if target == old else {f"{old}:{target}"}
+        if target != old:
+            self.adapted.add(f"{old}:{target}")
 
         for name in compatibility.idle_arguments(target, safe):
             del safe[name]
             self.adapted.add(f"{target}.{name}")
 
         if target in _CACHES:
-            safe = {
-                key: safe[key]
-                for key in ("_disabled_", "_requires_", "data", "transform")
-                if key in safe
-            }
-            return {"_target_": "monai.data.Dataset", **safe}
+            arguments = ("_disabled_", "_requires_", "data", "transform")
+            plain = {key: safe[key] for key in arguments if key in safe}
+            return {"_target_": "monai.data.Dataset", **plain}
 
         if target in _LOADED:
             return {**safe, "cache_num": 0}
@@ -198,9 +198,9 @@ class Configuration:
 
     def raw(self, key: str) -> tuple[str, Any]:
         """Follow plain references (`@other#id`) from an id; return the last id and what it holds (None if absent)."""
-        seen: set[str] = set()
-        while key in self._parser and key not in seen:
-            seen.add(key)
+        visited: set[str] = set()
+        while key in self._parser and key not in visited:
+            visited.add(key)
             node = self._parser.get(key)
             if not (isinstance(node, str) and node.startswith("@")):
                 return key, node
@@ -214,14 +214,15 @@ class Configuration:
         written_at, node = self.raw(f"{key}#{part}")
         return key if node is None else written_at
 
-    def nodes(self, target: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def nodes(self, target: str) -> Iterator[tuple[str, Config]]:
         """Yield id and content of every component whose class has this name, wherever it stands."""
         return (part for part in components(self._parser.get()) if target_name(part[1]) == target)
 
-    def dependencies_of(self, key: str, parser: ConfigParser | None = None) -> dict[str, Any]:
+    def dependencies_of(self, key: str, parser: ConfigParser | None = None) -> Document:
         """Return the unevaluated content of an id and of everything that it refers to."""
-        contents: dict[str, Any] = {}
-        todo, parser = [key.replace("#", "::")], parser or self._parser
+        contents: Document = {}
+        parser = parser or self._parser
+        todo = [key.replace("#", "::")]
         while todo:
             key = todo.pop()
             if key not in contents and key in parser:
@@ -234,9 +235,8 @@ class Configuration:
 
     def evaluated(self, key: str) -> Any:
         """Return the object of an id, the same one each time; InputError names an id that fails, and the cause."""
-        with stream(
-            0, "configuration"
-        ):  # for lists that the bundle shuffles without a seed of its own
+        # a stream for lists that the bundle shuffles without a seed of its own
+        with stream(0, "configuration"):
             return self._evaluate(self._parser, key)
 
     def build_new(self, *keys: str) -> list[Any]:
@@ -256,11 +256,11 @@ class Configuration:
             raise InputError(
                 f"{self.file} has no id {key!r}", "the bundle's trainer needs it", "add it"
             )
-        for other, node in self.dependencies_of(key, parser).items():
+        for dependency, node in self.dependencies_of(key, parser).items():
             engine = isinstance(node, Mapping) and _ENGINE.fullmatch(target_name(node))
-            if engine and other.replace("::", "#") not in engines:
+            if engine and dependency.replace("::", "#") not in engines:
                 raise InputError(
-                    f"{self.file}: id {key!r} needs {other.replace('::', '#')!r}, a {target_name(node)}",
+                    f"{self.file}: id {key!r} needs {dependency.replace('::', '#')!r}, a {target_name(node)}",
                     "trainers and evaluators are not made here: their handlers write files",
                     "take the reference to it out of this id",
                 )
@@ -270,12 +270,10 @@ class Configuration:
             compatibility.arrays_in_pickles(),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter(
-                "ignore", ResourceWarning
-            )  # `json.load(open(…))` is the bundle's habit
-            warnings.filterwarnings(
-                "ignore", "This DataLoader will create"
-            )  # processes that are never started
+            # `json.load(open(…))` is the bundle's habit
+            warnings.simplefilter("ignore", ResourceWarning)
+            # about worker processes, which are never started
+            warnings.filterwarnings("ignore", "This DataLoader will create")
             try:
                 return parser.get_parsed_content(key)
             except Exception as error:
@@ -290,7 +288,7 @@ class Configuration:
                         del resolved[name]
 
 
-def by_existing_ids(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+def by_existing_ids(values: Config, content: Config) -> Document:
     """Return overrides by the ids that they are of: `network=NAME` of `network_name`, in a bundle that has this id.
 
     A network of MONAI is the component of its class (`medfl.bundle.zoo.monai_networks`); `init_weights` is read by
@@ -298,27 +296,21 @@ def by_existing_ids(values: Mapping[str, Any], content: Mapping[str, Any]) -> di
     """
     values = monai_networks.replaced(values, content)
     values = {key: value for key, value in values.items() if key != INIT_WEIGHTS or key in content}
-    by_name = (
-        "network_name" in content
-        and isinstance(name := values.get("network"), str)
-        and name[:1] not in "$@%"
-    )
-    return {
-        "network_name" if by_name and key == "network" else key: value
-        for key, value in values.items()
-    }
+    name = values.get("network")
+    if "network_name" in content and isinstance(name, str) and name[:1] not in "$@%":
+        renamed = {"network": "network_name"}
+        return {renamed.get(key, key): value for key, value in values.items()}
+
+    return values
 
 
-def _places(values: Iterable[Any]) -> set[Path]:
+def _places(values: Iterable[object]) -> set[Path]:
     """Return the absolute paths among a user's values; what a bundle itself names opens no folder."""
-    return {
-        Path(value)
-        for value in values
-        if isinstance(value, str | Path) and Path(value).is_absolute()
-    }
+    paths = (Path(value) for value in values if isinstance(value, str | Path))
+    return {path for path in paths if path.is_absolute()}
 
 
-def target_name(node: Mapping[str, Any]) -> str:
+def target_name(node: Config) -> str:
     """Return the class name of a component without its module, "" for anything else."""
     target = node.get("_target_", "")
     if isinstance(target, str):
@@ -327,9 +319,9 @@ def target_name(node: Mapping[str, Any]) -> str:
     return ""
 
 
-def components(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def components(content: Config) -> Iterator[tuple[str, Config]]:
     """Yield id and content of every component in contents by id."""
-    todo: list[tuple[str, Any]] = [("", content)]
+    todo: list[tuple[str, object]] = [("", content)]
     while todo:
         key, node = todo.pop()
         if isinstance(node, Mapping) and "_target_" in node:
@@ -339,12 +331,12 @@ def components(content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, A
 
 
 @contextmanager
-def _report(given: str, allowed: str) -> Iterator[None]:
+def _report(problem: str, allowed: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         raise InputError(
-            f"{given} ({as_text(error)})", allowed, "repair the file where it says"
+            f"{problem} ({as_text(error)})", allowed, "repair the file where it says"
         ) from error
 
 

@@ -10,6 +10,7 @@ from monai.inferers import SimpleInferer
 from medfl.bundle.configuration import Configuration, target_name
 from medfl.core.errors import InputError
 from medfl.evaluation.metrics import higher_is_better
+from medfl.problem.described import Config
 
 _TRAINERS = ("train#trainer", "trainer")
 _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
@@ -17,16 +18,15 @@ _EVALUATORS = ("validate#evaluator", "evaluator", "val#evaluator", "validator")
 
 def find_trainer(config: Configuration) -> str:
     """Return the id of a bundle's trainer; InputError if it lacks one, or what federated training needs of it."""
-    key, node = next(
-        ((key, node) for key, node in map(config.raw, _TRAINERS) if isinstance(node, Mapping)),
-        ("", {}),
-    )
-    if not key:
+    trainers = [place for place in map(config.raw, _TRAINERS) if isinstance(place[1], Mapping)]
+    if not trainers:
         raise InputError(
             f"{config.file} has no id 'train#trainer' (nor a flat 'trainer'); it has {', '.join(config.ids)}",
             "federated training needs a SupervisedTrainer",
             f"add an id 'trainer' with the SupervisedTrainer to {config.file.name}",
         )
+
+    key, node = trainers[0]
     if not target_name(node).endswith("Trainer"):
         raise InputError(
             f"{config.file}: id {key!r} is a {node.get('_target_')}",
@@ -34,12 +34,11 @@ def find_trainer(config: Configuration) -> str:
             "make it a SupervisedTrainer, or give another bundle's folder",
         )
 
-    if own_trainer_class(config, key):
-        supervised: tuple[str, ...] = ()
-    else:
-        supervised = ("network", "loss_function", "optimizer")
+    parts = ["train_data_loader"]
+    if not own_trainer_class(config, key):
+        parts = ["network", "loss_function", "optimizer", *parts]
 
-    for part in (*supervised, "train_data_loader"):
+    for part in parts:
         if part not in node:
             raise InputError(
                 f"{config.file} has no id '{key}#{part}'", "a trainer has it", "add it"
@@ -70,9 +69,12 @@ def find_evaluator(config: Configuration) -> str | None:
 def scoring(config: Configuration) -> tuple[Any, Any]:
     """Return the evaluator's inferer, MONAI's simplest without one, and its postprocessing, None without one."""
     engine = find_evaluator(config)
-    keys = f"{engine}#inferer", f"{engine}#postprocessing"
-    inferer, postprocessing = (config.evaluated(key) if key in config else None for key in keys)
-    return inferer or SimpleInferer(), postprocessing
+    inferer = _part(config, f"{engine}#inferer")
+    return inferer or SimpleInferer(), _part(config, f"{engine}#postprocessing")
+
+
+def _part(config: Configuration, key: str) -> Any:
+    return config.evaluated(key) if key in config else None
 
 
 def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
@@ -81,7 +83,7 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
     "dice" is MONAI's MeanDice; a metric of which less is better says so in its name.
     """
     evaluator = find_evaluator(config)
-    key, metrics = config.raw(f"{evaluator}#key_val_metric") if evaluator else ("", None)
+    key, metrics = config.raw(f"{evaluator}#key_val_metric")
     if not isinstance(metrics, Mapping) or not metrics:
         return "loss", loss
 
@@ -92,14 +94,18 @@ def key_metric(config: Configuration, loss: Any) -> tuple[str, Any]:
 
     if config.raw(f"{evaluator}#metric_cmp_fn")[1] is not None and higher_is_better(name):
         better = config.evaluated(f"{evaluator}#metric_cmp_fn")
-        name += "_error" if better(0.0, 1.0) else ""
+        if better(0.0, 1.0):  # the name alone says which way it goes
+            name += "_error"
 
     return name, metric
 
 
-def is_disabled(config: Configuration, key: str, node: Mapping[str, Any]) -> bool:
+def is_disabled(config: Configuration, key: str, node: Config) -> bool:
     """Tell whether a component is left out: by `_disabled_`, which may be an expression."""
-    value = config.evaluated(f"{key}#_disabled_") if "_disabled_" in node else False
+    if "_disabled_" not in node:
+        return False
+
+    value = config.evaluated(f"{key}#_disabled_")
     if isinstance(value, str):
         return value.strip().lower() == "true"
 

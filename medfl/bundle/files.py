@@ -1,4 +1,4 @@
-"""Where bundles lie, and their files as they are written: nothing is evaluated, PyTorch and MONAI are not needed."""
+"""Find bundles and read their files without evaluating them; needs neither PyTorch nor MONAI."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -15,7 +14,7 @@ from medfl import datasets
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.type_checks import type_errors
 from medfl.core.untrusted import Refused, decode_text, printable, read_bytes, read_plain
-from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS
+from medfl.problem.described import CHANNEL_INDEX, MOST_CHANNELS, Config, Document
 
 SCHEMA = "https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/meta_schema_20240725.json"
 RESEARCH_ONLY = "Research only: not for diagnosis or any other clinical use."
@@ -25,9 +24,9 @@ _FORMAT = {
 }  # fmt: skip
 """Entries that metadata.json may have of an input or output, and that are read."""
 _MAX_BYTES = 1 << 20
-_Loader: type = getattr(
-    yaml, "CSafeLoader", yaml.SafeLoader
-)  # in C where it was built so: eight times as fast
+_HASHED = (".json", ".yaml", ".yml", ".py", ".safetensors")
+# in C where PyYAML was built so: eight times as fast
+_Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def shipped_root() -> Path | None:
@@ -47,12 +46,10 @@ def shipped_folders() -> dict[str, Path]:
 
 @lru_cache(maxsize=1)
 def _folders(root: Path | None) -> dict[str, Path]:
-    if root:
-        files = [
-            path for level in ("*", "*/*") for path in root.glob(f"{level}/configs/train.yaml")
-        ]
-    else:
-        files = []
+    if root is None:
+        return {}
+
+    files = [*root.glob("*/configs/train.yaml"), *root.glob("*/*/configs/train.yaml")]
     folders = {path.parents[1].name: path.parents[1] for path in files}
     return {name: folders[name] for name in sorted(folders.keys() & set(datasets.names()))}
 
@@ -89,10 +86,10 @@ def config_file(root: Path, stem: str) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-def read_protocol(name_or_path: str) -> Mapping[str, Any]:
+def read_protocol(name_or_path: str) -> Config:
     """Return the content of a bundle's federated.yaml, empty if there is none.
 
-    It is read before the bundle is inspected: of one that does not ship as plain values, bounded as those of a job.
+    It is read before the bundle is inspected, so a third-party one is parsed as plain values of limited size and depth.
 
     Raises:
         InputError: there is no bundle, or the file is not valid.
@@ -112,7 +109,7 @@ def read_protocol(name_or_path: str) -> Mapping[str, Any]:
         ) from error
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Document:
     """Return the content of a JSON or YAML file; InputError if it is not valid."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -125,7 +122,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def read_metadata(root: Path) -> dict[str, Any]:
+def read_metadata(root: Path) -> Document:
     """Return the content of a bundle's metadata.json, {} where it has none.
 
     Raises:
@@ -133,22 +130,24 @@ def read_metadata(root: Path) -> dict[str, Any]:
     """
     path = root / "configs" / "metadata.json"
     described = read(path) if path.is_file() else {}
-    kinds = dict.fromkeys(("inputs", "outputs"), dict[str, dict[str, Any]])
+    kinds = dict.fromkeys(("inputs", "outputs"), dict[str, Document])
     errors = [*type_errors(described, {"network_data_format": kinds})]
-    formats = {} if errors else described.get("network_data_format", {})
+    tensors: list[Document] = []
+    if not errors:
+        formats = described.get("network_data_format", {})
+        for kind in kinds:
+            tensors += formats.get(kind, {}).values()
 
-    for part in (part for kind in kinds for part in formats.get(kind, {}).values()):
-        errors += type_errors(part, _FORMAT, "network_data_format...")
-        if isinstance(count := part.get("num_channels"), int) and count > MOST_CHANNELS:
+    for tensor in tensors:
+        errors += type_errors(tensor, _FORMAT, "network_data_format...")
+        count = tensor.get("num_channels")
+        if isinstance(count, int) and count > MOST_CHANNELS:
             errors.append(f"has {count} channels under num_channels, more than {MOST_CHANNELS}")
 
-        channels = part.get("channel_def")
-        if isinstance(channels, Mapping):
-            odd = [key for key in channels if not CHANNEL_INDEX.fullmatch(key)]
-        else:
-            odd = []
-
-        errors += [f"has the channel {printable(key, 20)!r} under channel_def" for key in odd]
+        channels = tensor.get("channel_def")
+        for key in channels if isinstance(channels, Mapping) else ():
+            if not CHANNEL_INDEX.fullmatch(key):
+                errors.append(f"has the channel {printable(key, 20)!r} under channel_def")
 
     if errors:
         raise InputError(
@@ -160,15 +159,12 @@ def read_metadata(root: Path) -> dict[str, Any]:
     return described
 
 
-def sha256_of(root: Path, protocol: Mapping[str, Any]) -> str:
-    """Return the hash of `Bundle.sha256`."""
+def sha256_of(root: Path, protocol: Config) -> str:
+    """Return the hash of `Bundle.sha256`: of what is trained, so federated.yaml counts by its class texts alone."""
     digest = hashlib.sha256(json.dumps(protocol.get("text"), sort_keys=True).encode())
-    folders = [file for name in ("configs", "embeddings") for file in (root / name).glob("*")]
-    for path in sorted([*folders, *root.glob("*.py"), *root.glob("*/**/*.py")]):
-        if (
-            path.suffix in (".json", ".yaml", ".yml", ".py", ".safetensors")
-            and path.stem != "federated"
-        ):
+    files = [*(root / "configs").glob("*"), *(root / "embeddings").glob("*")]
+    for path in sorted([*files, *root.glob("*.py"), *root.glob("*/**/*.py")]):
+        if path.suffix in _HASHED and path.stem != "federated":
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
 
     for path in _named_files(root):
@@ -182,12 +178,19 @@ def _named_files(root: Path) -> list[Path]:
 
     The bundle's own weights count only where something is loaded: they are what MONAI's training writes.
     """
-    read_by_run = [file for stem in ("train", "evaluate") if (file := config_file(root, stem))]
-    text = "".join(file.read_text("utf-8", "replace") for file in read_by_run)
+    text = ""
+    for stem in ("train", "evaluate"):
+        if file := config_file(root, stem):
+            text += file.read_text("utf-8", "replace")
+
     counted = {root / "configs", root / "embeddings"}
-    return [
-        path
-        for path in sorted(root.rglob("*"))
-        if path.name in text and path.suffix != ".py" and not counted & {*path.parents} and path.is_file()
-        and (path.parent.name != "models" or path.stem != "model" or "torch.load" in text)
-    ]  # fmt: skip
+    files = []
+    for path in sorted(root.rglob("*")):
+        is_weights = path.parent.name == "models" and path.stem == "model"
+        if path.name not in text or (is_weights and "torch.load" not in text):
+            continue
+
+        if path.suffix != ".py" and counted.isdisjoint(path.parents) and path.is_file():
+            files.append(path)
+
+    return files

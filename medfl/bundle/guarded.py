@@ -8,7 +8,7 @@ expression goes through `policy.evaluate`. A bundle that the user trusts (`--tru
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -27,10 +27,11 @@ from medfl.policy.components import check_arguments, component, is_never_made
 from medfl.policy.evaluate import ExpressionEvaluator, values_inside
 from medfl.policy.imports import DEFAULT_NAMES, Uses, imported
 from medfl.policy.policy import Policy
+from medfl.problem.described import Config
 
 
 def guarded_parser(
-    content: Mapping[str, Any], policy: Policy, own_modules: frozenset[str], roots: Collection[Path]
+    content: Config, policy: Policy, own_modules: frozenset[str], roots: Collection[Path]
 ) -> ConfigParser:
     """Return a parser of a configuration that makes and evaluates only what is listed.
 
@@ -90,57 +91,53 @@ class _Component(ConfigComponent):
         self._target = config["_target_"]
         self._evaluator = evaluator
 
-    def instantiate(self, **named: Any) -> object:
+    def instantiate(self, **extra: Any) -> object:
         if self.is_disabled():
             return None
 
         target = str(self._target)
         config = self.config
-        own = target.partition(".")[0] in self._evaluator.own_modules
-        factory = self._evaluator.member(target) if own else component(target)
+        is_own = target.partition(".")[0] in self._evaluator.own_modules
+        factory = self._evaluator.member(target) if is_own else component(target)
         name = factory.__name__
 
-        if not own and is_never_made(factory):
+        if not is_own and is_never_made(factory):
             raise Refused(
                 f"{name} writes files or handles a trainer's events, and is never made here"
             )
         if config.get("_mode_", "default") != "default":
             raise Refused(f"_mode_ of {name}, where only 'default' is")
 
-        arguments = {
-            **{key: value for key, value in config.items() if key not in self.non_arg_keys},
-            **named,
-        }
+        arguments = {key: value for key, value in config.items() if key not in self.non_arg_keys}
+        arguments |= extra
         if name.endswith("DataLoader"):
             arguments |= {"num_workers": 0, "multiprocessing_context": None, "worker_init_fn": None}
-            arguments.pop("persistent_workers", None), arguments.pop("prefetch_factor", None)
+            arguments.pop("persistent_workers", None)
+            arguments.pop("prefetch_factor", None)
 
-        for word in (
-            () if own else ("compile", "compile_kwargs")
-        ):  # of an engine: they would start a compiler
-            arguments.pop(word, None)
-
-        if not own:
+        if not is_own:
+            # of an engine: they would start a compiler
+            arguments.pop("compile", None)
+            arguments.pop("compile_kwargs", None)
             self._evaluator.check_handed([arguments.get("func")], objects=False)
             self._evaluator.check_handed(arguments.values(), objects=True)
 
         self._evaluator.check_paths(check_arguments(factory, (), arguments), factory)
-        if not own and (name.endswith("Dataset") or name == "Subset"):
+        if not is_own and (name.endswith("Dataset") or name == "Subset"):
             self._check_items(arguments)
 
         try:
             instance = factory(**arguments)
         except Exception as error:
-            raise RuntimeError(
-                f"{name} cannot be made with {', '.join(arguments) or 'nothing'}"
-            ) from error
+            words = ", ".join(arguments) or "nothing"
+            raise RuntimeError(f"{name} cannot be made with {words}") from error
 
-        if not own:
+        if not is_own:
             guard_readers(instance, self._evaluator.check_path)
 
         return instance
 
-    def _check_items(self, arguments: Mapping[str, Any]) -> None:
+    def _check_items(self, arguments: Config) -> None:
         """Refuse items of a data set that name files elsewhere: they are hashed, or opened while it is made."""
         for value in values_inside(list(arguments.values())):
             if isinstance(value, PurePath) or (isinstance(value, str) and _is_place(value)):

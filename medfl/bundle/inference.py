@@ -17,7 +17,7 @@ from medfl.core.errors import InputError
 from medfl.policy import admission
 from medfl.policy.findings import INFERENCE
 from medfl.policy.policy import Policy
-from medfl.problem.described import mask_names, tensor_described
+from medfl.problem.described import Config, mask_names, tensor_described
 from medfl.storage.files import load_pickled, load_weights
 
 
@@ -35,16 +35,17 @@ class Inference:
     root: Path
     file: Path
     config: Configuration
-    described: Mapping[str, Any]
+    described: Config
     weights: Path
     network: nn.Module
 
     @property
     def inferer(self) -> Callable[..., Any]:
         """What takes inputs and a network to outputs of whole images."""
-        inferer: Callable[..., Any] = (
-            self.config.evaluated("inferer") if "inferer" in self.config else SimpleInferer()
-        )
+        inferer: Callable[..., Any] = SimpleInferer()
+        if "inferer" in self.config:
+            inferer = self.config.evaluated("inferer")
+
         return inferer
 
     @property
@@ -79,9 +80,8 @@ def open_inference(
     """
     root = Path(where).expanduser().resolve()
     file = config_file(root, "inference")
-    weights = next(
-        (path for kind in kinds if (path := root / "models" / f"model.{kind}").is_file()), None
-    )
+    paths = [root / "models" / f"model.{kind}" for kind in kinds]
+    weights = next((path for path in paths if path.is_file()), None)
     if file is None or weights is None:
         files = " or ".join(f"models/model.{kind}" for kind in kinds)
         missing = "configs/inference.json or .yaml" if file is None else files
@@ -94,9 +94,9 @@ def open_inference(
 
     admission.admit(root, policy, INFERENCE)
     if weights.suffix == ".ts" and not (policy.trusted or "pickle" in policy.allow):
-        given = f"{name} with TorchScript, which can write files"
+        problem = f"{name} with TorchScript, which can write files"
         raise InputError(
-            given, "weights are models/model.pt", "if its author may run code here, give --trust"
+            problem, "weights are models/model.pt", "if its author may run code here, give --trust"
         )
 
     described = read_metadata(root)
@@ -110,19 +110,19 @@ def _network(config: Configuration, weights: Path, device: torch.device) -> nn.M
             network: nn.Module = torch.jit.load(str(weights), map_location=device)  # type: ignore[no-untyped-call]
         else:
             network = config.evaluated("network_def")
-            state: Any = (
-                load_weights(weights) if weights.suffix == ".safetensors" else load_pickled(weights)
-            )
-            network.load_state_dict(
-                state["model"] if isinstance(state.get("model"), Mapping) else state
-            )
+            load = load_weights if weights.suffix == ".safetensors" else load_pickled
+            state: Any = load(weights)
+            # MONAI's CheckpointSaver writes {"model": the state dict, ...}
+            if isinstance(state.get("model"), Mapping):
+                state = state["model"]
+
+            network.load_state_dict(state)
 
         return network.to(device).eval()
     except InputError:
         raise
-    except (
-        Exception
-    ) as error:  # torch raises several types for damaged files and for other networks
+    except Exception as error:
+        # torch raises several types for damaged files and for other networks
         problem = f"{weights} is not read as the weights of its bundle ({' '.join(str(error).split())[:200]})"
         raise InputError(
             problem, "weights of network_def, or TorchScript", "restore the file"

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from medfl.core.errors import InputError
 from medfl.data.incomplete_entries import allow_missing_labels
 from medfl.data.prepare import prepare
-from medfl.data.prepared import Prepared, Shard
+from medfl.data.prepared import Item, Prepared, Shard
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import files_of
 from medfl.datasets.readers.unlabelled import joined, named
 from medfl.evaluation.evaluators import CaseEvaluator, MaskEvaluator
 from medfl.evaluation.save_masks import to_original
-from medfl.problem.described import tensor_described
+from medfl.problem.described import Config, tensor_described
 from medfl.problem.problem import Problem
 
 Images = str | Path | Sequence[str | Path | NDArray[Any]]
@@ -65,9 +65,12 @@ def of_files(
         InputError: an image that the transforms refuse, or masks that they do not read.
     """
     labels = labels or {}
-    entries = [
-        {"image": uri, **({"label": labels[i]} if i in labels else {})} for i, uri in files.items()
-    ]
+    entries: list[dict[str, Any]] = []
+    for ident, uri in files.items():
+        entries.append({"image": uri})
+        if ident in labels:
+            entries[-1]["label"] = labels[ident]
+
     items = [{"id": ident} for ident in files]
     return prepare(items, Source(entries, (transforms, _Labelled(task))), label="reading images")
 
@@ -90,19 +93,19 @@ def masks(
     geometry = shard.prepared.geometry
 
     def on_file(index: int, mask: Tensor) -> NDArray[Any]:
-        known = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
-        if known:
+        has_geometry = bool(geometry) and len(geometry[index].original_shape) == mask.ndim
+        if has_geometry:
             return to_original(mask, geometry[index])
 
         return mask.numpy()
 
-    cases = zip(
-        shard.indices.tolist(), shard.ids, evaluator.masks(network, shard, device), strict=True
-    )
-    return [
-        {"id": ident, "mask": None if case is None else on_file(index, case.prediction.cpu())}
-        for index, ident, case in cases
-    ]
+    outputs = evaluator.masks(network, shard, device)
+    results: list[dict[str, Any]] = []
+    for index, ident, case in zip(shard.indices.tolist(), shard.ids, outputs, strict=True):
+        mask = None if case is None else on_file(index, case.prediction.cpu())
+        results.append({"id": ident, "mask": mask})
+
+    return results
 
 
 class _Labelled(Transform):
@@ -111,7 +114,7 @@ class _Labelled(Transform):
     def __init__(self, task: str) -> None:
         self.task = task
 
-    def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, data: Item) -> dict[str, Any]:
         image = data["image"]
         label = data.get("label")
         if isinstance(label, str):
@@ -122,11 +125,9 @@ class _Labelled(Transform):
             )
 
         if label is None:
-            segments = self.task == "segmentation"
-            if segments:
+            label = 0
+            if self.task == "segmentation":
                 label = torch.zeros((1, *image.shape[1:]), dtype=torch.uint8)
-            else:
-                label = 0
 
         return {**data, "label": label}
 
@@ -140,8 +141,8 @@ def transforms_of(bundle: Problem) -> Transform:
 
 
 @contextmanager
-def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """Give id -> URI, an id for each that is given, as `unlabelled.named` makes them.
+def as_files(images: Images, metadata: Config) -> Iterator[dict[str, str]]:
+    """Yield id -> URI of each image, with ids as `unlabelled.named` makes them.
 
     Arrays become files of a temporary folder, for bundles read files.
 
@@ -153,24 +154,25 @@ def as_files(images: Images, metadata: Mapping[str, Any]) -> Iterator[dict[str, 
     channels = channels_of(metadata)
     listed = [images] if isinstance(images, str | Path) else list(images)
     with tempfile.TemporaryDirectory(prefix="medfl-") as folder:
-        paths = [
-            Path(given).expanduser()
-            if isinstance(given, str | Path)
-            else _written(np.asarray(given), Path(folder) / f"image-{number}")
-            for number, given in enumerate(listed)
-        ]
+        paths = []
+        for number, image in enumerate(listed):
+            if isinstance(image, str | Path):
+                paths.append(Path(image).expanduser())
+            else:
+                paths.append(_written(np.asarray(image), Path(folder) / f"image-{number}"))
 
         if not paths:
             raise InputError("no images", "a folder, files or arrays", "give at least one")
+
         yield joined(named(paths, volumes), channels)
 
 
-def is_volumes(metadata: Mapping[str, Any]) -> bool:
+def is_volumes(metadata: Config) -> bool:
     """Tell whether images are volumes, by a bundle's metadata; where it is silent they are."""
     return len(tensor_described(metadata, "inputs", "image").get("spatial_shape") or ()) != 2
 
 
-def channels_of(metadata: Mapping[str, Any]) -> int:
+def channels_of(metadata: Config) -> int:
     """Return how many channels an image has, by a bundle's metadata."""
     return int(tensor_described(metadata, "inputs", "image").get("num_channels") or 1)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +23,7 @@ from medfl.data.source import NO_LABEL
 from medfl.datasets.phantoms.phantom import PHANTOM_VERSION
 from medfl.policy.policy import Policy
 from medfl.problem import parts
+from medfl.problem.described import Config
 from medfl.problem.parts import PartsProblem
 from medfl.problem.problem import Problem
 from medfl.storage.places import PHANTOM, cache_folder
@@ -49,7 +48,7 @@ def phantom_folder(name: str) -> Path:
 
 def open_problem(
     name: str,
-    config: Mapping[str, Any] | None = None,
+    config: Config | None = None,
     device: torch.device | str = "cpu",
     policy: Policy | None = None,
 ) -> Problem:
@@ -63,7 +62,7 @@ def open_problem(
     return Bundle(name, config, device, policy)
 
 
-def require_buildable(problem: Problem, config: Mapping[str, Any]) -> None:
+def require_buildable(problem: Problem, config: Config) -> None:
     """Build a shipped bundle's network once under `config`, so that a bad setting is told early.
 
     Another's network may need the data folder, which is not known yet.
@@ -85,7 +84,7 @@ def require_buildable(problem: Problem, config: Mapping[str, Any]) -> None:
         problem.network()
 
 
-def protocol_of(name: str) -> Mapping[str, Any]:
+def protocol_of(name: str) -> Config:
     """Return the protocol of a bundle, or of parts in Python."""
     if parts.is_parts(name):
         return parts.protocol_of_parts(name)
@@ -110,7 +109,7 @@ def is_recorded(name_or_path: str, run: Run) -> bool:
 
 def reopened(
     run: Run,
-    config: Mapping[str, Any],
+    config: Config,
     device: torch.device | str,
     policy: Policy | None = None,
     *,
@@ -149,15 +148,17 @@ def reopened(
 
 def _changed_error(run: Run, current: str, folder: Path | None) -> InputError:
     """Return the error of a run whose bundle is not the recorded one; it says how that is given."""
-    where, out = (f" in {folder}", str(folder)) if folder else ("", "DIR")
-    given = f"bundle {run.bundle!r} has changed since the run{where}: that of {current} has another configuration hash"
-    what = "the folder of the recorded one"
+    where = f" in {folder}" if folder else ""
+    out = str(folder or "DIR")
+    change = f"that of {current} has another configuration hash"
+    problem = f"bundle {run.bundle!r} has changed since the run{where}: {change}"
+    place = "the folder of the recorded one"
     if (root := shipped_root()) and bundle_of(run) in shipped():
         path = shipped_folders()[run.bundle].relative_to(root)
-        what = f"bundles/{path} of medfl {run.versions.get('medfl')}, unpacked to FOLDER"
+        place = f"bundles/{path} of medfl {run.versions.get('medfl')}, unpacked to FOLDER"
 
-    advice = f"name {what}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json"
-    return InputError(given, f"the recorded one is {run.bundle_sha256[:12]}", advice)
+    advice = f"name {place}: medfl run FOLDER --resume --out {out}, or medfl run FOLDER --from {out}/run.json"
+    return InputError(problem, f"the recorded one is {run.bundle_sha256[:12]}", advice)
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,7 @@ class WithData:
 def with_data(
     problem: Problem,
     data: str | None,
-    config: Mapping[str, Any],
+    config: Config,
     *,
     say: Print = str,
     seed: int = 0,
@@ -210,7 +211,7 @@ def with_data(
         say: prints what is used where no real data are found.
         seed: of splits that are drawn.
         preferred: the split to take where the folder offers it.
-        unlabelled: have images without a label among the training images too.
+        unlabelled: include images without a label in the training images.
 
     Raises:
         InputError: no such images, or another bundle's phantom is asked for.
@@ -224,9 +225,8 @@ def with_data(
         bundle, notes = _take_unlabelled(problem, {"dataset_dir": str(images)}, images)
         return WithData(bundle, str(images), "", notes)
 
-    folder = _folder(
-        name, data, say
-    ).absolute()  # a bundle looks below folders that are named in full
+    # a bundle looks below folders that are named in full
+    folder = _folder(name, data, say).absolute()
     split = datasets.trial(name, str(config.get("split") or _split(name, folder, preferred)), seed)
     overrides = {"dataset_dir": str(folder), "split": split}
     if unlabelled:
@@ -253,7 +253,7 @@ def _is_unknown(name: str, data: str) -> bool:
 
 
 def _take_unlabelled(
-    bundle: Bundle, overrides: Mapping[str, Any], folder: Path
+    bundle: Bundle, overrides: Config, folder: Path
 ) -> tuple[Bundle, tuple[str, ...]]:
     """Return a bundle with a folder's images without labels among the training items, and a note on them."""
     bundle = bundle.variant(overrides, partial(unlabelled_images.find, folder=folder))
@@ -288,9 +288,7 @@ def _split(name: str, folder: Path, preferred: str | None) -> str:
     return offered[0]
 
 
-def _of_own_data(
-    problem: Problem, data: str | None, config: Mapping[str, Any], unlabelled: bool
-) -> WithData:
+def _of_own_data(problem: Problem, data: str | None, config: Config, unlabelled: bool) -> WithData:
     """Open a problem whose data are no data set of medfl's."""
     if data == PHANTOM:
         advice = "give this bundle's data folder, or omit --data"
@@ -308,10 +306,8 @@ def _of_own_data(
     if unlabelled and isinstance(problem, Bundle) and "dataset_dir" in problem:
         problem, notes = _take_unlabelled(problem, {}, Path(str(problem.get("dataset_dir"))))
 
-    notes = (
-        *problem.notes,
-        *notes,
-    )  # they open the training data, after it is known that images without labels count
+    # the problem's notes open its training data, so images without labels have been added by now
+    notes = (*problem.notes, *notes)
     if problem.is_drawn(folder):
         notes += ("the images are of a PHANTOM cohort: drawn, not real ones",)
 

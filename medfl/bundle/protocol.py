@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
 
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.settings import ProtocolSettings
+from medfl.problem.described import Config, Document
 
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Config = {
     "sites": 4, "partition": "iid", "cohort": 1.0, "rounds": 10, "local_epochs": 1, "batch_size": None, "lr": None,
     "lr_decay": 1.0, "split": None, "methods": {}, "config": {},
     **{setting.name: setting.default for setting in fields(ProtocolSettings) if setting.default is not MISSING},
@@ -23,7 +23,7 @@ _OF_SITES: Mapping[str, str] = {"labels": "site_labels", "channels": "site_chann
 """What `sites` may say of a site -> the setting of the run that it becomes."""
 
 
-def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()) -> dict[str, Any]:
+def resolved(bundle: str, values: Config, presets: Iterable[str] = ()) -> Document:
     """Return a protocol's values, complete, with the presets laid over them in their order.
 
     Raises:
@@ -34,17 +34,18 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
     offered = values.get("presets") or {}
     for name in presets:
         if name not in offered:
+            advice = "leave --preset out"
+            if offered:
+                advice = did_you_mean(name, offered, f"see medfl bundles {bundle}")
+
             raise InputError(
                 f"preset {name!r} of bundle {bundle!r}",
                 f"its presets are: {', '.join(offered) or 'none'}",
-                did_you_mean(name, offered, f"see medfl bundles {bundle}")
-                if offered
-                else "leave --preset out",
+                advice,
             )
 
-        preset: Mapping[str, Any] = {
-            key: value for key, value in offered[name].items() if key != "about"
-        }
+        preset = dict(offered[name] or {})
+        preset.pop("about", None)
         if unknown := sorted(preset.keys() - _DEFAULTS.keys()):
             raise InputError(
                 f"{unknown[0]!r} in preset {name!r} of bundle {bundle!r}",
@@ -62,11 +63,12 @@ def resolved(bundle: str, values: Mapping[str, Any], presets: Iterable[str] = ()
     return settled
 
 
-def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> None:
+def _check_tables(bundle: str, values: Config, within: str = "") -> None:
     """Raise InputError where `methods`, `config`, `presets`, a method or a preset is given and is no table."""
-    tables = {
-        key: values.get(key) for key in ("methods", "config", *(() if within else ("presets",)))
-    }
+    tables = {key: values.get(key) for key in ("methods", "config")}
+    if not within:  # a preset has no presets
+        tables["presets"] = values.get("presets")
+
     for key in ("methods", "presets"):
         if isinstance(inner := tables.get(key), Mapping):
             tables |= {f"{key}: {name}": value for name, value in inner.items()}
@@ -80,7 +82,7 @@ def _check_tables(bundle: str, values: Mapping[str, Any], within: str = "") -> N
             _check_tables(bundle, value or {}, f"{key}: ")
 
 
-def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _said_of_sites(bundle: str, values: Config) -> Document:
     """Return values whose `sites` is a number, what it said of a site as settings; InputError where that is unknown."""
     sites = values.get("sites")
     if not isinstance(sites, Mapping):
@@ -88,9 +90,10 @@ def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
     texts: dict[str, list[str]] = {}
     for site, facts in sites.items():
-        for fact, names in (
-            facts.items() if isinstance(facts, Mapping) else [(str(facts), None)] if facts else ()
-        ):
+        if facts and not isinstance(facts, Mapping):
+            facts = {str(facts): None}  # refused below
+
+        for fact, names in (facts or {}).items():
             listed = [names] if isinstance(names, str) else names
             if fact not in _OF_SITES or not isinstance(listed, list) or not listed:
                 raise InputError(
@@ -101,14 +104,11 @@ def _said_of_sites(bundle: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
             texts.setdefault(_OF_SITES[fact], []).append(f"{site}={','.join(map(str, listed))}")
 
-    return {
-        **values,
-        "sites": len(sites),
-        **{setting: ";".join(parts) for setting, parts in texts.items()},
-    }
+    settings = {setting: ";".join(parts) for setting, parts in texts.items()}
+    return {**values, "sites": len(sites), **settings}
 
 
-def options_for(protocol: Mapping[str, Any], method: str) -> Mapping[str, Any]:
+def options_for(protocol: Config, method: str) -> Config:
     """Return the options that a protocol gives a method."""
-    options: Mapping[str, Any] = protocol["methods"].get(method) or {}
+    options: Config = protocol["methods"].get(method) or {}
     return options

@@ -17,7 +17,7 @@ from medfl.core.errors import InputError
 from medfl.data.incomplete_entries import drop_label, fill_missing, is_unlabelled, with_all_channels
 from medfl.data.prepared import Item
 from medfl.data.source import LACKS, NO_LABEL, Source, records, take_apart
-from medfl.problem.described import tensor_described
+from medfl.problem.described import Document, tensor_described
 from medfl.problem.sections import Section
 
 _VALIDATION_SETS = ("validate#dataset", "val_dataset", "val#dataset")
@@ -31,7 +31,7 @@ def _as_loaded(batch: Any, *_: object) -> tuple[Any, None]:
 class UnlabelledEntries:
     """Images without labels: entries for a data list, and whether the data have no others (`alone`)."""
 
-    entries: Sequence[Mapping[str, Any]] = ()
+    entries: Sequence[Item] = ()
     alone: bool = False
 
 
@@ -80,15 +80,9 @@ class BundleSections:
     @property
     def has_training_items(self) -> bool:
         """Tell whether the training data list, as the bundle makes it, has items."""
+        dataset_id = self._loader_ids(self._config, "train")[1]
         try:
-            return (
-                len(
-                    take_apart(
-                        self._config.evaluated(self._loader_ids(self._config, "train")[1])
-                    ).entries
-                )
-                > 0
-            )
+            return len(take_apart(self._config.evaluated(dataset_id)).entries) > 0
         except (InputError, TypeError):
             return False
 
@@ -102,22 +96,21 @@ class BundleSections:
         if self._unscored or self.images_only:
             return True  # no items serve for others
 
-        validate, test = (
-            config.dependencies_of(config.within(self._loader_ids(config, "validate")[1], "data"))
-            for config in (self._config, self._evaluation)
-        )
-
-        if validate == test:
+        if self._validation_data(self._config) == self._validation_data(self._evaluation):
             return False
 
         try:
             self._opened["test"] = self._open("test")
-        except (
-            InputError
-        ) as error:  # many a bundle's test data lie in another way than those that it trains on
+        except InputError as error:
+            # many a bundle's test data lie in another way than those that it trains on
             self.test_error = str(error)
 
         return not self.test_error
+
+    def _validation_data(self, config: Configuration) -> Document:
+        """Return the unevaluated content of the validation data list, and of what it refers to."""
+        dataset_id = self._loader_ids(config, "validate")[1]
+        return config.dependencies_of(config.within(dataset_id, "data"))
 
     def _loader_ids(self, config: Configuration, section: str) -> tuple[str, str]:
         """Return the ids of a section's data loader ("" if there is none) and data set."""
@@ -128,9 +121,9 @@ class BundleSections:
         elif dataset_id := next((key for key in _VALIDATION_SETS if key in config), ""):
             return "", dataset_id
         else:
-            given = f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')"
+            problem = f"{config.file} has no id 'validate#evaluator' (nor 'validate#dataset')"
             raise InputError(
-                given, "a bundle to be federated has validation data", "add a validate section"
+                problem, "a bundle to be federated has validation data", "add a validate section"
             )
 
         return loader, config.within(loader, "dataset")
@@ -159,10 +152,9 @@ class BundleSections:
     def _open(self, section: str) -> Section:
         config = self._evaluation if section == "test" else self._config
         loader_id, dataset_id = self._loader_ids(config, section)
+        data_id = config.within(dataset_id, "data")
         if self.images_only:
-            config.override(
-                {config.within(dataset_id, "data"): [{}]}
-            )  # the bundle would look for labels
+            config.override({data_id: [{}]})  # the bundle would look for labels
 
         dataset = config.evaluated(dataset_id)
         try:
@@ -182,23 +174,19 @@ class BundleSections:
 
         if len(source.entries) == 0:
             raise InputError(
-                f"{config.file}: the data list '{config.within(dataset_id, 'data')}' of section {section!r} is empty",
+                f"{config.file}: the data list {data_id!r} of section {section!r} is empty",
                 "each section has at least one item",
                 "check dataset_dir: give the data folder with --data",
             )
 
         engine = self._trainer if section == "train" else find_evaluator(config)
-        has_own = engine is not None and config.raw(f"{engine}#prepare_batch")[1] is not None
-        prepare_batch = (
-            config.evaluated(f"{engine}#prepare_batch") if has_own else default_prepare_batch
-        )
-        prepare_batch = _as_loaded if self._has_own_trainer else prepare_batch
+        prepare_batch: Callable[..., Any] = default_prepare_batch
+        if self._has_own_trainer:
+            prepare_batch = _as_loaded
+        elif engine and config.raw(f"{engine}#prepare_batch")[1] is not None:
+            prepare_batch = config.evaluated(f"{engine}#prepare_batch")
 
-        if "dataset_dir" in config:
-            folder = config.evaluated("dataset_dir")
-        else:
-            folder = self.root
-
+        folder = config.evaluated("dataset_dir") if "dataset_dir" in config else self.root
         items = records(source, section, [Path(str(folder)).resolve(), self.root])
         items, source = self._with_channels(items, source)
         return Section(
@@ -215,21 +203,22 @@ class BundleSections:
 
         numbered = "masks" in self._config and "split" in self._config  # medfl new wrote it
         entries = [with_all_channels(entry, channels, numbered) for entry in source.entries]
-        absent = [entry.get(LACKS, ()) if isinstance(entry, Mapping) else () for entry in entries]
-        if not any(absent):
+        marked: list[Item] = []
+        for item, entry in zip(items, entries, strict=True):
+            if isinstance(entry, Mapping) and entry.get(LACKS):
+                item = {**item, LACKS: entry[LACKS]}
+
+            marked.append(item)
+
+        if not any(LACKS in item for item in marked):
             return items, source
 
-        items = [
-            {**item, LACKS: lacks} if lacks else item
-            for item, lacks in zip(items, absent, strict=True)
-        ]
-        return items, fill_missing(replace(source, entries=entries), channels)
+        return marked, fill_missing(replace(source, entries=entries), channels)
 
 
 def _without_marks(entry: Any) -> Any:
     """Return an entry as the bundle gives it; what it lacks is found out here and never taken from it."""
-    marked = isinstance(entry, Mapping) and not {NO_LABEL, LACKS}.isdisjoint(entry)
-    if marked:
+    if isinstance(entry, Mapping) and (NO_LABEL in entry or LACKS in entry):
         return {key: value for key, value in entry.items() if key not in (NO_LABEL, LACKS)}
 
     return entry
@@ -237,10 +226,15 @@ def _without_marks(entry: Any) -> Any:
 
 def _with(source: Source, more: UnlabelledEntries) -> Source:
     """Return a data list with images without labels, at their places by id."""
-    listed = [] if more.alone or not source.is_list else source.entries
-    entries = [
-        drop_label(entry) if is_unlabelled(entry) else entry for entry in (*listed, *more.entries)
-    ]
+    entries: list[Any] = []
+    if source.is_list and not more.alone:
+        entries += source.entries
+
+    entries += more.entries
+    for place, entry in enumerate(entries):
+        if is_unlabelled(entry):
+            entries[place] = drop_label(entry)
+
     if more.entries and all(isinstance(entry, Mapping) and "id" in entry for entry in entries):
         entries.sort(key=lambda entry: str(entry["id"]))
 

@@ -123,26 +123,31 @@ def load(path: Path, text: Text | None = None, *, own: bool = False) -> Embeddin
         problem = f"{path} is not a file of text embeddings ({error})"
         raise InputError(problem, "medfl concepts writes them", "make it anew") from error
 
+    target = "it anew" if own else "another"
+    place = path if own else "FILE.safetensors"
     if text is not None:
-        for what, in_file, in_bundle, shown in (
+        for part, in_file, in_bundle, limit in (
             ("classes", stored.concepts, text.concepts, 8),
             ("prompts", stored.prompts, text.prompts, 2),
         ):
             if in_file != in_bundle:
                 raise InputError(
-                    f"{path}: made for other {what}: {unlike(in_file, in_bundle, shown)}",
-                    f"the bundle has {unlike(in_bundle, in_file, shown)}",
-                    f"make {'it anew' if own else 'another'}: medfl concepts BUNDLE --plm {embeddings.plm} "
-                    f"--out {path if own else 'FILE.safetensors'}",
+                    f"{path}: made for other {part}: {unlike(in_file, in_bundle, limit)}",
+                    f"the bundle has {unlike(in_bundle, in_file, limit)}",
+                    f"make {target}: medfl concepts BUNDLE --plm {embeddings.plm} --out {place}",
                 )
 
     return embeddings
 
 
-def unlike(texts: Sequence[str], others: Sequence[str], shown: int) -> str:
+def unlike(texts: Sequence[str], reference: Sequence[str], limit: int) -> str:
     """Name some of the texts that are not among the others (of all, if only number or order differ)."""
-    odd = [text for text in texts if text not in others] or texts
-    return f"{', '.join(map(repr, odd[:shown]))}{', …' if odd[shown:] else ''} ({len(odd)} of {len(texts)})"
+    odd = [text for text in texts if text not in reference] or texts
+    shown = [repr(text) for text in odd[:limit]]
+    if odd[limit:]:
+        shown.append("…")
+
+    return f"{', '.join(shown)} ({len(odd)} of {len(texts)})"
 
 
 def unit(values: Tensor) -> Tensor:
@@ -167,14 +172,17 @@ def obtain(plm: str, text: Text, shipped: Path | None = None) -> Embeddings:
     if plm.endswith(".safetensors"):
         return load(Path(plm).expanduser(), text)
 
-    for path in (*([shipped / f"{plm}.safetensors"] if shipped else []), cached(plm, text)):
+    paths = [cached(plm, text)]
+    if shipped:
+        paths.insert(0, shipped / f"{plm}.safetensors")
+
+    for path in paths:
         if path.is_file():
             return load(path, text, own=True)
 
+    # half precision, as from the file that they would be kept in
     built = build(plm, text)
-    return replace(
-        built, values=unit(built.values.half())
-    )  # as from the file that it would be kept in
+    return replace(built, values=unit(built.values.half()))
 
 
 def cached(plm: str, text: Text) -> Path:
@@ -226,7 +234,9 @@ def build(
     else:
         pooling = "unmasked mean"
 
-    pooling += f", dropout {dropout}" if dropout is not None else ""
+    if dropout is not None:
+        pooling += f", dropout {dropout}"
+
     return Embeddings(values, plm, digest, text, pooling)
 
 
@@ -258,22 +268,19 @@ def _open(
         )
 
     instead = "take embeddings that are made already"
-    with at_hand(
-        f"language model {plm!r}",
-        "open_clip" if clip else "transformers",
-        advice,
-        instead,
-        download=download,
-    ):
-        network, encode = (
-            _open_clip(plm, folder) if clip else _transformer(folder or _HUB[plm], masked)
-        )
+    reader = "open_clip" if clip else "transformers"
+    with at_hand(f"language model {plm!r}", reader, advice, instead, download=download):
+        if clip:
+            network, encode = _open_clip(plm, folder)
+        else:
+            network, encode = _transformer(folder or _HUB[plm], masked)
+
         return network, encode, _hash(network, folder)
 
 
 @contextmanager
 def at_hand(
-    what: str, reader: str, advice: str, instead: str, *, download: bool = False
+    model: str, reader: str, advice: str, instead: str, *, download: bool = False
 ) -> Iterator[None]:
     """Read a model in this block, from this machine unless the hub's client may `download` it.
 
@@ -289,15 +296,14 @@ def at_hand(
         raise
     except ImportError as error:
         raise InputError(
-            f"{what} needs {error.name or error}",
+            f"{model} needs {error.name or error}",
             f"it is read with {reader}",
             f"{pip_install('teachers')}, or {instead}",
         ) from error
-    except (
-        Exception
-    ) as error:  # hub, safetensors, tokenizers and network errors have no common base
+    except Exception as error:
+        # errors of the hub, safetensors, tokenizers and the network have no common base
         text = " ".join(str(error).replace(";", ",").split())
-        problem = f"{what} is not at hand ({type(error).__name__}: {text[:160]})"
+        problem = f"{model} is not at hand ({type(error).__name__}: {text[:160]})"
         raise InputError(
             problem, "its weights are in a folder or in the hub's cache", advice
         ) from error
@@ -307,23 +313,20 @@ def at_hand(
 
 def _hash(network: nn.Module, folder: str | None) -> str:
     if folder:
-        files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)]
-    else:
-        files = []
+        files = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]
+        if len(files) == 1:
+            return file_sha256(files[0])
 
-    if len(files) == 1:
-        return file_sha256(files[0])
-
+    # a pooler that the weights lack would be random, and it is not used
     used = {name: t for name, t in network.state_dict().items() if not name.startswith("pooler.")}
-    return weights_sha256(
-        used
-    )  # a pooler that the weights lack would be random, and it is not used
+    return weights_sha256(used)
 
 
 def _packaged(plm: str) -> str | None:
-    spec = importlib.util.find_spec(_PACKAGED[plm]) if plm in _PACKAGED else None
-    if spec and spec.origin:
-        return str(Path(spec.origin).parent / "model")
+    if plm in _PACKAGED:
+        spec = importlib.util.find_spec(_PACKAGED[plm])
+        if spec and spec.origin:
+            return str(Path(spec.origin).parent / "model")
 
     return None
 
@@ -360,10 +363,9 @@ def _transformer(source: str, masked: bool) -> tuple[nn.Module, Encode]:
     def encode(texts: Sequence[str]) -> Tensor:
         tokens = tokenizer(list(texts), padding=True, truncation=True, return_tensors="pt")
         hidden: Tensor = model(**tokens).last_hidden_state
-        if masked:
-            mask = tokens["attention_mask"]
-        else:
-            mask = torch.ones_like(tokens["attention_mask"])
+        mask = tokens["attention_mask"]
+        if not masked:
+            mask = torch.ones_like(mask)
 
         mean: Tensor = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
         return mean
@@ -390,10 +392,10 @@ def from_files(model: Any, config: Any, folder: Path) -> tuple[Any, Any]:
         raise ValueError(f"{folder} has neither model.safetensors nor pytorch_model.bin")
 
     weights = load_weights(tensors) if tensors.is_file() else load_pickled(pickled)
-    made, loading = model.from_pretrained(
+    network, loading = model.from_pretrained(
         None, config=config, state_dict=weights, output_loading_info=True
     )
-    return made, loading
+    return network, loading
 
 
 def refuse_other_folders(folder: Path) -> None:
@@ -405,9 +407,9 @@ def refuse_other_folders(folder: Path) -> None:
     text = settings.get("text_cfg", {}) if isinstance(settings, dict) else {}
     for key in ("hf_model_name", "hf_tokenizer_name"):
         name = str(text.get(key) or "") if isinstance(text, dict) else ""
-        named = Path(name).expanduser()
-        is_path = bool(name) and (named.is_absolute() or named.exists())
-        if is_path and not named.resolve().is_relative_to(folder.resolve()):
+        path = Path(name).expanduser()
+        is_path = bool(name) and (path.is_absolute() or path.exists())
+        if is_path and not path.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"its {key} is another folder")
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from medfl import datasets
 from medfl.bundle.bundle import Bundle
@@ -13,12 +12,14 @@ from medfl.bundle.check_own import ids_of
 from medfl.bundle.new_images import channels_of, is_volumes
 from medfl.bundle.sections import UnlabelledEntries
 from medfl.core.task import SECTIONS
+from medfl.data.prepared import Item
 from medfl.datasets import own
 from medfl.datasets.base import item_of, read_table
 from medfl.datasets.readers import cases, grouping, matching, pairs, tables
 from medfl.datasets.readers.reading import JOINED
 from medfl.datasets.readers.splitting import Record
 from medfl.datasets.readers.unlabelled import joined, named
+from medfl.problem.described import Config
 
 
 def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
@@ -39,26 +40,21 @@ def find(bundle: Bundle, folder: Path) -> UnlabelledEntries:
         alone = not bundle.sections.has_training_items
 
     images = folder if alone else folder / own.UNLABELLED
+    entries = []
     if images.is_dir():
         files = joined(named([images], is_volumes(bundle.metadata)), channels)
-    else:
-        files = {}
+        prefix = "" if alone else f"{own.UNLABELLED}/"
+        for name, uri in files.items():
+            entries.append(_entry(bundle, prefix + name, uri))
 
-    entries = [
-        _entry(bundle, name if alone else f"{own.UNLABELLED}/{name}", uri)
-        for name, uri in files.items()
-    ]
     if bundle.dataset and not alone:
-        maskless = read_table(bundle.dataset, folder).unlabelled
-    else:
-        maskless = {}
+        for name, uri in read_table(bundle.dataset, folder).unlabelled.items():
+            entries.append(_entry(bundle, name, uri))
 
-    return UnlabelledEntries(
-        [*entries, *(_entry(bundle, name, uri) for name, uri in maskless.items())], alone
-    )
+    return UnlabelledEntries(entries, alone)
 
 
-def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
+def _entry(bundle: Bundle, ident: str, uri: str) -> Item:
     files = uri.split(JOINED)
     (first, *below) = ident.split("/")
     centre = below[0] if first == own.UNLABELLED and len(below) > 1 else "unknown"
@@ -66,7 +62,7 @@ def _entry(bundle: Bundle, ident: str, uri: str) -> Mapping[str, Any]:
     return {"image": image, "id": ident, "centre": centre, "group": ident}
 
 
-def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> UnlabelledEntries:
+def _of_own(root: Path, ids: Config, channels: int) -> UnlabelledEntries:
     """Return the images of a folder as `medfl new` knows it.
 
     Those that a table puts into another section, or whose patient has images there, are left out.
@@ -84,24 +80,22 @@ def _of_own(root: Path, ids: Mapping[str, Any], channels: int) -> UnlabelledEntr
         held_out = {record.group for record, section in divided if section != SECTIONS[0]}
 
     records = cases.described(root, _grouped(dataset.unlabelled, images, group_by), dataset.rows)
-    taken = [
-        r
-        for r in records
-        if r.sections.get(cases.SPLIT, SECTIONS[0]) == SECTIONS[0] and r.group not in held_out
-    ]
-    return UnlabelledEntries(
-        [{k: v for k, v in item_of(r).items() if k != "label"} for r in taken], bool(unlabelled)
-    )
+    train = SECTIONS[0]
+    entries = []
+    for record in records:
+        if record.sections.get(cases.SPLIT, train) == train and record.group not in held_out:
+            entry = {**item_of(record)}
+            entry.pop("label", None)
+            entries.append(entry)
+
+    return UnlabelledEntries(entries, bool(unlabelled))
 
 
-def _alone(root: Path, images: Path, ids: Mapping[str, Any], channels: int) -> tuple[Record, ...]:
+def _alone(root: Path, images: Path, ids: Config, channels: int) -> tuple[Record, ...]:
     """Return the images of a folder in which none has a label; none where some have."""
     if ids.get("masks"):
-        table = pairs.paired(
-            *matching.match(
-                *own.paths(images, own.path_below(root, str(ids["masks"])), channels > 1)
-            )
-        )
+        masks = own.path_below(root, str(ids["masks"]))
+        table = pairs.paired(*matching.match(*own.paths(images, masks, channels > 1)))
         if table.records or table.problems:
             return ()
 
@@ -124,7 +118,8 @@ def _grouped(records: Sequence[Record], images: Path, group_by: str | None) -> S
     if not group_by or not records:
         return records
     patients = grouping.by_names(group_by, [own.path_in(images, record) for record in records])
-    return [
-        replace(record, group=patient or record.group)
-        for record, patient in zip(records, patients, strict=True)
-    ]
+    grouped = []
+    for record, patient in zip(records, patients, strict=True):
+        grouped.append(replace(record, group=patient or record.group))
+
+    return grouped

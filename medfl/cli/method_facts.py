@@ -18,8 +18,9 @@ from medfl.core.task import Task
 from medfl.data.prepared import Shard, Stacked
 from medfl.data.public import Public
 from medfl.methods.base import Method
+from medfl.training.local_settings import LocalSettings
 from medfl.training.network_pool import Networks
-from medfl.training.site import Host, LocalSettings, Site
+from medfl.training.site import Host, Site
 
 Document = dict[str, Any]
 

@@ -67,19 +67,19 @@ def check_folder(settings: Mapping[str, Any], out: Path) -> None:
     except Refused as error:
         raise InputError(f"--out {out}, which holds no comparison", allowed, advice) from error
 
-    asked = _flat(settings)
+    new = _flat(settings)
     present = _flat(before)
-    differing = [name for name in {**present, **asked} if asked.get(name) != present.get(name)]
+    differing = [name for name in {**present, **new} if new.get(name) != present.get(name)]
     if differing:
-        texts = [
-            ", ".join(f"{name} {flat.get(name, 'not set')}" for name in differing)
-            for flat in (asked, present)
-        ]
         raise InputError(
-            f"--out {out} with {texts[0]}",
-            f"the comparison there has {texts[1]}",
+            f"--out {out} with {_listed(new, differing)}",
+            f"the comparison there has {_listed(present, differing)}",
             "repeat its settings (methods, partitions and seeds may differ), or give --out another folder",
         )
+
+
+def _listed(values: Mapping[str, str], names: Sequence[str]) -> str:
+    return ", ".join(f"{name} {values.get(name, 'not set')}" for name in names)
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -139,11 +139,12 @@ def _leaves(name: str, value: Any) -> dict[str, Any]:
         return {"sites": len(value)}
     if not isinstance(value, Mapping):
         return {name: value}
-    return {
-        leaf: v
-        for inner, part in value.items()
-        for leaf, v in _leaves(f"{name}.{inner}", part).items()
-    }
+
+    leaves: dict[str, Any] = {}
+    for key, part in value.items():
+        leaves |= _leaves(f"{name}.{key}", part)
+
+    return leaves
 
 
 def _short(value: Any, width: int = 40) -> str:
@@ -155,17 +156,14 @@ def check_same_source_and_bundle(planned: Run, finished: Sequence[Path]) -> None
     """Raise an InputError if a finished run has other images (real or phantom) or another bundle than planned."""
     for path in finished:
         record = RunFiles(path).record
-        for what, now, before in (
+        checksum = record.get("bundle_sha256") or planned.bundle_sha256  # old records have none
+        for kind, now, before in (
             ("images", planned.data.source, record["data"]["source"]),
-            (
-                "bundle",
-                planned.bundle_sha256[:16],
-                str(record.get("bundle_sha256") or planned.bundle_sha256)[:16],
-            ),
+            ("bundle", planned.bundle_sha256[:16], str(checksum)[:16]),
         ):
             if now != before:
                 raise InputError(
-                    f"{what} {now}, and {before} in {path}",
+                    f"{kind} {now}, and {before} in {path}",
                     "one comparison has one kind of images and one version of the bundle",
                     "give --out another folder, or remove the runs there",
                 )

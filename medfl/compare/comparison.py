@@ -143,9 +143,9 @@ class Comparison:
 
         one_data = "a comparison has one bundle, one key metric and the same images"
         require_same(runs, one_data, "compare the runs of each kind apart")
-        same_seed = [
-            run for run in runs if run.record.get("seed") == runs[0].record.get("seed")
-        ]  # a split may use it
+        # A bundle's split may use the seed, so images are compared only between runs of equal seed
+        seed_of_first = runs[0].record.get("seed")
+        same_seed = [run for run in runs if run.record.get("seed") == seed_of_first]
         data = {"data": lambda run: str(run.record["data"].get("checksum"))}
         require_same(same_seed, one_data, "compare the runs of each data set apart", data)
         rows: dict[tuple[str, str], dict[int, RunFiles]] = {}
@@ -196,12 +196,12 @@ class Comparison:
 
     def runs(self, partition: str | None = None) -> list[RunFiles]:
         """Return all runs, or those on a partition."""
-        return [
-            run
-            for row in self.rows
-            if partition in (None, row.partition)
-            for run in row.runs.values()
-        ]
+        runs: list[RunFiles] = []
+        for row in self.rows:
+            if partition in (None, row.partition):
+                runs += row.runs.values()
+
+        return runs
 
     @cached_property
     def columns(self) -> list[Column]:
@@ -249,11 +249,13 @@ class Comparison:
         tests = []
         for row, base in self._pairs(against):
             seeds = sorted(row.runs.keys() & base.runs.keys())
-            if (
-                len(seeds) == 1
-                and (one := between_models(row.runs[seeds[0]], base.runs[seeds[0]])) is not None
-            ):
-                tests.append((row, base, one))
+            if len(seeds) != 1:
+                continue
+
+            difference = between_models(row.runs[seeds[0]], base.runs[seeds[0]])
+            if difference is not None:
+                tests.append((row, base, difference))
+
         return tests
 
     def _pairs(self, against: str) -> Iterator[tuple[Row, Row]]:
@@ -267,7 +269,7 @@ class Comparison:
         """Return the row that is better than every other on a partition by its paired interval, None without one."""
         rows = self.on(partition)
         for row in rows:
-            tests = [paired_test(row, other, column) for other in rows if other is not row]
+            tests = [paired_test(row, rival, column) for rival in rows if rival is not row]
             if tests and all(test is not None and test.word == BETTER for test in tests):
                 return row
         return None
@@ -279,6 +281,7 @@ class Comparison:
         places: dict[str, list[float]] = {method: [] for method in methods}
         for partition in self.partitions:
             rows = {row.method: row.values(column) for row in self.on(partition)}
+            # A mean rank is fair only over partitions that every method was run on
             if len(rows) < len(methods):
                 continue
             for seed in sorted(set.intersection(*(set(values) for values in rows.values()))):
@@ -345,8 +348,8 @@ def paired_test(row: Row, against: Row, column: Column) -> PairedTest | None:
         return PairedTest(row, against, len(seeds), mean, math.nan, math.nan, p, effect, UNCLEAR)
 
     p = float(stats.ttest_rel([ours[s] for s in seeds], [theirs[s] for s in seeds]).pvalue)
-    said = UNCLEAR if column.higher is None else word(ends, column.higher)
-    return PairedTest(row, against, len(seeds), mean, *ends, p, mean / sd, said)
+    verdict = UNCLEAR if column.higher is None else word(ends, column.higher)
+    return PairedTest(row, against, len(seeds), mean, *ends, p, mean / sd, verdict)
 
 
 def t_interval(differences: Sequence[float], least_sd: float = 1e-9) -> tuple[float, float] | None:

@@ -96,7 +96,7 @@ class Gains:
 
                 sentence = f"{name} against {reference}: {counted([*words.values()], 'site')}"
                 if self.small:
-                    small = [said for site, said in words.items() if site in self.small]
+                    small = [verdict for site, verdict in words.items() if site in self.small]
                     sentence += f"; better at {small.count(BETTER)} of the {len(small)} small ones"
 
                 sentences.append(sentence)
@@ -158,26 +158,25 @@ def gains(folders: Sequence[Path]) -> Gains:
 
     for label, seeds in by_label.items():
         method = next(iter(seeds.values())).method
-        values[label], gained[label] = (
-            {},
-            {reference: {} for reference in REFERENCES if reference != method},
-        )
+        values[label] = {}
+        gained[label] = {reference: {} for reference in REFERENCES if reference != method}
         words[label] = {reference: {} for reference in gained[label]}
         for _, run in sorted(seeds.items(), key=lambda entry: str(entry[0])):
             scores = run.site_values(run.judged, run.key)
             for site, value in scores.items():
                 values[label].setdefault(site, []).append(value)
             for reference, column in gained[label].items() if method != "local" else ():
-                other = local.get(run.path) if reference == "local" else None
-                if (other := other or _reference(run, reference, rows)) is None:
+                base = local.get(run.path) if reference == "local" else None
+                base = base or _reference(run, reference, rows)
+                if base is None:
                     continue
 
-                theirs = other.site_values(other.judged, other.key)
-                for site in (name for name in scores if name in theirs):
-                    column.setdefault(site, []).append(sign * (scores[site] - theirs[site]))
-                    words[label][reference][site] = _said(column[site], run, other, site)
+                base_scores = base.site_values(base.judged, base.key)
+                for site in (name for name in scores if name in base_scores):
+                    column.setdefault(site, []).append(sign * (scores[site] - base_scores[site]))
+                    words[label][reference][site] = _verdict(column[site], run, base, site)
 
-                if differing := ", ".join(_differing(run, other)):
+                if differing := ", ".join(_differing(run, base)):
                     notes[
                         f"{label} and the {reference} that it is measured against differ in {differing}"
                     ] = None
@@ -202,11 +201,11 @@ def gains(folders: Sequence[Path]) -> Gains:
     )
 
 
-def _said(gained: Sequence[float], run: RunFiles, other: RunFiles, site: str) -> str:
-    """Return what may be said of a site's gains, one for each seed, the last of which is that of these runs."""
+def _verdict(gained: Sequence[float], run: RunFiles, base: RunFiles, site: str) -> str:
+    """Judge a site's gains, one a seed; a single gain, that of `run` over `base`, over the site's test cases."""
     if len(gained) > 1:
         return word(t_interval(gained), higher_is_better=True)
-    difference = between_models(run, other, site)
+    difference = between_models(run, base, site)
     return UNCLEAR if difference is None else difference.word
 
 

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from medfl.storage.files import write_atomic
 from medfl.storage.places import TRIAL
 from medfl.storage.run_documents import read_run, read_summary
 from medfl.storage.run_folder import safe_file_name
+from medfl.training.accelerate.precision import threads
 
 _NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
@@ -109,23 +111,22 @@ class Grid:
 
     def cells(self, out: Path) -> list[Cell]:
         """Return the runs, seed by seed, so that an interrupted grid has whole rows of the first seeds."""
-        return [
-            Cell(
-                entry,
-                partition,
-                seed,
-                out.joinpath(*map(safe_file_name, names), f"seed-{seed}"),
-                bool(self.search),
-            )
-            for seed in self.seeds
-            for partition in self.partitions
-            for entry in self.entries
-            for names in [(partition or "protocol", entry.label)]
-        ]
+        cells = []
+        for seed in self.seeds:
+            for partition in self.partitions:
+                above = out / safe_file_name(partition or "protocol")
+                for entry in self.entries:
+                    folder = above / safe_file_name(entry.label) / f"seed-{seed}"
+                    cells.append(Cell(entry, partition, seed, folder, bool(self.search)))
+
+        return cells
 
     def settings(self) -> dict[str, Any]:
         """Return what all runs of a folder share, as plain JSON values."""
-        requested = {**self.requested, **({"grid": self.search} if self.search else {})}
+        requested = dict(self.requested)
+        if self.search:
+            requested["grid"] = self.search
+
         shared = {
             "bundle": self.bundle,
             "options": self.options,
@@ -157,7 +158,10 @@ def compare(
     """
     cells, failed = run_missing(grid, launch, against, target)
     finished = [cell.folder for cell in cells if cell.done(grid.requested.get("rounds"))]
-    return (read(finished) if finished else None), failed
+    if finished:
+        return read(finished), failed
+
+    return None, failed
 
 
 def run_missing(
@@ -191,11 +195,12 @@ def run_missing(
             "begin it in a new process, as medfl compare does",
         )
 
-    with _without_cuda_init():
+    # One thread: a pool of OpenMP's, once it has worked here, would hang the processes that are forked
+    with _without_cuda_init(), threads(1):
         device = device_named(device)
-        for cell in {
-            (cell.entry.label, cell.partition): cell for cell in missing
-        }.values():  # refuse before any run
+        # One run of each row is planned, so that what is refused is refused before any run
+        row_cells = {(cell.entry.label, cell.partition): cell for cell in missing}
+        for cell in row_cells.values():
             planned = make_plan(dataclasses.replace(_request(grid, cell), device="cpu"))
             runs.append(dataclasses.replace(planned.run, device=device))
             checks.check_same_source_and_bundle(runs[-1], finished)
@@ -229,25 +234,18 @@ def _without_cuda_init() -> Iterator[None]:
 
 
 def _request(grid: Grid, cell: Cell) -> Request:
-    taken_options = {
-        name: value
-        for name, value in grid.options.items()
-        if methods.has_option(cell.entry.method, name)
-    }
-    partition = {"partition": cell.partition} if cell.partition else {}
-    requested = {
-        **grid.requested,
-        **cell.entry.settings,
-        **partition,
-        "method": cell.entry.method,
-        "seed": cell.seed,
-    }
-    return Request(
-        grid.bundle,
-        options={**taken_options, **cell.entry.options},
-        config=grid.config,
-        **requested,
-    )
+    entry = cell.entry
+    options = {}
+    for name, value in grid.options.items():
+        if methods.has_option(entry.method, name):
+            options[name] = value
+
+    requested = {**grid.requested, **entry.settings, "method": entry.method, "seed": cell.seed}
+    if cell.partition:
+        requested["partition"] = cell.partition
+
+    options.update(entry.options)
+    return Request(grid.bundle, options=options, config=grid.config, **requested)
 
 
 def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) -> dict[str, str]:
@@ -255,7 +253,7 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
     context = multiprocessing.get_context("fork")
     say = launch.say
     left = deque(cells)
-    busy: dict[int, tuple[Any, Cell, float]] = {}
+    busy: dict[int, tuple[BaseProcess, Cell, float]] = {}
     failed: dict[str, str] = {}
     form = "{desc} {n}/{total} {bar:8} {elapsed}<{remaining}{postfix}"
 
@@ -271,13 +269,16 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
             while left or busy:
                 while left and len(busy) < (launch.jobs or 1):
                     cell = left.popleft()
-                    process = context.Process(target=_run, args=(grid, cell, shared), daemon=False)
+                    process: BaseProcess = context.Process(
+                        target=_run, args=(grid, cell, shared), daemon=False
+                    )
                     process.start()
                     busy[process.sentinel] = (process, cell, time.monotonic())
 
                 running = ", ".join(cell.entry.label for _, cell, _ in busy.values())
                 bar.set_postfix_str(f"running {running}"[:40] + f"; {len(left)} left")
 
+                # The bar's clock goes on while nothing ends
                 for sentinel in wait([*busy], timeout=5 if launch.progress else None):
                     process, cell, since = busy.pop(int(str(sentinel)))
                     process.join()
@@ -296,7 +297,7 @@ def _run_all(grid: Grid, cells: Sequence[Cell], shared: Shared, launch: Launch) 
 
 
 def _failure_line(cell: Cell) -> str:
-    """Return in a line why a run failed, "" where it left no error."""
+    """Return the first line of a failed run's error, "" if it left none."""
     path = _failure_file(cell)
     if path.is_file():
         return path.read_text().splitlines()[0]
@@ -310,9 +311,8 @@ def _failure_file(cell: Cell) -> Path:
 
 def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
     """Run one cell in this process of its own; its messages go to a file beside its folder."""
-    threading.Thread(
-        target=_exit_with, args=(multiprocessing.parent_process(),), daemon=True
-    ).start()
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     failure = _failure_file(cell)
     failure.unlink(missing_ok=True)
@@ -328,11 +328,12 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
                 command=f"a run of medfl compare {grid.bundle}",
                 say=partial(print, file=log, flush=True),
             )
-            requested = {
-                name: getattr(request, name)
-                for name in _REQUESTED
-                if getattr(request, name) is not None
-            }
+            requested = {}
+            for setting in dataclasses.fields(Request):
+                value = getattr(request, setting.name)
+                if setting.name not in ("bundle", "options", "config") and value is not None:
+                    requested[setting.name] = value
+
             federate(
                 grid.bundle,
                 options=request.options,
@@ -341,7 +342,7 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
                 shared=shared,
                 launch=launch,
             )
-        except Exception as error:  # of any kind: the other runs go on, and the parent reports it
+        except Exception as error:  # whatever it is, the other runs go on and the parent reports it
             text = f"{traceback.format_exc().splitlines()[-1]}\n{traceback.format_exc()}"
             code = 1
             if isinstance(error, MedflError):
@@ -352,12 +353,9 @@ def _run(grid: Grid, cell: Cell, shared: Shared) -> None:
             sys.exit(code)
 
 
-_REQUESTED = tuple(
-    f.name for f in dataclasses.fields(Request) if f.name not in ("bundle", "options", "config")
-)
-
-
-def _exit_with(parent: Any) -> None:
+def _exit_with(parent: BaseProcess | None) -> None:
     """End this process when its parent ends, even by a kill, so that the grid can be started again."""
-    wait([parent.sentinel])
+    if parent is not None:
+        wait([parent.sentinel])
+
     os._exit(1)

@@ -37,9 +37,9 @@ def unique_labels(runs: Sequence[RunFiles]) -> list[str]:
 
     for part in parts:
         for label in [label for label, count in Counter(unique).items() if count > 1]:
-            same = [i for i, other in enumerate(unique) if other == label]
-            if len({part(runs[i]) for i in same}) > 1:
-                for i in same:
+            places = [i for i, name in enumerate(unique) if name == label]
+            if len({part(runs[i]) for i in places}) > 1:
+                for i in places:
                     unique[i] = f"{label}, {part(runs[i])}"
 
     count = Counter(unique)
@@ -62,17 +62,15 @@ def _with_differing(
     """Return the labels with the values in which a run differs from another of its method."""
     extended = []
     for label, run, values_of_run in zip(labels, runs, values, strict=True):
-        others = [
-            other
-            for other_run, other in zip(runs, values, strict=True)
-            if other_run.method == run.method
-        ]
-        differing = {
-            n: value
-            for n, value in values_of_run.items()
-            if any(other.get(n) != value for other in others)
-        }
-        extended.append(
-            " ".join([label, *(f"{name}={text(value)}" for name, value in differing.items())])
-        )
+        rivals = []
+        for rival, values_of_rival in zip(runs, values, strict=True):
+            if rival.method == run.method:
+                rivals.append(values_of_rival)
+
+        for name, value in values_of_run.items():
+            if any(rival.get(name) != value for rival in rivals):
+                label += f" {name}={text(value)}"
+
+        extended.append(label)
+
     return extended

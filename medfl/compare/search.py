@@ -18,7 +18,7 @@ from medfl.core.untrusted import Refused, json_values
 
 BEST = "best.json"
 """What a search has chosen."""
-_RUN = tuple(one.name for one in fields(ProtocolSettings))
+_RUN = tuple(field.name for field in fields(ProtocolSettings))
 _FORM: Mapping[str, Any] = {
     "method": str, "trials": int,
     "settings": {"options": dict[str, str], "requested": dict[str, float]},
@@ -116,14 +116,14 @@ def tuned_entries(folder: Path) -> dict[str, Entry]:
 
     entries: dict[str, Entry] = {}
     for file in files:
-        one = _read(file)
-        if one.method in entries:
+        chosen = _read(file)
+        if chosen.method in entries:
             raise InputError(
-                f"--tuned {folder} with two searches of {one.method}",
+                f"--tuned {folder} with two searches of {chosen.method}",
                 "one a method",
                 "move one away",
             )
-        entries[one.method] = one
+        entries[chosen.method] = chosen
 
     if not entries:
         raise InputError(

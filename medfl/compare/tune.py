@@ -80,8 +80,8 @@ def tune(grid: Grid, launch: Launch) -> tuple[dict[str, Any], Comparison | None,
     launch.say(
         f"best of {len(validated)} trials: {winner.label}, {key} {best:.3f} on validation images; now its test"
     )
-    whole = replace(grid, entries=(winner,), search="")
-    comparison, more = compare(whole, replace(launch, out=launch.folder / TESTED))
+    final = replace(grid, entries=(winner,), search="")
+    comparison, more = compare(final, replace(launch, out=launch.folder / TESTED))
 
     return document, comparison, {**failed, **more}
 

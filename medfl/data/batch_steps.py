@@ -1,8 +1,9 @@
-"""Steps that transform a whole batch at once, on the device where the batch is: what MONAI's random transforms do.
+"""MONAI's random transforms for a whole batch at once, on the device that holds the batch.
 
-Each step takes uniform numbers from outside, a row an item, and turns them into what MONAI draws: whether, which, how
-much. The distribution is MONAI's; the numbers are not, as MONAI draws them from a NumPy generator. What a step does
-with given parameters is what MONAI does, bit for bit on the CPU but for the last bits of an interpolation.
+Each step is given uniform random numbers, one row per item, and derives from them what MONAI draws: whether an item
+changes, which way, and by how much. The distributions are MONAI's; the numbers differ, as MONAI draws them from a NumPy
+generator. For the same parameters a step's result equals MONAI's bit for bit on the CPU, except for the last bits of an
+interpolation.
 
 `Affine`'s parameters are independent of whether it is applied. MONAI's own are too, except for the first draw after
 `set_random_state`, which gives the transform and its parts the same seed: the first parameter is then a function of
@@ -24,7 +25,7 @@ from monai.transforms.utils import create_grid, create_rotate, create_translate
 from torch import Tensor
 from torch.nn.functional import grid_sample
 
-from medfl.data.byte_codes import Coded, Column, stacked
+from medfl.data.byte_codes import Coded, Column, Rows, stacked
 
 Shape = tuple[int, ...]
 """(H, W[, D])."""
@@ -51,7 +52,7 @@ def _changed(rows: Column, chosen: Tensor, change: Callable[[Tensor], Tensor]) -
 
 @dataclass(frozen=True)
 class _Random:
-    """What each item undergoes with the chance `prob`."""
+    """A transform that is applied to each item with probability `prob`."""
 
     keys: tuple[str, ...]
     prob: float
@@ -111,32 +112,37 @@ class Crop:
         """One number for each axis."""
         return 0 if self.centred else len(self.size)
 
-    def __call__(self, key: str, rows: Any, draws: Tensor) -> Column:
+    def __call__(self, key: str, rows: Rows, draws: Tensor) -> Column:
         """Cut the patches out."""
         if isinstance(rows, Tensor):
             return self._cut(rows, draws)
         if isinstance(rows, Coded):
             return rows.rearranged(lambda codes: self._cut(codes, draws))
 
-        batches = (row if isinstance(row, Coded) else row[None] for row in rows)  # of one each
-        cut = [self(key, batch, drawn[None]) for batch, drawn in zip(batches, draws, strict=True)]
-        return stacked(
-            [patch if isinstance(patch, Coded) else patch[0] for patch in cut], share=False
-        )
+        patches: list[Column] = []
+        for row, drawn in zip(rows, draws, strict=True):
+            # A coded item is a batch of one already.
+            if isinstance(row, Coded):
+                patches.append(self(key, row, drawn[None]))
+            else:
+                patches.append(self._cut(row[None], drawn[None])[0])
+
+        return stacked(patches, share=False)
 
     def _cut(self, values: Tensor, draws: Tensor) -> Tensor:
         sides = list(zip(values.shape[2:], self.size, strict=True))
         if self.centred:
+            # The middle as MONAI rounds it.
             corners = [[n // 2 - s // 2 for n, s in sides]] * len(values)
         else:
             corners = (draws * torch.tensor([n - s + 1 for n, s in sides])).long().tolist()
 
-        patches = [
-            [slice(c, c + s) for c, s in zip(corner, self.size, strict=True)] for corner in corners
-        ]
-        return torch.stack(
-            [row[(slice(None), *patch)] for row, patch in zip(values, patches, strict=True)]
-        )
+        patches = []
+        for row, corner in zip(values, corners, strict=True):
+            place = [slice(c, c + s) for c, s in zip(corner, self.size, strict=True)]
+            patches.append(row[(slice(None), *place)])
+
+        return torch.stack(patches)
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,7 @@ class Noise(_Random):
         def add(part: Tensor) -> Tensor:
             fields = []
             for number in draws[chosen, 1].tolist():
+                # A float64 below 1 has 53 random bits, all of which seed the noise.
                 generator = torch.Generator().manual_seed(int(number * 2**53))
                 fields.append(torch.randn(part.shape[1:], generator=generator))
 
@@ -239,9 +246,11 @@ class Affine(_Random):
                 create_grid(shape, device=part.device, backend="torch"), dtype=torch.float32
             )
             coordinates = (matrices @ grid.flatten(1))[:, : len(shape)].double()
+            # From pixels about the middle to -1..1, where grid_sample has the outer edges of the pixels.
             scale = torch.tensor(
                 [2.0 / max(2, side) for side in shape], dtype=torch.float64, device=part.device
             )
+            # grid_sample takes the last axis first.
             positions = (
                 (coordinates * scale[:, None])
                 .flip(1)
@@ -257,6 +266,7 @@ class Affine(_Random):
         parameters: dict[str, Any] = {}
         numbers = iter(draws.tolist())
         for name, ranges in self.ranges.items():
+            # MONAI draws by how much a scale differs from 1.
             added = 1.0 if name == "scale_params" else 0.0
             parameters[name] = [low + (high - low) * next(numbers) + added for low, high in ranges]
 
@@ -305,14 +315,11 @@ class Rotate(_Random):
 
     def matrix(self, draws: Tensor, shape: Shape) -> Any:
         """Return the homogeneous matrix (d + 1, d + 1) of one item's angles about the image's middle."""
-        angles = [
-            low + (high - low) * u
-            for (low, high), u in zip(self.ranges, draws.tolist(), strict=True)
-        ]
+        bounds = zip(self.ranges, draws.tolist(), strict=True)
+        angles = [low + (high - low) * draw for (low, high), draw in bounds]
         middle = [(side - 1) / 2 for side in shape]
-        to_middle, from_middle = (
-            create_translate(len(shape), [sign * m for m in middle]) for sign in (1, -1)
-        )
+        to_middle = create_translate(len(shape), middle)
+        from_middle = create_translate(len(shape), [-place for place in middle])
         return to_middle @ create_rotate(len(shape), angles) @ from_middle
 
 

@@ -1,13 +1,13 @@
-"""A bundle's random transforms as steps for whole batches (`medfl.data.batch_steps`), where each has such a form.
+"""Convert a bundle's random transforms into steps for whole batches (`medfl.data.batch_steps`), where all have one.
 
-Those without, which are done item by item: crops by positive and negative labels (several samples an item, found from
-each mask), random sizes, other interpolations than bilinear and nearest, MONAI's lazy resampling, and all other
-transforms.
+Without a batch step, and so applied item by item, are crops by positive and negative labels (several samples per item,
+found from each mask), random sizes, interpolations other than bilinear and nearest, MONAI's lazy resampling, and all
+transforms that are not named here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,10 @@ from medfl.data.batch_steps import (
     Shape,
     Step,
 )
-from medfl.data.byte_codes import Coded, Column, plain, stacked
+from medfl.data.byte_codes import Coded, Column, Rows, plain, stacked
+
+Transform = Any
+"""One of MONAI, which is untyped."""
 
 _KEYS = ("image", "label")
 _MODES = ("bilinear", "nearest")
@@ -49,7 +52,7 @@ class BatchRecipe:
         return sum(step.num_draws for step in self.steps)
 
     def deterministic(self, uncropped: bool) -> BatchRecipe:
-        """Return the steps that are left where nothing is drawn: crops, of the middle, or with `uncropped` none."""
+        """Return the steps without random draws: crops of the middle, or no step at all if `uncropped`."""
         if uncropped:
             crops: tuple[Step, ...] = ()
         else:
@@ -70,16 +73,15 @@ class BatchRecipe:
         drawn = torch.split(draws, [step.num_draws for step in self.steps], dim=1)
         for step, numbers in zip(self.steps, drawn, strict=True):
             for key in step.keys:
-                column: Any = (
-                    rows[key] if isinstance(step, Crop) else _as_column(rows[key])
-                )  # crops take any sizes
+                # Crops alone take items that differ in size.
+                column: Any = rows[key] if isinstance(step, Crop) else _as_column(rows[key])
                 rows[key] = step(key, column if step.keeps_values else plain(column), numbers)
 
         masks = plain(_as_column(rows["label"])) if self.masks else rows["label"]
         return plain(_as_column(rows["image"])), masks
 
 
-def _as_column(rows: Any) -> Column:
+def _as_column(rows: Rows) -> Column:
     if isinstance(rows, Tensor | Coded):
         return rows
 
@@ -102,7 +104,7 @@ class _Arriving:
 
     @property
     def shape(self) -> Shape:
-        """The size, that of any where they differ."""
+        """One of the sizes; the size if they agree."""
         return next(iter(self.shapes))
 
 
@@ -114,7 +116,7 @@ def recipe(
     dtype: torch.dtype,
     masks: bool,
 ) -> BatchRecipe | None:
-    """Return the transforms from position `first` on as steps for batches, None where one of them has no such form.
+    """Return the transforms from position `first` on as batch steps, or None if one of them has no batch step.
 
     Args:
         compose: the flattened chain.
@@ -151,10 +153,8 @@ def recipe(
 
         try:
             step = convert(transform, keys, arriving)
-        except (
-            TypeError,
-            ValueError,
-        ):  # malformed arguments: item by item the error names the item
+        except (TypeError, ValueError):
+            # Malformed arguments: item by item the error names the item.
             return None
 
         if step is None:
@@ -169,8 +169,8 @@ def recipe(
     return BatchRecipe(tuple(steps), masks)
 
 
-def _changes_nothing(transform: Any, keys: Sequence[str]) -> bool:
-    """Tell whether a transform only makes tensors of what are tensors already."""
+def _changes_nothing(transform: Transform, keys: Sequence[str]) -> bool:
+    """Tell whether a transform only converts to tensors, which its input already is."""
     if type(transform) not in (mt.EnsureTyped, mt.ToTensord) or not set(transform.keys) <= set(
         keys
     ):
@@ -194,11 +194,11 @@ def _after(step: Step, arriving: _Arriving) -> _Arriving | None:
     return replace(arriving, shapes=frozenset([step.size]))
 
 
-def _flip(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _flip(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     return Flip(keys, transform.prob, _dims(transform.flipper.spatial_axis, len(arriving.shape)))
 
 
-def _rotate90(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _rotate90(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     dims = _dims(transform.spatial_axes, len(arriving.shape))
     if (
         transform.max_k < 1
@@ -214,23 +214,17 @@ def _dims(axes: Any, dimensions: int) -> tuple[int, ...]:
     return tuple(int(axis) + 1 for axis in map_spatial_axes(dimensions + 1, axes))
 
 
-def _crop(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _crop(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     cropper = transform.cropper
     if cropper.random_size or not cropper.random_center:
         return None
 
-    sizes = {
-        tuple(
-            min(int(r), side)
-            for r, side in zip(fall_back_tuple(cropper.roi_size, shape), shape, strict=True)
-        )
-        for shape in arriving.shapes
-    }
+    # MONAI's crop is never larger than its image, so that sizes may differ after it too.
+    sizes = set()
+    for shape in arriving.shapes:
+        sizes.add(tuple(map(min, fall_back_tuple(cropper.roi_size, shape), shape)))
 
-    if len(sizes) == 1:
-        return Crop(keys, next(iter(sizes)))
-
-    return None
+    return Crop(keys, tuple(map(int, sizes.pop()))) if len(sizes) == 1 else None
 
 
 def _is_intensity(keys: tuple[str, ...], arriving: _Arriving, dtype: Any = np.float32) -> bool:
@@ -241,7 +235,7 @@ def _is_intensity(keys: tuple[str, ...], arriving: _Arriving, dtype: Any = np.fl
     )
 
 
-def _scale(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _scale(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     scaler = transform.scaler
     if not _is_intensity(keys, arriving, scaler.dtype):
         return None
@@ -250,7 +244,7 @@ def _scale(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
     return Intensity(keys, transform.prob, low, high, num_factors, shift=False)
 
 
-def _shift(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _shift(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     shifter = transform.shifter
     if not _is_intensity(keys, arriving) or any(key is not None for key in transform.factor_key):
         return None
@@ -259,19 +253,19 @@ def _shift(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step |
     return Intensity(keys, transform.prob, low, high, num_factors, shift=True)
 
 
-def _noise(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _noise(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     noise = transform.rand_gaussian_noise
     if not _is_intensity(keys, arriving, noise.dtype):
         return None
     return Noise(keys, transform.prob, float(noise.mean), float(noise.std), bool(noise.sample_std))
 
 
-def _affine(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _affine(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     affine = transform.rand_affine
     grid = transform.rand_affine.rand_affine_grid
+    options = zip(transform.mode, transform.padding_mode, strict=True)
     modes = {
-        key: (str(m), str(p))
-        for key, m, p in zip(keys, transform.mode, transform.padding_mode, strict=True)
+        key: (str(mode), str(padding)) for key, (mode, padding) in zip(keys, options, strict=True)
     }
     keeps_size = tuple(fall_back_tuple(affine.spatial_size, arriving.shape)) == arriving.shape
 
@@ -283,21 +277,20 @@ def _affine(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step 
     ):
         return None
 
-    ranges = {
-        f"{name}_params": [
-            (float(r[0]), float(r[1]))
-            if isinstance(r, Sequence | np.ndarray)
-            else (-float(r), float(r))
-            for r in getattr(grid, f"{name}_range")
-            if r is not None
-        ]
-        for name in ("rotate", "shear", "translate", "scale")
-    }
+    ranges: dict[str, list[tuple[float, float]]] = {}
+    for name in ("rotate", "shear", "translate", "scale"):
+        ranges[f"{name}_params"] = []
+        for bounds in getattr(grid, f"{name}_range"):
+            # A single number r stands for -r to r.
+            if isinstance(bounds, Sequence | np.ndarray):
+                ranges[f"{name}_params"].append((float(bounds[0]), float(bounds[1])))
+            elif bounds is not None:
+                ranges[f"{name}_params"].append((-float(bounds), float(bounds)))
 
     return Affine(keys, transform.prob, ranges, modes)
 
 
-def _rotate(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
+def _rotate(transform: Transform, keys: tuple[str, ...], arriving: _Arriving) -> Step | None:
     inner = transform.rand_rotate
     options = zip(
         keys, transform.mode, transform.padding_mode, transform.align_corners, strict=True
@@ -312,19 +305,17 @@ def _rotate(transform: Any, keys: tuple[str, ...], arriving: _Arriving) -> Step 
     if not keeps or arriving.dtype != torch.float32 or not _are_offered(modes.values()):
         return None
 
-    if len(arriving.shape) == 2:
-        ranges = [inner.range_x]
-    else:
-        ranges = [inner.range_x, inner.range_y, inner.range_z]
-
+    # Images are turned in their plane alone.
+    axes = len(arriving.shape)
+    ranges = [inner.range_x, inner.range_y, inner.range_z][: 1 if axes == 2 else 3]
     return Rotate(keys, transform.prob, [(float(low), float(high)) for low, high in ranges], modes)
 
 
-def _are_offered(modes: Any) -> bool:
+def _are_offered(modes: Iterable[tuple[object, ...]]) -> bool:
     return all(mode in _MODES and padding in _PADDINGS for mode, padding, *_ in modes)
 
 
-_CONVERTERS: dict[type, Callable[[Any, tuple[str, ...], _Arriving], Step | None]] = {
+_CONVERTERS: dict[type, Callable[[Transform, tuple[str, ...], _Arriving], Step | None]] = {
     mt.RandFlipd: _flip,
     mt.RandRotate90d: _rotate90,
     mt.RandSpatialCropd: _crop,

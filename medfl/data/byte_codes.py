@@ -1,7 +1,7 @@
-"""Tensors of few distinct values, as the images made of 8-bit pixels are: a byte a number, and a table of the values.
+"""Tensors with few distinct values, such as images of 8-bit pixels: one byte per element, and a table of the values.
 
-Whatever point-wise transforms made of the pixels, what is decoded has every bit of what was encoded. A tensor with more
-than 256 values in a channel is not encoded.
+Decoding restores every bit, whatever point-wise transforms the pixels went through. A tensor with more than 256 values
+in a channel is not encoded.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from torch import Tensor
 
 _VALUES = 256  # that a byte can tell apart
 _GLANCE = 2048  # numbers looked at first: most tensors that do not fit show it there
-_BITS = {
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # bit patterns, so that -0.0 and NaN stay what they are
+# Bit patterns, so that -0.0 and NaN stay what they are.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,15 +78,18 @@ class Coded:
 
 Column = Tensor | Coded
 """(N, ...), one row an item."""
+Rows = Column | Sequence[Tensor | Coded]
+"""Images or masks of a batch: stacked, or one by one where their sizes differ."""
 
 
 def encode(tensor: Tensor) -> Coded | None:
-    """Return a tensor (C, ...) as a batch of one, or None where that is not smaller or it has too many values."""
+    """Return a tensor (C, ...) as a batch of one, or None if that saves no memory or a channel has too many values."""
     size = tensor.element_size()
     if type(tensor) is not Tensor or tensor.ndim < 2 or size not in _BITS or not tensor.numel():
         return None
 
     bits = tensor.contiguous().view(_BITS[size]).numpy(force=True).reshape(len(tensor), -1)
+    # A look at every n-th number rules out most tensors before they are sorted.
     if len(np.unique(bits[0, :: max(1, bits.shape[1] // _GLANCE)])) > _VALUES:
         return None
 
@@ -148,23 +148,20 @@ def stacked(parts: Sequence[Tensor | Coded], *, share: bool = True) -> Column:
 
     dtype = coded[0].values.dtype
     tables = [part.values[0].view(_BITS[dtype.itemsize]).numpy(force=True) for part in coded]
-    channels = range(
-        len(tables[0]) if share else 0
-    )  # each channel's values in any of the tables, sorted
-    channel_values = [np.unique(np.concatenate([table[c] for table in tables])) for c in channels]
+    # Each channel's values in any of the tables, sorted.
+    common: list[NDArray[np.signedinteger]] = []
+    for channel_tables in zip(*tables, strict=True) if share else ():
+        common.append(np.unique(np.concatenate(channel_tables)))
 
-    if channel_values and max(map(len, channel_values)) <= _VALUES:
-        common = channel_values
-    else:
-        common = None
+    is_common = bool(common) and max(map(len, common)) <= _VALUES
 
     codes = torch.empty(len(coded), *shape_of(coded[0]), dtype=torch.uint8)
     for row, table, part in zip(codes, tables, coded, strict=True):
         row.copy_(part.codes[0])
-        if common is not None:
+        if is_common:
             _recode(row, table, common)
 
-    values = torch.from_numpy(_padded(tables) if common is None else _padded(common)).view(dtype)
+    values = torch.from_numpy(_padded(common if is_common else tables)).view(dtype)
     column = Coded(codes, values)
     if column.nbytes < codes.numel() * dtype.itemsize:
         return column
@@ -185,9 +182,9 @@ def _recode(
 def _padded(tables: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:
     """Stack tables (..., K) of different lengths, the shorter ones filled with their last value."""
     longest = max(table.shape[-1] for table in tables)
-    return np.stack(
-        [
-            np.concatenate([t, np.repeat(t[..., -1:], longest - t.shape[-1], axis=-1)], axis=-1)
-            for t in tables
-        ]
-    )
+    rows = []
+    for table in tables:
+        filling = np.repeat(table[..., -1:], longest - table.shape[-1], axis=-1)
+        rows.append(np.concatenate([table, filling], axis=-1))
+
+    return np.stack(rows)

@@ -1,4 +1,4 @@
-"""Images of sites that lack channels: those are zero there, and in training others may be dropped to get used to it."""
+"""Images of sites that lack channels: these are set to zero, and in training further channels may be dropped."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from medfl.data.prepared import Batch, Prepared
 
 
 class Channels(Prepared):
-    """Prepared items whose images lack channels, each its own.
+    """Prepared items whose images lack channels; which ones may differ from item to item.
 
-    Zero is written after all transforms; those before the first random one saw zero too (`incomplete_entries`).
+    They are set to zero after all transforms. The deterministic transforms also see zeros (`incomplete_entries`).
     """
 
     def __init__(self, prepared: Prepared, present: Tensor, drop: float = 0.0) -> None:
@@ -24,7 +24,7 @@ class Channels(Prepared):
         Args:
             prepared: the items.
             present: (N, C) bool, which channels each has.
-            drop: chance that a channel of an item is set to zero where a generator is given; one always stays.
+            drop: probability that a channel of an item is set to zero where a generator is given; one always stays.
         """
         super().__init__(prepared.items)
         self.prepared = prepared
@@ -63,22 +63,19 @@ class Channels(Prepared):
         """Yield batches with zeros in the channels that are lacking; what is dropped is drawn on the CPU first."""
         present = self.present[indices]
         if generator is not None and self.drop:
+            # Lacking channels never draw the most, which always stays.
             draws = torch.where(present, torch.rand(present.shape, generator=generator), -1.0)
             present = (draws >= self.drop) | (draws == draws.amax(1, keepdim=True))
         batches = self.prepared.batches(indices, size, generator)
-        return (
-            (_zeroed(x, rows), y)
-            for (x, y), rows in zip(batches, torch.split(present, size), strict=True)
-        )
+        # Not by `yield`: what is dropped is drawn when this is called, before any batch.
+        pairs = zip(batches, torch.split(present, size), strict=True)
+        return ((_zeroed(x, rows), y) for (x, y), rows in pairs)
 
 
 def _zeroed(x: Any, present: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim < 3 or x.shape[1] != present.shape[1]:
-        if isinstance(x, Tensor):
-            form = f"of shape {tuple(x.shape)}"
-        else:
-            form = f"that are a {type(x).__name__}"
-
+        is_tensor = isinstance(x, Tensor)
+        form = f"of shape {tuple(x.shape)}" if is_tensor else f"that are a {type(x).__name__}"
         raise InputError(
             f"images {form} with --site-channels or --channel-drop",
             f"{present.shape[1]} channels, as the bundle's metadata.json says of its images",

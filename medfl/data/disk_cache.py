@@ -1,9 +1,9 @@
-"""Prepared samples on disk, for data that are larger than the memory that may be taken.
+"""Prepared samples on disk, for data sets that exceed their memory budget.
 
-A data set whose samples fit its budget stays in memory. Another is written once to the user's cache, a file a sample,
-and read back as memory maps: its pages are shared by all processes and given up when memory is short. A file's name
-is the hash of what made it (bundle, overridden configuration, versions, content of the image files), so that later runs
-find it and a changed file or transform is prepared anew.
+A data set whose samples fit the budget stays in memory. A larger one is written once to the user's cache, one file per
+sample, and read back as memory maps, whose pages all processes share and the system reclaims when memory is short. A
+file is named by the hash of what determines its content (bundle, overridden configuration, versions, image files), so
+that later runs find it, and a changed file or transform is prepared again.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from medfl import datasets
 from medfl.core.errors import InputError, RunError
+from medfl.data.prepared import Sample
 from medfl.datasets.readers.reading import content_key
 from medfl.storage.files import writing
 
@@ -34,7 +35,7 @@ _SHARE = 0.5  # of the free memory that one section's samples may take
 
 
 def free_ram() -> int:
-    """Return the bytes that this machine can still give to processes, a large number where it does not tell."""
+    """Return the bytes of available memory, or a large number where the system does not say."""
     with suppress(OSError), open("/proc/meminfo") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
@@ -63,7 +64,7 @@ def budget() -> int:
     )
 
 
-def size_of(sample: Any) -> int:
+def size_of(sample: object) -> int:
     """Return the bytes of the tensors and arrays in a sample."""
     if isinstance(sample, Mapping):
         return sum(map(size_of, sample.values()))
@@ -83,12 +84,15 @@ class DiskCache:
     key: Callable[[int], str]
     budget: int
 
-    def keep(self, count: int, make: Callable[[Sequence[int]], Iterator[Any]]) -> Sequence[Any]:
-        """Return all samples: a list, or memory maps where they exceed the budget going by the first one."""
+    def keep(
+        self, count: int, make: Callable[[Sequence[int]], Iterator[Sample]]
+    ) -> Sequence[Sample]:
+        """Return all samples: a list, or memory maps if the size of the first one says that they exceed the budget."""
         if not count:
             return []
 
         (first,) = make([0])
+        # Samples of a data set are about equally large.
         if size_of(first) * count <= self.budget:
             return [first, *make(range(1, count))]
 
@@ -100,7 +104,7 @@ class DiskCache:
         return OnDisk(paths)
 
 
-class OnDisk(Sequence[Any]):
+class OnDisk(Sequence[Sample]):
     """Samples in files; each access maps one."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -109,7 +113,7 @@ class OnDisk(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Sample:
         """Return a sample whose tensors are mapped from its file."""
         path = self.paths[index]
         try:  # the file is in the user's own cache, written by `_write`
@@ -121,7 +125,7 @@ class OnDisk(Sequence[Any]):
             ) from error
 
 
-def sample_key(parts: Sequence[Any], entry: Any) -> str:
+def sample_key(parts: Sequence[object], entry: object) -> str:
     """Hash what determines a prepared sample: `parts` (JSON), our readers, an entry's values and its files' content."""
     digest = hashlib.sha256(
         json.dumps([_readers(), *parts], sort_keys=True, default=_content).encode()
@@ -140,13 +144,14 @@ def _readers() -> str:
     return digest.hexdigest()
 
 
-def _content(value: Any) -> str:
-    """Return what tells a value from all others: of arrays their type, shape and bytes, of files their content."""
+def _content(value: object) -> str:
+    """Return a text that identifies a value: by type, shape and bytes for an array, by content for a file."""
     if isinstance(value, Mapping):
-        return _hashed(
-            "mapping",
-            *(part for name, held in value.items() for part in (repr(name), _content(held))),
-        )
+        parts = ["mapping"]
+        for name, held in value.items():
+            parts += [repr(name), _content(held)]
+
+        return _hashed(*parts)
     if isinstance(value, list | tuple):
         return _hashed("list", *map(_content, value))
     if isinstance(value, MetaTensor):  # its affine decides what spacing and orientation make of it
@@ -161,11 +166,9 @@ def _content(value: Any) -> str:
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:  # its bytes are addresses
             return _hashed(str(value.dtype), str(value.shape), _content(value.tolist()))
-        if isinstance(value, np.ma.MaskedArray):
-            mask = [_content(np.ma.getmaskarray(value))]
-        else:
-            mask = []
 
+        is_masked = isinstance(value, np.ma.MaskedArray)
+        mask = [_content(np.ma.getmaskarray(value))] if is_masked else []
         return _hashed(str(value.dtype), str(value.shape), np.asarray(value).tobytes(), *mask)
 
     if isinstance(value, str | os.PathLike):
@@ -183,7 +186,7 @@ def _hashed(*parts: str | bytes) -> str:
     return digest.hexdigest()
 
 
-def _write(path: Path, sample: Any) -> None:
+def _write(path: Path, sample: Sample) -> None:
     advice = "free some space, set XDG_CACHE_HOME to a larger disk, or MEDFL_MEMORY to more GiB"
     with writing(f"the prepared sample {path}", advice):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -191,6 +194,7 @@ def _write(path: Path, sample: Any) -> None:
         try:
             with os.fdopen(handle, "wb") as file:
                 torch.save(sample, file)
+            # Other processes see a whole file or none.
             os.replace(name, path)
         finally:
             Path(name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""Entries of a data list that lack a label, or channels: the deterministic transforms do with what they have.
+"""Entries of a data list without a label, or without some channels: let the deterministic transforms accept them.
 
-A mask of zeros, or class -1, then stands where the label would; nothing reads it (`medfl.data.unlabelled`). Channels
-that an entry names under `LACKS` are zero from the first transform on, so that none sees what a file has there.
+A missing label becomes a mask of zeros or class -1, which nothing reads (`medfl.data.unlabelled`). Channels that an
+entry lists under `LACKS` are set to zero after each transform, so that what a file holds there has no influence.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from typing import Any
 
 import torch
 from monai.data import MetaTensor
-from monai.transforms import Compose, MapTransform, RandomizableTrait, Transform
+from monai.transforms import Compose, MapTransform, RandomizableTrait
+from monai.transforms import Transform as MonaiTransform
 from torch import Tensor
 
+from medfl.data.prepared import Item, Sample, Transform
 from medfl.data.source import LACKS, NO_LABEL, Source
 from medfl.datasets.readers.reading import JOINED
 
 _NUMBERED = re.compile(r"_(\d{4})\.nii(?:\.gz)?$", re.IGNORECASE)
 
 
-def is_unlabelled(entry: Any) -> bool:
+def is_unlabelled(entry: object) -> bool:
     """Tell whether an entry of a data list has an image and no label."""
     return isinstance(entry, Mapping) and "image" in entry and entry.get("label") in (None, "")
 
 
-def drop_label(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an entry whose label is not read, nor looked for."""
+def drop_label(entry: Item) -> dict[str, Any]:
+    """Return the entry without its label, marked so that nothing looks for one."""
     return {**{key: value for key, value in entry.items() if key != "label"}, NO_LABEL: True}
 
 
-def allow_missing_labels(chain: Sequence[Any]) -> Compose:
-    """Return a copy of transforms as one, which lets an entry without a label pass."""
+def allow_missing_labels(chain: Sequence[Transform]) -> Compose:
+    """Return a copy of the transforms, composed, that accepts entries without a label."""
     transforms = deepcopy(Compose(chain).flatten())  # type: ignore[no-untyped-call]
     for transform in transforms.transforms:
         if isinstance(transform, MapTransform):
@@ -44,8 +46,17 @@ def allow_missing_labels(chain: Sequence[Any]) -> Compose:
     return transforms  # type: ignore[no-any-return]
 
 
-def with_all_channels(entry: Any, channels: int, numbered: bool) -> Any:
-    """Return an entry whose image, where its channels are files, has one for each: another stands for one not there.
+def first_random(steps: Sequence[Transform]) -> int:
+    """Return the position of the first transform that is random, or not of MONAI; the number of steps if none is."""
+    for position, step in enumerate(steps):
+        if isinstance(step, RandomizableTrait) or not isinstance(step, MonaiTransform):
+            return position
+
+    return len(steps)
+
+
+def with_all_channels(entry: Sample, channels: int, numbered: bool) -> Sample:
+    """Return an entry whose image has a file for every channel: where one is missing, another stands in for it.
 
     Args:
         entry: its image is a list of files in the channels' order, or their URIs joined by ` | `.
@@ -54,11 +65,10 @@ def with_all_channels(entry: Any, channels: int, numbered: bool) -> Any:
     """
     image = entry.get("image") if isinstance(entry, Mapping) else None
     if isinstance(image, list | tuple):
-        there = {
-            i: file
-            for i, file in enumerate(image)
-            if len(image) == channels and os.path.exists(file)
-        }
+        if len(image) != channels:
+            return entry
+
+        there = {i: file for i, file in enumerate(image) if os.path.exists(file)}
     elif isinstance(image, str) and numbered:
         matches = [(_NUMBERED.search(file), file) for file in image.split(JOINED)]
         there = {int(match[1]): file for match, file in matches if match}
@@ -71,15 +81,12 @@ def with_all_channels(entry: Any, channels: int, numbered: bool) -> Any:
 
     files = [there.get(channel, min(there.items())[1]) for channel in range(channels)]
     complete = JOINED.join(files) if isinstance(image, str) else files
-    return {
-        **entry,
-        "image": complete,
-        LACKS: tuple(channel for channel in range(channels) if channel not in there),
-    }
+    lacking = sorted(set(range(channels)) - set(there))
+    return {**entry, "image": complete, LACKS: tuple(lacking)}
 
 
 def fill_missing(source: Source, channels: int = 0) -> Source:
-    """Return a source whose transforms know what entries may lack.
+    """Return a source whose transforms accept entries without labels or channels.
 
     Args:
         source: its entries are a list of mappings; those without a label have no such key.
@@ -89,14 +96,12 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
     if any(isinstance(step, ZeroChannels if channels else StandInLabel) for step in steps):
         return source
 
-    random = (
-        i
-        for i, t in enumerate(steps)
-        if isinstance(t, RandomizableTrait) or not isinstance(t, Transform)
-    )
-    first = next(random, len(steps))
+    first = first_random(steps)
     zero = [ZeroChannels(channels)] if channels else []
-    fixed: list[Any] = [part for step in steps[:first] for part in (step, *zero)]
+    fixed: list[Transform] = []
+    for step in steps[:first]:
+        fixed += [step, *zero]
+
     example = next((entry for entry in source.entries if "label" in entry), None)
 
     return replace(
@@ -105,15 +110,15 @@ def fill_missing(source: Source, channels: int = 0) -> Source:
     )
 
 
-class ZeroChannels(Transform):
-    """Make the channels that an entry lacks zero in its image (C, H, W[, D]); another image passes as it is."""
+class ZeroChannels(MonaiTransform):
+    """Set the channels that an entry lacks to zero in its image (C, H, W[, D]); other images pass unchanged."""
 
     keys = ()
 
     def __init__(self, channels: int) -> None:
         self.channels = channels
 
-    def __call__(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    def __call__(self, data: Item) -> Item:
         """Return the entry, its image changed in a copy."""
         image = data["image"]
         absent = list(data.get(LACKS, ()))
@@ -130,8 +135,8 @@ class ZeroChannels(Transform):
         return {**data, "image": image}
 
 
-class StandInLabel(Transform):
-    """Give an image without a label one that stands for it, of the form that labels have here.
+class StandInLabel(MonaiTransform):
+    """Give an image without a label a placeholder of the form that the labels have.
 
     Args:
         before: the transforms that an entry has passed.
@@ -140,7 +145,7 @@ class StandInLabel(Transform):
 
     keys = ()
 
-    def __init__(self, before: Compose, example: Mapping[str, Any] | None) -> None:
+    def __init__(self, before: Compose, example: Item | None) -> None:
         self.before = before
         self.example = example
 
@@ -150,15 +155,14 @@ class StandInLabel(Transform):
         if self.example is not None:
             return self.before(dict(self.example))["label"]
 
-        reader = next(
-            (step for step in self.before.transforms if isinstance(step, MapTransform)), None
-        )
-        if reader and "label" in reader.keys:
-            return torch.zeros((1, 1, 1), dtype=torch.uint8)
+        # Without an example the first transform, which reads files, tells masks from classes.
+        for step in self.before.transforms:
+            if isinstance(step, MapTransform):
+                return torch.zeros((1, 1, 1), dtype=torch.uint8) if "label" in step.keys else -1
 
         return -1
 
-    def __call__(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, data: Item) -> dict[str, Any]:
         """Return the entry with a label, and without the keys that say what it lacks."""
         sample = {key: value for key, value in data.items() if key not in (LACKS, NO_LABEL)}
         if "label" in sample:
@@ -166,7 +170,7 @@ class StandInLabel(Transform):
 
         return {**sample, "label": self._empty(sample["image"])}
 
-    def _empty(self, image: Any) -> Any:
+    def _empty(self, image: Sample) -> Any:
         like = self.like
         if not isinstance(like, Tensor):
             return -1

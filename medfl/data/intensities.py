@@ -1,4 +1,4 @@
-"""What a bundle's transforms make of intensities: where the black and the white of a picture's file end up."""
+"""The intensity scaling in a bundle's transforms: to which values they map a picture's black and white."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _CHANGING = ("Lambda", "Add", "Histogram")
 
 
 def constants(steps: Sequence[Any]) -> Constants:
-    """Return the constants by which transforms bring a picture from 0..1 to what a network is given.
+    """Return mean and standard deviation by which the transforms normalise a picture with values 0 to 1.
 
-    Random transforms vary that, and are left out.
+    Random transforms are left out.
 
     Raises:
         InputError: they scale each image by its own values, or by what cannot be read; names the transform.
@@ -32,6 +32,7 @@ def constants(steps: Sequence[Any]) -> Constants:
         by = getattr(step, "scaler", getattr(step, "normalizer", step))
         kind = type(by).__name__
         if kind == "ScaleIntensityRange" and by.b_min is not None and by.b_max is not None:
+            # From x to b_min + x (b_max - b_min), written as (x - mean) / sd.
             mean = -np.float64(by.b_min) / (by.b_max - by.b_min)
             sd = 1 / np.float64(by.b_max - by.b_min)
         elif kind == "ScaleIntensity" and by.factor is None and not by.channel_wise:
@@ -42,11 +43,9 @@ def constants(steps: Sequence[Any]) -> Constants:
             and None not in (by.subtrahend, by.divisor, mean)
             and not by.nonzero
         ):
-            subtrahend, divisor = (
-                np.asarray(value, float).reshape(-1) for value in (by.subtrahend, by.divisor)
-            )
-            mean = mean + sd * subtrahend
-            sd = sd * divisor
+            # Of ((x - mean) / sd - subtrahend) / divisor.
+            mean = mean + sd * np.asarray(by.subtrahend, float).reshape(-1)
+            sd = sd * np.asarray(by.divisor, float).reshape(-1)
         elif not _keeps(by):
             raise _unread(f"transform {type(step).__name__}")
 

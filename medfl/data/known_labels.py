@@ -1,4 +1,4 @@
-"""What the masks of a site show where it annotates some structures only: the others are part of its background."""
+"""Masks of a site that annotates only some structures: the others are part of its background."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from medfl.core.errors import InputError
 
 @dataclass(frozen=True)
 class AnnotatedClasses:
-    """The structures that masks show, of all that a network tells apart.
+    """The structures that masks show, a subset of those that a network distinguishes.
 
     Attributes:
         classes: their channels of its output, ascending, the background's (0) not among them.
@@ -28,7 +28,7 @@ class AnnotatedClasses:
 
     @property
     def unannotated(self) -> tuple[int, ...]:
-        """Channels that the masks say nothing of: of the background too, where these are exclusive."""
+        """Channels of structures that are not annotated, and of the background if classes are exclusive."""
         return tuple(channel for channel in range(self.count) if channel not in self.classes)
 
     def named(self, names: Sequence[str]) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class AnnotatedClasses:
             InputError: the output has another number of channels.
         """
         if isinstance(output, list | tuple):
-            return [self.marginal_logits(each) for each in output]
+            return [self.marginal_logits(part) for part in output]
         if not isinstance(output, Tensor) or output.ndim < 3 or output.shape[1] != self.count:
             raise InputError(
                 f"a network whose output is {list(getattr(output, 'shape', ())) or type(output).__name__}",
@@ -76,15 +76,14 @@ class AnnotatedClasses:
         return self._numbered(target, range(1, len(self.classes) + 1))
 
     def others_as_background(self, target: Tensor) -> Tensor:
-        """Return masks with their own numbers, in which whatever they show of other structures is background."""
+        """Return the masks with structures that are not annotated turned into background; numbers stay as they are."""
         if self._in_channels(target):
-            shown = [
-                target[:, c] if c in self.classes else torch.zeros_like(target[:, c])
-                for c in range(self.count)
-            ]
+            shown = torch.zeros_like(target)
+            annotated = list(self.classes)
+            shown[:, annotated] = target[:, annotated]
             if self.exclusive:
-                shown[0] = self._rest(target)
-            return torch.stack(shown, 1)
+                shown[:, 0] = self._rest(target)
+            return shown
         return self._numbered(target, self.classes)
 
     def _numbered(self, target: Tensor, numbers: Sequence[int]) -> Tensor:
@@ -95,7 +94,7 @@ class AnnotatedClasses:
         return masks.to(target.dtype)
 
     def _rest(self, target: Tensor) -> Tensor:
-        return torch.stack([target[:, c] for c in self.unannotated], 1).amax(1)
+        return target[:, list(self.unannotated)].amax(1)
 
     def _in_channels(self, target: Tensor) -> bool:
         return target.ndim > 3 and self.count > 1 and target.shape[1] == self.count
@@ -103,7 +102,7 @@ class AnnotatedClasses:
 
 @dataclass(frozen=True)
 class PartialLoss:
-    """A bundle's loss over what a site's masks show; `naive` lets it take what they do not show for background."""
+    """A bundle's loss over the structures that a site annotates; `naive` treats all others as background."""
 
     loss: Callable[..., Tensor]
     known: AnnotatedClasses

@@ -1,4 +1,4 @@
-"""Prepared data on a GPU: what fits is held there; of the rest each batch is copied while the GPU computes."""
+"""Prepared data on a GPU: held there if they fit, else copied batch by batch while the GPU computes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def hold(
         return dict(sections), ""
 
     memory = free(device)
+    # The other half is for networks, their gradients and activations.
     left = memory // 2
     moved: dict[int, Prepared] = {}
     sets: dict[str, list[str]] = {"held": [], "large": [], "single": []}
@@ -49,9 +50,8 @@ def hold(
         if id(prepared) not in moved:
             placed = prepared.to(device, left) if prepared.nbytes else prepared
             left -= 0 if placed is prepared else prepared.nbytes
-            if (
-                placed is prepared and device.type == "cuda"
-            ):  # a copy, whose batches come in pinned memory
+            if placed is prepared and device.type == "cuda":
+                # A copy, as others may use the items without pinned batches.
                 placed = copy.copy(prepared)
                 placed.pinned = True
 

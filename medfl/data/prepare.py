@@ -1,6 +1,6 @@
-"""Prepare a data set: run its deterministic transforms once, up to the first random one as MONAI's CacheDataset.
+"""Prepare a data set: run the transforms before the first random one once, as MONAI's CacheDataset does.
 
-What they give is kept a byte a number where no bit is lost by it (`medfl.data.byte_codes`).
+Their results are kept at one byte per element where that is lossless (`medfl.data.byte_codes`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from medfl.core import terminal
 from medfl.core.errors import InputError
 from medfl.data.byte_codes import shape_of
 from medfl.data.disk_cache import DiskCache, OnDisk
-from medfl.data.prepared import Augmented, Batch, Geometry, Item, Prepared, as_plain, extras, stack
-from medfl.data.sampled import Sampled
+from medfl.data.prepared import (
+    Augmented,
+    Batch,
+    Geometry,
+    Item,
+    Prepared,
+    Sample,
+    as_plain,
+    extras,
+    stack,
+)
+from medfl.data.sampled import Collate, Sampled
 from medfl.data.samples import SampleMaker, Tracked, is_pair
 from medfl.data.source import Source
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES
@@ -35,7 +45,7 @@ _CHUNK = 64
 def prepare(
     items: Sequence[Item],
     source: Source,
-    collate: Callable[[list[Any]], Any] = list_data_collate,
+    collate: Collate = list_data_collate,
     prepare_batch: Callable[..., Any] = default_prepare_batch,
     *,
     label: str = "preparing images",
@@ -61,16 +71,16 @@ def prepare(
     prepared = _prepared(items, samples, collate, prepare_batch)
     if not samples.has_steps_left:
         cached = samples.cached or []
-        light = (
-            [extras(sample) for sample in cached] if isinstance(cached, list) else cached
-        )  # without pixels
+        # Of samples in memory without their pixels, which would else be kept twice.
+        light = [extras(sample) for sample in cached] if isinstance(cached, list) else cached
         prepared.extras_of = lambda index: collate([extras(light[index])])
-        geometries = [
-            _geometry(sample, samples.reads_rows_first) for sample in samples.cached or []
-        ]
+        geometries = []
+        for sample in cached:
+            if (geometry := _geometry(sample, samples.reads_rows_first)) is not None:
+                geometries.append(geometry)
 
-        if all(geometries):
-            prepared.geometry = [geometry for geometry in geometries if geometry is not None]
+        if len(geometries) == len(cached):
+            prepared.geometry = geometries
 
     return prepared
 
@@ -78,11 +88,11 @@ def prepare(
 def _prepared(
     items: Sequence[Item],
     samples: SampleMaker,
-    collate: Callable[[list[Any]], Any],
+    collate: Collate,
     prepare_batch: Callable[..., Any],
 ) -> Prepared:
     """Return the samples in the fastest form that they have: stacked, transformed in batches, or one by one."""
-    cached: Sequence[Any] = [] if samples.cached is None else samples.cached
+    cached: Sequence[Sample] = [] if samples.cached is None else samples.cached
     usual = (
         bool(cached)
         and collate in (list_data_collate, default_collate)
@@ -114,11 +124,8 @@ def _prepared(
         if samples.cached is not None:  # else the data set may draw while it is read
             without_draws = samples.without_draws
 
-    if samples.has_steps_left:
-        in_threads = samples.has_own_state
-    else:
-        in_threads = isinstance(cached, OnDisk)
-
+    # Threads hide random transforms and reads from disk; what lies in memory needs neither.
+    in_threads = samples.has_own_state if samples.has_steps_left else isinstance(cached, OnDisk)
     unpack_batch = partial(_unpack_batch, prepare_batch)
     return Sampled(
         items,
@@ -131,8 +138,8 @@ def _prepared(
     )
 
 
-def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
-    """Return what MONAI's transforms wrote down of an image's place, None where they do not keep track.
+def _geometry(sample: Sample, rows_first: bool) -> Geometry | None:
+    """Return an image's geometry as MONAI's transforms tracked it, or None if they did not.
 
     Of a picture MONAI's PILReader says the width and the height alone; its columns come first, unless `rows_first`.
     """
@@ -154,7 +161,7 @@ def _geometry(sample: Any, rows_first: bool) -> Geometry | None:
     return Geometry(affines[0], affines[1], shape[: len(shape_of(pixels)) - 1], file)
 
 
-def _unpack_batch(prepare_batch: Callable[..., Any], batch: Any) -> Batch:
+def _unpack_batch(prepare_batch: Callable[..., Any], batch: Sample) -> Batch:
     if not isinstance(batch, Mapping | tuple | list | torch.Tensor):
         raise InputError(
             f"collate_fn makes a {type(batch).__name__} of samples",
@@ -175,7 +182,7 @@ def _unpack_batch(prepare_batch: Callable[..., Any], batch: Any) -> Batch:
 
 def _make(
     samples: SampleMaker, indices: Sequence[int], label: str, jobs: int, progress: bool
-) -> Iterator[Any]:
+) -> Iterator[Sample]:
     """Run the deterministic transforms over these items in order, in forked workers where that pays."""
     count = len(indices)
     with terminal.bar(total=count, desc=label, unit="image", shown=progress) as bar:
@@ -187,13 +194,13 @@ def _make(
             return
 
         chunks = [indices[start : start + _CHUNK] for start in range(0, count, _CHUNK)]
-        context = multiprocessing.get_context(
-            "fork"
-        )  # workers inherit what cannot be pickled: the bundle's lambdas
+        # Forked workers inherit what cannot be pickled: the bundle's lambdas.
+        context = multiprocessing.get_context("fork")
         with ProcessPoolExecutor(jobs, context, _start_worker, (samples,)) as pool:
             for packed in pool.map(_make_chunk, chunks):
                 chunk = load_shared(packed)
                 if isinstance(chunk, str):
+                    # An InputError's three parts, which a worker could only return as text.
                     raise InputError(*chunk.split("; ", 2))
 
                 bar.update(len(chunk))

@@ -22,18 +22,19 @@ from torch.utils.data import default_collate
 
 from medfl.core.errors import InputError
 from medfl.core.seeding import derive
-from medfl.data.byte_codes import Coded, Column, plain, shape_of, stacked
+from medfl.data.byte_codes import Coded, Column, Rows, plain, shape_of, stacked
 from medfl.data.known_labels import AnnotatedClasses
 
 if TYPE_CHECKING:
     from medfl.data.batch_transforms import BatchRecipe
 
 Item = Mapping[str, Any]
+Transform = Callable[..., Any]
+"""Entry or sample -> sample; of MONAI, or any callable."""
+Sample = Any
+"""What a bundle's transforms return for an entry: usually a mapping with `image` and `label`."""
 Batch = tuple[Any, Any]
 """Inputs (B, C, H, W[, D]) and targets ((B,) class indices, or (B, C, H, W[, D]) maps)."""
-
-Rows = Column | Sequence[Tensor | Coded]
-"""Images or masks of a batch: stacked, or one by one where their sizes differ."""
 
 _AHEAD = 32  # batches gathered in one indexing call
 _GATHERED = 1 << 22  # numbers in one indexing call, where that is more than a batch
@@ -43,7 +44,7 @@ P = TypeVar("P", bound="Prepared")
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """Where the pixels of a prepared image lie, and the file's own grid, to which a prediction can be brought back.
+    """The place of a prepared image's pixels, and the grid of its file, to which a prediction can be resampled.
 
     Attributes:
         affine: (4, 4) float64, from index to millimetres; to pixels of the file where it knows no millimetres.
@@ -64,24 +65,21 @@ class Geometry:
         return tuple(float(side) for side in sides)
 
     def part_in_file(self, shape: Sequence[int]) -> tuple[slice, ...]:
-        """Return which part of a grid of this shape lies in the file: all, but for what transforms padded it with.
+        """Return the part of a grid of this shape that lies in the file, without what transforms padded.
 
         A grid of pixels of another size than the file's counts as a whole, as its edges are rounded.
         """
         axes = len(self.original_shape)
         parts = list[slice]()
-        to_file = (
-            np.linalg.inv(self.original_affine) @ self.affine
-        )  # index in the grid -> index in the file
+        # Index in the grid -> index in the file.
+        to_file = np.linalg.inv(self.original_affine) @ self.affine
         steps = np.rint(to_file[:axes, :axes])
         start = to_file[:axes, -1]
         same_pixels = np.allclose(to_file[:axes, :axes], steps, atol=1e-4)
 
-        if (
-            len(shape) != axes
-            or not same_pixels
-            or not np.array_equal(np.abs(steps) @ np.abs(steps).T, np.eye(axes))
-        ):
+        # Only flips and exchanged axes: each row and column of the matrix has a single 1 or -1.
+        is_permutation = np.array_equal(np.abs(steps) @ np.abs(steps).T, np.eye(axes))
+        if len(shape) != axes or not same_pixels or not is_permutation:
             return ()
 
         for column, side in zip(steps.T, shape, strict=True):
@@ -110,7 +108,7 @@ class Prepared(ABC):
         """Keep the data list entries; index i below always means `items[i]`."""
         self.items = items
         self.geometry: Sequence[Geometry] = ()
-        self.extras_of: Callable[[int], Mapping[str, Any]] | None = None
+        self.extras_of: Callable[[int], Item] | None = None
 
     def __len__(self) -> int:
         return len(self.items)
@@ -127,7 +125,7 @@ class Prepared(ABC):
             generator: seeds the random transforms; without one each item always gets the same draw.
         """
 
-    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Item]]:
         """Yield inputs and targets of each item, a batch of one, and what else is in the batch."""
         for index, (x, y) in zip(indices.tolist(), self.batches(indices, 1, None), strict=True):
             yield x, y, self.extras_of(index) if self.extras_of else {}
@@ -157,7 +155,7 @@ class Prepared(ABC):
         """
         return self
 
-    def _with(self: P, **attributes: Any) -> P:
+    def _with(self: P, **attributes: object) -> P:
         """Return the same items with some attributes changed."""
         changed = copy.copy(self)
         vars(changed).update(attributes)
@@ -197,6 +195,7 @@ class Stacked(Prepared):
         self, indices: Tensor, size: int, generator: torch.Generator | None
     ) -> Iterator[Batch]:
         """Yield batches; `generator` is not used, there is nothing random."""
+        # An indexing call costs more than a small batch, so several batches are gathered by one.
         batch = max(1, size * self.inputs.shape[1:].numel())
         for chunk in torch.split(indices, size * max(1, min(_AHEAD, _GATHERED // batch))):
             inputs, targets = map(plain, self.rows(chunk))
@@ -222,7 +221,7 @@ class Augmented(Prepared):
     def __init__(
         self,
         items: Sequence[Item],
-        cached: Stacked | Sequence[Mapping[str, Any]],
+        cached: Stacked | Sequence[Item],
         recipe: BatchRecipe,
     ) -> None:
         super().__init__(items)
@@ -268,13 +267,10 @@ class Augmented(Prepared):
         if generator is not None:
             draws = torch.rand(len(indices), num_draws, generator=generator, dtype=torch.float64)
         else:
-            seeds = [
-                torch.Generator().manual_seed(derive(0, "sample", index))
-                for index in indices.tolist()
-            ]
-            draws = torch.stack(
-                [torch.rand(num_draws, generator=seed, dtype=torch.float64) for seed in seeds]
-            )
+            draws = torch.empty(len(indices), num_draws, dtype=torch.float64)
+            for row, index in zip(draws, indices.tolist(), strict=True):
+                generator = torch.Generator().manual_seed(derive(0, "sample", index))
+                torch.rand(num_draws, generator=generator, dtype=torch.float64, out=row)
 
         for chunk, drawn in zip(torch.split(indices, size), torch.split(draws, size), strict=True):
             yield self.recipe(*self._rows(chunk), drawn)
@@ -302,7 +298,7 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def extras(sample: Any) -> dict[str, Any]:
+def extras(sample: Sample) -> Item:
     """Return what a sample or a batch has beside image and label."""
     if isinstance(sample, Mapping):
         return {k: v for k, v in sample.items() if k not in ("image", "label")}
@@ -390,18 +386,19 @@ def check_channels(items: Sequence[Item], images: Sequence[Tensor | Coded]) -> N
     Raises:
         InputError: two images have different numbers of channels; names both.
     """
-    channels = [shape_of(image)[0] for image in images]
-    for item, count in zip(items, channels, strict=True):
-        if count != channels[0]:
+    for item, image in zip(items, images, strict=True):
+        count = shape_of(image)[0]
+        first = shape_of(images[0])[0]
+        if count != first:
             raise InputError(
-                f"image {item.get('id', '?')!r} has {count} channels, {items[0].get('id', '?')!r} has {channels[0]}",
+                f"image {item.get('id', '?')!r} has {count} channels, {items[0].get('id', '?')!r} has {first}",
                 "all images of a data set have the same number of channels",
                 "convert the odd ones, or let the bundle's transforms do it",
             )
 
 
 def stack(
-    items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Any]
+    items: Sequence[Item], inputs: Sequence[Tensor | Coded], targets: Sequence[Sample]
 ) -> Stacked | None:
     """Stack samples into a `Stacked`, or return None where shapes differ.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from medfl.core.seeding import stream
-from medfl.data.prepared import Batch, Item, Prepared, extras
+from medfl.data.prepared import Batch, Item, Prepared, Sample, extras
 
 _THREADS = 2  # that make samples before they are needed
 _AHEAD = 4  # batches that they may be ahead
 
-SampleFunctions = tuple[Callable[[int], Any], Callable[[int], None] | None]
+Collate = Callable[[list[Sample]], Sample]
+"""Samples -> batch."""
+SampleFunctions = tuple[Callable[[int], Sample], Callable[[int], None] | None]
 """index -> the sample after all transforms; what sets the state of the random ones, None if there are none."""
 
 
@@ -39,10 +41,10 @@ class Sampled(Prepared):
     def __init__(
         self,
         items: Sequence[Item],
-        sample: Callable[[int], Any],
+        sample: Callable[[int], Sample],
         reseed: Callable[[int], None] | None,
-        collate: Callable[[list[Any]], Any],
-        unpack: Callable[[Any], Batch],
+        collate: Collate,
+        unpack: Callable[[Sample], Batch],
         clone: Callable[[], SampleFunctions] | None = None,
         without_draws: Callable[[bool], SampleFunctions] | None = None,
     ) -> None:
@@ -79,25 +81,20 @@ class Sampled(Prepared):
         """
         yield from map(self.unpack, self._collated(indices, size, generator))
 
-    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Mapping[str, Any]]]:
+    def cases(self, indices: Tensor) -> Iterator[tuple[Any, Any, Item]]:
         """Yield inputs and targets of each item, a batch of one, and what else is in the batch."""
         for batch in self._collated(indices, 1, None):
             yield *self.unpack(batch), extras(batch)
 
     def _collated(
         self, indices: Tensor, size: int, generator: torch.Generator | None
-    ) -> Iterator[Any]:
+    ) -> Iterator[Sample]:
         seeds = indices
         if self.reseed is not None and generator is not None:
             seeds = torch.randint(2**31 - 1, (len(indices),), generator=generator)
 
-        work = [
-            list(zip(chunk.tolist(), some.tolist(), strict=True))
-            for chunk, some in zip(
-                torch.split(indices, size), torch.split(seeds, size), strict=True
-            )
-        ]
-
+        pairs = list(zip(indices.tolist(), seeds.tolist(), strict=True))
+        work = [pairs[start : start + size] for start in range(0, len(pairs), size)]
         if self.clone is not None and len(work) > 1:
             batches = self._in_threads(work)
         else:
@@ -106,7 +103,9 @@ class Sampled(Prepared):
         for samples in batches:
             yield self.collate(samples)
 
-    def _make(self, work: list[tuple[int, int]], clone: SampleFunctions | None = None) -> list[Any]:
+    def _make(
+        self, work: list[tuple[int, int]], clone: SampleFunctions | None = None
+    ) -> list[Sample]:
         """Make one batch's samples, with a clone in a thread beside this one."""
         sample, reseed = clone or (self.sample, self.reseed)
         samples = []
@@ -119,10 +118,10 @@ class Sampled(Prepared):
 
         return samples
 
-    def _in_threads(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Any]]:
+    def _in_threads(self, work: list[list[tuple[int, int]]]) -> Iterator[list[Sample]]:
         """Make the batches' samples in threads, a few batches ahead; start no more once the caller stops asking."""
         pool = ThreadPoolExecutor(_THREADS, "medfl-samples")
-        pending: deque[Future[list[Any]]] = deque()
+        pending: deque[Future[list[Sample]]] = deque()
         try:
             for batch in work:
                 pending.append(pool.submit(self._make_in_thread, batch))
@@ -134,7 +133,7 @@ class Sampled(Prepared):
         finally:
             pool.shutdown(wait=True, cancel_futures=True)  # a fork must find no thread at work
 
-    def _make_in_thread(self, work: list[tuple[int, int]]) -> list[Any]:
+    def _make_in_thread(self, work: list[tuple[int, int]]) -> list[Sample]:
         """Make one batch's samples with transforms that no other thread uses."""
         assert self.clone is not None
         try:

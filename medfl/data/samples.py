@@ -12,25 +12,20 @@ from typing import Any
 import torch
 from monai import transforms as mt
 from monai.data import MetaTensor, PILReader
-from monai.transforms import Compose, LoadImage, Randomizable, RandomizableTrait, Transform
+from monai.transforms import Compose, LoadImage, Randomizable
 from torch import Tensor
 
 from medfl.core.errors import InputError, MedflError, missing_package, without_package
 from medfl.core.seeding import derive, stream
 from medfl.data.batch_transforms import BatchRecipe, recipe
 from medfl.data.byte_codes import Coded, decoded, encode, shape_of
-from medfl.data.incomplete_entries import is_unlabelled
-from medfl.data.prepared import Item, as_plain, check_channels
+from medfl.data.incomplete_entries import first_random, is_unlabelled
+from medfl.data.prepared import Item, Sample, as_plain, check_channels
 from medfl.data.sampled import SampleFunctions
 from medfl.data.source import Source
 
-_OWN_STATE = (
-    "spatial",
-    "intensity",
-    "croppad",
-    "smooth_field",
-    "utility",
-)  # MONAI's; others may draw globally
+# Modules of MONAI's transforms; those of others may draw from a global generator.
+_OWN_STATE = ("spatial", "intensity", "croppad", "smooth_field", "utility")
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,36 +70,30 @@ class SampleMaker:
         else:
             compose = Compose(chain)
 
-        self._items, self._entries, self._compose = items, source.entries, compose.flatten()  # type: ignore[no-untyped-call]
+        self._items = items
+        self._entries = source.entries
+        self._compose = compose.flatten()  # type: ignore[no-untyped-call]
         steps = self._compose.transforms
-        random = (
-            i
-            for i, t in enumerate(steps)
-            if isinstance(t, RandomizableTrait) or not isinstance(t, Transform)
-        )
-        self._first = next(random, len(steps)) if source.repeatable else 0
+        self._first = first_random(steps) if source.repeatable else 0
         self.has_steps_left = not source.repeatable or self._first < len(steps)
-        self.cached: Sequence[Any] | None = None
+        self.cached: Sequence[Sample] | None = None
         self._parts: list[Any] | None = None
 
     @cached_property
     def reads_rows_first(self) -> bool:
         """Whether one of the transforms is a PILReader of MONAI that keeps a picture's rows as the first axis."""
         loaders = [getattr(step, "_loader", step) for step in self._compose.transforms]
-        readers = [
-            reader
-            for loader in loaders
-            if isinstance(loader, LoadImage)
-            for reader in loader.readers
-        ]
-        return any(
-            isinstance(reader, PILReader) and not reader.reverse_indexing for reader in readers
-        )
+        for loader in loaders:
+            for reader in loader.readers if isinstance(loader, LoadImage) else ():
+                if isinstance(reader, PILReader) and not reader.reverse_indexing:
+                    return True
+
+        return False
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def after_deterministic(self, index: int) -> Any:
+    def after_deterministic(self, index: int) -> Sample:
         """Return one sample after the deterministic transforms."""
         with self._naming(index):
             entry = self._entries[index]
@@ -112,19 +101,21 @@ class SampleMaker:
                 dict(entry) if isinstance(entry, Mapping) else entry, end=self._first
             )
 
-    def compact(self, index: int) -> Any:
+    def compact(self, index: int) -> Sample:
         """Return the sample of `after_deterministic`, its image and mask as a byte a number where that is lossless."""
         sample = self.after_deterministic(index)
         if not isinstance(sample, Mapping):
             return sample
-        coded = {
-            key: _encoded(sample[key])
-            for key in ("image", "label")
-            if isinstance(sample.get(key), Tensor)
-        }
-        return {**sample, **{key: value for key, value in coded.items() if value is not None}}
 
-    def __call__(self, index: int) -> Any:
+        compacted = dict(sample)
+        for key in ("image", "label"):
+            value = sample.get(key)
+            if isinstance(value, Tensor) and (coded := _encoded(value)) is not None:
+                compacted[key] = coded
+
+        return compacted
+
+    def __call__(self, index: int) -> Sample:
         """Return one sample after all transforms."""
         if self.cached is None:
             sample = self.after_deterministic(index)
@@ -145,28 +136,30 @@ class SampleMaker:
         them depends on whether it is applied at all.
         """
         if self._parts is None:
-            transforms = [
-                *self._compose.transforms[self._first :],
-                *_inner_transforms(self._entries),
-            ]
-            self._parts = [
-                part for transform in transforms for part in random_parts(transform, set())
-            ]
+            self._parts = []
+            for transform in self._compose.transforms[self._first :]:
+                self._parts += random_parts(transform, set())
+            for transform in _inner_transforms(self._entries):
+                self._parts += random_parts(transform, set())
+
         for number, part in enumerate(self._parts):
             part.set_random_state(seed=derive(seed, number) % 2**32)
 
     def clone(self) -> SampleFunctions:
         """Return what makes the same samples in another thread, and what seeds its random transforms."""
+        clone = self._copy()
+        return clone, clone.reseed if self.has_steps_left else None
+
+    def _copy(self) -> SampleMaker:
+        """Return one with transforms and random states of its own, and the same samples."""
         clone = copy(self)
         clone._compose = deepcopy(self._compose)
         clone._parts = None
-        return clone, clone.reseed if self.has_steps_left else None
+        return clone
 
     def without_draws(self, uncropped: bool) -> SampleFunctions:
         """Return what makes the same samples without random transforms, and what seeds those that have to stay."""
-        clone = copy(self)
-        clone._compose = deepcopy(self._compose)
-        clone._parts = None
+        clone = self._copy()
         steps = clone._compose.transforms
         clone._compose.transforms = (
             *steps[: self._first],
@@ -195,13 +188,8 @@ class SampleMaker:
             image = as_plain(sample["image"])
             label = as_plain(sample["label"])
             shape = shape_of(image)
-            images.add(
-                (
-                    shape[0],
-                    image.values.dtype if isinstance(image, Coded) else image.dtype,
-                    tuple(shape[1:]),
-                )
-            )
+            dtype = image.values.dtype if isinstance(image, Coded) else image.dtype
+            images.add((shape[0], dtype, tuple(shape[1:])))
             is_mask = isinstance(label, Coded) or (isinstance(label, Tensor) and label.ndim > 1)
             masks.add(is_mask)
 
@@ -223,9 +211,8 @@ class SampleMaker:
 
     def check_channels(self) -> None:
         """Compare the images' channels now where the deterministic transforms already put them first."""
-        cached = (
-            self.cached if isinstance(self.cached, list) else []
-        )  # else another pass over the disk
+        # Samples on disk are not looked at: that would be another pass over them.
+        cached = self.cached if isinstance(self.cached, list) else []
         images = [sample["image"] for sample in cached if _has_image(sample)]
         if not images or len(images) < len(self):
             return
@@ -271,16 +258,16 @@ class SampleMaker:
             ) from error
 
 
-def _has_image(sample: Any) -> bool:
+def _has_image(sample: Sample) -> bool:
     return isinstance(sample, Mapping) and isinstance(sample.get("image"), Tensor | Coded)
 
 
-def is_pair(sample: Any) -> bool:
+def is_pair(sample: Sample) -> bool:
     """Tell whether a sample has an image and a label."""
     return _has_image(sample) and sample.get("label") is not None
 
 
-def _decoded(sample: Any) -> Any:
+def _decoded(sample: Sample) -> Sample:
     """Return a sample as the transforms gave it."""
     if not isinstance(sample, Mapping) or not any(
         isinstance(value, Coded) for value in sample.values()
@@ -292,20 +279,21 @@ def _decoded(sample: Any) -> Any:
     }
 
 
-def random_parts(transform: Any, seen: set[int]) -> list[Any]:
+def random_parts(transform: object, visited: set[int]) -> list[Any]:
     """Return what has a random state in a transform: itself first, then the transforms inside it."""
-    if id(transform) in seen or not hasattr(transform, "set_random_state"):
+    if id(transform) in visited or not hasattr(transform, "set_random_state"):
         return []
 
-    seen.add(id(transform))
-    inside = vars(transform).values() if isinstance(transform, Randomizable) else ()
-    many = [value if isinstance(value, list | tuple) else [value] for value in inside]
-    parts = [part for values in many for value in values for part in random_parts(value, seen)]
+    visited.add(id(transform))
+    parts: list[Any] = [transform]
+    for held in vars(transform).values() if isinstance(transform, Randomizable) else ():
+        for value in held if isinstance(held, list | tuple) else [held]:
+            parts += random_parts(value, visited)
 
-    return [transform, *parts]
+    return parts
 
 
-def _has_own_state(transform: Any) -> bool:
+def _has_own_state(transform: object) -> bool:
     """Tell whether a transform is one of MONAI's that use neither a global generator nor somebody's own function."""
     module = type(transform).__module__.split(".")
     is_listed = (
@@ -317,20 +305,24 @@ def _has_own_state(transform: Any) -> bool:
     return is_listed and not is_foreign
 
 
-def _inner_transforms(dataset: Any) -> list[Any]:
+def _inner_transforms(dataset: object) -> list[Any]:
     """Return the random transforms inside a data set that only its own class can read."""
     if not isinstance(dataset, torch.utils.data.Dataset):
         return []
 
-    inner = [getattr(dataset, name) for name in ("dataset", "data") if hasattr(dataset, name)]
-    parts = [*inner, *getattr(dataset, "datasets", [])]
-    deeper = [transform for part in parts for transform in _inner_transforms(part)]
-    outer = [dataset, getattr(dataset, "transform", None)]
+    inner = [getattr(dataset, name, None) for name in ("dataset", "data")]
+    transforms: list[Any] = []
+    for part in (*inner, *getattr(dataset, "datasets", [])):
+        transforms += _inner_transforms(part)
 
-    return [*deeper, *(part for part in outer if hasattr(part, "set_random_state"))]
+    for part in (dataset, getattr(dataset, "transform", None)):
+        if hasattr(part, "set_random_state"):
+            transforms.append(part)
+
+    return transforms
 
 
-def without_draws(transforms: Sequence[Any], *, uncropped: bool) -> list[Any]:
+def without_draws(transforms: Sequence[object], *, uncropped: bool) -> list[Any]:
     """Return transforms that draw nothing: what has a probability never happens, a random crop is the middle one.
 
     Others that draw (somebody's own functions, choices between transforms) stay; their draws are those of the item's
@@ -360,7 +352,7 @@ def without_draws(transforms: Sequence[Any], *, uncropped: bool) -> list[Any]:
     return without
 
 
-def _middle(transform: Any) -> Any:
+def _middle(transform: object) -> Any:
     """Return the crop of the same size around the middle, None for what is no crop of a known size."""
     if not any(
         "Crop" in kind.__name__ and kind.__module__.startswith("monai.")

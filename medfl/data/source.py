@@ -17,9 +17,11 @@ from monai.transforms import Compose
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from medfl.data.prepared import Item
+from medfl.data.prepared import Item, Transform
 
 _CENTRE = ("centre", "center", "site", "hospital", "institution")
+# How a table read with pandas says that there is no value.
+_NOTHING = ("", "nan", "<NA>")
 _GROUP = ("group", "patient", "patient_id", "subject", "subject_id", "lesion", "lesion_id")
 
 
@@ -39,7 +41,7 @@ class Source:
     """
 
     entries: Any
-    transforms: tuple[Any, ...] = ()
+    transforms: tuple[Transform, ...] = ()
     repeatable: bool = True
 
     @property
@@ -65,6 +67,7 @@ def take_apart(dataset: Any) -> Source:
         if all(part.is_list and part.transforms == parts[0].transforms for part in parts):
             return Source([entry for part in parts for entry in part.entries], parts[0].transforms)
 
+    # A subclass with its own `_transform` treats entries in its own way.
     if isinstance(dataset, Dataset) and type(dataset)._transform in (
         Dataset._transform,
         CacheDataset._transform,
@@ -81,11 +84,13 @@ def take_apart(dataset: Any) -> Source:
     return Source(dataset, (), repeatable=stored)
 
 
-def _transforms(dataset: Any) -> tuple[Any, ...]:
+def _transforms(dataset: object) -> tuple[Transform, ...]:
     """Return what a data set applies to each entry."""
     transform = getattr(dataset, "transform", None)
-    empty = transform is None or (isinstance(transform, Compose) and not transform.transforms)
-    return () if empty else (transform,)
+    if transform is None or (isinstance(transform, Compose) and not transform.transforms):
+        return ()
+
+    return (transform,)
 
 
 def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]:
@@ -96,9 +101,9 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
     """
     items: list[Item] = []
     taken: set[str] = set()
-    for index, entry in enumerate(
-        source.entries if source.is_list else [None] * len(source.entries)
-    ):
+    for index in range(len(source.entries)):
+        # Other entries than those of a list are not read for their records: that may take long.
+        entry = source.entries[index] if source.is_list else None
         entry = entry if isinstance(entry, Mapping) else {}
         if "id" in entry:
             ident = str(entry["id"])
@@ -114,37 +119,39 @@ def records(source: Source, section: str, folders: Sequence[Path]) -> list[Item]
             record["label"] = label
 
         for field, names in (("centre", _CENTRE), ("group", _GROUP)):
-            texts = (str(entry[name]) for name in names if entry.get(name) is not None)
-            value = next(
-                (text for text in texts if text not in ("", "nan", "<NA>")), ""
-            )  # as tables have none
-            record |= {field: value} if value else {}
+            for name in names:
+                if entry.get(name) is not None and str(entry[name]) not in _NOTHING:
+                    record[field] = str(entry[name])
+                    break
 
         if isinstance(entry.get("size"), int):
             record["size"] = entry["size"]
 
-        record |= {key: entry[key] for key in (NO_LABEL, LACKS) if key in entry}
+        for key in (NO_LABEL, LACKS):
+            if key in entry:
+                record[key] = entry[key]
+
         items.append(record)
 
     return items
 
 
-def _path(entry: Mapping[str, Any], folders: Sequence[Path]) -> str:
+def _path(entry: Item, folders: Sequence[Path]) -> str:
     """Return the path of an entry's image, or else of its first file, below one of the folders ("" without files)."""
     for value in (entry.get("image"), *entry.values()):
         first = value[0] if isinstance(value, list | tuple) and value else value
         if isinstance(first, str | Path):
             path = Path(os.path.abspath(first))
-            below = next(
-                (path.relative_to(folder) for folder in folders if path.is_relative_to(folder)),
-                path,
-            )
-            return below.as_posix()
+            for folder in folders:
+                if path.is_relative_to(folder):
+                    return path.relative_to(folder).as_posix()
+
+            return path.as_posix()
 
     return ""
 
 
-def class_index(label: Any) -> int | None:
+def class_index(label: object) -> int | None:
     """Return a label that is a whole number in any of the forms that data lists have, else None."""
     if isinstance(label, np.ndarray | np.generic | Tensor) and math.prod(label.shape) == 1:
         label = label.item()

@@ -1,4 +1,4 @@
-"""Data sets: what each is, where it lies, and its images as MONAI data lists."""
+"""Data sets: their descriptions, where they lie on disk, and their images as MONAI data lists."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import itertools
 import os
 import pkgutil
 from collections import Counter
@@ -127,6 +128,7 @@ class DataSet:
 
 @functools.cache
 def _registry() -> Mapping[str, DataSet]:
+    # Modules without a DATASET, as this one, are no data sets.
     names_here = (module.name for module in pkgutil.iter_modules([os.path.dirname(__file__)]))
     modules = (importlib.import_module(f"medfl.datasets.{name}") for name in names_here)
     return MappingProxyType(
@@ -198,12 +200,12 @@ def layout_of(name: str, folder: str | Path | None) -> tuple[Path, Layout]:
 
 
 def splits(name: str, folder: str | Path) -> tuple[str, ...]:
-    """Return the splits that the layout of `folder` offers; the first is used where none is named."""
+    """Return the splits that the layout of `folder` offers, the default first."""
     return layout_of(name, folder)[1].splits
 
 
 def trial(name: str, split: str, number: int) -> str:
-    """Return the split with `number` as its trial, if it is drawn anew in each trial and names none; else as it is."""
+    """Return `<split>:<number>` for a split that has trials; any other split, or one with a trial, as it is."""
     if isinstance(get(name).rules.get(split), WholeCentres):
         return f"{split}:{number}"
 
@@ -211,7 +213,7 @@ def trial(name: str, split: str, number: int) -> str:
 
 
 def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str, Rule]:
-    """Return the name of a split that the layout of `folder` offers, its first where none is named, and its rule.
+    """Return the name and the rule of a split that the layout of `folder` offers; None takes its default.
 
     Raises:
         InputError: it does not offer this split, or the split has no trials.
@@ -229,10 +231,10 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
     if isinstance(rule, WholeCentres) and number.isdecimal():
         return split, dataclasses.replace(rule, trial=int(number))
 
-    forms = [
-        f"{offered}[:TRIAL]" if isinstance(rule, WholeCentres) else offered
-        for offered, rule in rules.items()
-    ]
+    forms = []
+    for offered, rule in rules.items():
+        forms.append(f"{offered}[:TRIAL]" if isinstance(rule, WholeCentres) else offered)
+
     raise InputError(
         f"split {split!r} is not offered by {name} in {root}",
         f"splits there: {', '.join(forms)}",
@@ -241,7 +243,7 @@ def choose(name: str, folder: str | Path, split: str | None = None) -> tuple[str
 
 
 def notes(name: str, folder: str | Path) -> tuple[str, ...]:
-    """Return what a user of the data in `folder` must know: of the data set, of this layout, of a phantom."""
+    """Return what a user of the data in `folder` must know, about this folder, its layout and the data set."""
     root, layout = layout_of(name, folder)
     remarks = []
     if is_phantom(root):
@@ -283,6 +285,7 @@ def datalist(name: str, folder: str | Path, section: str, split: str | None = No
 
     from medfl.datasets.readers import label_images  # noqa: F401 - MONAI's own reader learns to open such items
 
+    # Copies, as the items are shared with later calls.
     return [item.copy() for item in sections(name, folder, split)[section]]
 
 
@@ -294,13 +297,15 @@ def sections(
 
 
 def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int, int], ...]]:
-    """Return where the data lie, and names, times and sizes that change with the folder's content."""
+    """Return the data's folder, and a key of names, times and sizes that changes with its content."""
     root, layout = layout_of(name, folder)
+    # The folder's own entries only: to look below them would take as long as to read the data.
+    files = []
     with os.scandir(root) as entries:
-        files = [
-            (entry.name, (stat := entry.stat(follow_symlinks=False)).st_mtime_ns, stat.st_size)
-            for entry in entries
-        ]
+        for entry in entries:
+            stat = entry.stat(follow_symlinks=False)
+            files.append((entry.name, stat.st_mtime_ns, stat.st_size))
+
     return root.absolute(), (*sorted(files), (layout.text, 0, 0))
 
 
@@ -308,10 +313,9 @@ def _version(name: str, folder: str | Path) -> tuple[Path, tuple[tuple[str, int,
 def _read(name: str, root: Path, version: tuple[tuple[str, int, int], ...]) -> Table:
     table = layout_of(name, root)[1].read(root)
     table.records.sort(key=lambda record: record.id)
-    times = Counter(record.id for record in table.records)
-    table.problems += [
-        f"image {ident} is listed {count} times" for ident, count in times.items() if count > 1
-    ]
+    for ident, count in Counter(record.id for record in table.records).items():
+        if count > 1:
+            table.problems.append(f"image {ident} is listed {count} times")
 
     if not table.records and not table.problems:
         table.problems.append(f"{root} holds no image")
@@ -357,36 +361,25 @@ def checksum(name: str, folder: str | Path, split: str | None = None) -> str:
 
     Nothing is decoded. It is the same for zipped and plain files and does not depend on where the folder lies.
     """
-    rows = [
-        (section, item)
-        for section, items in sections(name, folder, split).items()
-        for item in items
-    ]
+    items_of = sections(name, folder, split)
     # All rows of an array share one checksum: that of the array.
-    files = [
-        file for _, item in rows for file in (item["image"], item["label"]) if isinstance(file, str)
-    ]
-    keys = {file: container_uri(file) for file in files}
-    uris = sorted(set(keys.values()))
+    uris = set()
+    for item in itertools.chain.from_iterable(items_of.values()):
+        uris.add(container_uri(item["image"]))
+        if isinstance(item["label"], str):
+            uris.add(container_uri(item["label"]))
 
+    ordered = sorted(uris)
     with ThreadPoolExecutor(4) as pool:
-        content = dict(zip(uris, pool.map(content_key, uris), strict=True))
+        content = dict(zip(ordered, pool.map(content_key, ordered), strict=True))
 
     digest = hashlib.sha256()
-    for section, item in rows:
-        if isinstance(item["label"], str):
-            label = content[keys[item["label"]]]
-        else:
-            label = str(item["label"])
-
-        fields = (
-            section,
-            item["id"],
-            label,
-            item["centre"],
-            item["group"],
-            content[keys[item["image"]]],
-        )
-        digest.update(("\t".join(fields) + "\n").encode())
+    for section, items in items_of.items():
+        for item in items:
+            label = item["label"]
+            text = content[container_uri(label)] if isinstance(label, str) else str(label)
+            image = content[container_uri(item["image"])]
+            fields = (section, item["id"], text, item["centre"], item["group"], image)
+            digest.update(("\t".join(fields) + "\n").encode())
 
     return digest.hexdigest()

@@ -41,6 +41,7 @@ def _read(folder: Path) -> Table:
             )
         elif row is None:
             table.problems.append(f"{files['t1ss']}: scan {key} is not in {path}")
+        # An age may have one decimal point.
         elif not row["age"].replace(".", "", 1).isdecimal():
             table.problems.append(
                 f"{path}: scan {key} has age {row['age']!r}, an age is a number of years"
@@ -98,7 +99,7 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "subject": by_group((0.7, 0.1, 0.2), "brain_tissue"),
+        "subject": by_group("brain_tissue"),
         "age": validation_from_train("age", 0.2),
     },
     licence="CC BY-NC 3.0",

@@ -9,7 +9,7 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import draw_stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import ARCHIVES, CIFAR10, write_cifar
-from medfl.datasets.readers.tables import Layout, first, stacked
+from medfl.datasets.readers.tables import ArrayUris, Layout, first, stacked
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
@@ -17,7 +17,7 @@ CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "hors
 def batches_layout(kind: str, classes: int) -> Layout:
     """Return the layout of one of the CIFARs: its folder of batches, or the archive with it."""
 
-    def find(folder: Path) -> dict[str, tuple[str, str]]:
+    def find(folder: Path) -> ArrayUris:
         is_inside = folder.name == kind and (folder / "batches.meta").exists()
         source = folder if is_inside else first(folder, kind, ARCHIVES[kind])
         parts = ("train", "test") if source else ()

@@ -171,7 +171,7 @@ DATASET = DataSet(
     ),
     rules={
         "writers": WholeCentres((35, 5, 10), 150, "femnist"),
-        "seeded": by_group((0.7, 0.1, 0.2), "femnist", at_centres=False),
+        "seeded": by_group("femnist", at_centres=False),
     },
     licence="terms of NIST Special Database 19 on its page; LEAF's code is under the BSD 2-Clause licence",
     source="https://doi.org/10.18434/T4H01C (NIST Special Database 19); https://leaf.cmu.edu (LEAF)",

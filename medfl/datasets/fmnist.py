@@ -12,8 +12,16 @@ DATASET = replace(
     name="fmnist",
     title="Fashion-MNIST: ten kinds of garment",
     classes=(
-        *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
-        *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        "T-shirt/top",
+        "Trouser",
+        "Pullover",
+        "Dress",
+        "Coat",
+        "Sandal",
+        "Shirt",
+        "Sneaker",
+        "Bag",
+        "Ankle boot",
     ),
     concepts=(
         "T-shirt",

@@ -14,6 +14,7 @@ from medfl.datasets.readers.tables import (
     SECTION_NAMES,
     Layout,
     Table,
+    check_row,
     first,
     image_index,
     label_of,
@@ -36,33 +37,26 @@ SPLIT_TABLE = "dermamnist_split.csv"
 
 def centre_roots(folder: Path, kind: str = "images") -> list[Path]:
     """Return the folders and archives `<kind>_<centre>[.zip]` of a folder, folders first."""
-    names = [f"{kind}_{centre}" for centre in CENTRES]
-    return [
-        path
-        for suffix in ("", ".zip")
-        for name in names
-        if (path := folder / f"{name}{suffix}").exists()
-    ]
+    paths = [folder / f"{kind}_{centre}" for centre in CENTRES]
+    paths += [folder / f"{kind}_{centre}.zip" for centre in CENTRES]
+    return [path for path in paths if path.exists()]
 
 
 def part_roots(folder: Path) -> list[Path]:
     """Return the image folders and archives `HAM10000_images*[.zip]` of a folder as published, folders first."""
-    roots = [
-        path
-        for path in sorted(folder.glob("HAM10000_images*"))
-        if path.is_dir() or path.suffix == ".zip"
-    ]
-    return sorted(roots, key=lambda path: path.is_file())
+    paths = sorted(folder.glob("HAM10000_images*"))
+    folders = [path for path in paths if path.is_dir()]
+    return folders + [path for path in paths if path.suffix == ".zip" and path not in folders]
 
 
 def _sections(folder: Path) -> Mapping[str, str]:
     path = first(folder, SPLIT_TABLE)
-    rows = read_csv(path, ("image_id", "split")) if path else []
-    return {
-        row["image_id"]: SECTION_NAMES[row["split"]]
-        for row in rows
-        if row["split"] in SECTION_NAMES
-    }
+    sections = {}
+    for row in read_csv(path, ("image_id", "split")) if path else ():
+        if row["split"] in SECTION_NAMES:
+            sections[row["image_id"]] = SECTION_NAMES[row["split"]]
+
+    return sections
 
 
 def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list[Path]) -> Table:
@@ -75,20 +69,15 @@ def _read(folder: Path, table_path: Path | None, centre_column: str, roots: list
 
     for row in rows:
         key = row["image_id"]
-        where = f"{row['image_id']} in {table_path}"
+        centre = row[centre_column]
+        where = f"{key} in {table_path}"
         label = label_of(row["dx"], labels, where, table)
-        if row[centre_column] not in CENTRES:
-            table.problems.append(
-                f"{where} has centre {row[centre_column]!r}, the centres are {', '.join(CENTRES)}"
-            )
-        elif key not in images:
-            table.problems.append(f"{where}: image {key}.jpg is missing")
-        elif label is not None:
+        if check_row(table, where, key, centre, CENTRES, images) and label is not None:
             sections = {"dermamnist": derma[key]} if key in derma else {}
             if row.get("flamby_fold") in ("train", "test"):
                 sections["flamby"] = row["flamby_fold"]
             table.records.append(
-                Record(images[key], label, key, row[centre_column], row["lesion_id"], sections)
+                Record(images[key], label, key, centre, row["lesion_id"], sections)
             )
 
     return table
@@ -151,7 +140,7 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "lesion": by_group((0.7, 0.1, 0.2), "ham10000"),
+        "lesion": by_group("ham10000"),
         "flamby": validation_from_train("flamby"),
         "dermamnist": published("dermamnist"),
     },

@@ -72,7 +72,7 @@ DATASET = DataSet(
             PLAIN,
         ),
     ),
-    rules={"seeded": by_group((0.7, 0.1, 0.2), "hippocampus")},
+    rules={"seeded": by_group("hippocampus")},
     licence="CC BY-SA 4.0",
     source="https://medicaldecathlon.com",
     citation="Antonelli et al.: The Medical Segmentation Decathlon. Nature Communications 13, 4128 (2022); "

@@ -11,7 +11,15 @@ from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import Case, mixed
 from medfl.datasets.phantoms.scene import class_scenes
 from medfl.datasets.readers.splitting import Record, by_group, validation_from_train
-from medfl.datasets.readers.tables import Layout, Table, first, image_index, label_of, read_csv
+from medfl.datasets.readers.tables import (
+    Layout,
+    Table,
+    check_row,
+    first,
+    image_index,
+    label_of,
+    read_csv,
+)
 
 # FLamby's targets 0 to 7 and centres 0 to 5.
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
@@ -36,12 +44,8 @@ def _image_roots(folder: Path) -> list[Path]:
 
 
 def _lesions(path: Path | None) -> Mapping[str, str]:
-    if path:
-        return {
-            row["image_id"]: row["lesion_id"] for row in read_csv(path, ("image_id", "lesion_id"))
-        }
-
-    return {}
+    rows = read_csv(path, ("image_id", "lesion_id")) if path else ()
+    return {row["image_id"]: row["lesion_id"] for row in rows}
 
 
 def _read(
@@ -52,25 +56,26 @@ def _read(
     centres = {str(number): name for number, name in enumerate(CENTRES)}
     for row in read_csv(path, ("image", "target", "center", "fold")):
         key = row["image"]
-        centre = centres.get(row["center"])
-        where = f"{row['image']} in {path}"
+        where = f"{key} in {path}"
         label = label_of(row["target"], labels, where, table)
 
-        if centre is None:
-            table.problems.append(
-                f"{where} has center {row['center']!r}, the centers are {', '.join(centres)}"
-            )
-        elif row["fold"] not in ("train", "test"):
+        if row["fold"] not in ("train", "test"):
             table.problems.append(f"{where} has fold {row['fold']!r}, the folds are train, test")
-        elif centre in absent:
+        # FLamby's table names the images of all six centres, whichever the folder has.
+        elif centres.get(row["center"]) in absent:
             continue
-        elif key not in images:
-            table.problems.append(f"{where}: image {key}.jpg is missing")
-        elif label is not None:
+        elif check_row(table, where, key, row["center"], centres, images) and label is not None:
             # Tables of HAM10000 know its images without the suffix that ISIC gave to scaled ones.
             group = lesions.get(key.removesuffix("_downsampled"), key)
             table.records.append(
-                Record(images[key], label, key, centre, group, {"flamby": row["fold"]})
+                Record(
+                    images[key],
+                    label,
+                    key,
+                    centres[row["center"]],
+                    group,
+                    {"flamby": row["fold"]},
+                )
             )
 
     return table
@@ -143,7 +148,7 @@ DATASET = DataSet(
     ),
     rules={
         "flamby": validation_from_train("flamby"),
-        "lesion": by_group((0.7, 0.1, 0.2), "isic19"),
+        "lesion": by_group("isic19"),
     },
     licence="CC BY-NC 4.0",
     source="https://challenge.isic-archive.com/data/#2019; split by FLamby (MIT), https://github.com/owkin/FLamby",

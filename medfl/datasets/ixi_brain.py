@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
+from medfl.datasets.readers.matching import Matched
 from medfl.datasets.readers.pairs import paired
 from medfl.datasets.readers.splitting import (
     Record,
@@ -25,15 +26,14 @@ CLASSES = ("background", "brain")
 CENTRES = ("Guys", "HH", "IOP")  # FLamby's Manufacturer 0, 1, 2
 TABLES = ("metadata_tiny.csv", "ixi_metadata_tiny.csv")
 # Subjects whose Split is test in FLamby's metadata_tiny.csv, which is in its package and not with the images.
-TEST = frozenset(
-    (
-        2, 12, 15, 17, 24, 27, 34, 36, 49, 54, 58, 63, 65, 75, 97, 106, 107, 111, 112, 116, 118, 120, 121, 127, 129,
-        135, 141, 145, 148, 151, 153, 161, 185, 189, 194, 201, 211, 214, 218, 229, 231, 238, 240, 248, 254, 256, 264,
-        269, 270, 279, 282, 289, 291, 293, 294, 310, 313, 314, 319, 327, 328, 329, 336, 337, 362, 364, 369, 383, 388,
-        398, 401, 402, 406, 408, 415, 420, 428, 430, 437, 444, 451, 456, 461, 470, 479, 485, 492, 496, 499, 502, 503,
-        504, 511, 518, 519, 523, 524, 543, 547, 571, 585, 586, 589, 594, 595, 598, 607, 612, 626, 633, 634, 635, 648,
-    )
-)  # fmt: skip
+_TEST_SUBJECTS = """
+    2 12 15 17 24 27 34 36 49 54 58 63 65 75 97 106 107 111 112 116 118 120 121 127 129 135 141
+    145 148 151 153 161 185 189 194 201 211 214 218 229 231 238 240 248 254 256 264 269 270 279
+    282 289 291 293 294 310 313 314 319 327 328 329 336 337 362 364 369 383 388 398 401 402 406
+    408 415 420 428 430 437 444 451 456 461 470 479 485 492 496 499 502 503 504 511 518 519 523
+    524 543 547 571 585 586 589 594 595 598 607 612 626 633 634 635 648
+"""
+TEST = frozenset(map(int, _TEST_SUBJECTS.split()))
 _FILE = re.compile(r"(?:^|/)(IXI(\d{3})-([A-Za-z]+)-\d+)/(T1|label)/[^/]+$")
 _T1 = "_t1"
 _MASK = "_brainmask"
@@ -45,10 +45,12 @@ def _root(folder: Path) -> Path | None:
     for root in (folder, folder / "IXI_sample", *inside):
         if any(root.glob("IXI???-*-*/T1")):
             return root
-    packed = sorted((*folder.glob("7kd5wj7v7p-*.zip"), *folder.glob("IXI*.zip")))
-    return next(
-        (path for path in packed if any(_FILE.search(name) for name, _ in volume_files(path))), None
-    )
+
+    for path in sorted((*folder.glob("7kd5wj7v7p-*.zip"), *folder.glob("IXI*.zip"))):
+        if any(_FILE.search(name) for name, _ in volume_files(path)):
+            return path
+
+    return None
 
 
 def _folds(path: Path, table: Table) -> dict[int, tuple[str, str]]:
@@ -94,9 +96,12 @@ def _read_flamby(folder: Path) -> Table:
     folds = _folds(path, table) if path else {}
     for subject, volumes in sorted(files.items()):
         number, centre = numbers[subject]
-        listed, fold = (
-            folds.get(number, ("", "")) if path else (centre, "test" if number in TEST else "train")
-        )
+        if path:
+            listed, fold = folds.get(number, ("", ""))
+        else:
+            listed = centre
+            fold = "test" if number in TEST else "train"
+
         if centre not in CENTRES:
             table.problems.append(
                 f"subject {subject} is of hospital {centre}, the hospitals are {', '.join(CENTRES)}"
@@ -106,11 +111,7 @@ def _read_flamby(folder: Path) -> Table:
                 f"subject {subject} has no volume in {'label' if 'T1' in volumes else 'T1'}"
             )
         elif listed != centre:
-            if listed:
-                problem = f"is of hospital {listed} in {path}"
-            else:
-                problem = f"is not in {path}"
-
+            problem = f"is of hospital {listed} in {path}" if listed else f"is not in {path}"
             table.problems.append(f"subject {subject} {problem}")
         else:
             image = volumes["T1"]
@@ -123,19 +124,23 @@ def _read_flamby(folder: Path) -> Table:
     return table
 
 
-def _pairs(folder: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
+def _pairs(folder: Path) -> Matched:
     """Return name -> URI of the images and of the masks of whole-head pairs."""
-    index = volume_index(folder)
-    images, masks = (
-        {stem.removesuffix(end): uri for stem, uri in index.items() if stem.endswith(end)}
-        for end in (_T1, _MASK)
-    )
+    images = {}
+    masks = {}
+    for stem, uri in volume_index(folder).items():
+        if stem.endswith(_T1):
+            images[stem.removesuffix(_T1)] = uri
+        elif stem.endswith(_MASK):
+            masks[stem.removesuffix(_MASK)] = uri
+
     return images, masks
 
 
 def split_few(records: Sequence[Record]) -> list[str]:
     """Cut 70/10/20 in the order of a hash, but with at least one case to test and, from three on, one to validate."""
     order = sorted(range(len(records)), key=lambda i: hash_order("ixi_brain", records[i].id))
+    # Few pairs: every section gets a case before the shares are kept.
     test = max(1, round(0.2 * len(order)))
     validate = max(1 if len(order) > 2 else 0, round(0.1 * len(order)))
     sections = ["train"] * len(order)
@@ -198,7 +203,7 @@ DATASET = DataSet(
     ),
     rules={
         "flamby": filled(validation_from_train("flamby")),
-        "subject": by_group((0.7, 0.1, 0.2), "ixi_brain"),
+        "subject": by_group("ixi_brain"),
         "few": split_few,
     },
     licence="CC BY-SA 3.0",

@@ -42,13 +42,13 @@ DATASET = DataSet(
         class_folders(
             f"{ROOT}/<class>/*.jpg with the eight published class folders, as folders or in kvasir*.zip",
             ("seeded",),
-            (ROOT,),
+            ROOT,
             ("kvasir*.zip",),
             CLASSES,
             centre="vestre_viken",
         ),
     ),
-    rules={"seeded": by_group((0.7, 0.1, 0.2), "kvasir_v2")},
+    rules={"seeded": by_group("kvasir_v2")},
     licence="free for research and education, as its page states",
     source="https://datasets.simula.no/kvasir/",
     citation="Pogorelov et al.: KVASIR: a multi-class image dataset for computer aided "

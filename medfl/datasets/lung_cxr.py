@@ -12,15 +12,19 @@ from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, Case, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
-    mask_index,
     pair_folders,
     paired,
+    read_case_table,
     read_pair,
     read_pair_folders,
 )
 from medfl.datasets.readers.reading import JOINED, archive
-from medfl.datasets.readers.splitting import Record, by_group
-from medfl.datasets.readers.tables import Layout, Table, image_files, image_index, read_csv
+from medfl.datasets.readers.splitting import by_group
+from medfl.datasets.readers.tables import (
+    Layout,
+    Table,
+    image_files,
+)
 
 CLASSES = ("background", "lung")
 SITES = {
@@ -59,41 +63,16 @@ def _centre(name: str) -> str:
 
 
 def _read_sources(folder: Path) -> Table:
-    path = folder / "labels.csv"
     images, masks = pair_folders(folder)
-    picture = image_index([images])
-    mask = mask_index([masks])
-    table = Table()
-
-    for row in read_csv(path, ("file", "site", "patient")):
-        key = Path(row["file"]).stem
-        where = f"{row['file']} in {path}"
-        if row["site"] not in SITES:
-            table.problems.append(
-                f"{where} has site {row['site']!r}, the sites are {', '.join(SITES)}"
-            )
-        elif key not in picture or key not in mask:
-            table.problems.append(
-                f"{where}: its {'image' if key not in picture else 'mask'} is missing"
-            )
-        else:
-            sides = [row.get(side) or "" for side in ("width", "height")]
-            if all(side.isdecimal() for side in sides):
-                size = int(sides[0]) * int(sides[1])
-            else:
-                size = None
-
-            table.records.append(
-                Record(picture[key], 0, key, row["site"], row["patient"], mask=mask[key], size=size)
-            )
-
-    return table
+    columns = ("file", "site", "patient")
+    return read_case_table(folder / "labels.csv", columns, SITES, [images], [masks])
 
 
 def _roots(folder: Path) -> list[Path]:
     plain = [folder / subfolder / name for subfolder in _SUBFOLDERS for name in _FOLDERS]
-    packed = sorted({path for pattern in _ZIPS for path in folder.glob(pattern) if path.is_file()})
-    return [path for path in plain if path.is_dir()] + packed
+    # A set, as an archive may fit several patterns.
+    packed = {path for pattern in _ZIPS for path in folder.glob(pattern)}
+    return [path for path in plain if path.is_dir()] + sorted(filter(Path.is_file, packed))
 
 
 def _has_sets(folder: Path) -> bool:
@@ -121,10 +100,9 @@ def _read_sets(folder: Path) -> Table:
         masks.setdefault(key, JOINED.join((left[key], right[key])))
 
     table = paired(uris["CXR_png"], masks, _centre)
-    table.problems += [
-        f"{(left | right)[key]} has no mask of the other lung"
-        for key in sorted(left.keys() ^ right)
-    ]
+    for key in sorted(left.keys() ^ right):
+        table.problems.append(f"{(left | right)[key]} has no mask of the other lung")
+
     return table
 
 
@@ -191,8 +169,8 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "patient": by_group((0.7, 0.1, 0.2), "lung_cxr"),
-        "fedhelp": by_group((571 / 704, 64 / 704, 69 / 704), "lung_cxr"),
+        "patient": by_group("lung_cxr"),
+        "fedhelp": by_group("lung_cxr", (571 / 704, 64 / 704, 69 / 704)),
     },
     licence="annotations CC BY 4.0, images each its own (four sources); terms of the US National Library of Medicine "
     "(Montgomery, Shenzhen); CC BY-NC-SA 4.0 (Shenzhen masks)",

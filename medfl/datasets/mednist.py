@@ -34,12 +34,12 @@ DATASET = DataSet(
         class_folders(
             "MedNIST/{AbdomenCT,BreastMRI,CXR,ChestCT,Hand,HeadCT}/*.jpeg, as folders or in MedNIST.zip",
             ("seeded",),
-            ("MedNIST",),
+            "MedNIST",
             ("MedNIST*.zip", "mednist*.zip", "archive.zip"),
             CLASSES,
         ),
     ),
-    rules={"file": published("file"), "seeded": by_group((0.7, 0.1, 0.2), "mednist")},
+    rules={"file": published("file"), "seeded": by_group("mednist")},
     licence="CC BY-SA 4.0 as MONAI states it for MedNIST",
     source="https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/MedNIST.tar.gz",
     citation="MedNIST, assembled by B. J. Erickson (Mayo Clinic) from TCIA, the RSNA Bone Age Challenge "

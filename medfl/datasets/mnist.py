@@ -10,7 +10,7 @@ from medfl.datasets.base import DataSet, Download
 from medfl.datasets.phantoms.layouts import Stack, draw_stacks
 from medfl.datasets.readers import stacks
 from medfl.datasets.readers.splitting import validation_from_train
-from medfl.datasets.readers.tables import Layout, first, stacked
+from medfl.datasets.readers.tables import ArrayUris, Layout, first, stacked
 
 STEMS = {"train": "train", "test": "t10k"}
 KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
@@ -20,17 +20,17 @@ FILES = "{train,t10k}-{images-idx3,labels-idx1}-ubyte[.gz]"
 def idx_layout(root: str, classes: int) -> Layout:
     """Return the layout of four idx files in `<root>/raw/`, in `raw/`, or in the folder itself."""
 
-    def find(folder: Path) -> dict[str, tuple[str, str]]:
+    def find(folder: Path) -> ArrayUris:
         for source in (folder / root / "raw", folder / "raw", folder):
-            pairs = {
-                part: [first(source, f"{s}-{kind}", f"{s}-{kind}.gz") for kind in KINDS]
-                for part, s in STEMS.items()
-            }
-            if all(map(all, pairs.values())):
-                return {
-                    part: (f"{images}!idx", f"{labels}!idx")
-                    for part, (images, labels) in pairs.items()
-                }
+            pairs = {}
+            for part, stem in STEMS.items():
+                names = [f"{stem}-{kind}" for kind in KINDS]
+                images, labels = (first(source, name, f"{name}.gz") for name in names)
+                if images and labels:
+                    pairs[part] = (f"{images}!idx", f"{labels}!idx")
+
+            if len(pairs) == len(STEMS):
+                return pairs
 
         return {}
 

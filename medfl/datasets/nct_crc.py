@@ -23,11 +23,11 @@ CLASSES = ("ADI", "BACK", "DEB", "LYM", "MUC", "MUS", "NORM", "STR", "TUM")
 PLAIN = "NCT-CRC-HE-100K"
 RAW = "NCT-CRC-HE-100K-NONORM"
 OTHERS = "CRC-VAL-HE-7K"
-_CUT = by_group((0.7, 0.1, 0.2), "nct_crc")
+_CUT = by_group("nct_crc")
 
 
 def _tree(root: str, *, packed: bool = True) -> Layout:
-    return class_folders(root, ("seeded",), (root,), (f"{root}.zip",) if packed else (), CLASSES)
+    return class_folders(root, ("seeded",), root, (f"{root}.zip",) if packed else (), CLASSES)
 
 
 def _others(folder: Path) -> Table | None:
@@ -39,7 +39,7 @@ def _others(folder: Path) -> Table | None:
     if not packed.is_file():
         return None
 
-    tree = class_folders(OTHERS, ("seeded",), (), (packed.name,), CLASSES)
+    tree = class_folders(OTHERS, ("seeded",), OTHERS, (packed.name,), CLASSES)
     return tree.read(folder) if tree.find(folder) else None
 
 
@@ -50,13 +50,11 @@ def _layout(root: str, *, tested: bool) -> Layout:
     def read(folder: Path) -> Table:
         test_table = _others(folder) if tested else None
         parts = {"train": tree.read(folder), "test": test_table or Table()}
-        return Table(
-            [
-                replace(record, sections={"official": part})
-                for part, table in parts.items()
-                for record in table.records
-            ]
-        )
+        records = []
+        for part, table in parts.items():
+            records += [replace(record, sections={"official": part}) for record in table.records]
+
+        return Table(records)
 
     return Layout(
         f"{root}/<class>/*.tif"
@@ -75,6 +73,7 @@ def seeded(records: Sequence[Record]) -> list[str]:
     indices = [
         index for index, record in enumerate(records) if record.sections["official"] == "train"
     ]
+    # The cut sees these images alone, so it is the same with and without the other patients.
     for index, section in zip(indices, _CUT([records[index] for index in indices]), strict=True):
         sections[index] = section
     return sections

@@ -34,7 +34,7 @@ DATASET = DataSet(
             f"{ROOT}/{{train,val,test}}/{{{','.join(CLASSES)}}}/*.jpg, as folders or in a zip "
             "(Retinal*.zip, retinal*.zip, archive.zip)",
             ("official",),
-            (ROOT,),
+            ROOT,
             ("Retinal*.zip", "retinal*.zip", "archive.zip"),
             CLASSES,
             sections=True,

@@ -1,11 +1,11 @@
-"""A folder of one's own: labelled pictures, a folder a class or with a table of their classes, or images with masks.
+"""A user's own folder: pictures in one folder per class, pictures with a table of their classes, or images with masks.
 
-An optional table `cases.csv` at its top says more of the images: a column `file` (path in the folder, or file name
+An optional table `cases.csv` at its top describes the images: a column `file` (path in the folder, or file name
 where one image has it, with or without its ending), and any of `patient` (whose images stay in one section), `centre`
-(where it was taken) and `section` (train, validate, test). Patients may also be a part of the files' names, which an
-expression `group_by` says. Without sections 70, 10 and 20 % of the images of each class are train, validation and test
-images, drawn by a hash of the patient or file name, so always the same at a site; each section gets one at least. With
-`split="fold:2/5"` they are those of the second of five folds of a cross-validation.
+(where it was taken) and `section` (train, validate, test). Patients may also be read from the files' names by a regular
+expression `group_by`. Without sections, the images of each class are divided 70/10/20 into train, validate and test by
+a hash of the patient or file name, so always in the same way; each section gets at least one. `split="fold:2/5"` is the
+second of five folds of a cross-validation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from medfl.datasets.readers import (
     pairs,
     tables,
 )
-from medfl.datasets.readers.reading import JOINED, split_uri
+from medfl.datasets.readers.reading import JOINED, files_of, split_uri
 from medfl.datasets.readers.splitting import Record, Rule, by_group, filled, fold_of, published
 from medfl.datasets.readers.volumes import bare, is_nifti, volume_files, volume_paths
 
@@ -128,7 +128,11 @@ def paired(
 
 def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
     """Return the images of the folders of classes."""
-    images = {name: files for name in _folders(root) if (files := tables.image_files(root / name))}
+    images = {}
+    for name in _folders(root):
+        if files := tables.image_files(root / name):
+            images[name] = files
+
     bare: tuple[Record, ...] = ()
     if UNLABELLED not in classes:
         bare = unlabelled(images.pop(UNLABELLED, ()), f"{UNLABELLED}/")
@@ -147,20 +151,22 @@ def in_folders(root: Path, classes: Sequence[str]) -> OwnImages:
 
         raise InputError(problem, f"a folder for each class: {', '.join(classes)}", advice)
 
-    entries = [(name, path, uri) for name, files in images.items() for path, uri in files]
-    records = [_record(uri, classes.index(name), f"{name}/{path}") for name, path, uri in entries]
-    empty = [name for name in classes if name not in images]
-    notes: tuple[str, ...] = (f"no image of class {', '.join(map(repr, empty))}",) if empty else ()
-    notes += (
-        (f"{len(bare)} images in folder {UNLABELLED!r} have no class and are left out",)
-        if bare
-        else ()
-    )
-    rows = cases.read(root, records, bare)
+    records = []
+    names = []
+    for name, files in images.items():
+        for path, uri in files:
+            records.append(_record(uri, classes.index(name), f"{name}/{path}"))
+            names.append(path)
 
-    return OwnImages(
-        records, [path for _, path, _ in entries], rows, notes, "", tuple(classes), bare
-    )
+    empty = [name for name in classes if name not in images]
+    notes = []
+    if empty:
+        notes.append(f"no image of class {', '.join(map(repr, empty))}")
+    if bare:
+        notes.append(f"{len(bare)} images in folder {UNLABELLED!r} have no class and are left out")
+
+    rows = cases.read(root, records, bare)
+    return OwnImages(records, names, rows, tuple(notes), "", tuple(classes), bare)
 
 
 def in_table(
@@ -237,7 +243,7 @@ def _record(uri: str, label: int, ident: str) -> Record:
 
 
 def notes(
-    folder: str | Path, items: Sequence[Mapping[str, Any]], ids: Mapping[str, Any]
+    folder: str | Path, items: Sequence[Mapping[str, object]], ids: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """Return notes on a folder that the items of all sections are of: what is left out, whether patients are unknown.
 
@@ -277,8 +283,8 @@ def found_by(root: Path, ids: Mapping[str, Any], *, lacking: bool = False) -> Ow
     return in_folders(root, ids["classes"])
 
 
-def above(items: Iterable[Mapping[str, Any]]) -> str:
-    """Return the deepest folder above the images of a data list: predictions keep the paths that they have below it."""
+def above(items: Iterable[Mapping[str, object]]) -> str:
+    """Return the deepest folder above all images of a data list; predictions keep their paths below it."""
     files = (split_uri(str(item["image"]).split(JOINED)[0])[0] for item in items)
     return os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
 
@@ -299,10 +305,10 @@ def beside_classes(root: Path, records: Sequence[Record]) -> list[str]:
     left_out = own_folder.left_out(
         root, (r.image for r in records), tables.IMAGE_SUFFIXES, "in no class folder"
     )
-    return [
-        *left_out,
-        *([f"no class, as there is no picture in it: folder {', '.join(empty)}"] if empty else []),
-    ]
+    if empty:
+        return [*left_out, f"no class, as there is no picture in it: folder {', '.join(empty)}"]
+
+    return [*left_out]
 
 
 def _folders(root: Path) -> list[str]:
@@ -312,18 +318,16 @@ def _folders(root: Path) -> list[str]:
 
 
 def cohort_of(uris: Iterable[str | Path]) -> Path | None:
-    """Return the phantom cohort in which one of these folders or files lies, None where none is known to.
+    """Return the phantom cohort that holds one of these folders or files, or None.
 
-    What is not there is passed over; a link counts for what it leads to.
+    Missing files are skipped; a link counts as its target too.
     """
-    files = {Path(split_uri(part)[0]) for uri in uris for part in str(uri).split(JOINED)}
-    existing = {
-        place
-        for path in files
-        if os.path.exists(path)
-        for place in (path.absolute(), path.resolve())
-    }
-    folders = {folder for path in existing for folder in (path, *path.parents)}
+    folders: set[Path] = set()
+    for path in map(Path, files_of(map(str, uris))):
+        if os.path.exists(path):
+            for place in (path.absolute(), path.resolve()):
+                folders |= {place, *place.parents}
+
     return next((folder for folder in sorted(folders) if (folder / MARKER).is_file()), None)
 
 
@@ -343,11 +347,9 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
             tables.several(table.problems, "masks") or f"no image in {images} has a mask in {masks}"
         )
         advice = f"name each mask as its image, and move other files away{_ALONE}"
-        endings = [
-            [bool(matching.MASK_END.search(name)) for name, _ in paths]
-            for paths in (image_paths, mask_paths)
-        ]
-        if image_paths and all(endings[0]) and not any(endings[1]):
+        images_end = [matching.MASK_END.search(name) for name, _ in image_paths]
+        masks_end = [matching.MASK_END.search(name) for name, _ in mask_paths]
+        if image_paths and all(images_end) and not any(masks_end):
             advice = f"the masks seem to be in {images}: swap the two folders"
 
         raise InputError(problem, "an image and its mask have the same name", advice)
@@ -356,16 +358,14 @@ def _pairs(images: Path, masks: Path, lacking: bool) -> tables.Table:
 
 
 def paths(images: Path, masks: Path, lacking: bool) -> tuple[matching.Named, matching.Named]:
-    """Return the images and the masks of two folders, or of one, by paths that agree; no masks without their folder."""
+    """Return the images and masks of two folders, or of one, by matching paths; no masks if their folder is missing."""
     if (images / conventions.BIDS_FILE).is_file():
-        raw = [
-            (name, uri)
-            for name, uri in volume_files(images)
-            if name.partition("/")[0] not in conventions.DERIVED
-        ]
-        return conventions.bids(
-            *([(bare(name), uri) for name, uri in files] for files in (raw, volume_files(masks)))
-        )
+        raw = []
+        for name, uri in volume_files(images):
+            if name.partition("/")[0] not in conventions.DERIVED:
+                raw.append((bare(name), uri))
+
+        return conventions.bids(raw, [(bare(name), uri) for name, uri in volume_files(masks)])
 
     index = volume_paths if is_volumes(images) else pairs.picture_paths
     if images == masks:
@@ -417,13 +417,14 @@ def _items(
 ) -> list[Item]:
     divided = sections_of(root, dataset, group_by, split)
     chosen = [record for record, its_section in divided if its_section == section]
+    # By id, so that a data list does not depend on the order in which files are found.
     return [item_of(record) for record in sorted(chosen, key=lambda record: record.id)]
 
 
 def sections_of(
     root: Path, dataset: OwnImages, group_by: str | None = None, split: str | None = None
 ) -> list[tuple[Record, str]]:
-    """Return each image with its section; its group is its patient, or itself where that is not known.
+    """Return each image with its section; its group is its patient, or the image itself if that is unknown.
 
     Raises:
         InputError: a wrong table, expression or split, or a section without images.
@@ -447,10 +448,8 @@ def sections_of(
 
     sections = rule(records)
     if empty := next((section for section in SECTIONS if section not in sections), None):
-        unknown = all(record.group == record.id for record in records)
-        if unknown:
-            of_patients = ""
-        else:
+        of_patients = ""
+        if any(record.group != record.id for record in records):
             of_patients = f" of {len({record.group for record in records})} patients"
 
         raise InputError(
@@ -462,7 +461,7 @@ def sections_of(
     return list(zip(records, sections, strict=True))
 
 
-_BY_GROUP = by_group((0.7, 0.1, 0.2), "own", at_centres=False)
+_BY_GROUP = by_group("own", at_centres=False)
 
 
 def _fold(split: str, has_sections: bool) -> Rule:

@@ -46,13 +46,13 @@ DATASET = DataSet(
         class_folders(
             f"PBC_dataset_normal_DIB/{{{','.join(CLASSES)}}}/*.jpg, as folders or in PBC_dataset_normal_DIB.zip",
             ("seeded",),
-            ("PBC_dataset_normal_DIB",),
+            "PBC_dataset_normal_DIB",
             ("PBC*.zip", "snkd93bnjr*.zip"),
             CLASSES,
             centre="barcelona",
         ),
     ),
-    rules={"official": published("official"), "seeded": by_group((0.7, 0.1, 0.2), "pbc")},
+    rules={"official": published("official"), "seeded": by_group("pbc")},
     licence="CC BY 4.0",
     source="https://doi.org/10.5281/zenodo.10519652 (MedMNIST); https://doi.org/10.17632/snkd93bnjr.1 (images)",
     citation="Acevedo et al.: A dataset of microscopic peripheral blood cell images. Data in Brief 30, 105474 (2020); "

@@ -31,7 +31,7 @@ DATASET = DataSet(
         class_folders(
             "chest_xray/{train,val,test}/{NORMAL,PNEUMONIA}/*.jpeg, as folders or in a zip (chest*.zip, archive.zip)",
             ("official", "patient", "fedhelp"),
-            ("chest_xray",),
+            "chest_xray",
             ("chest*.zip", "archive.zip"),
             FOLDERS,
             sections=True,
@@ -52,8 +52,8 @@ DATASET = DataSet(
     ),
     rules={
         "official": published("official"),
-        "patient": by_group((0.7, 0.1, 0.2), "pneumonia"),
-        "fedhelp": by_group((4712 / 5856, 524 / 5856, 620 / 5856), "pneumonia"),
+        "patient": by_group("pneumonia"),
+        "fedhelp": by_group("pneumonia", (4712 / 5856, 524 / 5856, 620 / 5856)),
     },
     licence="CC BY 4.0",
     source="https://doi.org/10.5281/zenodo.10519652 (MedMNIST); https://doi.org/10.17632/rscbjbr9sj (images)",

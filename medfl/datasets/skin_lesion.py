@@ -21,20 +21,19 @@ from medfl.datasets.phantoms.layouts import draw_files
 from medfl.datasets.phantoms.phantom import LEAST, mixed
 from medfl.datasets.phantoms.scene import Part, Scene
 from medfl.datasets.readers.pairs import (
-    mask_index,
     matched,
     pair_folders,
     paired,
+    read_case_table,
     read_pair,
     read_pair_folders,
 )
 from medfl.datasets.readers.splitting import (
-    Record,
     by_group,
     validation_from_test,
     validation_from_train,
 )
-from medfl.datasets.readers.tables import Layout, Table, first, image_index, read_csv
+from medfl.datasets.readers.tables import Layout, Table, first
 
 CLASSES = ("background", "lesion")
 HAM_MASKS = "HAM10000_segmentations_lesion_tschandl"
@@ -43,27 +42,7 @@ _PARTS = {"train": "Training", "test": "Test"}
 
 
 def _read_ham(path: Path, column: str, images: Sequence[Path], masks: Sequence[Path]) -> Table:
-    picture = image_index(images)
-    mask = mask_index(masks)
-    table = Table()
-    for row in read_csv(path, ("image_id", "lesion_id", column)):
-        key = row["image_id"]
-        centre = row[column]
-        where = f"{row['image_id']} in {path}"
-        if centre not in CENTRES:
-            table.problems.append(
-                f"{where} has centre {centre!r}, the centres are {', '.join(CENTRES)}"
-            )
-        elif key not in picture or key not in mask:
-            table.problems.append(
-                f"{where}: its {'image' if key not in picture else 'mask'} is missing"
-            )
-        else:
-            table.records.append(
-                Record(picture[key], 0, key, centre, row["lesion_id"], mask=mask[key])
-            )
-
-    return table
+    return read_case_table(path, ("image_id", column, "lesion_id"), CENTRES, images, masks)
 
 
 def _ham_masks(folder: Path) -> Path | None:
@@ -82,10 +61,9 @@ def _isic(folder: Path) -> Mapping[str, tuple[Path, Path]]:
     """Return the image and mask folders or archives of each section that a folder has."""
     sections = {}
     for section, part in _PARTS.items():
-        images, masks = (
-            first(folder, f"{ISIC}_{part}_{kind}", f"{ISIC}_{part}_{kind}.zip")
-            for kind in ("Data", "GroundTruth")
-        )
+        stem = f"{ISIC}_{part}"
+        images = first(folder, f"{stem}_Data", f"{stem}_Data.zip")
+        masks = first(folder, f"{stem}_GroundTruth", f"{stem}_GroundTruth.zip")
         if images and masks:
             sections[section] = images, masks
 
@@ -173,10 +151,10 @@ DATASET = DataSet(
         ),
     ),
     rules={
-        "lesion": by_group((0.7, 0.1, 0.2), "skin_lesion"),
+        "lesion": by_group("skin_lesion"),
         "official": validation_from_train("official"),
         "whole": validation_from_test("official"),
-        "image": by_group((0.7, 0.1, 0.2), "skin_lesion"),
+        "image": by_group("skin_lesion"),
     },
     licence="CC BY-NC 4.0 as MedMNIST and FLamby state it for HAM10000, terms of use on the Harvard Dataverse page; "
     "CC0 (ISIC 2016)",

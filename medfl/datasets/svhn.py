@@ -9,12 +9,12 @@ from medfl.datasets.base import DataSet
 from medfl.datasets.phantoms.layouts import Stack, draw_stacks
 from medfl.datasets.readers.splitting import validation_from_train
 from medfl.datasets.readers.stacks import write_svhn
-from medfl.datasets.readers.tables import stacked
+from medfl.datasets.readers.tables import ArrayUris, stacked
 
 FILES = {"train": "train_32x32.mat", "test": "test_32x32.mat"}
 
 
-def _find(folder: Path) -> dict[str, tuple[str, str]]:
+def _find(folder: Path) -> ArrayUris:
     if not all((folder / file).is_file() for file in FILES.values()):
         return {}
     return {part: (f"{folder / file}!X", f"{folder / file}!y") for part, file in FILES.items()}

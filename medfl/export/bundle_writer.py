@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from monai.inferers import SimpleInferer
@@ -43,6 +42,7 @@ from medfl.export.formats import (
     write,
 )
 from medfl.export.images import Images, compare_predictions, test_images
+from medfl.problem.described import Config, Document
 from medfl.problem.parts import is_parts
 from medfl.runs.networks_of_run import CPU, Model, RunNetworks
 from medfl.storage.files import save_weights, write_atomic, writing
@@ -65,7 +65,7 @@ def export(
     formats: Sequence[str] = tuple(LIMITS),
     data: str | None = None,
     say: Print = str,
-) -> dict[str, Any]:
+) -> Document:
     """Write a run's model as a MONAI bundle; the models of several sites as one bundle each, below `out`.
 
     Args:
@@ -91,9 +91,9 @@ def export(
     trained = RunNetworks(run, which, say)
 
     if is_parts(trained.bundle.source):
-        given = f"{run}, a run of parts in Python"
+        problem = f"{run}, a run of parts in Python"
         advice = "take weights.safetensors, or medfl.load_run(DIR).network()"
-        raise InputError(given, "a bundle is written from the configuration of a bundle", advice)
+        raise InputError(problem, "a bundle is written from the configuration of a bundle", advice)
 
     if not trained.finished:
         say(
@@ -108,10 +108,10 @@ def export(
     try:
         with writing(out, "free some space"):
             temporary.mkdir(parents=True)
-            documents = [
-                _BundleWriter(trained, model, temporary / name, formats, data, say).write()
-                for model, name in zip(models, names, strict=True)
-            ]
+            documents = []
+            for model, name in zip(models, names, strict=True):
+                writer = _BundleWriter(trained, model, temporary / name, formats, data, say)
+                documents.append(writer.write())
 
             if out.is_dir():
                 out.rmdir()
@@ -136,7 +136,7 @@ class _NetworkDefinition:
     """How a configuration defines the network: "configuration" (as it is), "medfl" with arguments, or "torchscript"."""
 
     kind: str
-    arguments: Mapping[str, Any]
+    arguments: Config
 
 
 class _BundleWriter:
@@ -164,32 +164,33 @@ class _BundleWriter:
         ends_in_sigmoid = getattr(self.bundle.evaluator, "ends_in_sigmoid", False)
         activation = partial(_probabilities, self.task.kind, ends_in_sigmoid)
         self.comparison = Comparison(self.images.inputs, self.inferer, activation)
-        self.data_folder = (
-            str(self.bundle.get("dataset_dir")) if "dataset_dir" in self.bundle else None
-        )
+        self.data_folder: str | None = None
+        if "dataset_dir" in self.bundle:
+            self.data_folder = str(self.bundle.get("dataset_dir"))
+
         self.notes: list[str] = []
         self.any_folder = False  # whether MONAI's run of the bundle predicts any folder of images
 
-    def write(self) -> dict[str, Any]:
+    def write(self) -> Document:
         """Write everything and check it."""
         network = self.model.network.eval()
-        seen = ShapeRecorder(network)
+        recorder = ShapeRecorder(network)
         with torch.no_grad():
             for x in self.images.inputs:
-                self.inferer(x, seen)
+                self.inferer(x, recorder)
 
-        same = self._check_predictions(network)
+        predictions = self._check_predictions(network)
         definition = self._choose_definition(network)
         for folder in ("configs", "models", "docs"):
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
 
-        agreements = self._formats(network, seen, definition)
+        agreements = self._formats(network, recorder, definition)
         self._write_weights(network, definition)
         files = descriptions.weight_files(self.folder)
         self._configurations(definition, files["models/model.safetensors"]["sha256"])
         self._copy_files()
         meta = descriptions.bundle_metadata(
-            self.folder, self.trained, self.model, seen, agreements, definition.kind
+            self.folder, self.trained, self.model, recorder, agreements, definition.kind
         )
         measured = "test images of the run" if self.images.from_run else "drawn images"
         meta["medfl"] |= {"files": files, "measured_on": measured}
@@ -206,21 +207,21 @@ class _BundleWriter:
         return {
             "site": self.model.site, "round": self.model.round, "which": self.trained.which,
             "finished": self.trained.finished, "network": definition.kind, "measured_on": meta["medfl"]["measured_on"],
-            "agreement": meta["medfl"]["agreement"], "predictions": same, "eval_metrics": meta["eval_metrics"],
+            "agreement": meta["medfl"]["agreement"], "predictions": predictions, "eval_metrics": meta["eval_metrics"],
             "version": meta["version"], "files": files, "notes": self.notes,
         }  # fmt: skip
 
-    def _check_predictions(self, network: nn.Module) -> dict[str, Any] | None:
+    def _check_predictions(self, network: nn.Module) -> dict[str, float] | None:
         """Compare the network with the run's predictions; raise a RunError where they differ."""
-        same = compare_predictions(network, self.trained, self.model, self.images)
+        comparison = compare_predictions(network, self.trained, self.model, self.images)
         limit = _SAME_PREDICTIONS[self.trained.computed_on_cpu]
-        if same and not same["largest_difference"] <= limit:
+        if comparison and not comparison["largest_difference"] <= limit:
             raise RunError(
-                f"the model differs from the run's predictions.csv by {same['largest_difference']:.1e} on "
-                f"{same['items']} images, more than {limit:.0e}: weights or images have changed since the run"
+                f"the model differs from the run's predictions.csv by {comparison['largest_difference']:.1e} on "
+                f"{comparison['items']} images, more than {limit:.0e}: weights or images have changed since the run"
             )
 
-        return same
+        return comparison
 
     # How the network is defined
 
@@ -249,7 +250,7 @@ class _BundleWriter:
 
         return _NetworkDefinition("torchscript", {})
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> Document:
         """Return the arguments of `medfl.exported.network`, with all options, so that later defaults change nothing."""
         run = self.trained.run
         shapes = list[list[int]]()
@@ -263,27 +264,29 @@ class _BundleWriter:
         with stream(0, "export"):
             self.trained.method.adapt(self.bundle.network(), task)
 
-        return {
-            "method": run.method, "options": descriptions.all_options(run), "task": task.kind,
-            "classes": [*task.classes], **({"embeddings": shapes[0]} if shapes else {}),
-        }  # fmt: skip
+        arguments: Document = {"method": run.method, "options": descriptions.all_options(run)}
+        arguments |= {"task": task.kind, "classes": [*task.classes]}
+        if shapes:  # the method has asked for embeddings
+            arguments["embeddings"] = shapes[0]
 
-    def _equal(self, network: nn.Module, other: nn.Module) -> bool:
-        return (
-            self.comparison.agreement(network, other.eval(), _SAME_NETWORK, "").outputs
-            <= _SAME_NETWORK
-        )
+        return arguments
+
+    def _equal(self, network: nn.Module, candidate: nn.Module) -> bool:
+        agreement = self.comparison.agreement(network, candidate.eval(), _SAME_NETWORK, "")
+        return agreement.outputs <= _SAME_NETWORK
 
     # Files
 
     def _formats(
-        self, network: nn.Module, seen: ShapeRecorder, definition: _NetworkDefinition
+        self, network: nn.Module, recorder: ShapeRecorder, definition: _NetworkDefinition
     ) -> dict[str, Agreement]:
         agreements = {}
         for kind in self.formats:
             only = {"instead": _NO_OTHER} if definition.kind == kind else {}
             path = self.folder / FILES[kind]
-            agreements[kind] = measured = write(kind, network, seen, path, self.comparison, **only)
+            agreements[kind] = measured = write(
+                kind, network, recorder, path, self.comparison, **only
+            )
             self.say(
                 f"{kind} ({measured.how}): differs by {format_difference(measured.probabilities)} "
                 f"(outputs {format_difference(measured.outputs)}) on {measured.images} images"
@@ -303,8 +306,10 @@ class _BundleWriter:
 
     def _configurations(self, definition: _NetworkDefinition, sha256: str) -> None:
         run = self.trained.run
-        split = {"split": self.trained.run.data.split} if self.bundle.dataset else {}
-        changes = {**run.config, **self.model.config, **split}
+        changes = {**run.config, **self.model.config}
+        if self.bundle.dataset:
+            changes["split"] = run.data.split
+
         for stem in ("train", "evaluate", "inference", "federated"):
             if (source := config_file(self.root, stem)) is None:
                 continue
@@ -316,15 +321,11 @@ class _BundleWriter:
                         file.set(key, value)
 
                 folder = file.get("dataset_dir")
-                if (
-                    isinstance(folder, str)
-                    and folder[:1] in "/~"
-                    and not folder.startswith("/workspace/")
-                ):  # local
-                    file.set(
-                        "dataset_dir",
-                        "$@bundle_root + '/data'" if "bundle_root" in file else "data",
-                    )
+                is_path = isinstance(folder, str) and folder[:1] in "/~"
+                # a path of this machine tells nobody anything; /workspace is the zoo's placeholder
+                if is_path and not folder.startswith("/workspace/"):
+                    place = "$@bundle_root + '/data'" if "bundle_root" in file else "data"
+                    file.set("dataset_dir", place)
 
                 self._set_network_def(file, stem, definition, sha256)
 
@@ -376,14 +377,14 @@ class _BundleWriter:
 
     def _copy_files(self) -> None:
         """Copy licence, embeddings and the bundle's own Python."""
-        for name, what in (
+        for name, document in (
             ("LICENSE", "licence"),
             ("docs/data_license.txt", "licence of its images"),
         ):
             if (self.root / name).is_file():
                 shutil.copyfile(self.root / name, self.folder / name)
             else:
-                self._write(name, f"The source bundle states no {what}: ask its authors.\n")
+                self._write(name, f"The source bundle states no {document}: ask its authors.\n")
 
         ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in ["embeddings", *own_modules(self.root)]:
@@ -392,7 +393,7 @@ class _BundleWriter:
             elif (self.root / f"{name}.py").is_file():
                 shutil.copyfile(self.root / f"{name}.py", self.folder / f"{name}.py")
 
-    def _describe(self, meta: Mapping[str, Any]) -> None:
+    def _describe(self, meta: Config) -> None:
         inference = config_file(self.folder, "inference")
         text = descriptions.readme(
             meta, self.trained, self.model, inference, self.notes, self.any_folder
@@ -413,10 +414,9 @@ class _BundleWriter:
         if file is None:
             return
 
+        overrides = {}
         if self.data_folder and "dataset_dir" in read(file):
-            overrides = {"dataset_dir": self.data_folder}
-        else:
-            overrides = {}
+            overrides["dataset_dir"] = self.data_folder
 
         metadata = read(self.folder / "configs" / "metadata.json")
         policy = self.bundle.policy
@@ -437,16 +437,14 @@ class _BundleWriter:
 
         if "preprocessing" in config and self.images.entries:
             preprocess = config.evaluated("preprocessing")
-            same = [
-                torch.equal(as_plain(preprocess(entry)["image"])[None].float(), x.float())
-                for entry, x in zip(self.images.entries, self.images.inputs, strict=True)
-            ]
-
-            if not all(same):
-                self.notes.append(
-                    f"configs/{file.name} reads images in another way than validation did in the run: its predictions "
-                    "may differ from those that were scored."
-                )
+            for entry, expected in zip(self.images.entries, self.images.inputs, strict=True):
+                x = as_plain(preprocess(entry)["image"])[None]
+                if not torch.equal(x.float(), expected.float()):
+                    self.notes.append(
+                        f"configs/{file.name} reads images in another way than validation did in the run: its "
+                        "predictions may differ from those that were scored."
+                    )
+                    break
 
 
 def _probabilities(task: str, ends_in_sigmoid: bool, outputs: Tensor) -> Tensor:

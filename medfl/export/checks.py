@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
-from torch import nn
+from torch import Tensor, nn
 
 from medfl.bundle.files import config_file, read
 from medfl.core.errors import InputError
 from medfl.core.seeding import stream
 from medfl.export.formats import quiet
+from medfl.problem.described import Document
 from medfl.storage.files import file_sha256
 
 LARGE = 25_000_000
@@ -54,18 +54,16 @@ def problems(folder: Path, data: str | None = None) -> list[str]:
     missing = [f"{name} is missing" for name in _REQUIRED if not (folder / name).is_file()]
     if missing:
         return missing
+
     meta = read(folder / "configs" / "metadata.json")
-    lines = [
-        *_version(meta),
-        *_readme(folder),
-        *_hashes(folder, meta),
-        *_large(folder),
-        *_local_paths(folder),
-    ]
-    return [*lines, *_schema(folder), *([] if lines else _in_and_out(folder, data))]
+    lines = [*_version(meta), *_readme(folder), *_hashes(folder, meta)]
+    lines += [*_large(folder), *_local_paths(folder)]
+    # the network of a bundle that is incomplete may not be built at all
+    in_and_out = () if lines else _in_and_out(folder, data)
+    return [*lines, *_schema(folder), *in_and_out]
 
 
-def _version(meta: dict[str, Any]) -> Iterator[str]:
+def _version(meta: Document) -> Iterator[str]:
     version = str(meta.get("version", ""))
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         yield f"metadata.json: version {version!r} is not semantic"
@@ -82,16 +80,16 @@ def _readme(folder: Path) -> Iterator[str]:
         yield "docs/README.md does not say that this is not a medical device"
 
 
-def _hashes(folder: Path, meta: dict[str, Any]) -> Iterator[str]:
+def _hashes(folder: Path, meta: Document) -> Iterator[str]:
     listed = (meta.get("medfl") or {}).get("files", {})
     here = {path.relative_to(folder).as_posix() for path in (folder / "models").iterdir()}
     for name in sorted(here ^ listed.keys()):
         if name in listed:
-            what = f"lists {name}, which is not here"
+            difference = f"lists {name}, which is not here"
         else:
-            what = f"does not list {name}"
+            difference = f"does not list {name}"
 
-        yield f"metadata.json {what}"
+        yield f"metadata.json {difference}"
 
     for name in sorted(here & listed.keys()):
         if file_sha256(folder / name) != listed[name]["sha256"]:
@@ -104,25 +102,26 @@ def _large(folder: Path) -> Iterator[str]:
     listed = {entry["path"]: entry for entry in entries}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if (
-            path.is_file()
-            and path.stat().st_size > LARGE
-            and listed.get(name, {}).get("hash_type") != "sha256"
-        ):
+        is_listed = listed.get(name, {}).get("hash_type") == "sha256"
+        if path.is_file() and path.stat().st_size > LARGE and not is_listed:
             yield f"{name} has more than 25 MB and is not in large_files.yml with its sha256"
 
 
 def _local_paths(folder: Path) -> Iterator[str]:
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+
         name = path.relative_to(folder).as_posix()
         if path.suffix in _TEXT_SUFFIXES:
             text = path.read_text(encoding="utf-8")
             for path_match in _PATH_TO_REPORT.finditer(text):
-                if not re.search(
-                    r"\+\s*['\"]$", text[: path_match.start(1)]
-                ):  # else below @bundle_root
+                before = text[: path_match.start(1)]
+                # what is added to another text, `@bundle_root + '/data'`, lies in the bundle
+                if not re.search(r"\+\s*['\"]$", before):
                     yield f"{name} names a path of the local machine: {path_match[1][:80]}"
                     break
+
         elif binary := _LOCAL_PATH_IN_BINARY.search(path.read_bytes()):
             yield f"{name} names a path of the local machine: {binary[0].decode()}"
 
@@ -152,12 +151,11 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
     if "network_def" not in content:
         return
 
-    overrides = [
-        ("bundle_root", str(folder)),
-        ("initial_weights", None),
-        *([("dataset_dir", data)] if data else []),
-    ]
-    used: dict[str, Any] = {key: value for key, value in overrides if key in content}
+    overrides: Document = {"bundle_root": str(folder), "initial_weights": None}
+    if data:
+        overrides["dataset_dir"] = data
+
+    used = {key: value for key, value in overrides.items() if key in content}
     try:
         with quiet(), stream(0, "net in out"):
             verify_net_in_out(
@@ -168,12 +166,14 @@ def _in_and_out(folder: Path, data: str | None) -> Iterator[str]:
         yield f"MONAI's verify_net_in_out fails: {' '.join(str(error).split())[:200]}"
 
 
-def load_weights_into(network: nn.Module, folder: Path, what: str) -> None:
+def load_weights_into(network: nn.Module, folder: Path, builder: str) -> None:
     """Load the written weights into a network that a configuration (`what`) builds; InputError for other tensors."""
     weights = torch.load(folder / "models" / "model.pt", weights_only=True)
-    if {name: x.shape for name, x in weights.items()} != {
-        name: x.shape for name, x in network.state_dict().items()
-    }:
-        given = f"{what} builds another network than training"
-        raise InputError(given, "one network for both", "let both have the same network_def")
+    if _shapes(weights) != _shapes(network.state_dict()):
+        problem = f"{builder} builds another network than training"
+        raise InputError(problem, "one network for both", "let both have the same network_def")
     network.load_state_dict(weights)
+
+
+def _shapes(state: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.items()}

@@ -14,6 +14,7 @@ import yaml
 
 from medfl.bundle.files import read
 from medfl.export.network import TARGET
+from medfl.problem.described import Config, Document
 
 _TOP_LEVEL_ID = re.compile(r"^([A-Za-z_+][\w#:+.-]*)[ \t]*:(?=\s|$)", re.MULTILINE)
 _SINGLE_LINE = re.compile(r"^[^:]+:[ \t]*\S[^#\n]*?([ \t]+#[^\n]*)?\n?(\s*\n)*$")
@@ -42,55 +43,59 @@ class EditedConfig:
         """Return the value of a top-level id, None if there is none."""
         return self.content.get(key)
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: object) -> None:
         """Change an id if the file has it."""
         if place := self._holder_of(key):
             parent, name = place
             parent[name] = value
 
-    def insert(self, key: str, value: Any, before: str) -> None:
+    def insert(self, key: str, value: object, before: str) -> None:
         """Insert a new top-level id before another one."""
         ids = list(self.content)
-        at = ids.index(before) if before in ids else 0
-        self.content = {name: self.content.get(name, value) for name in (*ids[:at], key, *ids[at:])}
+        ids.insert(ids.index(before) if before in ids else 0, key)
+        self.content = {name: self.content.get(name, value) for name in ids}
 
     def text(self) -> str:
         """Return the new text of the file."""
         if self.path.suffix == ".json":
             return json.dumps(self.content, indent=4) + "\n"
+
         text = self._patched()
-        return (
-            text if yaml.safe_load(text) == self.content else _dumped(self.content)
-        )  # unless blocks were not found
+        if yaml.safe_load(text) == self.content:
+            return text
+
+        return _dumped(
+            self.content
+        )  # blocks were not found, as in YAML that is written on one line
 
     def _holder_of(self, key: str) -> tuple[Any, Any] | None:
         """Return the dict or list that holds an id, and its name or index there."""
-        names = [
-            name
-            for name in self.content
-            if name.lstrip("+").replace("::", "#") == key.replace("::", "#")
-        ]
-        if names:
-            return self.content, names[0]
+        for name in self.content:
+            # MONAI merges an id that begins with + instead of replacing it
+            if name.lstrip("+").replace("::", "#") == key.replace("::", "#"):
+                return self.content, name
 
         node: Any = self.content
-        *above, last = re.split("#|::", key)
-        for part in above:
-            node = node[at] if (at := _position(node, part)) is not None else None
+        *parents, last = re.split("#|::", key)
+        for parent in parents:
+            position = _position(node, parent)
+            if position is None:
+                return None
 
-        if (at := _position(node, last)) is not None:
-            return (node, at)
+            node = node[position]
 
-        return None
+        position = _position(node, last)
+        return None if position is None else (node, position)
 
     def _patched(self) -> str:
         """Return the text with only the blocks of changed ids replaced."""
-        starts = [(match.start(), match[1]) for match in _TOP_LEVEL_ID.finditer(self._text)]
-        ends = [*[start for start, _ in starts], len(self._text)][1:]
-        blocks = {
-            name: self._text[start:end] for (start, name), end in zip(starts, ends, strict=True)
-        }
-        text = self.comment or (self._text[: starts[0][0]] if starts else "")
+        blocks: dict[str, str] = {}
+        end = len(self._text)
+        for match in reversed([*_TOP_LEVEL_ID.finditer(self._text)]):
+            blocks.setdefault(match[1], self._text[match.start() : end])
+            end = match.start()
+
+        text = self.comment or (self._text[:end] if blocks else "")
 
         for name, value in self.content.items():
             old = blocks.get(name)
@@ -102,26 +107,29 @@ class EditedConfig:
         return text
 
 
-def _block(name: str, value: Any, old: str | None) -> str:
+def _block(name: str, value: object, old: str | None) -> str:
     """Return a top-level id as text, with the comments beside and after the block that it replaces."""
     text = _dumped({name: value})
     line = _SINGLE_LINE.match(old) if old else None
     if line and text.count("\n") == 1:
         text = text.rstrip("\n") + (line[1] or "") + "\n"
-    after = (
-        re.search(r"\n((?:[ \t]*\n|#[^\n]*\n)*)$", old) if old else None
-    )  # belongs to the next block
-    return text + (after[1] if after else "\n" if old is None and text.count("\n") > 1 else "")
+
+    if old is None:
+        return text + "\n" if text.count("\n") > 1 else text
+
+    # comments and empty lines below a block belong to the next one
+    below = re.search(r"\n((?:[ \t]*\n|#[^\n]*\n)*)$", old)
+    return text + below[1] if below else text
 
 
-def _dumped(content: Mapping[str, Any]) -> str:
+def _dumped(content: Config) -> str:
     return yaml.dump(dict(content), Dumper=_Plain, sort_keys=False, width=110, allow_unicode=True)
 
 
 class _Plain(yaml.SafeDumper):
     """YAML with short lists on one line, and no aliases."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         """Use no aliases."""
         return True
 
@@ -137,7 +145,7 @@ _Plain.add_representer(list, _list)
 _Plain.add_representer(tuple, _list)
 
 
-def _position(node: Any, part: str) -> str | int | None:
+def _position(node: object, part: str) -> str | int | None:
     """Return the key or index under which a dict or list holds a part of an id, None where it does not."""
     if isinstance(node, list):
         if part.isdecimal() and int(part) < len(node):
@@ -174,11 +182,11 @@ def predict_any_folder(file: EditedConfig, classes: Sequence[str], shape: Sequen
     if classes:
         writer = {"keys": "pred", "output_dir": "@output_dir", "classes": [*classes]}
         steps = [*steps, {"_target_": "medfl.datasets.WriteClassesd", **writer}]
-        handlers = [
-            one
-            for one in file.get("handlers") or []
-            if one.get("_target_") != "ClassificationSaver"
-        ]
+        handlers = []
+        for handler in file.get("handlers") or []:
+            if handler.get("_target_") != "ClassificationSaver":  # WriteClassesd takes its place
+                handlers.append(handler)
+
         file.set("handlers", handlers)
         file.head(
             "What models/model.pt says of every image below dataset_dir: output/predictions.csv "
@@ -198,18 +206,18 @@ _ROOTS = {
     "medfl.datasets.WriteMaskd": {"root": "@dataset_dir"},
     "SaveImaged": {"data_root_dir": "@dataset_dir"},
 }
-"""What has predictions keep the paths that their images have below the folder."""
+"""Arguments by which predictions keep their images' paths below the data folder."""
 
 
 # The network of an export
 
 
-def network_of_method(node: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def network_of_method(node: Any, arguments: Config) -> Document:
     """Return a `network_def` of the network as a method adapts it."""
     return {"_target_": TARGET, "network": network_without_weights(node), **arguments}
 
 
-def network_with_weights(node: Any, sha256: str) -> dict[str, Any]:
+def network_with_weights(node: Any, sha256: str) -> Document:
     """Return a `network_def` that starts from the weights of the id `initial_weights`."""
     inner = network_without_weights(node)
     exported = isinstance(inner, Mapping) and inner.get("_target_") == TARGET

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from medfl.core.run import Run
 from medfl.core.task import SECTIONS
 from medfl.evaluation.mask_metrics import KINDS, slug
 from medfl.export.formats import Agreement, ShapeRecorder, format_difference
+from medfl.problem.described import Config, Document
 from medfl.runs.networks_of_run import Model, RunNetworks
 from medfl.storage.files import file_sha256
 from medfl.storage.places import PHANTOM
@@ -63,50 +65,51 @@ def scores(trained: RunNetworks, model: Model) -> dict[str, float]:
         if trained.which == "best" or not trained.finished:
             return {}
 
-        row = next(
-            (row for _, row in read_rows(trained.path / "sites.csv") if row["site"] == model.site),
-            {},
-        )
-        personal = {
-            k.removeprefix("personal_"): v
-            for k, v in row.items()
-            if k.startswith("personal_") and v
-        }
-        return _finite({key: float(value) for key, value in personal.items()})
+        rows = (row for _, row in read_rows(trained.path / "sites.csv"))
+        row = next((row for row in rows if row["site"] == model.site), {})
+        personal = {}
+        for column, text in row.items():
+            if column.startswith("personal_") and text:
+                personal[column.removeprefix("personal_")] = float(text)
+
+        return _finite(personal)
 
     if trained.summary is not None:
         pooled = (trained.summary.get("global") or {}).get(trained.which) or {}
         return _finite({key: value for key, value in pooled.items() if key != "round"})
 
     entry = next((entry for entry in trained.files.rounds if entry["round"] == trained.round), {})
-    return _finite(
-        {f"validation_{key}": value for key, value in (entry.get("val_global") or {}).items()}
-    )
+    validation = entry.get("val_global") or {}
+    return _finite({f"validation_{key}": value for key, value in validation.items()})
 
 
-def structures(trained: RunNetworks, model: Model) -> dict[str, dict[str, Any]]:
+def structures(trained: RunNetworks, model: Model) -> dict[str, Document]:
     """Return the test metrics of each structure and in how many cases it is, {} where none are told apart."""
     flat = scores(trained, model)
     summary = trained.summary or {}
-    metrics = (summary.get("personal" if model.site else "global") or {}).get(trained.which) or {}
+    scope = "personal" if model.site else "global"
+    metrics = (summary.get(scope) or {}).get(trained.which) or {}
     metrics = metrics.get("classes") or {}
 
     if not model.site or not flat:
         return {name: dict(values) for name, values in metrics.items()}
 
-    own = {
-        name: {kind: flat.get(f"{kind}_{slug(name)}") for kind in values}
-        for name, values in metrics.items()
-    }
-    return {
-        name: {**values, "cases": int(flat.get(f"cases_{slug(name)}", 0))}
-        for name, values in own.items()
-    }
+    of_site = {}
+    for name, values in metrics.items():
+        of_structure: Document = {kind: flat.get(f"{kind}_{slug(name)}") for kind in values}
+        of_structure["cases"] = int(flat.get(f"cases_{slug(name)}", 0))
+        of_site[name] = of_structure
+
+    return of_site
 
 
-def _finite(values: Mapping[str, Any]) -> dict[str, float]:
-    numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
-    return {key: round(float(value), 6) for key, value in numbers.items() if math.isfinite(value)}
+def _finite(values: Config) -> dict[str, float]:
+    finite = {}
+    for key, value in values.items():
+        if isinstance(value, int | float) and math.isfinite(value):
+            finite[key] = round(float(value), 6)
+
+    return finite
 
 
 def counts(run: Run, model: Model) -> dict[str, int]:
@@ -121,41 +124,38 @@ def counts(run: Run, model: Model) -> dict[str, int]:
 # The record of the run
 
 
-def run_record(trained: RunNetworks) -> dict[str, Any]:
+def run_record(trained: RunNetworks) -> Document:
     """Return run.json and summary.json without paths of the local machine and without the items' names."""
-    run = {
-        **trained.document,
-        **trained.run.to_dict(),
-        "device": trained.document.get("device", "cpu"),
-    }
-    run = {
-        key: value for key, value in run.items() if key not in ("bundle_path", "site_class_counts")
-    }
-    run["data"] = {key: value for key, value in run["data"].items() if key != "folder"}
-    sites = {
-        name: {s: len(ids) for s, ids in sections.items()}
-        for name, sections in run["partition"]["sites"].items()
-    }
+    device = trained.document.get("device", "cpu")
+    run = {**trained.document, **trained.run.to_dict(), "device": device}
+    run = _without(run, "bundle_path", "site_class_counts")
+    run["data"] = _without(run["data"], "folder")
+    sites = {}
+    for name, sections in run["partition"]["sites"].items():
+        sites[name] = {section: len(ids) for section, ids in sections.items()}
+
     spec = _without_paths(run["partition"]["spec"])
     run["partition"] = {**run["partition"], "spec": spec, "notes": [], "sites": sites}
     run["command"] = _command(str(run.get("command", "")))
 
     if run.get("resumed"):
-        run["resumed"] = [
-            {**entry, "command": _command(str(entry.get("command", "")))}
-            for entry in run["resumed"]
-        ]
+        resumed = []
+        for entry in run["resumed"]:
+            resumed.append({**entry, "command": _command(str(entry.get("command", "")))})
+
+        run["resumed"] = resumed
 
     if run.get("public"):
-        data = {key: value for key, value in run["public"]["data"].items() if key != "folder"}
-        run["public"] = {
-            **run["public"],
-            "data": data,
-            "teachers": [digest for _, digest in run["public"]["teachers"]],
-        }
+        data = _without(run["public"]["data"], "folder")
+        teachers = [digest for _, digest in run["public"]["teachers"]]
+        run["public"] = {**run["public"], "data": data, "teachers": teachers}
 
     run["run_hash"] = trained.run_hash
     return {"run": _without_paths(run), "summary": _without_paths(trained.summary)}
+
+
+def _without(values: Config, *keys: str) -> Document:
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 def _command(text: str) -> str:
@@ -190,19 +190,20 @@ def _without_paths(node: Any) -> Any:
     return node
 
 
-def options(run: Run) -> dict[str, Any]:
+def options(run: Run) -> Document:
     """Return the method's options that are not its defaults, without paths of the local machine."""
     defaults = methods.values_of(methods.load(run.method))
-    return {
-        name: value
-        for name, value in all_options(run).items()
-        if name not in defaults or defaults[name] != value
-    }
+    changed = {}
+    for name, value in all_options(run).items():
+        if name not in defaults or defaults[name] != value:
+            changed[name] = value
+
+    return changed
 
 
-def all_options(run: Run) -> dict[str, Any]:
+def all_options(run: Run) -> Document:
     """Return the method's options without paths of the local machine."""
-    values: dict[str, Any] = _without_paths(run.options)
+    values: Document = _without_paths(run.options)
     return values
 
 
@@ -213,10 +214,10 @@ def bundle_metadata(
     folder: Path,
     trained: RunNetworks,
     model: Model,
-    seen: ShapeRecorder,
+    recorder: ShapeRecorder,
     agreements: Mapping[str, Agreement],
     kind: str,
-) -> dict[str, Any]:
+) -> Document:
     """Return the content of metadata.json, from that of the run's bundle, where it has one.
 
     `kind` is how the configuration defines the network: "configuration", "medfl" or "torchscript"; in
@@ -228,18 +229,13 @@ def bundle_metadata(
     meta["version"] = version
     meta["changelog"] = {version: title(trained, model), **dict(meta.get("changelog") or {})}
     meta |= {f"{short}_version": _version(name) for short, name in _PACKAGES.items()}
-    packages = {
-        **dict(meta.pop("optional_packages_version", {})),
-        **dict(meta.get("required_packages_version") or {}),
-    }
-    packages = {DISTRIBUTION if name == "medfl" else name: old for name, old in packages.items()}
-    named = any(
-        re.search(r"\bmedfl\.", path.read_text("utf-8")) for path in (folder / "configs").iterdir()
+    meta["required_packages_version"] = _packages(
+        folder,
+        {
+            **dict(meta.pop("optional_packages_version", {})),
+            **dict(meta.get("required_packages_version") or {}),
+        },
     )
-    packages |= {DISTRIBUTION: ""} if named else {}
-    meta["required_packages_version"] = {
-        name: _version(name) or str(old) for name, old in packages.items()
-    }
     meta["name"] = f"{meta.get('name') or run.bundle}, federated ({run.method})"
 
     if run.data.source == PHANTOM:
@@ -252,22 +248,36 @@ def bundle_metadata(
         "items": counts(run, model)["test"],
         **scores(trained, model),
     }
-    if own := structures(trained, model):
-        meta["eval_metrics"]["structures"] = own
+    if by_structure := structures(trained, model):
+        meta["eval_metrics"]["structures"] = by_structure
 
-    meta["network_data_format"] = _data_format(meta.get("network_data_format") or {}, seen)
+    meta["network_data_format"] = _data_format(meta.get("network_data_format") or {}, recorder)
     meta["medfl"] = {
         "method": run.method, "options": options(run), "round": model.round, "which": trained.which,
         "site": model.site, "sites": len(run.partition.sites), "partition": _without_paths(run.partition.spec),
         "data_source": run.data.source, "finished": trained.finished, "run_hash": trained.run_hash, "network": kind,
         "agreement": {name: asdict(agreement) for name, agreement in agreements.items()},
     }  # fmt: skip
-    order = [key for key in ("schema", "version", "changelog") if key in meta]
-
-    return {key: meta[key] for key in [*order, *(key for key in meta if key not in order)]}
+    first = {key: meta[key] for key in ("schema", "version", "changelog")}
+    return {**first, **meta}
 
 
 _PACKAGES = {"monai": "monai", "pytorch": "torch", "numpy": "numpy"}
+
+
+def _packages(folder: Path, former: Mapping[str, object]) -> dict[str, str]:
+    """Return the versions here of the packages that the source bundle lists; the former one of those not here."""
+    versions = {}
+    for listed, version in former.items():
+        name = DISTRIBUTION if listed == "medfl" else listed
+        versions[name] = _version(name) or str(version)
+
+    # an export names medfl where its source did not, for a network that a method changed
+    files = (folder / "configs").iterdir()
+    if any(re.search(r"\bmedfl\.", path.read_text("utf-8")) for path in files):
+        versions[DISTRIBUTION] = _version(DISTRIBUTION)
+
+    return versions
 
 
 def _version(package: str) -> str:
@@ -289,22 +299,28 @@ def _next(version: str) -> str:
 def title(trained: RunNetworks, model: Model) -> str:
     """Return in one line what is exported."""
     run = trained.run
-    phantom = " of a PHANTOM (drawn images)" if trained.run.data.source == PHANTOM else ""
-    whose = f"the model of site {model.site}" if model.site else "the global model"
-    best = " (best by validation)" if trained.which == "best" else ""
-    stopped = "" if trained.finished else " of a run that was interrupted"
-    many = len(run.partition.sites)
+    owner = f"the model of site {model.site}" if model.site else "the global model"
+    text = f"weights of {owner} after round {model.round}"
+    if trained.which == "best":
+        text += " (best by validation)"
 
-    return f"weights of {whose} after round {model.round}{best}{stopped}: {run.method}, {many} sites{phantom}"
+    if not trained.finished:
+        text += " of a run that was interrupted"
+
+    text += f": {run.method}, {len(run.partition.sites)} sites"
+    if run.data.source == PHANTOM:
+        text += " of a PHANTOM (drawn images)"
+
+    return text
 
 
-def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, Any]:
+def _data_format(source: Config, recorder: ShapeRecorder) -> Document:
     """Return network_data_format with the recorded shapes, and defaults for what the source bundle leaves open."""
     inputs, outputs = (deepcopy(dict(source.get(part) or {})) for part in ("inputs", "outputs"))
     for part, name, which in ((inputs, "image", 0), (outputs, "pred", 1)):
-        count = seen.shapes[0][which][1]
+        count = recorder.shapes[0][which][1]
         tensor = {**_TENSOR, **dict(part.get(name) or {})}
-        tensor |= {"num_channels": count, "spatial_shape": seen.spatial(which)}
+        tensor |= {"num_channels": count, "spatial_shape": recorder.spatial(which)}
         if len(values := tensor["value_range"]) > 2:  # all values by name, as some bundles have it
             tensor["value_range"] = [min(values), max(values)]
 
@@ -319,19 +335,18 @@ def _data_format(source: Mapping[str, Any], seen: ShapeRecorder) -> dict[str, An
 # Files
 
 
-def weight_files(folder: Path) -> dict[str, dict[str, Any]]:
+def weight_files(folder: Path) -> dict[str, Document]:
     """Return bytes and sha256 of each file of weights, by its path."""
-    return {
-        path.relative_to(folder).as_posix(): {
-            "bytes": path.stat().st_size,
-            "sha256": file_sha256(path),
-        }
-        for path in sorted((folder / "models").iterdir())
-    }
+    files: dict[str, Document] = {}
+    for path in sorted((folder / "models").iterdir()):
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+    return files
 
 
 def readme(
-    meta: Mapping[str, Any],
+    meta: Config,
     trained: RunNetworks,
     model: Model,
     inference: Path | None,
@@ -343,21 +358,23 @@ def readme(
     `inference` is the written configuration, None if there is none; `any_folder`: it predicts any folder of images.
     """
     run = trained.run
-    own = structures(trained, model)
-    single = {
-        f"{kind}_{slug(name)}{end}"
-        for name in own
-        for kind in (*KINDS, "cases")
-        for end in ("", "_cases")
-    }
+    by_structure = structures(trained, model)
+    pooled = scores(trained, model)
+    for name, kind in product(by_structure, (*KINDS, "cases")):  # in the table of structures
+        pooled.pop(f"{kind}_{slug(name)}", None)
+        pooled.pop(f"{kind}_{slug(name)}_cases", None)
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.export"), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"sized": _sized, "tiny": format_difference}
-    steps = ((read(inference) if inference else {}).get("preprocessing") or {}).get(
-        "transforms"
-    ) or []
+    content = read(inference) if inference else {}
+    steps = (content.get("preprocessing") or {}).get("transforms")
+    transforms = []
+    if isinstance(steps, list):  # else an expression, which is not evaluated here
+        transforms = [target_name(step) for step in steps if isinstance(step, Mapping)]
+
     text = environment.get_template("export_readme.md.j2").render(
         meta=meta, run=run, site=model.site, round=model.round, which=trained.which, finished=trained.finished,
         install=pip_install() if DISTRIBUTION in meta["required_packages_version"] else "",
@@ -365,9 +382,9 @@ def readme(
         options=options(run),
         phantom=run.data.source == PHANTOM, phantom_note=PHANTOM_NOTE,
         counts=counts(run, model),
-        scores={name: value for name, value in scores(trained, model).items() if name not in single},
-        structures=own,
-        steps=[target_name(step) for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else [],
+        scores=pooled,
+        structures=by_structure,
+        steps=transforms,
         partition=_without_paths(run.partition.spec),
         command=_command(str(trained.document.get("command", ""))),
         tags=tags(meta, run),
@@ -380,36 +397,34 @@ def readme(
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
-def tags(meta: Mapping[str, Any], run: Run) -> list[str]:
+def tags(meta: Config, run: Run) -> list[str]:
     """Return the tags of the bundle."""
     image = meta["network_data_format"]["inputs"]["image"]
-    modality = [str(image["modality"])] if image["modality"] not in ("n/a", "") else []
-    return [
-        "federated learning",
-        run.method,
-        *modality,
-        *([str(meta["data_type"])] if "data_type" in meta else []),
-    ]
+    words = ["federated learning", run.method]
+    if image["modality"] not in ("n/a", ""):
+        words.append(str(image["modality"]))
+
+    if "data_type" in meta:
+        words.append(str(meta["data_type"]))
+
+    return words
+
+
+_LARGE_HEAD = """\
+# The files are here; whoever publishes the bundle without them says where they lie in `url`.
+large_files:
+"""
 
 
 def large_files(folder: Path, limit: int) -> str:
     """Return large_files.yml for the files above the zoo's limit, "" if there are none."""
-    large = [
-        path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > limit
-    ]
-    if not large:
-        return ""
+    entries = ""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.stat().st_size > limit:
+            entries += f'- path: {path.relative_to(folder).as_posix()}\n  url: ""\n'
+            entries += f"  hash_val: {file_sha256(path)}\n  hash_type: sha256\n"
 
-    lines = [
-        "# The files are here; whoever publishes the bundle without them says where they lie in `url`.",
-        "large_files:",
-    ]
-
-    for path in large:
-        lines += [f"- path: {path.relative_to(folder).as_posix()}", '  url: ""']
-        lines += [f"  hash_val: {file_sha256(path)}", "  hash_type: sha256"]
-
-    return "\n".join(lines) + "\n"
+    return _LARGE_HEAD + entries if entries else ""
 
 
 def _sized(count: int) -> str:
@@ -419,6 +434,6 @@ def _sized(count: int) -> str:
     return f"{max(1, round(count / 1e3))} kB"
 
 
-def as_json(document: Mapping[str, Any]) -> str:
+def as_json(document: Config) -> str:
     """Return a JSON file's content."""
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"

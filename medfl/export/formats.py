@@ -33,7 +33,9 @@ _NEEDED = ("onnx", "onnxruntime", "onnxscript")
 def parse_formats(text: str) -> tuple[str, ...]:
     """Return the formats of a list as "torchscript,onnx"; InputError for others, or if their packages are missing."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    names = () if names == ("none",) else names
+    if names == ("none",):
+        return ()
+
     for name in names:
         if name not in LIMITS:
             raise InputError(
@@ -42,15 +44,13 @@ def parse_formats(text: str) -> tuple[str, ...]:
                 "give for example onnx",
             )
 
-    if "onnx" in names:
-        missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    else:
-        missing = []
-
-    if missing:
-        others = ",".join(name for name in names if name != "onnx") or "none"
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if "onnx" in names and missing:
+        remaining = ",".join(name for name in names if name != "onnx") or "none"
         problem = f"--formats onnx without {', '.join(missing)}"
-        raise InputError(problem, pip_install("export"), f"install it, or use --formats {others}")
+        raise InputError(
+            problem, pip_install("export"), f"install it, or use --formats {remaining}"
+        )
 
     return names
 
@@ -90,18 +90,23 @@ class Comparison:
 
     @torch.no_grad()
     def agreement(
-        self, network: nn.Module, other: Callable[[Tensor], Tensor], limit: float, how: str
+        self, network: nn.Module, candidate: Callable[[Tensor], Tensor], limit: float, how: str
     ) -> Agreement:
         """Compare on single images and, where these are of one size, on all in one batch."""
-        batches = [image for x in self.images for image in torch.split(x, 1)]
+        batches: list[Tensor] = []
+        for images in self.images:
+            batches += torch.split(images, 1)
+
         count = len(batches)
         same_size = len({image.shape for image in batches}) == 1
-        batches += [torch.cat(batches)] if same_size and count > 1 else []
+        if same_size and count > 1:
+            batches.append(torch.cat(batches))  # a file may be right for one image alone
+
         outputs = probabilities = torch.zeros(())
 
         for x in batches:
             expected = self.inferer(x, network).float()
-            output = self.inferer(x, other).float()
+            output = self.inferer(x, candidate).float()
             outputs = outputs.maximum((expected - output).abs().max())  # NaN stays
             probabilities = probabilities.maximum(
                 (self.activation(expected) - self.activation(output)).abs().max()
@@ -119,9 +124,9 @@ class ShapeRecorder(nn.Module):
         self.first: Tensor | None = None
         self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
-    def forward(self, x: Tensor, *others: Any, **named: Any) -> Any:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the network's output, and record the shapes."""
-        output = self.network(x, *others, **named)
+        output = self.network(x, *args, **kwargs)
         if not isinstance(output, Tensor):
             kind = type(output).__name__
             raise RunError(
@@ -136,14 +141,18 @@ class ShapeRecorder(nn.Module):
 
     def spatial(self, which: int) -> list[int | str]:
         """Return the spatial shape of inputs (0) or outputs (1), "*" along axes on which they differ."""
-        sizes = zip(*(shape[which][2:] for shape in self.shapes), strict=True)
-        return [along[0] if len(set(along)) == 1 else "*" for along in sizes]
+        shapes = [pair[which][2:] for pair in self.shapes]
+        spatial: list[int | str] = []
+        for sizes in zip(*shapes, strict=True):
+            spatial.append(sizes[0] if len(set(sizes)) == 1 else "*")
+
+        return spatial
 
 
 def write(
     kind: str,
     network: nn.Module,
-    seen: ShapeRecorder,
+    recorder: ShapeRecorder,
     path: Path,
     comparison: Comparison,
     instead: str = "leave it out with --formats",
@@ -153,7 +162,7 @@ def write(
     Args:
         kind: "torchscript" or "onnx".
         network: on the CPU, in evaluation mode.
-        seen: inputs of the network in inference: an example, and the axes that vary.
+        recorder: inputs of the network in inference: an example, and the axes that vary.
         path: of the file.
         comparison: of the file with the network.
         instead: advice in the error.
@@ -163,14 +172,14 @@ def write(
     """
     try:
         with quiet(), torch.no_grad():
-            how, other = _WRITERS[kind](network, seen, path)
+            how, candidate = _WRITERS[kind](network, recorder, path)
     except MemoryError:
         raise
     except Exception as error:  # torch raises dozens of types
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise RunError(f"the network cannot be written as {kind} ({reason}); {instead}") from error
 
-    result = comparison.agreement(network, other, LIMITS[kind], how)
+    result = comparison.agreement(network, candidate, LIMITS[kind], how)
     if not result.probabilities <= result.limit:
         raise RunError(
             f"{path.name} differs from the network by {result.probabilities:.1e}, more than {result.limit:.0e}, on "
@@ -184,14 +193,15 @@ def write(
 
 
 def _torchscript(
-    network: nn.Module, seen: ShapeRecorder, path: Path
+    network: nn.Module, recorder: ShapeRecorder, path: Path
 ) -> tuple[str, Callable[[Tensor], Tensor]]:
-    assert seen.first is not None
+    assert recorder.first is not None
     try:
         module = torch.jit.script(network)
         how = "scripted"
     except Exception:  # TorchScript cannot read every network: trace it on an example
-        module, how = torch.jit.trace(network, seen.first), "traced"  # type: ignore[no-untyped-call]
+        module = torch.jit.trace(network, recorder.first)  # type: ignore[no-untyped-call]
+        how = "traced"
 
     file = io.BytesIO()
     torch.jit.save(module, file)  # type: ignore[no-untyped-call]
@@ -219,18 +229,18 @@ def _without_debug_records(archive: bytes) -> bytes:
 
 
 def _onnx(
-    network: nn.Module, seen: ShapeRecorder, path: Path
+    network: nn.Module, recorder: ShapeRecorder, path: Path
 ) -> tuple[str, Callable[[Tensor], Tensor]]:
     import onnx
 
-    assert seen.first is not None
-    example = seen.first.repeat(2, *[1] * (seen.first.ndim - 1))[
-        :2
-    ]  # a batch size of 1 would become a constant
+    assert recorder.first is not None
+    # a batch size of 1 would become a constant
+    example = recorder.first.repeat(2, *[1] * (recorder.first.ndim - 1))[:2]
     axes: dict[int, Any] = {0: "batch"}
-    axes |= {
-        2 + i: torch.export.Dim.DYNAMIC for i, size in enumerate(seen.spatial(0)) if size == "*"
-    }
+    for axis, size in enumerate(recorder.spatial(0), 2):
+        if size == "*":
+            axes[axis] = torch.export.Dim.DYNAMIC
+
     program = torch.onnx.export(
         network, (example,), input_names=["image"], output_names=["pred"], dynamic_shapes=(axes,), dynamo=True,
         external_data=False, verbose=False,

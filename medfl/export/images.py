@@ -56,9 +56,10 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
     run = trained.run
     name = bundle_of(trained.run)
     is_shipped = name in shipped()
-    folder = data or (
-        run.data.folder if run.data.folder and Path(run.data.folder).is_dir() else None
-    )
+    folder = data or None
+    if not data and run.data.folder and Path(run.data.folder).is_dir():
+        folder = run.data.folder
+
     from_run = folder is not None or not is_shipped or (run.data.source == PHANTOM and data is None)
 
     if not from_run:
@@ -66,10 +67,16 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
             f"note: the run's images are not in {run.data.folder}: measured on PHANTOM images (or give --data DIR)"
         )
 
-    split = {"split": run.data.split} if is_shipped and from_run else {}
-    config = {**run.config, **model.config, **split}
+    config = {**run.config, **model.config}
+    if is_shipped and from_run:
+        config["split"] = run.data.split  # a phantom in the place of real images has its own
+
     bundle = reopened(run, config, "cpu", folder=trained.path, allow_changed=True)
-    opened = with_data(bundle, folder or (PHANTOM if is_shipped else None), config)
+    if is_shipped and not folder:
+        opened = with_data(bundle, PHANTOM, config)
+    else:
+        opened = with_data(bundle, folder, config)
+
     bundle = opened.bundle
 
     if from_run and folder is None and is_shipped and opened.record().checksum != run.data.checksum:
@@ -87,24 +94,26 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
 
     section = bundle.section("test")
     count = _COUNT.get(bundle.task, _DEFAULT_COUNT)
+    positions = list(range(len(section.items)))
     if model.site and from_run:
         of_site = set(run.partition.sites[model.site]["test"])
-    else:
-        of_site = None
+        positions = [i for i in positions if section.items[i]["id"] in of_site]
 
-    positions = [
-        i for i, item in enumerate(section.items) if of_site is None or item["id"] in of_site
-    ]
+    # spread over the data list, which often has one class after the other
     positions = positions[:: max(1, len(positions) // count)][:count] or [0]
     source = section.source
-    whole = section.source.entries
-    entries: Any = [whole[i] for i in positions] if source.is_list else Subset(whole, positions)
+    listed: tuple[Any, ...] = ()
+    entries: Any = Subset(source.entries, positions)
+    if source.is_list:
+        listed = tuple(source.entries[i] for i in positions)
+        entries = list(listed)
+
     items = [section.items[i] for i in positions]
     chosen = Source(entries, source.transforms, source.repeatable)
     prepared = prepare(items, chosen, section.collate, section.prepare_batch, label="preparing")
     inputs = tuple(as_plain(x) for x, _ in prepared.batches(torch.arange(len(items)), 1, None))
 
-    return Images(bundle, from_run, inputs, tuple(entries) if source.is_list else (), prepared)
+    return Images(bundle, from_run, inputs, listed, prepared)
 
 
 # The run's own predictions
@@ -112,7 +121,7 @@ def test_images(trained: RunNetworks, model: Model, data: str | None, say: Print
 
 def compare_predictions(
     network: nn.Module, trained: RunNetworks, model: Model, images: Images
-) -> dict[str, Any] | None:
+) -> dict[str, float] | None:
     """Compare a network with predictions.csv on these images.
 
     Returns:
@@ -133,17 +142,14 @@ def compare_predictions(
     shard = Shard.of(images.prepared, range(len(images.inputs)))
     cases = images.bundle.evaluator(network, shard, CPU)
     rows = {row.get("id"): row for _, row in read_rows(file)}
-    compared = [
-        _differences(cases, index, rows[ident])
-        for index, ident in enumerate(cases.ids)
-        if ident in rows
-    ]
-    largest = max([0.0, *(value for differences in compared for value in differences)])
+    count = 0
+    largest = 0.0
+    for index, ident in enumerate(cases.ids):
+        if ident in rows:
+            count += 1
+            largest = max(largest, *_differences(cases, index, rows[ident]))
 
-    if compared:
-        return {"items": len(compared), "largest_difference": largest}
-
-    return None
+    return {"items": count, "largest_difference": largest} if count else None
 
 
 def _differences(cases: Cases, index: int, row: Mapping[str, str]) -> list[float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ TARGET = "medfl.exported.network"
 def network(
     network: nn.Module,
     method: str = "",
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     task: str = "classification",
     classes: Sequence[str] = (),
     embeddings: Sequence[int] = (),

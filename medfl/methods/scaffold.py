@@ -90,9 +90,8 @@ class Scaffold(Method):
         def correct(parameters: Sequence[nn.Parameter]) -> None:
             gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
             if by_gradient:
-                torch._foreach_add_(
-                    gradient_sums, gradients
-                )  # before the correction: c_i+ is of the loss alone
+                # before the correction: c_i+ is the mean gradient of the loss alone
+                torch._foreach_add_(gradient_sums, gradients)
 
             torch._foreach_add_(gradients, correction)
             for parameter, gradient in zip(parameters, gradients, strict=True):

@@ -41,8 +41,7 @@ from medfl.runs.plan import device_named, versions
 from medfl.runtimes.federation import Federation
 from medfl.runtimes.local.memory import step_bytes
 from medfl.storage.places import cache_folder
-from medfl.training.loop import fit
-from medfl.training.site import snapshot
+from medfl.training.site import fit, snapshot
 
 OK = "ok"
 WARNING = "warning"

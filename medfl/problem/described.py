@@ -8,17 +8,21 @@ from typing import Any
 
 from medfl.core.type_checks import type_errors
 
+Config = Mapping[str, Any]
+"""Content of a JSON or YAML file of a bundle, or a part of it: any plain values, by name."""
+Document = dict[str, Any]
+"""Such content while it is made."""
 MOST_CHANNELS = 1000
 CHANNEL_INDEX = re.compile("[0-9]{1,6}")
 
 
-def tensor_described(metadata: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
+def tensor_described(metadata: Config, part: str, name: str) -> Config:
     """Return what metadata.json says of one of the network's `inputs` or `outputs`, {} where it says nothing."""
-    described: Mapping[str, Any] = (metadata.get("network_data_format") or {}).get(part) or {}
+    described: Config = (metadata.get("network_data_format") or {}).get(part) or {}
     return described.get(name) or {}
 
 
-def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+def channel_names(metadata: Config) -> tuple[str, ...]:
     """Return what metadata.json calls the network's output channels, or some call the labels, in their order."""
     prediction = tensor_described(metadata, "outputs", "pred")
     channels = prediction.get("channel_def") or prediction.get("label_def")
@@ -33,7 +37,7 @@ def channel_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(channels[key] for key in order)
 
 
-def mask_names(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+def mask_names(metadata: Config) -> tuple[str, ...]:
     """Return the names of `channel_names`, a single one with the background before it."""
-    named = channel_names(metadata)
-    return ("background", *named) if len(named) == 1 else named
+    names = channel_names(metadata)
+    return ("background", *names) if len(names) == 1 else names

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 class OptimizerFactory:
     """Makes the optimiser of a problem for a network.
 
-    Whatever expression chooses and groups the parameters was evaluated once, on a network of its own; copies then take
-    other networks' parameters in.
+    The expression that groups the parameters is evaluated once, on one network. Each copy of the optimiser then gets
+    the parameters of another network, by their names.
 
     Args:
         optimizer: of `network`'s parameters, without a schedule, which would tie its copies to it.
@@ -27,13 +27,15 @@ class OptimizerFactory:
         self, optimizer: torch.optim.Optimizer, network: nn.Module, scheduler: Any
     ) -> None:
         """Keep the optimiser over empty tensors, and which parameter each stands for."""
-        empty = {
-            id(p): (nn.Parameter(p.new_empty(0)), name) for name, p in network.named_parameters()
-        }
-        self._template = copy.deepcopy(
-            optimizer, {key: parameter for key, (parameter, _) in empty.items()}
-        )
-        self._names = {id(parameter): name for parameter, name in empty.values()}
+        empty: dict[int, nn.Parameter] = {}
+        self._names: dict[int, str] = {}
+        for name, parameter in network.named_parameters():
+            placeholder = nn.Parameter(parameter.new_empty(0))
+            empty[id(parameter)] = placeholder
+            self._names[id(placeholder)] = name
+
+        # deepcopy takes what its memo says a parameter was copied to, so no weights are held
+        self._template = copy.deepcopy(optimizer, dict[int, Any](empty))
         self._base = [group["lr"] for group in optimizer.param_groups]
         self.scheduler: Any = None if isinstance(scheduler, ReduceLROnPlateau) else scheduler
         self._factors: list[tuple[float, ...]] = []
@@ -43,21 +45,24 @@ class OptimizerFactory:
         rates = self._base if lr is None else [lr] * len(self._base)
         if self.scheduler is None:
             return tuple(rates)
+
         while len(self._factors) <= epoch:
             self._step()
-        return tuple(
-            rate * factor for rate, factor in zip(rates, self._factors[epoch], strict=True)
-        )
+
+        factors = self._factors[epoch]
+        return tuple(rate * factor for rate, factor in zip(rates, factors, strict=True))
 
     def _step(self) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # the scheduler's optimiser makes no step
             if self._factors:
                 self.scheduler.step()
-        now = [group["lr"] for group in self.scheduler.optimizer.param_groups]
-        self._factors.append(
-            tuple(lr / base if base else 1.0 for lr, base in zip(now, self._base, strict=True))
-        )
+
+        factors = []
+        for group, base in zip(self.scheduler.optimizer.param_groups, self._base, strict=True):
+            factors.append(group["lr"] / base if base else 1.0)
+
+        self._factors.append(tuple(factors))
 
     def build(self, network: nn.Module, rates: tuple[float, ...]) -> torch.optim.Optimizer:
         """Build the optimiser of a network with a learning rate for each of its parameter groups.
@@ -65,11 +70,12 @@ class OptimizerFactory:
         Parameters that a method added to the problem's network are trained as the first group is.
         """
         parameters = dict(network.named_parameters())
-        # a method may have left one out, or put some in
-        named = {
-            key: parameters.pop(name) for key, name in self._names.items() if name in parameters
-        }
-        optimizer: torch.optim.Optimizer = copy.deepcopy(self._template, named)
+        replacements: dict[int, Any] = {}
+        for key, name in self._names.items():
+            if name in parameters:  # a method may have left it out
+                replacements[key] = parameters.pop(name)
+
+        optimizer = copy.deepcopy(self._template, replacements)
         optimizer.param_groups[0]["params"] += parameters.values()
 
         for group, lr in zip(optimizer.param_groups, rates, strict=True):

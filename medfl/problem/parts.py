@@ -1,8 +1,8 @@
 """A federation's parts given in Python, without a bundle: `medfl.run(medfl.Parts(network=..., data=...), "fedprox")`.
 
-The objects are the caller's own and run
-with the caller's rights: nothing is inspected. A run's record has a hash of what can be told of them, by which the same
-parts are found again in a process that makes them again; to other processes they do not go.
+The objects are the caller's own and run with the caller's rights: nothing is inspected. A run records a hash of their
+settings and source texts. A later process that makes the same parts again can resume the run; parts are never sent to
+another process.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from medfl.core.names import check_name
 from medfl.core.seeding import stream
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import KEY_METRICS, METRICS
+from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.parts_data import PartSections
 from medfl.problem.parts_scores import OwnCases, OwnClasses, OwnMasks
@@ -36,8 +37,12 @@ from medfl.storage.files import weights_sha256
 PREFIX = "parts:"
 """What a record's `bundle_path` begins with where a run was made of parts."""
 _TASKS = ("classification", "segmentation", "other")
+# A run folder records parts by name alone, and `resume`, `load` and `export` are given that folder, not the
+# parts: whoever makes the same parts again in a new process has them found here.
 _GIVEN: dict[str, Parts] = {}
 _SIMPLE = (str, int, float, bool, tuple, type(None))
+_LIBRARIES = ("torch", "monai", "builtins", "functools", "torchvision", "ignite")
+"""Packages whose functions a hash knows by name; of others it has the source."""
 
 
 def _adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -89,13 +94,13 @@ class Parts:
     name: str = "parts"
 
     def __post_init__(self) -> None:
-        """Check what can be told at once, and remember these parts for runs that were made of them."""
+        """Check what needs no data, and remember these parts for runs that were made of them."""
         check_name(self.name, "name of the parts")
         if self.task not in _TASKS:
             raise InputError(f"task {self.task!r}", f"tasks are {', '.join(_TASKS)}", "choose one")
-        if self.task != "other" and (
-            len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)
-        ):
+
+        is_ambiguous = len(self.classes) < 2 or len(set(self.classes)) < len(self.classes)
+        if self.task != "other" and is_ambiguous:
             raise InputError(
                 f"classes={self.classes!r}",
                 "two or more different names",
@@ -103,35 +108,30 @@ class Parts:
             )
 
         object.__setattr__(self, "classes", tuple(self.classes))
-        if taken := [
-            name for name in self.metrics if name in METRICS or name in ("probabilities", "label")
-        ]:
-            raise InputError(
-                f"metric {taken[0]!r}",
-                "a name that medfl's metrics do not have",
-                "call it otherwise",
-            )
+        for name in self.metrics:
+            if name in METRICS or name in ("probabilities", "label"):
+                allowed = "a name that medfl's metrics do not have"
+                raise InputError(f"metric {name!r}", allowed, "call it otherwise")
 
         self._check_metric()
-        for what in ("loss", "optimizer", "inferer", "network", "prepare_batch", "scheduler"):
-            if not callable(getattr(self, what)) and (
-                what != "scheduler" or self.scheduler is not None
-            ):
+        for part in ("loss", "optimizer", "inferer", "network", "prepare_batch", "scheduler"):
+            value = getattr(self, part)
+            is_default = part == "scheduler" and value is None
+            if not callable(value) and not is_default:
                 raise InputError(
-                    f"{what}={getattr(self, what)!r:.60}",
-                    f"{what} can be called",
-                    "see medfl.Parts",
+                    f"{part}={value!r:.60}", f"{part} can be called", "see medfl.Parts"
                 )
 
         _GIVEN[self.bundle_name] = self
 
     def _check_metric(self) -> None:
-        if self.task == "segmentation":
-            own = [f"dice_{name}" for name in self.classes]
-        else:
-            own = []
+        metric_names = [*self.metrics, "loss"]
+        if self.task != "other":
+            metric_names += METRICS
 
-        metric_names = [*self.metrics, "loss", *([] if self.task == "other" else METRICS), *own]
+        if self.task == "segmentation":
+            metric_names += [f"dice_{name}" for name in self.classes]
+
         if self.key_metric and self.key_metric not in metric_names:
             advice = did_you_mean(self.key_metric, metric_names, "choose one")
             raise InputError(
@@ -147,11 +147,13 @@ class Parts:
 
     @cached_property
     def sha256(self) -> str:
-        """Hash of what can be told of the parts, the data apart: settings, source texts, weights that are given."""
+        """Hash of settings, source texts and given weights; the data have a checksum of their own."""
         digest = hashlib.sha256()
-        for one in fields(self):
-            if one.name not in ("data", "drawn", "name"):
-                digest.update(f"{one.name}={_stable_text(getattr(self, one.name))}\n".encode())
+        for attribute in fields(self):
+            if attribute.name not in ("data", "drawn", "name"):
+                digest.update(
+                    f"{attribute.name}={_stable_text(getattr(self, attribute.name))}\n".encode()
+                )
 
         if isinstance(self.network, nn.Module):
             digest.update(weights_sha256(self.network.state_dict()).encode())
@@ -160,11 +162,11 @@ class Parts:
 
     @property
     def bundle_name(self) -> str:
-        """What stands for these parts where a bundle's name or folder is asked for."""
+        """The name of these parts where a bundle's name or folder is expected."""
         return f"{PREFIX}{self.name}-{self.sha256[:16]}"
 
     def new_network(self) -> nn.Module:
-        """Return a network of its own: a copy of the given one, or one that is made."""
+        """Return a new network: a copy of the given one, or the result of the given function."""
         if isinstance(self.network, nn.Module):
             model = copy.deepcopy(self.network)
         else:
@@ -180,7 +182,7 @@ class Parts:
 
 
 def _stable_text(value: Any) -> str:
-    """Return a text that tells a part from another one: its settings, and the source of what is not a library's."""
+    """Describe a part in a text that is the same in every process: its settings, and the source of user code."""
     if isinstance(value, Mapping):
         return str({key: _stable_text(part) for key, part in value.items()})
     if isinstance(value, nn.Module):
@@ -200,32 +202,27 @@ def _stable_text(value: Any) -> str:
     return f"{_source(type(value))}{_plain(value)}"
 
 
-def _plain(value: object) -> dict[str, object]:
+def _plain(holder: object) -> dict[str, object]:
     """Return the attributes of an object that are numbers and texts."""
-    held = getattr(value, "__dict__", {})
+    held = getattr(holder, "__dict__", {})
     return {
-        key: one
-        for key, one in held.items()
-        if isinstance(one, _SIMPLE) and key[:1] != "_" and key != "training"
+        key: value
+        for key, value in held.items()
+        if isinstance(value, _SIMPLE) and key[:1] != "_" and key != "training"
     }
 
 
 def _source(value: Any) -> str:
     """Return the source of a function or class that is the user's own, its name where there is none."""
     home = str(getattr(value, "__module__", ""))
-    if home.partition(".")[0] not in (
-        "torch",
-        "monai",
-        "builtins",
-        "functools",
-        "torchvision",
-        "ignite",
-    ):
+    if home.partition(".")[0] not in _LIBRARIES:
         try:
             return inspect.getsource(value)
         except (OSError, TypeError):  # typed at a prompt: its bytecode tells it apart
             if code := getattr(value, "__code__", None):
-                constants = [one for one in code.co_consts if isinstance(one, _SIMPLE)]
+                constants = [
+                    constant for constant in code.co_consts if isinstance(constant, _SIMPLE)
+                ]
                 return f"{code.co_code.hex()}{code.co_names}{constants}"
 
     return f"{home}.{getattr(value, '__qualname__', '')}"
@@ -300,11 +297,10 @@ class PartsProblem(Problem):
                     "give for example functools.partial(torch.optim.SGD, lr=0.1)",
                 )
 
-            schedule = self.parts.scheduler
-            if schedule is None:
-                scheduler = None
-            else:
-                scheduler = schedule(self.parts.optimizer(network.parameters()))
+            scheduler = None
+            if self.parts.scheduler is not None:
+                # of an optimiser of its own: a schedule ties copies of an optimiser to itself
+                scheduler = self.parts.scheduler(self.parts.optimizer(network.parameters()))
 
         return OptimizerFactory(optimizer, network, scheduler)
 
@@ -320,27 +316,21 @@ class PartsProblem(Problem):
     def task(self) -> str:  # type: ignore[override]
         """The given task, after network, loss, data and classes were tried together; InputError if they do not fit."""
         # sites whose networks share layers would train each other's
-        first, second = (dict.fromkeys(self.network().parameters()) for _ in range(2))
-        if any(parameter in second for parameter in first):
+        first = set(self.network().parameters())
+        second = set(self.network().parameters())
+        if not first.isdisjoint(second):
             problem = "network returns the same layers at each call"
             raise InputError(problem, "a function that makes new ones", "make them inside it")
 
         # one output is the logit of the second of two classes
         output = self.trial.prediction
         classes = self.parts.classes
-        if isinstance(output, Tensor) and output.ndim > 1:
-            outputs = int(output.shape[1])
-        else:
-            outputs = 0
-
-        if (
-            self.parts.task != "other"
-            and outputs != len(classes)
-            and (outputs, len(classes)) != (1, 2)
-        ):
-            given = f"a network with {outputs} outputs"
+        outputs = int(output.shape[1]) if isinstance(output, Tensor) and output.ndim > 1 else 0
+        fits = outputs == len(classes) or (outputs, len(classes)) == (1, 2)
+        if self.parts.task != "other" and not fits:
+            problem = f"a network with {outputs} outputs"
             raise InputError(
-                given, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs"
+                problem, f"{len(classes)} classes: {', '.join(classes)}", "give it as many outputs"
             )
 
         return self.parts.task
@@ -384,6 +374,6 @@ class PartsProblem(Problem):
         return OwnCases(self.loss, parts.inferer, parts.metrics)
 
 
-def protocol_of_parts(name: str) -> Mapping[str, Any]:
+def protocol_of_parts(name: str) -> Config:
     """Return the protocol of parts: their sites, as they are given."""
     return {"partition": "centre", "task": known(name).task}

@@ -54,24 +54,24 @@ class PartSections:
         self._prepare_batch = prepare_batch
         self._batch_size = batch_size
         self._labelled = labelled
-        self._given = {str(site): _sections(str(site), given) for site, given in data.items()}
+        self._by_site = {str(site): _sections(str(site), parts) for site, parts in data.items()}
         self._opened: dict[str, Section] = {}
 
         for section in SECTIONS[:2]:
-            if not any(section in given for given in self._given.values()):
+            if not any(section in parts for parts in self._by_site.values()):
                 allowed = f"one site or more has a {section} set"
                 raise InputError(f"data without {section} items", allowed, f"add {section!r}")
 
     @cached_property
     def has_test(self) -> bool:
         """Tell whether some site has test items."""
-        return any("test" in given for given in self._given.values())
+        return any("test" in parts for parts in self._by_site.values())
 
     @cached_property
     def checksum(self) -> str:
         """Hash of the items, of tensors and arrays in lists, and of the sizes of files that lists name.
 
-        Of data sets that only their own class can read, what the first and the last sample are.
+        Of data sets without a list, the first and the last sample.
         """
         digest = hashlib.sha256()
         for section in SECTIONS:
@@ -98,37 +98,46 @@ class PartSections:
         return self._opened[section]
 
     def _open(self, section: str) -> Section:
-        of_sites = {site: parts[section] for site, parts in self._given.items() if section in parts}
-        datasets = [_dataset(one) for one in of_sites.values()]
-        sources = [take_apart(one) for one in datasets]
+        datasets = []
+        loaders = []
+        sources = []
+        sites: list[str] = []  # of each item
+        for site, parts in self._by_site.items():
+            if section not in parts:
+                continue
+
+            data = parts[section]
+            if isinstance(data, DataLoader):
+                loaders.append(data)
+
+            dataset = _dataset(data)
+            source = take_apart(dataset)
+            datasets.append(dataset)
+            sources.append(source)
+            sites += [site] * len(source.entries)
+
         source = _joined(datasets, sources)
-        sites = [
-            site
-            for site, one in zip(of_sites, sources, strict=True)
-            for _ in range(len(one.entries))
-        ]
-        items: list[Item] = [
-            {**item, "centre": site}
-            for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True)
-        ]
+        items: list[dict[str, Any]] = []
+        for item, site in zip(records(source, section, [Path.cwd()]), sites, strict=True):
+            items.append({**item, "centre": site})
 
         if self._labelled and not all("label" in item for item in items):
-            items = [
-                {**item, "label": label} for item, label in zip(items, _labels(source), strict=True)
-            ]
+            for item, label in zip(items, _labels(source), strict=True):
+                item["label"] = label
 
-        loaders = [one for one in of_sites.values() if isinstance(one, DataLoader)]
-        return Section(source, items, self._loader(section, loaders), self._prepare_batch)
+        return Section(
+            source, list[Item](items), self._loader(section, loaders), self._prepare_batch
+        )
 
     def _loader(self, section: str, loaders: list[DataLoader[Any]]) -> Any:
         """Return what says how batches are made: the loaders of all sites agree on it."""
-        collates = [
-            getattr(one.collate_fn, "__qualname__", None) or type(one.collate_fn) for one in loaders
-        ]
-        if (
-            len({(one.batch_size, collate) for one, collate in zip(loaders, collates, strict=True)})
-            > 1
-        ):
+        kinds = set()
+        for loader in loaders:
+            # a function made twice has one name and two identities
+            collate = getattr(loader.collate_fn, "__qualname__", None) or type(loader.collate_fn)
+            kinds.add((loader.batch_size, collate))
+
+        if len(kinds) > 1:
             problem = f"{section} loaders with different batch sizes or collate_fn"
             raise InputError(problem, "the same at all sites", "make them alike")
 
@@ -139,32 +148,32 @@ class PartSections:
         )
 
 
-def _dataset(given: Any) -> Any:
-    if isinstance(given, DataLoader):
-        return given.dataset
+def _dataset(data: Any) -> Any:
+    if isinstance(data, DataLoader):
+        return data.dataset
 
-    return given
+    return data
 
 
-def _sections(site: str, given: Any) -> dict[str, Any]:
+def _sections(site: str, data: Any) -> dict[str, Any]:
     """Return a site's data sets by section; one that stands for all of them is split."""
-    if not isinstance(given, Mapping):
-        return _split(site, given)
-    for name, one in given.items():
+    if not isinstance(data, Mapping):
+        return _split(site, data)
+    for name, dataset in data.items():
         if name not in SECTIONS:
             advice = did_you_mean(str(name), SECTIONS, "choose one")
             raise InputError(
                 f"data of site {site!r}: {name!r}", f"sections are {', '.join(SECTIONS)}", advice
             )
 
-        _length(site, one)
+        _length(site, dataset)
 
-    return {name: one for name, one in given.items() if len(_dataset(one))}
+    return {name: dataset for name, dataset in data.items() if len(_dataset(dataset))}
 
 
-def _length(site: str, given: Any) -> int:
+def _length(site: str, data: Any) -> int:
     try:
-        return len(take_apart(_dataset(given)).entries)
+        return len(take_apart(_dataset(data)).entries)
     except TypeError as error:
         allowed = "data sets with __len__ and __getitem__"
         raise InputError(
@@ -172,10 +181,10 @@ def _length(site: str, given: Any) -> int:
         ) from error
 
 
-def _split(site: str, given: Any) -> dict[str, Any]:
+def _split(site: str, data: Any) -> dict[str, Any]:
     """Divide a data set 70/10/20 %, items of one group together; the same each time."""
-    count = _length(site, given)
-    dataset = _dataset(given)
+    count = _length(site, data)
+    dataset = _dataset(data)
     items = records(take_apart(dataset), "", [])
     groups_of_items = [item.get("group", item["id"]) for item in items]
     groups = list(dict.fromkeys(groups_of_items))
@@ -193,24 +202,26 @@ def _split(site: str, given: Any) -> dict[str, Any]:
     names = ["test"] * test + ["validate"] * validate + ["train"] * len(groups)
     home = {groups[index]: name for index, name in zip(order, names, strict=False)}
 
-    if isinstance(dataset, torch.utils.data.Dataset):
-        whole = dataset
-    else:
-        whole = _Listed(dataset)
+    subsets = {}
+    for name in SECTIONS:
+        indices = [i for i, group in enumerate(groups_of_items) if home[group] == name]
+        subsets[name] = Subset(_indexed(dataset), indices)
 
-    indices_of = {
-        name: [i for i, group in enumerate(groups_of_items) if home[group] == name]
-        for name in SECTIONS
-    }
-    subsets = {name: Subset(whole, indices) for name, indices in indices_of.items()}
-    if not isinstance(given, DataLoader):
+    if not isinstance(data, DataLoader):
         return subsets
 
-    size = given.batch_size or 1
+    size = data.batch_size or 1
     return {
-        name: DataLoader(subset, size, collate_fn=given.collate_fn)
+        name: DataLoader(subset, size, collate_fn=data.collate_fn)
         for name, subset in subsets.items()
     }
+
+
+def _indexed(dataset: Any) -> torch.utils.data.Dataset[Any]:
+    if isinstance(dataset, torch.utils.data.Dataset):
+        return dataset
+
+    return _Listed(dataset)
 
 
 class _Listed(torch.utils.data.Dataset[Any]):
@@ -228,16 +239,18 @@ class _Listed(torch.utils.data.Dataset[Any]):
 
 def _joined(datasets: list[Any], sources: list[Source]) -> Source:
     """Return the data of all sites as one: a list where all are lists with the same transforms."""
-    if all(
-        one.is_list and one.repeatable and one.transforms == sources[0].transforms
-        for one in sources
-    ):
-        return Source([entry for one in sources for entry in one.entries], sources[0].transforms)
-    whole = [one if isinstance(one, torch.utils.data.Dataset) else _Listed(one) for one in datasets]
+    transforms = sources[0].transforms
+    if all(part.is_list and part.repeatable and part.transforms == transforms for part in sources):
+        entries = []
+        for part in sources:
+            entries += part.entries
+
+        return Source(entries, transforms)
+
     return Source(
-        ConcatDataset(whole),
+        ConcatDataset([_indexed(dataset) for dataset in datasets]),
         (),
-        repeatable=all(one.repeatable and not one.transforms for one in sources),
+        repeatable=all(part.repeatable and not part.transforms for part in sources),
     )
 
 
@@ -267,9 +280,9 @@ def _labels(source: Source) -> Iterator[int]:
 
 
 def _hash(value: object, digest: hashlib._Hash) -> None:
-    """Add what can be told of an entry or sample to a hash."""
+    """Add an entry or sample to a hash; objects of unknown types are skipped."""
     if isinstance(value, Mapping):
-        value = [part for key in sorted(value, key=str) for part in (key, value[key])]
+        value = [(key, value[key]) for key in sorted(value, key=str)]
     if isinstance(value, list | tuple):
         for part in value:
             _hash(part, digest)

@@ -90,6 +90,6 @@ def _with(cases: Cases, metrics: Metrics, outputs: Iterable[tuple[Any, Any]]) ->
 
 
 def _number(value: object) -> float:
-    """Return a metric's value as a number: the mean of what is known of it, NaN where nothing is."""
+    """Return a metric's value as a number: the mean of its values that are not NaN, NaN if there are none."""
     mean = torch.as_tensor(value, dtype=torch.float64).nanmean()
     return float(mean) if mean.isfinite() else math.nan

@@ -1,4 +1,4 @@
-"""Problem: what a federation trains, whoever says it: a MONAI bundle, parts in Python, or a test."""
+"""Problem: what a federation trains, defined by a MONAI bundle, by parts in Python or by a test."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from medfl.datasets.readers.reading import JOINED
 from medfl.evaluation.evaluators import Evaluator
 from medfl.evaluation.metrics import KEY_METRICS
 from medfl.policy.policy import Policy
+from medfl.problem.described import Config
 from medfl.problem.optimizers import OptimizerFactory
 from medfl.problem.prompts import Text
 from medfl.problem.sections import Section, Sections
-from medfl.training.loss_checks import mean_loss
+from medfl.training.site import mean_loss
 
 LossFunction = Callable[..., Tensor]
 
@@ -51,7 +52,7 @@ class Problem:
     """A learning problem as a value: its parts are given, or derived from others when they are first asked for.
 
     It is not changed: `replaced` returns another one. A class of its own, as a bundle or `medfl.Parts`, derives parts
-    in its own way; whoever makes one directly gives what is needed:
+    in its own way; to make one directly, give the parts that will be used:
 
         Problem("toy", network=make_network, loss=cross_entropy, sections=sections, classes=("no", "yes"))
 
@@ -65,7 +66,7 @@ class Problem:
         start: weights that its networks begin with, None for those that they are made with.
         custom_trainer: class of a trainer that takes its steps by itself, "" where they are the loss's.
         amp: whether it asks for mixed precision, on GPUs alone.
-        adapted: names of what was put right for older MONAI or NumPy.
+        adapted: names of its adaptations to today's MONAI and NumPy.
         notes: what the user should know of it.
         sha256: of what it does.
         policy: under which bundles and teachers beside it are opened.
@@ -75,8 +76,8 @@ class Problem:
     source: str = ""
     device: torch.device = torch.device("cpu")
     dataset: str = ""
-    metadata: Mapping[str, Any] = {}
-    protocol: Mapping[str, Any] = {}
+    metadata: Config = {}
+    protocol: Config = {}
     start: Mapping[str, Tensor] | None = None
     custom_trainer: str = ""
     amp: bool = False
@@ -112,11 +113,11 @@ class Problem:
 
     def replaced(self, **parts: object) -> Problem:
         """Return this problem with other parts; what was derived before stays."""
-        other = copy.copy(self)
-        vars(other).update(parts)
-        return other
+        problem = copy.copy(self)
+        vars(problem).update(parts)
+        return problem
 
-    def variant(self, config: Mapping[str, Any]) -> Problem:
+    def variant(self, config: Config) -> Problem:
         """Return this problem with other ids of its configuration, of which only a bundle has one."""
         if not config:
             return self
@@ -217,11 +218,14 @@ class Problem:
 
     def is_drawn(self, folder: str) -> bool:
         """Tell whether the images are drawn ones, as a file beside them says; `folder` is theirs, "" if unknown."""
-        lists = [
-            data for section in SECTIONS if isinstance(data := self.data(section), list | tuple)
-        ]
-        paths = [path for data in lists for entry in data for path in _paths(entry)]
-        return own.cohort_of([Path(folder), *paths] if folder else paths) is not None
+        paths = [Path(folder)] if folder else []
+        for section in SECTIONS:
+            data = self.data(section)
+            if isinstance(data, list | tuple):
+                for entry in data:
+                    paths += _paths(entry)
+
+        return own.cohort_of(paths) is not None
 
     def disk_cache(self, section: str) -> DiskCache | None:
         """Return where samples go that are too large for memory; None where their transforms cannot be named."""
@@ -293,9 +297,9 @@ class Problem:
     @cached_property
     def text(self) -> Text:
         """The classes in words, with prompts; InputError where none are described."""
-        given = f"language-built classifiers on {self.name}, which describes no class"
+        problem = f"language-built classifiers on {self.name}, which describes no class"
         raise InputError(
-            given, "a bundle with the classes in words (federated.yaml)", "take another method"
+            problem, "a bundle with the classes in words (federated.yaml)", "take another method"
         )
 
     def plm_of(self, plm: str) -> str:
@@ -315,7 +319,10 @@ class Problem:
 
 def _paths(entry: object) -> Iterator[Path]:
     """Yield all texts and paths in an entry of a data list."""
-    for value in entry.values() if isinstance(entry, Mapping) else ():
+    if not isinstance(entry, Mapping):
+        return
+
+    for value in entry.values():
         for part in value if isinstance(value, list | tuple) else (value,):
             if isinstance(part, str | os.PathLike):
                 yield from map(Path, str(part).split(JOINED))
@@ -325,9 +332,11 @@ def prepared_sections(
     problem: Problem, *, jobs: int = 1, progress: bool = False
 ) -> dict[str, Prepared]:
     """Run the deterministic transforms of all sections once; without test data the validation items serve as such."""
-    sections = {
-        section: problem.prepared(section, jobs=jobs, progress=progress)
-        for section in SECTIONS
-        if section != "test" or problem.has_test
-    }
-    return {**sections, "test": sections.get("test", sections["validate"])}
+    sections: dict[str, Prepared] = {}
+    for section in SECTIONS:
+        if section == "test" and not problem.has_test:
+            sections[section] = sections["validate"]
+        else:
+            sections[section] = problem.prepared(section, jobs=jobs, progress=progress)
+
+    return sections

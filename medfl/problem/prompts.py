@@ -6,7 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from itertools import product
+from typing import TypeGuard
 
 from medfl.core.errors import InputError
 
@@ -36,7 +37,7 @@ class Text:
         return hashlib.sha256(json.dumps([self.concepts, self.prompts]).encode()).hexdigest()[:12]
 
 
-def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
+def read_text(node: object, classes: Sequence[str], where: str) -> Text:
     """Read `{concepts: {class: phrase}, prompts: [{frames: [...], nouns: [...]}]}`.
 
     Every frame of a group is combined with every noun of it: `{noun}` becomes the noun, `{a noun}` the noun with the
@@ -49,38 +50,35 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
     node = node if isinstance(node, Mapping) else {}
     concepts = node.get("concepts")
     if not isinstance(concepts, Mapping):
+        form = "a list of" if isinstance(concepts, list) else "no"
         raise InputError(
-            f"{where}: the key 'text' has {'a list of ' if isinstance(concepts, list) else 'no '}concepts",
+            f"{where}: the key 'text' has {form} concepts",
             f"it has concepts: {{class: phrase}} for {', '.join(classes)}",
             "write them as {class: phrase}, or use a method that needs no text (medfl methods)",
         )
 
     described = [str(name) for name in concepts]
     if described != list(classes):
-        missing = [name for name in classes if name not in described]
-        extra = [name for name in described if name not in classes]
-        advice = [
-            f"{verb} {', '.join(names)}"
-            for verb, names in (("add", missing), ("drop", extra))
-            if names
-        ]
+        advice = []
+        if missing := [name for name in classes if name not in described]:
+            advice.append(f"add {', '.join(missing)}")
+
+        if extra := [name for name in described if name not in classes]:
+            advice.append(f"drop {', '.join(extra)}")
+
         raise InputError(
             f"{where}: text concepts are given for {', '.join(described) or 'no class'}",
             f"the bundle's classes are, in label order, {', '.join(classes)}",
             " and ".join(advice) or "bring them into this order",
         )
 
-    empty = [
-        name
-        for name, phrase in concepts.items()
-        if not isinstance(phrase, str) or not phrase.strip()
-    ]
-    if empty:
-        raise InputError(
-            f"{where}: the text concept of class {str(empty[0])!r} is {concepts[empty[0]]!r}",
-            "every class is put in words",
-            "write them, in quotation marks if YAML would read something else",
-        )
+    for name, phrase in concepts.items():
+        if not isinstance(phrase, str) or not phrase.strip():
+            raise InputError(
+                f"{where}: the text concept of class {str(name)!r} is {phrase!r}",
+                "every class is put in words",
+                "write them, in quotation marks if YAML would read something else",
+            )
 
     class_of: dict[str, str] = {}
     for name, phrase in zip(described, concepts.values(), strict=True):
@@ -97,13 +95,13 @@ def read_text(node: Any, classes: Sequence[str], where: str) -> Text:
     return Text(tuple(class_of), tuple(_prompts(node.get("prompts"), where)))
 
 
-def _prompts(groups: Any, where: str) -> list[str]:
+def _prompts(groups: object, where: str) -> list[str]:
     """Return the prompts of all groups, each with `{concept}`."""
     prompts: list[str] = []
     for group in groups if isinstance(groups, list) and groups else [groups]:
-        frames, nouns = (
-            group.get(key) if isinstance(group, Mapping) else None for key in ("frames", "nouns")
-        )
+        table = group if isinstance(group, Mapping) else {}
+        frames = table.get("frames")
+        nouns = table.get("nouns")
         if not _are_texts(frames) or not _are_texts(nouns):
             raise InputError(
                 f"{where}: the key 'text' has among its prompts {_short(group)}",
@@ -111,17 +109,15 @@ def _prompts(groups: Any, where: str) -> list[str]:
                 "write it as frames: ['a photo of {a noun}: {concept}'] and nouns: ['an image']",
             )
 
-        bare = [noun for noun in nouns if not noun.partition(" ")[2]]
-        if bare:
-            raise InputError(
-                f"{where}: noun {bare[0]!r}", "a noun has its article, as in 'an image'", "add it"
-            )
+        for noun in nouns:
+            if not noun.partition(" ")[2]:
+                allowed = "a noun has its article, as in 'an image'"
+                raise InputError(f"{where}: noun {noun!r}", allowed, "add it")
 
-        prompts += [
-            frame.replace("{a noun}", noun).replace("{noun}", noun.partition(" ")[2])
-            for frame in frames
-            for noun in nouns
-        ]
+        # frames outermost: embeddings that are stored are in this order
+        for frame, noun in product(frames, nouns):
+            prompt = frame.replace("{a noun}", noun)
+            prompts.append(prompt.replace("{noun}", noun.partition(" ")[2]))
 
     for prompt in prompts:
         if prompt.count("{concept}") != 1 or set(prompt.replace("{concept}", "")) & set("{}"):

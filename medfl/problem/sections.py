@@ -31,10 +31,10 @@ class Section:
     def first(self) -> tuple[Item, Source, bool]:
         """The first item, of those with a label if there are such, the data set from it on, and whether it has one."""
         at = next((i for i, item in enumerate(self.items) if NO_LABEL not in item), 0)
+        source = self.source
         if at:
-            source = replace(self.source, entries=self.source.entries[at:])
-        else:
-            source = self.source
+            source = replace(source, entries=source.entries[at:])
+
         return self.items[at], source, NO_LABEL not in self.items[at]
 
     @property
@@ -51,25 +51,24 @@ class Section:
     def hiding(
         self, hidden: Collection[str], absent: Mapping[str, Sequence[int]], channels: int
     ) -> Section:
-        """Return this section, a list, with labels that no transform reads, and absent channels as zero.
+        """Return this section, whose data are a list, with some labels hidden and absent channels as zeros.
 
         Args:
             hidden: ids of the items with such labels.
             absent: id -> positions of such channels.
             channels: of an image, 0 where none is absent.
         """
-        ids = [str(item["id"]) for item in self.items]
-        entries = [
-            {
-                **(drop_label(entry) if ident in hidden else entry),
-                LACKS: tuple(absent.get(ident, ())),
-            }
-            for ident, entry in zip(ids, self.source.entries, strict=True)
-        ]
-        items = [
-            {**item, NO_LABEL: True} if ident in hidden else item
-            for ident, item in zip(ids, self.items, strict=True)
-        ]
+        entries = []
+        items = []
+        for item, entry in zip(self.items, self.source.entries, strict=True):
+            ident = str(item["id"])
+            if ident in hidden:
+                item = {**item, NO_LABEL: True}
+                entry = drop_label(entry)
+
+            items.append(item)
+            entries.append({**entry, LACKS: tuple(absent.get(ident, ()))})
+
         source = fill_missing(replace(self.source, entries=entries), channels)
 
         return replace(self, items=items, source=source)
@@ -92,10 +91,10 @@ class Sections(Protocol):
 
 @dataclass(frozen=True)
 class ReplacedSections:
-    """Sections of which some are others."""
+    """Sections of which some are replaced."""
 
     base: Sections
-    others: Mapping[str, Section]
+    replaced: Mapping[str, Section]
 
     @property
     def has_test(self) -> bool:
@@ -110,7 +109,7 @@ class ReplacedSections:
     def __getitem__(self, section: str) -> Section:
         """Return a section."""
         section = "validate" if section == "test" and not self.has_test else section
-        return self.others.get(section) or self.base[section]
+        return self.replaced.get(section) or self.base[section]
 
 
 def check_labels(items_of: Callable[[str], Sequence[Item]], count: int, bundle: str) -> None:
@@ -118,6 +117,6 @@ def check_labels(items_of: Callable[[str], Sequence[Item]], count: int, bundle: 
     for section in SECTIONS:
         for item in items_of(section):
             if not 0 <= item.get("label", 0) < count:
-                given = f"item {item['id']!r} of section {section!r} has label {item['label']}"
+                problem = f"item {item['id']!r} of section {section!r} has label {item['label']}"
                 allowed = f"{bundle} has {count} classes, labels 0 to {count - 1}"
-                raise InputError(given, allowed, "change this item's label in the data list")
+                raise InputError(problem, allowed, "change this item's label in the data list")

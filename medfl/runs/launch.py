@@ -77,12 +77,13 @@ class Shared:
 
     @staticmethod
     def key(plan: Plan) -> str:
-        """Return what is the same for plans that share their images."""
+        """Return a text that is equal for plans whose prepared images are the same."""
         run = plan.run
-        incomplete = [run.unlabelled, run.site_channels]
-        lacking = [incomplete, run.partition.sites] if any(incomplete) else None
-        same = [plan.bundle.source, run.config, run.data.folder, run.data.split, lacking]
-        return json.dumps(same, sort_keys=True, default=str)
+        images = [plan.bundle.source, run.config, run.data.folder, run.data.split]
+        # Labels and channels are taken away by site, so here the partition changes the images
+        if run.unlabelled or run.site_channels:
+            images += [run.unlabelled, run.site_channels, run.partition.sites]
+        return json.dumps(images, sort_keys=True, default=str)
 
 
 @check_arguments
@@ -129,7 +130,8 @@ def federate(
     runtime = registry.load(launch.runtime)
     tolerance = _checked_tolerance(launch, runtime)
 
-    with tf32(False):  # what teachers know and answer is kept for other runs too
+    # Teachers' answers are cached for other runs too, which may not use TF32
+    with tf32(False):
         if source is not None:
             plan = recorded_plan(source, requested.get("data"), say, bundle)
         elif launch.resume and launch.out is not None:
@@ -140,8 +142,8 @@ def federate(
         plan = with_notes(plan)
 
     run = plan.run
-    _check_plan(plan, launch, runtime)
-
+    _check_runs_in_one_process(plan, launch, runtime)
+    _check_outputs(plan, launch)
     path = launch.out or default_run_folder(plan.bundle.name, run.method, run.seed)
     if launch.resume:
         _require_same_runtime(path, launch.runtime)
@@ -203,7 +205,7 @@ def federate(
 
 
 def _checked_tolerance(launch: Launch, runtime: registry.Runtime) -> Tolerance:
-    """Return what a run bears; raise an InputError if a launch contradicts itself, or its runtime cannot do it."""
+    """Return which missing replies a run tolerates; InputError if the launch's settings contradict each other."""
     runtime.check(launch)
     if launch.untested and (launch.with_local or runtime.remote):
         raise InputError(
@@ -216,9 +218,8 @@ def _checked_tolerance(launch: Launch, runtime: registry.Runtime) -> Tolerance:
     return Tolerance(launch.min_replies, launch.deadline)
 
 
-def _check_plan(plan: Plan, launch: Launch, runtime: registry.Runtime) -> None:
-    """Raise an InputError if a run cannot be carried out in this way."""
-    _check_runs_in_one_process(plan, launch, runtime)
+def _check_outputs(plan: Plan, launch: Launch) -> None:
+    """Raise an InputError if a run cannot be profiled, or its predictions saved, as asked for."""
     if launch.profile and plan.run.compile:
         raise InputError(
             "--profile with --compile",
@@ -226,8 +227,13 @@ def _check_plan(plan: Plan, launch: Launch, runtime: registry.Runtime) -> None:
             "leave one out",
         )
 
-    if launch.save_predictions:
-        _require_segmentation(plan)
+    bundle = plan.bundle
+    if launch.save_predictions and bundle.task != "segmentation":
+        raise InputError(
+            f"--save-predictions with bundle {bundle.name!r}, a {bundle.task} task",
+            "masks are predicted in segmentation",
+            "leave it out; predictions.csv is written in any case",
+        )
 
 
 def _say_notes(plan: Plan, say: Print) -> None:
@@ -268,13 +274,17 @@ def _execute(
         local = _local(plan)
         alone = Federation(local.bundle, local.method, local.run, prepared=federation.sections)
         is_local_due = is_due(local.run, path / "local")
+        # The rest of a launch is for the run itself, not for its reference
+        reference_launch = replace(
+            launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False
+        )
         opened = open_folder(plan, federation, path, launch.command, {**record, "with_local": True})
 
         if is_local_due:
             launch.say("first the Local reference")
             with discarding(*opened):
                 local_folder = open_folder(local, alone, path / "local", launch.command, record)
-                _execute_in(*local_folder, alone, _of_reference(launch), runtime)
+                _execute_in(*local_folder, alone, reference_launch, runtime)
 
             launch.say(f"now {plan.run.method}")
 
@@ -283,13 +293,6 @@ def _execute(
 
     summary = _execute_in(*opened, federation, launch, runtime)
     return _add_local(path) if with_local else summary
-
-
-def _of_reference(launch: Launch) -> Launch:
-    """Return how the Local reference of a run is carried out: without what is for the run itself."""
-    return replace(
-        launch, save_predictions=False, profile=False, track=None, callbacks=(), untested=False
-    )
 
 
 def _execute_in(
@@ -301,12 +304,13 @@ def _execute_in(
 ) -> dict[str, Any]:
     """Run a federation in its folder, or continue the run that is there."""
     execution = registry.Execution(federation, folder, replace(launch, resume=resumed))
-    with discarding(folder, resumed):  # the server's half may refuse the sites' introductions
+    # The server may still refuse the sites' introductions, before anything was trained
+    with discarding(folder, resumed):
         return runtime.execute(execution)
 
 
 def _say_if_rising(path: Path, run: Run, say: Print) -> None:
-    """Say how to go on where the validation metric still rose at the end."""
+    """If the validation metric was still rising at the end, say how to train on."""
     rise = RunFiles(path).rise
     if not rise:
         return
@@ -359,27 +363,28 @@ def site_algo(
     if site_policy is not None:
         inspect(shipped_folders().get(bundle, Path(bundle)), site_policy).require(TRAINING)
 
-    of_site = site_settings.of_request_for(name, bundle, requested or {})
-    whole = {**(requested or {}), "sites": 1, "partition": "iid", **of_site}
-    asked = Request(bundle, options=options or {}, config=config or {}, **whole)
-    plan = make_plan(asked, say, site_policy, name)
+    site_request = site_settings.of_request_for(name, bundle, requested or {})
+    values = {**(requested or {}), "sites": 1, "partition": "iid", **site_request}
+    request = Request(bundle, options=options or {}, config=config or {}, **values)
+    plan = make_plan(request, say, site_policy, name)
 
-    def federation() -> Federation:
+    # The host calls it when it initializes the site: preparing images takes long
+    def make_federation() -> Federation:
         public = plan.public.prepare(say=say) if plan.public else None
-        built = Federation(plan.bundle, plan.method, plan.run, public=public)
+        federation = Federation(plan.bundle, plan.method, plan.run, public=public)
         if plan.run.device != "cpu":
-            say(built.hold(free_gpu_memory))
+            say(federation.hold(free_gpu_memory))
 
-        return built
+        return federation
 
     outbound = None if site_policy is None else site_policy.outbound
     return MedflClientAlgo(
-        federation, name, folder=folder, host=host, outbound=outbound, audit=audit, say=say
+        make_federation, name, folder=folder, host=host, outbound=outbound, audit=audit, say=say
     )
 
 
 def _require_same_runtime(path: Path, runtime: str) -> None:
-    """Raise an InputError if a run would be resumed where its sites' States are not."""
+    """Raise an InputError if a run would be resumed by a runtime that cannot reach its sites' States."""
     was = RunFolder.existing(path).read_run()[1].get("runtime") or runtime
     refuse_untrusted_module(was, "runtime", path / "run.json")
     if registry.load(was).remote != registry.load(runtime).remote:
@@ -391,7 +396,7 @@ def _require_same_runtime(path: Path, runtime: str) -> None:
 
 
 def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: registry.Runtime) -> None:
-    """Raise an InputError if objects of this process were to go to others, or to wait for what is not measured."""
+    """Raise an InputError if Python objects would have to leave this process, or early stopping has no scores."""
     objects = ""
     if launch.callbacks:
         objects = "callbacks"
@@ -399,10 +404,9 @@ def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: registry.Run
         objects = "parts in Python"
 
     if objects and runtime.remote:
-        allowed = "its server and sites are processes of their own"
         raise InputError(
             f"{objects} with --runtime {launch.runtime}",
-            allowed,
+            "its server and sites are processes of their own",
             "use the runtime simulator or monai-fl",
         )
 
@@ -410,22 +414,26 @@ def _check_runs_in_one_process(plan: Plan, launch: Launch, runtime: registry.Run
         isinstance(callback, EarlyStopping) for callback in launch.callbacks
     )
     if plan.run.eval_every == 0 and stops_early:
-        given = "EarlyStopping or --patience with eval_every 0"
-        raise InputError(given, "rounds that are evaluated", "leave eval_every out")
+        raise InputError(
+            "EarlyStopping or --patience with eval_every 0",
+            "rounds that are evaluated",
+            "leave eval_every out",
+        )
 
 
 def _division(plan: Plan) -> str:
-    """Return the table of the partition; of more sites than can be read, how large they are."""
+    """Return the table of the partition, or only the range of the sites' sizes if there are too many to list."""
     record = plan.run.partition
     if len(record.sites) <= _LISTED:
         return partition_table(plan.partition, plan.sections, plan.counted or None)
 
     sizes = sorted(len(ids["train"]) for ids in record.sites.values())
     summary = f"{sizes[0]} to {sizes[-1]} training images each, median {sizes[len(sizes) // 2]}"
-    lines = [
-        f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"
-    ]
-    return "\n".join([*lines, *(f"note: {note}" for note in record.notes)])
+    text = f"partition {record.spec}, seed {record.seed}: {len(sizes)} sites, {summary}; all are in run.json"
+    for note in record.notes:
+        text += f"\nnote: {note}"
+
+    return text
 
 
 def _same_networks(plan: Plan) -> str:
@@ -442,18 +450,8 @@ def _same_networks(plan: Plan) -> str:
     return ""
 
 
-def _require_segmentation(plan: Plan) -> None:
-    """Raise an InputError if the bundle predicts no masks."""
-    if plan.bundle.task != "segmentation":
-        raise InputError(
-            f"--save-predictions with bundle {plan.bundle.name!r}, a {plan.bundle.task} task",
-            "masks are predicted in segmentation",
-            "leave it out; predictions.csv is written in any case",
-        )
-
-
 def _require_geometry(federation: Federation) -> None:
-    """Raise an InputError if it is not known where the test images' pixels lie in their files."""
+    """Raise an InputError if masks could not be mapped back onto the grids of the test images' files."""
     prepared = federation.sections["test"]
     if len(prepared.geometry) != len(prepared):
         raise InputError(
@@ -467,6 +465,7 @@ def _require_geometry(federation: Federation) -> None:
 def _local(plan: Plan) -> Plan:
     """Return the plan of the Local reference: the same sites, networks and steps."""
     method = methods.load("local", {"bodies": _same_networks(plan)})
+    # Nothing is sent, so what concerns messages goes back to its default
     run = replace(
         plan.run,
         method="local",
@@ -474,10 +473,10 @@ def _local(plan: Plan) -> Plan:
         public=None,
         text=None,
         max_share=None,
+        messages=LOSSLESS,
+        aggregation=MEAN,
     )
-    return replace(
-        plan, run=replace(run, messages=LOSSLESS, aggregation=MEAN), method=method, public=None
-    )
+    return replace(plan, run=run, method=method, public=None)
 
 
 def _add_local(path: Path) -> dict[str, Any]:
@@ -490,12 +489,9 @@ def _add_local(path: Path) -> dict[str, Any]:
     rows = [row for _, row in read_rows(path / "sites.csv")]
 
     for row in rows:
-        reference = local.get(row["site"], {})
-        row |= {
-            f"local_{k.removeprefix('personal_')}": v
-            for k, v in reference.items()
-            if k.startswith("personal_")
-        }
+        for column, value in local.get(row["site"], {}).items():
+            if column.startswith("personal_"):
+                row[f"local_{column.removeprefix('personal_')}"] = value
 
     folder.write_table("sites.csv", rows)
     return dict(summary)

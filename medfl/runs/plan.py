@@ -5,9 +5,8 @@ What can be refused without looking at the images is refused before they are loo
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -28,7 +27,7 @@ from medfl.bundle.protocol import options_for, resolved
 from medfl.core.compression import Compression
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.release import versions_of
-from medfl.core.run import PartitionRecord, Run
+from medfl.core.run import PartitionRecord, PublicRecord, Run
 from medfl.core.setting_values import device
 from medfl.core.settings import SETTINGS, GeneralSettings, ProtocolSettings, check_limits
 from medfl.core.task import SECTIONS
@@ -50,12 +49,10 @@ from medfl.storage.places import PHANTOM
 
 def _left_open(settings: type) -> type:
     """Return a dataclass that has the fields of these settings, each None unless it is given."""
-    hints = get_type_hints(settings)
-    declared = dataclasses.fields(settings)
-    fields = [
-        (setting.name, hints[setting.name] | None, field(default=None)) for setting in declared
+    columns = [
+        (name, kind | None, field(default=None)) for name, kind in get_type_hints(settings).items()
     ]
-    return dataclasses.make_dataclass(f"Open{settings.__name__}", fields, frozen=True, kw_only=True)
+    return make_dataclass(f"Open{settings.__name__}", columns, frozen=True, kw_only=True)
 
 
 if TYPE_CHECKING:
@@ -88,7 +85,10 @@ class Request(GeneralSettings, OpenProtocolSettings):
 
 @dataclass(frozen=True)
 class Plan:
-    """A run with what is needed to execute it; `notes` are for the user, those of the partition stand in its table."""
+    """A run with what is needed to execute it.
+
+    `notes` are lines for the user; the partition's own notes are not among them, but in its table.
+    """
 
     run: Run
     bundle: Problem
@@ -103,7 +103,7 @@ class Plan:
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The classes where the data list says which item is of which; () where that is only known from the images."""
+        """The classes, if the data list gives each item's label; () if only the images show it."""
         if any("label" in item for item in self.sections["train"]):
             return self.bundle.classes
 
@@ -137,9 +137,14 @@ class Plan:
 def make_plan(
     request: Request, say: Print = str, policy: Policy | None = None, site: str = ""
 ) -> Plan:
-    """Resolve a request into a run, its bundle under a policy (None: the one in force, `medfl.policy.admission`).
+    """Resolve a request into a plan.
 
-    With `site` all images are of this one site of a federation, and may all be without labels if it is so named.
+    Args:
+        request: what the user asks for.
+        say: takes lines for the user.
+        policy: what the bundle has to comply with; None is the one in force (`medfl.policy.admission`).
+        site: if given, all images belong to this one site of a federation. The request may then list it as
+            unlabelled, although no image has a label.
 
     Raises:
         InputError: anything in the request that is not allowed.
@@ -148,17 +153,17 @@ def make_plan(
     general_settings = _general_settings(request)
     device = general_settings["device"]
     protocol = resolved(request.bundle, protocol_of(request.bundle), request.presets)
-    config = {
-        **protocol["config"],
-        **{key: override_value(value) for key, value in request.config.items()},
-    }
+    config = dict(protocol["config"])
+    for key, value in request.config.items():
+        config[key] = override_value(value)
+
     bundle = open_problem(request.bundle, config, device, policy)
     require_buildable(bundle, config)
     bundle, general_settings["init"] = initial_weights.begin_with(bundle, request.init)
     general_settings["amp"] = request.amp or (device != "cpu" and bundle.amp)
     protocol_settings = _protocol_settings(request, protocol)
-    given_options = {**options_for(protocol, request.method), **request.options}
-    method_as_asked = methods.load(request.method, given_options)
+    requested_options = {**options_for(protocol, request.method), **request.options}
+    unsettled = methods.load(request.method, requested_options)
     spec = request.partition or str(protocol["partition"])
     kind, _ = parse(spec)
 
@@ -176,7 +181,6 @@ def make_plan(
 
     # Which site has which images
     sites = request.sites
-
     if sites is None and kind not in OWN_SITES:
         sites = protocol["sites"]
 
@@ -187,19 +191,18 @@ def make_plan(
     if site:
         site_ids = {site: next(iter(site_ids.values()))}
 
-    site_labels.check(protocol_settings["site_labels"], bundle, method_as_asked, site_ids)
+    site_labels.check(protocol_settings["site_labels"], bundle, unsettled, site_ids)
     site_channels.check(protocol_settings["site_channels"], request.channel_drop, bundle, site_ids)
     if not site:
-        check_unlabelled(
-            request.unlabelled, request.method, method_as_asked, site_ids, sections["train"]
-        )
+        # A site alone may have no labels at all; only the federation has to have some somewhere
+        check_unlabelled(request.unlabelled, request.method, unsettled, site_ids, sections["train"])
 
     # What depends on how many images the sites have
     sizes = {name: len(ids["train"]) for name, ids in site_ids.items()}
     settings = fit_schedule(protocol_settings, sizes.values(), bundle.batch_size, bundle.task)
     settings["batch_size"] = settings["batch_size"] or bundle.batch_size
     method, option_notes = _settled_method(
-        request.method, given_options, int(settings["rounds"]), sizes
+        request.method, requested_options, int(settings["rounds"]), sizes
     )
     _check_site_networks(method, site_ids, bundle, config)
     options = methods.values_of(method)
@@ -224,14 +227,11 @@ def make_plan(
     bundle = incomplete_data.without_absent(bundle, run)
 
     notes = (*opened.notes, *option_notes, *rounds_note(protocol_settings, run))
-
     if public:
         notes += tuple(public.notes(bundle, sections))
 
     if site_notes := site_channels.notes(bundle, run) + unlabelled_notes(run):
-        run = dataclasses.replace(
-            run, data=dataclasses.replace(run.data, notes=(*run.data.notes, *site_notes))
-        )
+        run = replace(run, data=replace(run.data, notes=(*run.data.notes, *site_notes)))
         notes += site_notes
 
     return Plan(run, bundle, method, notes, public)
@@ -239,10 +239,10 @@ def make_plan(
 
 def _general_settings(request: Request) -> dict[str, Any]:
     """Return the settings that need no bundle, as a run records them; InputError if any of the request is wrong."""
-    values = {field.name: getattr(request, field.name) for field in dataclasses.fields(request)}
+    values = {field.name: getattr(request, field.name) for field in fields(request)}
     check_kinds(values)
     check_limits(values)
-    settings = {field.name: values[field.name] for field in dataclasses.fields(GeneralSettings)}
+    settings = {field.name: values[field.name] for field in fields(GeneralSettings)}
     settings["messages"] = str(Compression.parse(request.messages))
     settings["aggregation"] = str(Aggregation.parse(request.aggregation))
     settings["device"] = device_named(request.device)
@@ -251,9 +251,9 @@ def _general_settings(request: Request) -> dict[str, Any]:
 
 
 def _protocol_settings(request: Request, protocol: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a request leaves to the protocol, from the one or the other; some may be "auto"."""
+    """Return each protocol setting as requested, else as the protocol has it; some may be "auto"."""
     settings: dict[str, Any] = {}
-    for setting in dataclasses.fields(ProtocolSettings):
+    for setting in fields(ProtocolSettings):
         value = getattr(request, setting.name)
         if value is None:
             value = protocol[setting.name]
@@ -272,9 +272,10 @@ def _settled_method(
     before = methods.values_of(method)
     method = methods.settled(method, sizes)
     after = methods.values_of(method)
-    notes = [
-        f"{key}={after[key]}, by the sites' sizes" for key in after if after[key] != before[key]
-    ]
+    notes = []
+    for name_of_option, value in after.items():
+        if value != before[name_of_option]:
+            notes.append(f"{name_of_option}={value}, by the sites' sizes")
 
     return method, tuple(notes)
 
@@ -296,22 +297,23 @@ def request_of(
     config: Mapping[str, Any] | None = None,
     **requested: Any,
 ) -> Request:
-    """Return a request for a recorded run's settings, with those that are given in the place of the recorded ones."""
-    is_shipped = bundle_of(run) in shipped()
+    """Return a request for a recorded run's settings, overridden by those given here."""
     recorded: dict[str, Any] = {name: getattr(run, name) for name in ("method", *SETTINGS)}
-    recorded |= {"data": _recorded_data(run, is_shipped), "partition": run.partition.spec}
+    recorded |= {"data": _recorded_data(run), "partition": run.partition.spec}
     if "partition" not in requested:
         recorded["sites"] = len(run.partition.sites)
 
-    presets = requested.get("presets", ())
-    offered = protocol_of(bundle or bundle_of(run)).get("presets") or {}
-    for name in {key for preset in presets for key in offered.get(preset, {})}:
-        recorded.pop(name, None)  # what a preset asks for is compared with what was recorded
+    # What a preset asks for is compared with what was recorded, so the record must not hide it
+    presets = protocol_of(bundle or bundle_of(run)).get("presets") or {}
+    for preset in requested.get("presets", ()):
+        for name in presets.get(preset, {}):
+            recorded.pop(name, None)
 
-    other = requested.get("method", run.method) != run.method
+    # The options of one method mean nothing to another
+    is_recorded_method = requested.get("method", run.method) == run.method
     return Request(
         bundle or bundle_of(run),
-        options={**({} if other else run.options), **(options or {})},
+        options={**(run.options if is_recorded_method else {}), **(options or {})},
         config={**run.config, **(config or {})},
         **{**recorded, **requested},
     )
@@ -332,16 +334,15 @@ def repeat(
     Raises:
         InputError: the bundle, the data or the text embeddings are not the recorded ones.
     """
-    name = bundle_of(run)
-    is_shipped = name in shipped()
-    config = {**run.config, **({"split": run.data.split} if is_shipped else {})}
+    config = dict(run.config)
+    if bundle_of(run) in shipped():
+        config["split"] = run.data.split
+
     bundle = reopened(run, run.config, device_named(run.device), given=bundle_path, folder=folder)
     method = methods.load(run.method, run.options)
-    images = data or _recorded_data(run, is_shipped)
-    unlabelled = bool(run.unlabelled)
-    opened = with_data(bundle, images, config, say=say, unlabelled=unlabelled)
+    images = data or _recorded_data(run)
+    opened = with_data(bundle, images, config, say=say, unlabelled=bool(run.unlabelled))
     record = opened.record()
-
     if record.checksum != run.data.checksum:
         raise InputError(
             f"the data in {record.folder} (checksum {record.checksum[:12]})",
@@ -355,19 +356,19 @@ def repeat(
     if public:
         notes += tuple(public.notes(bundle, _items(bundle)))
 
-    run = dataclasses.replace(
+    run = replace(
         run, data=record, public=public.record if public else None, bundle_path=bundle.source
     )
-
     return Plan(run, incomplete_data.without_absent(bundle, run), method, notes, public)
 
 
 def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> PublicPlan | None:
-    """Open a recorded run's public data again; InputError if they, or the teachers, are not the recorded ones."""
-    if run.public is None:
+    """Reopen a recorded run's public data; InputError if they or the teachers have changed."""
+    recorded = run.public
+    if recorded is None:
         return None
 
-    folder = run.public.data.folder if Path(run.public.data.folder).is_dir() else None
+    folder = recorded.data.folder if Path(recorded.data.folder).is_dir() else None
     plan = plan_public(method, run.options, bundle, run.device, folder=folder, say=say)
     if plan is None:
         raise InputError(
@@ -377,14 +378,11 @@ def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> P
         )
 
     for name, was, now in (
-        ("public data", run.public.data.checksum, plan.record.data.checksum),
-        ("choice of public items", run.public.ids_sha256, plan.record.ids_sha256),
-        ("configuration of the public bundle", run.public.bundle_sha256, plan.record.bundle_sha256),
-        (
-            "teachers",
-            [digest for _, digest in run.public.teachers],
-            [d for _, d in plan.record.teachers],
-        ),
+        ("public data", recorded.data.checksum, plan.record.data.checksum),
+        ("choice of public items", recorded.ids_sha256, plan.record.ids_sha256),
+        ("configuration of the public bundle", recorded.bundle_sha256, plan.record.bundle_sha256),
+        # A teacher may have moved: its weights count, not its name
+        ("teachers", _checksums(recorded), _checksums(plan.record)),
     ):
         if was != now:
             raise InputError(
@@ -396,8 +394,13 @@ def _repeated_public(run: Run, method: Method, bundle: Problem, say: Print) -> P
     return plan
 
 
-def _recorded_data(run: Run, is_shipped: bool) -> str | None:
+def _checksums(public: PublicRecord) -> list[str]:
+    return [checksum for _, checksum in public.teachers]
+
+
+def _recorded_data(run: Run) -> str | None:
     """Return where the run's images lay; a phantom that is gone is drawn again."""
+    is_shipped = bundle_of(run) in shipped()
     if is_shipped and run.data.source == PHANTOM and not Path(run.data.folder).is_dir():
         return PHANTOM
     return run.data.folder or None
@@ -413,7 +416,7 @@ def _items(bundle: Problem) -> dict[str, list[Any]]:
 
 
 def _typed(name: str, value: Any) -> Any:
-    """Return a setting's value in the setting's kind, None and "auto" as they are; InputError if it is of another."""
+    """Convert a value to its setting's type, leaving None and "auto" as they are; InputError if that fails."""
     setting = SETTINGS[name]
     try:
         if value in (None, AUTO):
@@ -421,14 +424,15 @@ def _typed(name: str, value: Any) -> Any:
 
         return setting.kind(value)
     except (TypeError, ValueError) as error:
-        given = f"{name} {str(value)!r:.40} in the bundle's federated.yaml"
         raise InputError(
-            given, setting.allowed, f"correct it there, or give {setting.flag}"
+            f"{name} {str(value)!r:.40} in the bundle's federated.yaml",
+            setting.allowed,
+            f"correct it there, or give {setting.flag}",
         ) from error
 
 
 def device_named(name: str) -> str:
-    """Return the device of this name, "auto" resolved, which may initialise CUDA; InputError if it is not here."""
+    """Return a device's name, with "auto" resolved; may initialise CUDA. InputError if this machine lacks it."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -456,7 +460,7 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> None:
 
 def check_kinds(requested: Mapping[str, Any]) -> None:
     """Raise an InputError if a name is no setting, or a value not of its setting's kind (see `Request`)."""
-    check_names(requested, [field.name for field in dataclasses.fields(Request)])
+    check_names(requested, [field.name for field in fields(Request)])
     for name, value, allowed in type_mismatches(Request, requested):
         flag = f"--{name.replace('_', '-')}"
         if name in ("bundle", "options", "config"):

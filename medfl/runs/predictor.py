@@ -97,14 +97,14 @@ def _checked(predictor: Predictor) -> Predictor:
                 "rename it",
             )
 
-    weights = predictor.network.state_dict().items()  # what is no tensor is a module's extra state
-    if odd := next(
-        (name for name, one in weights if isinstance(one, Tensor) and not one.isfinite().all()),
-        None,
-    ):
-        raise InputError(
-            f"{predictor.title}: its weights {odd!r} are not finite", "numbers", "train it again"
-        )
+    for name, value in predictor.network.state_dict().items():
+        # What is no tensor is a module's extra state
+        if isinstance(value, Tensor) and not value.isfinite().all():
+            raise InputError(
+                f"{predictor.title}: its weights {name!r} are not finite",
+                "numbers",
+                "train it again",
+            )
 
     return predictor
 

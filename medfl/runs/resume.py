@@ -1,4 +1,4 @@
-"""A run and its folder: made new, or opened to go on with the run that is there, if it is this one and whole."""
+"""A run's folder: created, or reopened to resume the run in it if that run is undamaged and has the same settings."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from medfl.storage.run_folder import RunFolder
 from medfl.storage.run_integrity import read_verified_run, verified_manifest
 
 LISTED = 200
-"""Sites that the partition's table lists and its picture shows: a row of each would be no table and no picture."""
+"""The most sites for which the partition's table and picture are made; with more they cannot be read."""
 
 
 def recorded_plan(source: Path, data: str | None, say: Print, bundle: str | None = None) -> Plan:
-    """Return the plan that repeats a recorded run, with the versions of here; `source` is its run.json or its folder.
+    """Return the plan that repeats a recorded run with the installed versions; `source` is its run.json or folder.
 
     Raises:
         InputError: the record is damaged, or bundle or data are not the recorded ones.
@@ -52,28 +52,31 @@ def resumed_plan(
 ) -> Plan:
     """Return the plan of the run in a folder, perhaps with more rounds.
 
-    Its versions are those that it began with, as its hash; run.json lists those of each time that it was resumed.
+    It keeps the versions that it began with, and so its hash; run.json lists the versions of each resumption.
 
     Raises:
-        InputError: there is none, it is damaged, or other settings are asked for than its own.
+        InputError: the folder has no run, the run is damaged, or settings other than its own are asked for.
     """
     folder = RunFolder.existing(path)
     run, document = read_verified_run(path / "run.json")
     rounds = requested.get("rounds", run.rounds)
     _refuse_fewer(rounds, (verified_manifest(folder) or {"round": 0})["round"], path)
 
-    if bundle and bundle != bundle_of(run) and is_recorded(bundle, run):
-        moved_bundle = bundle
-    else:
-        moved_bundle = None
+    moved_bundle = None
+    other_bundle = None
+    if bundle and bundle != bundle_of(run):
+        if is_recorded(bundle, run):
+            moved_bundle = bundle
+        else:
+            other_bundle = bundle
 
-    other = bundle if bundle != bundle_of(run) and not moved_bundle else None
-    if other or options or config or set(requested) - {"rounds", "data"}:
-        asked = make_plan(request_of(run, other, options, config, **requested), say).run
-        sha256 = (
-            asked.bundle_sha256 if other else run.bundle_sha256
-        )  # `repeat` says what to do where it has changed
-        _require_same_settings(replace(asked, versions=run.versions, bundle_sha256=sha256), run)
+    if other_bundle or options or config or set(requested) - {"rounds", "data"}:
+        planned = make_plan(request_of(run, other_bundle, options, config, **requested), say).run
+        planned = replace(planned, versions=run.versions)
+        # If the same bundle has changed, `repeat` below says so, and what to do
+        if not other_bundle:
+            planned = replace(planned, bundle_sha256=run.bundle_sha256)
+        _require_same_settings(planned, run)
 
     _tell_withdrawn(document, say)
     _tell_versions(run, "began", say)
@@ -88,9 +91,9 @@ def resumed_plan(
 
 
 def with_notes(plan: Plan) -> Plan:
-    """Return a plan that says of one's own images which were left out, and whether patients are unknown.
+    """Return a plan whose notes say which of the user's own images were left out, and whether patients are unknown.
 
-    It does so where the bundle names its folders as `medfl new` writes it: dataset_dir, images, masks, labels, classes.
+    Only bundles that name their folders as `medfl new` does have them: dataset_dir, images, masks, labels, classes.
     """
     if plan.bundle.dataset:
         return plan
@@ -98,10 +101,15 @@ def with_notes(plan: Plan) -> Plan:
     ids = ids_of(plan.bundle)
     lists = [plan.bundle.data(section) for section in SECTIONS]
     is_medfl_new = isinstance(ids.get("dataset_dir"), str) and isinstance(ids["classes"], list)
-    if not (is_medfl_new and all(isinstance(data, list) for data in lists)):
+    if not is_medfl_new:
         return plan
 
-    items = [item for data in lists for item in data if isinstance(item, Mapping)]
+    items: list[Mapping[str, Any]] = []
+    for data in lists:
+        if not isinstance(data, list):
+            return plan
+        items += [item for item in data if isinstance(item, Mapping)]
+
     notes = own.notes(ids["dataset_dir"], items, ids)
     record = replace(plan.run.data, notes=(*plan.run.data.notes, *notes))
     return replace(plan, run=replace(plan.run, data=record), notes=(*plan.notes, *notes))
@@ -114,7 +122,7 @@ def has_local(path: Path) -> bool:
 
 
 def is_due(run: Run, path: Path) -> bool:
-    """Tell whether a Local reference has still to be trained, or trained on; errors are those of `rounds_done`."""
+    """Tell whether a Local reference still has rounds to train; raises as `rounds_done`."""
     if _scored(path) == run.rounds:
         _require_same_settings(run, read_verified_run(path / "run.json")[0])
         return False
@@ -123,7 +131,7 @@ def is_due(run: Run, path: Path) -> bool:
 
 
 def _scored(path: Path) -> int | None:
-    """Return after how many rounds a run was scored in the end, None if it was not."""
+    """Return the round after which a run was finally scored, None if it was not."""
     with suppress(InputError):
         rounds: int = read_summary(path / "summary.json")["rounds"]
         return rounds if (path / "sites.csv").is_file() else None
@@ -131,7 +139,7 @@ def _scored(path: Path) -> int | None:
 
 
 def rounds_done(run: Run, path: Path, sums: bool = True) -> int | None:
-    """Return how many rounds a run has in a folder, None without one; InputError for another, damaged or longer run."""
+    """Return how many rounds of a run are in a folder, None without one; InputError if that is another or damaged."""
     if not (path / "run.json").is_file():
         return None
     _require_same_settings(run, read_verified_run(path / "run.json")[0])
@@ -185,22 +193,22 @@ def discarding(folder: RunFolder, resume: bool) -> Iterator[None]:
 
 def _tell_withdrawn(document: Mapping[str, Any], say: Print) -> None:
     """Say which settings of a recorded run are ignored here."""
-    if ignored := withdrawn_settings(document):
-        names = " and ".join(f"--{name}" for name in ignored)
+    names = " and ".join(f"--{name}" for name in withdrawn_settings(document))
+    if names:
         say(f"note: {names} of the recorded run has no effect any more; --compile is what is left")
 
 
 def _tell_versions(run: Run, how: str, say: Print) -> None:
-    """Say with which other versions a recorded run was made, for weights may differ with them in the last bits."""
-    here = versions()
-    other = [
-        f"{name} {was} (here {here[name]})"
-        for name, was in run.versions.items()
-        if here.get(name, was) != was
-    ]
-    if other:
+    """Say which versions have changed since a run was recorded: its weights may differ in the last bits."""
+    current = versions()
+    changes = []
+    for name, recorded in run.versions.items():
+        if current.get(name, recorded) != recorded:
+            changes.append(f"{name} {recorded} (here {current[name]})")
+
+    if changes:
         say(
-            f"note: the run {how} with {', '.join(other)}: its weights may differ in the last bits from here on"
+            f"note: the run {how} with {', '.join(changes)}: its weights may differ in the last bits from here on"
         )
 
 
@@ -216,9 +224,9 @@ def _refuse_fewer(rounds: int, done: int, path: Path) -> None:
         raise InputError(f"--rounds {rounds}", allowed, f"ask for at least {max(1, done)}")
 
 
-def _require_same_settings(asked: Run, recorded: Run) -> None:
-    """Raise an InputError that names a difference between what is asked for and the run to be continued."""
-    different = asked.difference(recorded)
+def _require_same_settings(planned: Run, recorded: Run) -> None:
+    """Raise an InputError that names a difference between the planned run and the one to be continued."""
+    different = planned.difference(recorded)
     if different:
         more = f" (and {len(different) - 1} more)" if different[1:] else ""
         raise InputError(

@@ -222,10 +222,12 @@ def _classified(
         estimates["auroc"] = Estimate(areas[1].value, areas[1].low, areas[1].high)
     elif areas and not silent:
         drawn = bootstrap.areas(label, probabilities, times)[:, reported].mean(1)
-        estimates["auroc"] = _estimate(float(np.mean([one.value for one in areas.values()])), drawn)
+        estimates["auroc"] = _estimate(
+            float(np.mean([area.value for area in areas.values()])), drawn
+        )
 
     return Subgroup(
-        name, len(rows), estimates, {classes[k]: one for k, one in areas.items()}, silent
+        name, len(rows), estimates, {classes[k]: area for k, area in areas.items()}, silent
     )
 
 

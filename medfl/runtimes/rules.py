@@ -46,7 +46,7 @@ def check_update(method: str, site: Site, result: Any) -> tuple[State, Message]:
     if not site.journal:
         raise BrokenRule(
             f"local_update of method {method!r} trained nothing",
-            "a site is trained by medfl.training.loop.fit, which keeps the loss and counts the steps",
+            "a site is trained by medfl.training.site.fit, which keeps the loss and counts the steps",
             "call it, in train or in local_update",
         )
 

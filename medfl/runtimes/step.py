@@ -20,8 +20,7 @@ from medfl.evaluation.metrics import Cases
 from medfl.evaluation.save_masks import save
 from medfl.runtimes.rules import check_update
 from medfl.storage.files import State
-from medfl.training.loop import summed
-from medfl.training.site import Site
+from medfl.training.site import Site, summed
 
 if TYPE_CHECKING:
     from medfl.runtimes.federation import Federation

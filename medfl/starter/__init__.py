@@ -1,1 +1,1 @@
-"""A bundle for images of one's own, written by looking at them: what `medfl new` does."""
+"""`medfl new`: a bundle for a folder of images, written by looking at them."""

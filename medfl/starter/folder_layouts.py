@@ -1,4 +1,4 @@
-"""In which layout a user's folders are: what `medfl new` is given, as one folder and places in it."""
+"""The layout of a user's image folders, for `medfl new`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UserLayout:
         folder: what is given with --data.
         images, masks, labels: places in it, "." for the folder itself and "" where there is none.
         classes: names of the masks' values, where a file says them.
-        said: in which layout they are, where it is more than folders of their own.
+        note: in which layout they are, where it is more than folders of their own.
     """
 
     folder: Path
@@ -26,7 +26,7 @@ class UserLayout:
     masks: str = ""
     labels: str = ""
     classes: tuple[str, ...] = ()
-    said: str = ""
+    note: str = ""
 
 
 def find(
@@ -35,9 +35,10 @@ def find(
     """Return the layout of folders.
 
     Args:
-        images: of the images; without the others a folder of classes, of images and masks, of nnU-Net or of BIDS.
-        masks: of the masks, beside it or in it.
-        labels: table of the classes, beside the folder or in it.
+        images: folder of the images; without `masks` and `labels` it holds a folder for each class, images beside
+            their masks, nnU-Net's layout or BIDS.
+        masks: folder of the masks, beside that of the images or in it.
+        labels: table of the classes, beside the folder of the images or in it.
 
     Raises:
         InputError: no such folder, or one that is elsewhere.
@@ -60,17 +61,17 @@ def find(
     if all((root / name).is_dir() for name in names):
         left_out = "; imagesTs is left out" * (root / "imagesTs").is_dir()
         return _with_names(
-            UserLayout(root, *names, said=f"nnU-Net's layout: imagesTr and labelsTr{left_out}")
+            UserLayout(root, *names, note=f"nnU-Net's layout: imagesTr and labelsTr{left_out}")
         )
 
     if (root / conventions.BIDS_FILE).is_file():
         where = conventions.bids_masks(root)
         return UserLayout(
-            root, ".", where, said=f"a BIDS data set: masks of {where}, patients are its subjects"
+            root, ".", where, note=f"a BIDS data set: masks of {where}, patients are its subjects"
         )
 
-    if said := _together(root):
-        return UserLayout(root, ".", ".", said=said)
+    if note := _together(root):
+        return UserLayout(root, ".", ".", note=note)
 
     return UserLayout(root)
 
@@ -105,10 +106,10 @@ def _with_names(layout: UserLayout) -> UserLayout:
     if layout.masks != conventions.NNUNET_FOLDERS[1] or not path.is_file():
         return layout
     names = conventions.class_names(path)
-    said = layout.said + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(
-        layout.said and names
+    note = layout.note + f"; names of the structures by {conventions.NNUNET_FILE}" * bool(
+        layout.note and names
     )
-    return replace(layout, classes=names, said=said)
+    return replace(layout, classes=names, note=note)
 
 
 def _together(root: Path) -> str:
@@ -116,5 +117,7 @@ def _together(root: Path) -> str:
     images, masks = own.paths(root, root, lacking=False)
     if not masks or 2 * len(masks) < len(images):
         return ""
-    endings = sorted({match[0] for path, _ in masks if (match := matching.MASK_END.search(path))})
+
+    matches = (matching.MASK_END.search(path) for path, _ in masks)
+    endings = sorted({match[0] for match in matches if match})
     return f"images and masks in one folder: files that end in {', '.join(endings)} are masks"

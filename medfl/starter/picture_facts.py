@@ -45,20 +45,22 @@ DEPTHS = (255, 1023, 4095, 16383, 65535)
 def common_facts(facts: Sequence[PictureFacts]) -> tuple[int, int, tuple[int, int]]:
     """Return channels, largest possible value, and least and largest side of pictures (H, W, C)."""
     channels = 3 if any(picture.shape[-1] > 1 for picture in facts) else 1
-    brightest = 1 if own_depth(facts) else max(picture.brightest for picture in facts)
+    brightest = 1  # each picture is divided by the largest value of its own depth
+    if not own_depth(facts):
+        brightest = max(picture.brightest for picture in facts)
+
     return channels, brightest, sides([picture.shape[:2] for picture in facts])
 
 
 def own_depth(facts: Sequence[PictureFacts]) -> int:
-    """Return the largest value that pictures stored with 16 bits can have, 255 without any; 0 where others are among.
+    """Return the largest value of 16-bit pictures, 255 if all have 8 bits; 0 where some have neither.
 
     Raises:
         InputError: some have neither 8 nor 16 bits, and pictures have different depths.
     """
     if {picture.dtype.name for picture in facts} <= {"uint8", "uint16"}:
-        return max(
-            (picture.brightest for picture in facts if picture.dtype == np.uint16), default=255
-        )
+        return max(_sixteen_bit_depths(facts), default=255)
+
     if len({picture.brightest for picture in facts}) > 1:
         raise InputError(
             f"pictures of several depths: {_depths(facts)}",
@@ -88,17 +90,20 @@ def depth_notes(facts: Sequence[PictureFacts]) -> tuple[str, ...]:
     return tuple(notes)
 
 
+def _sixteen_bit_depths(facts: Sequence[PictureFacts]) -> list[int]:
+    return [picture.brightest for picture in facts if picture.dtype == np.uint16]
+
+
 def _depths(facts: Sequence[PictureFacts]) -> str:
-    most = max((picture.brightest for picture in facts if picture.dtype == np.uint16), default=0)
+    most = max(_sixteen_bit_depths(facts), default=0)
+    # the 16-bit pictures of a folder come from one device: its brightest says how many bits it uses
     counts = Counter(most if picture.dtype == np.uint16 else picture.brightest for picture in facts)
     return ", ".join(f"{count} of at most {value}" for value, count in sorted(counts.items()))
 
 
 def sides(shapes: list[tuple[int, ...]]) -> tuple[int, int]:
     """Return the least and the largest side."""
-    least = min(min(shape) for shape in shapes)
-    most = max(max(shape) for shape in shapes)
-    return least, most
+    return min(map(min, shapes)), max(map(max, shapes))
 
 
 def duplicate_notes(facts: Sequence[PictureFacts], records: Sequence[Record]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A bundle for images of one's own, written by looking at them: what `medfl new` does.
+"""`medfl new`: a bundle for a folder of images, written by looking at them.
 
 It is configuration only, so that a partner can approve it by reading; it names no file and no patient, so that all
 sites of a federation can have the very same one, each with a folder of its own of the same form.
@@ -19,6 +19,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from numpy.typing import NDArray
 
 from medfl import networks
 from medfl.core.errors import InputError, RunError
@@ -46,8 +47,10 @@ from medfl.storage.places import require_new_bundle
 _FILES = ("train.yaml", "evaluate.yaml", "inference.yaml", "federated.yaml")
 _LEAST = 2
 _MOST_CLASSES = 100
-_FEW, _FOLDS = 10, 5  # test images, below which so many folds are offered
-_PATCH, _STEP = 64, 8  # voxels a side of a patch at most, and what it is a multiple of
+_FEW = 10  # test images, below which folds are offered
+_FOLDS = 5
+_PATCH = 64  # voxels a side of a patch at most
+_STEP = 8  # what a side is a multiple of: a U-Net halves it three times
 _NETWORKS = {"labelled": "small_cnn", "pictures": "unet16", "volumes": "unet8"}
 _KINDS = {
     "labelled": "labelled pictures",
@@ -95,11 +98,11 @@ def survey(
 def write(
     target: str | Path, content: Survey, *, network: str | None = None, size: int | None = None
 ) -> Path:
-    """Write a bundle for what was seen and return its folder, whole or not at all.
+    """Write a bundle for a survey and return its folder; after an error nothing is left of it.
 
     Args:
         target: new folder; its name becomes the bundle's.
-        content: what the folder of images holds.
+        content: the survey of the folder of images.
         network: name of a network (`medfl.networks.names()`); default: a small one.
         size: side to which pictures are resized; default: 64 for labelled ones, else 128; at least 16.
 
@@ -109,12 +112,8 @@ def write(
     root = Path(target).expanduser()
     require_new_bundle(root, size)
     chosen = network or _NETWORKS[content.kind]
-    allowed = [
-        name
-        for name in networks.names()
-        if (name in networks.SEGMENTERS) == (content.kind != "labelled")
-    ]
-
+    segments = content.kind != "labelled"
+    allowed = [name for name in networks.names() if (name in networks.SEGMENTERS) == segments]
     if chosen not in allowed:
         raise InputError(
             f"--network {chosen}",
@@ -122,38 +121,33 @@ def write(
             "choose one of them",
         )
 
-    side = size or (64 if content.kind == "labelled" else 128)
+    side = size or (128 if segments else 64)
     if content.kind == "volumes" and size is not None:
         raise InputError(
             f"--size {size} for volumes", "volumes keep their size; patches are cut", "leave it out"
         )
 
-    for text in (
-        *content.classes,
-        content.images,
-        content.masks,
-        content.labels,
-        content.group_by or "",
-    ):
+    places = (content.images, content.masks, content.labels)
+    for text in (*content.classes, *places, content.group_by or ""):
         if text[:1] in ("$", "@", "%") or not is_text(text):
             names = "names in UTF-8 that do not begin with $ @ %: a bundle evaluates these"
             raise InputError(f"{text!r}", names, "rename it")
 
-    words = {**asdict(content), "items_call": content.items_call, "kind_text": _KINDS[content.kind]}
+    kind_text = _KINDS[content.kind]
+    words = {**asdict(content), "items_call": content.items_call, "kind_text": kind_text}
     words |= {"name": root.name, "network": chosen, "size": side}
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medfl.starter"), undefined=jinja2.StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters["yaml"] = (
-        json.dumps
-    )  # a JSON value is a YAML value, whatever a class is called
-    files = {
-        f"configs/{name}": environment.get_template(f"new_{name}.j2").render(words)
-        for name in _FILES
-    }
+    # a JSON value is a YAML value, whatever a class is called
+    environment.filters["yaml"] = json.dumps
+    files = {}
+    for name in _FILES:
+        files[f"configs/{name}"] = environment.get_template(f"new_{name}.j2").render(words)
+
     files["docs/README.md"] = environment.get_template("new_readme.md.j2").render(words)
-    metadata = metadata_of(root.name, content, side, _KINDS[content.kind])
+    metadata = metadata_of(root.name, content, side, kind_text)
     files["configs/metadata.json"] = json.dumps(metadata, indent=2) + "\n"
 
     try:
@@ -182,43 +176,28 @@ def _labelled(layout: UserLayout, group_by: str | None, progress: bool) -> Surve
         )
         raise InputError(problem, f"at least {_LEAST}", "check which column has the classes")
 
-    reserved = next(
-        (
-            name
-            for name in index.classes
-            if re.search(r"[#@$%]|::", name) or not is_plain_text(name)
-        ),
-        None,
-    )
-    if reserved is not None:
-        allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
-        raise InputError(
-            f"class {'' if layout.labels else 'folder '}{reserved!r}", allowed, "rename it"
-        )
+    for name in index.classes:
+        if re.search(r"[#@$%]|::", name) or not is_plain_text(name):
+            allowed = "a name in one line without # @ $ % and ::, which mean something in a bundle, and no formula"
+            source = "class" if layout.labels else "class folder"
+            raise InputError(f"{source} {name!r}", allowed, "rename it")
 
     facts = _read_all(
         index.records, lambda record: PictureFacts.of(read_pixels(record.image)), progress
     )
-    counts = tuple(
-        sum(record.label == label for record in index.records)
-        for label in range(len(index.classes))
-    )
+    by_label = Counter(record.label for record in index.records)
+    counts = tuple(by_label[label] for label in range(len(index.classes)))
     divided = own.sections_of(root, index, group_by)
     tested = {record.label for record, section in divided if section == "test"}
     untested = [f"{name} ({counts[k]})" for k, name in enumerate(index.classes) if k not in tested]
-    notes = [
-        *index.notes,
-        *own_folder.odd(root),
-        *depth_notes(facts),
-        *duplicate_notes(facts, index.records),
-    ]
-
+    notes = [*index.notes, *own_folder.odd(root)]
+    notes += [*depth_notes(facts), *duplicate_notes(facts, index.records)]
     if not layout.labels:
-        notes[:0] = own.beside_classes(root, index.records)
+        notes = [*own.beside_classes(root, index.records), *notes]
 
-    notes += (
-        [f"no test image of {', '.join(untested)}: too few images or patients"] if untested else []
-    )
+    if untested:
+        notes.append(f"no test image of {', '.join(untested)}: too few images or patients")
+
     return Survey(
         "labelled", str(root), index.classes, counts, *common_facts(facts), images=layout.images, labels=layout.labels,
         phantom=str(own.cohort_of(record.image for record in index.records) or ""), notes=tuple(notes),
@@ -262,16 +241,14 @@ def _patients(
         "tested": sum(section == "test" for _, section in divided),
     }
     groups = {record.group for record, _ in divided}
-    fields["sites"] = min(
-        3, max(1, len(groups) - math.ceil(len(groups) / _FOLDS) - 1)
-    )  # trained on, in folds too
-    fewest = min(Counter(label for _, label in {(r.group, r.label) for r, _ in divided}).values())
+    # a site needs a patient to train on also when a fold tests and another patient validates
+    trained = len(groups) - math.ceil(len(groups) / _FOLDS) - 1
+    fields["sites"] = min(3, max(1, trained))
 
-    if (
-        fields["tested"] < _FEW
-        and fewest > 1
-        and not any("section" in row for row in dataset.rows.values())
-    ):
+    patients = {(record.group, record.label) for record, _ in divided}
+    fewest = min(Counter(label for _, label in patients).values())  # patients of a class
+    divides_itself = any("section" in row for row in dataset.rows.values())
+    if fields["tested"] < _FEW and fewest > 1 and not divides_itself:
         fields["folds"] = min(_FOLDS, len(groups))
 
     if any(record.group != record.id for record, _ in divided):
@@ -287,17 +264,21 @@ def _patients(
 def _segmented(
     layout: UserLayout, structures: Sequence[str], group_by: str | None, progress: bool
 ) -> Survey:
-    images, masks = (own.path_below(layout.folder, name) for name in (layout.images, layout.masks))
+    images = own.path_below(layout.folder, layout.images)
+    masks = own.path_below(layout.folder, layout.masks)
     structures = structures or layout.classes[1:]
     check_structures(structures)
     dataset = own.with_masks(layout.folder, layout.images, layout.masks)
     records = dataset.records
     solid = own.is_volumes(images)
+    endings: tuple[str, ...] = tables.IMAGE_SUFFIXES
+    reader: Callable[[Record], Any] = partial(_picture, several=len(structures) > 1)
+    if solid:
+        endings = volumes.SUFFIXES
+        reader = _volume
 
     try:
-        pairs_read = _read_all(
-            records, _volume if solid else partial(_picture, several=len(structures) > 1), progress
-        )
+        pairs_read = _read_all(records, reader, progress)
         present = [values for values, _ in pairs_read]
         values = set[int]().union(*present)
         _check_values(masks, values, solid)
@@ -315,14 +296,16 @@ def _segmented(
     names = _structures(layout, structures, max(values))
     counts = tuple(sum(k in values for values in present) for k in range(len(names)))
     absent = [str(k) for k, count in enumerate(counts) if k and not count]
-    endings = volumes.SUFFIXES if solid else tables.IMAGE_SUFFIXES
     facts = [picture for _, picture in pairs_read]
     notes = (*own_folder.of_pairs(images, masks, records, endings), *own_folder.odd(layout.folder))
-    notes += (f"no mask has the values {', '.join(absent)}",) if absent else ()
+    if absent:
+        notes += (f"no mask has the values {', '.join(absent)}",)
+
     notes += duplicate_notes(facts, records)
+    paths = [*(record.image for record in records), *(record.mask for record in records)]
     fields: dict[str, Any] = {
-        "images": layout.images, "masks": layout.masks, "said": (layout.said,) if layout.said else (),
-        "phantom": str(own.cohort_of(path for record in records for path in (record.image, record.mask)) or ""),
+        "images": layout.images, "masks": layout.masks, "said": (layout.note,) if layout.note else (),
+        "phantom": str(own.cohort_of(paths) or ""),
         **_patients(dataset, divided, group_by),
     }  # fmt: skip
     where = str(layout.folder)
@@ -337,24 +320,19 @@ def _segmented(
         fields |= {"patch": _patch(shapes), "notes": notes}
         return Survey("volumes", where, names, counts, channels.pop(), 0, sides(shapes), **fields)
 
-    notes += depth_notes(facts)
-    return Survey(
-        "pictures",
-        where,
-        names,
-        counts,
-        *common_facts(facts),
-        notes=notes,
-        own_depth=own_depth(facts),
-        **fields,
-    )
+    fields |= {"notes": notes + depth_notes(facts), "own_depth": own_depth(facts)}
+    return Survey("pictures", where, names, counts, *common_facts(facts), **fields)
 
 
 def _structures(layout: UserLayout, structures: Sequence[str], most: int) -> tuple[str, ...]:
     """Return the names of the values of masks, of which one is the largest."""
-    background = layout.classes[0] if layout.classes else "background"
+    background = "background"
+    source = "--classes"
+    if layout.classes:
+        background = layout.classes[0]
+        source = conventions.NNUNET_FILE
+
     if structures and most > len(structures):
-        source = conventions.NNUNET_FILE if layout.classes else "--classes"
         raise InputError(
             f"{source} names {', '.join(structures)}, and masks have values up to {most}",
             "a name for each value of the masks but 0, in their order",
@@ -362,20 +340,18 @@ def _structures(layout: UserLayout, structures: Sequence[str], most: int) -> tup
         )
 
     if most == 1:
-        unnamed = ["structure"]
-    else:
-        unnamed = [f"structure_{k}" for k in range(1, most + 1)]
+        return (background, *(structures or ["structure"]))
 
-    return (background, *(structures or unnamed))
+    return (background, *(structures or [f"structure_{k}" for k in range(1, most + 1)]))
 
 
-def _read_all(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool) -> list[Any]:
+def _read_all(entries: Sequence[Any], reader: Callable[[Any], Any], progress: bool) -> list[Any]:
     """Read all entries; those that cannot be read are reported together."""
     results = []
     errors = []
     for entry in bar(entries, desc="reading images", unit="image", shown=progress):
         try:
-            results.append(read(entry))
+            results.append(reader(entry))
         except InputError as error:
             errors.append(error)
 
@@ -383,7 +359,9 @@ def _read_all(entries: Sequence[Any], read: Callable[[Any], Any], progress: bool
         details = tables.several([error._parts[0] for error in errors], "files")
         allowed = errors[0]._parts[1]
         advice = {error._parts[2] for error in errors}
-        advice = advice if len(advice) == 1 else {"restore or remove these"}
+        if len(advice) > 1:
+            advice = {"restore or remove these"}
+
         raise InputError(f"{len(errors)} of {len(entries)} images: {details}", allowed, *advice)
 
     if errors:
@@ -397,7 +375,8 @@ def _check_values(masks: Path, values: set[int], solid: bool) -> None:
         problem = f"the masks in {masks} have no value but 0"
         advice = "check that these are the masks"
     elif len(values) < _LEAST or max(values) >= _MOST_CLASSES:
-        some = ", ".join(map(str, sorted(values)[:5])) + (", ..." if len(values) > 5 else "")
+        more = ", ..." if len(values) > 5 else ""
+        some = ", ".join(map(str, sorted(values)[:5])) + more
         problem = f"the masks in {masks} have the values {some}, the largest {max(values)}"
         advice = "save class indices"
     else:
@@ -413,7 +392,8 @@ def _swapped(record: Record, solid: bool) -> bool:
     """Tell whether an image has few values, as masks have, and its mask many."""
 
     def values(uri: str) -> int:
-        return len(np.unique(volumes.read_volume(uri).numpy() if solid else read_pixels(uri)))
+        pixels = volumes.read_volume(uri).numpy() if solid else read_pixels(uri)
+        return len(np.unique(pixels))
 
     try:
         return values(record.image) <= _MOST_CLASSES < values(record.mask)
@@ -423,7 +403,7 @@ def _swapped(record: Record, solid: bool) -> bool:
 
 def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
     """Return the classes of a mask, and its picture; 255 in a mask of two values is class 1, unless it has several."""
-    values = {int(value) for value in np.unique(read_pixels(record.mask))}
+    values = _values(read_pixels(record.mask))
     if values <= {0, 255} and not several:
         values = {min(value, 1) for value in values}
 
@@ -431,12 +411,17 @@ def _picture(record: Record, several: bool) -> tuple[set[int], PictureFacts]:
     return values, PictureFacts.of(pixels)
 
 
+def _values(mask: NDArray[Any]) -> set[int]:
+    return {int(value) for value in np.unique(mask)}
+
+
 def _volume(record: Record) -> tuple[set[int], PictureFacts]:
     image, mask = volumes.read_pair(record.image, record.mask, 256)
-    return {int(value) for value in np.unique(mask.numpy())}, PictureFacts.of(image.numpy())
+    return _values(mask.numpy()), PictureFacts.of(image.numpy())
 
 
 def _patch(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
     """Return a patch that most volumes hold: the median along each axis, a multiple of 8, 16 to 64."""
     median = np.median(np.array(shapes), axis=0)
-    return tuple(int(min(_PATCH, max(16, math.floor(side / _STEP) * _STEP))) for side in median)
+    patch = np.clip(median // _STEP * _STEP, 16, _PATCH)
+    return tuple(int(side) for side in patch)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from medfl.bundle.files import RESEARCH_ONLY, SCHEMA
 from medfl.core.release import DISTRIBUTION, version_of
+from medfl.problem.described import Document
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,16 @@ class Survey:
         images, masks: names of the folders in `folder`, "" of labelled pictures.
         phantom: the phantom cohort that some of them are of, "" where all may be real.
         notes: what the user should know, as of files that are left out.
-        own_depth: pictures have 8 or 16 bits and each is read by its own depth: the largest value of those of 16, 255
-            without any; 0: they have others.
+        own_depth: largest value of the 16-bit pictures, 255 if all have 8 bits: each picture is divided by the largest
+            value of its own type. 0 where some have neither type.
         labels: table of the classes in `folder`, "" where it has a folder for each.
         group_by: expression that says the patients in file names, None where it was not asked for.
-        patients: how many, 0 where nothing says.
-        offer: an expression that file names suggest where patients are not known, and how many it makes.
+        patients: their number, 0 where it is unknown.
+        offer: suggested --group-by expression with the number of patients it finds; None where there is none.
         said: in which layout they are and what of a table was taken.
         tested: images in the test section.
-        sites: among which a run divides the images unasked: three, or as many as a few patients are enough for.
-        folds: of a cross-validation that would test more; 0 where there are enough images, or too few patients.
+        sites: default number of sites of a run: three, or fewer where there are few patients.
+        folds: suggested for a cross-validation; 0 where the test section is large enough, or patients too few.
     """
 
     kind: str
@@ -70,29 +71,37 @@ class Survey:
         return "labelled(@dataset_dir, @classes"
 
 
-def metadata_of(name: str, survey: Survey, side: int, kind: str) -> dict[str, Any]:
+def _numbered(names: Sequence[str]) -> dict[str, str]:
+    return {str(index): name for index, name in enumerate(names)}
+
+
+def metadata_of(name: str, survey: Survey, side: int, kind: str) -> Document:
     """Return the content of metadata.json."""
     segments = survey.kind != "labelled"
-    shape = list(survey.patch) if survey.kind == "volumes" else [side, side]
+    is_volumes = survey.kind == "volumes"
+    shape = [*survey.patch] if is_volumes else [side, side]
+    colours = [f"channel {index}" for index in range(survey.channels)]
     if survey.channels == 1:
         colours = ["grey value"]
-    elif survey.channels == 3 and survey.kind != "volumes":
+    elif survey.channels == 3 and not is_volumes:
         colours = ["red", "green", "blue"]
-    else:
-        colours = [f"channel {index}" for index in range(survey.channels)]
 
-    numbered = {str(index): text for index, text in enumerate(colours)}
     image = {
         "type": "image", "format": "magnitude", "modality": "n/a", "num_channels": survey.channels,
-        "spatial_shape": shape, "dtype": "float32", "value_range": [-10, 10], "is_patch_data": survey.kind == "volumes",
-        "channel_def": numbered,
+        "spatial_shape": shape, "dtype": "float32", "value_range": [-10, 10], "is_patch_data": is_volumes,
+        "channel_def": _numbered(colours),
     }  # fmt: skip
     pred = {
-        "type": "image" if segments else "probabilities", "format": "segmentation" if segments else "classes",
-        "modality": "n/a", "num_channels": len(survey.classes), "spatial_shape": shape if segments else [],
-        "dtype": "float32", "value_range": [0, 1], "is_patch_data": survey.kind == "volumes",
-        "channel_def": {str(index): text for index, text in enumerate(survey.classes)},
+        "type": "probabilities", "format": "classes", "modality": "n/a", "num_channels": len(survey.classes),
+        "spatial_shape": [],
+        "dtype": "float32", "value_range": [0, 1], "is_patch_data": is_volumes,
+        "channel_def": _numbered(survey.classes),
     }  # fmt: skip
+    task = "Classification"
+    if segments:
+        task = "Segmentation"
+        pred |= {"type": "image", "format": "segmentation", "spatial_shape": shape}
+
     versions = {package: version_of(package) for package in ("medfl", "monai", "torch", "numpy")}
 
     return {
@@ -105,12 +114,12 @@ def metadata_of(name: str, survey: Survey, side: int, kind: str) -> dict[str, An
         "required_packages_version": {DISTRIBUTION: versions["medfl"]},
         "supported_apps": {},
         "name": name,
-        "task": f"{'Segmentation' if segments else 'Classification'}: {', '.join(survey.classes)}",
+        "task": f"{task}: {', '.join(survey.classes)}",
         "description": f"{kind.capitalize()} of one's own, at each site a folder of the same form.",
         "authors": "to be filled in",
         "copyright": "to be filled in",
         "data_source": "to be filled in",
-        "data_type": "NIfTI" if survey.kind == "volumes" else "pictures",
+        "data_type": "NIfTI" if is_volumes else "pictures",
         "intended_use": RESEARCH_ONLY,
         "references": [],
         "network_data_format": {"inputs": {"image": image}, "outputs": {"pred": pred}},

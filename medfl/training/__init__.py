@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from medfl.training.accelerate.precision import autocast
 from medfl.training.layers import NORMS, evaluating, one_sample_safe, split_names, train_only
-from medfl.training.loop import (
+from medfl.training.local_settings import LocalSettings
+from medfl.training.network_pool import Networks
+from medfl.training.site import (
     Feed,
     FitReport,
     GradientHook,
+    Host,
     Objective,
+    Site,
+    autocast,
     clip,
     fit,
     in_turn,
+    merged,
     pull,
     push,
+    snapshot,
     summed,
+    zeros_of,
 )
-from medfl.training.network_pool import Networks
-from medfl.training.site import Host, LocalSettings, Site, merged, snapshot, zeros_of
 
 __all__ = [
     "NORMS", "Feed", "FitReport", "GradientHook", "Host", "LocalSettings", "Networks", "Objective", "Site", "autocast",

@@ -40,12 +40,12 @@ def train_only(
     """
     flags = [(p, p.requires_grad, name in names) for name, p in model.named_parameters()]
     layers = {name.rpartition(".")[0] for name in names}
-    others = [
+    frozen_buffers = [
         b
         for name, b in model.named_buffers()
         if restore_buffers and name.rpartition(".")[0] not in layers
     ]
-    values = [(buffer, buffer.clone()) for buffer in others]
+    values = [(buffer, buffer.clone()) for buffer in frozen_buffers]
 
     try:
         for parameter, flag, trained in flags:
@@ -82,9 +82,8 @@ def one_sample_safe(model: nn.Module, x: Any) -> Iterator[None]:
 def split_names(network: nn.Module, types: tuple[type[nn.Module], ...]) -> frozenset[str]:
     """Return the state-dict names that belong to layers of these types (by type: names such as `bn` prove nothing)."""
     names: set[str] = set()
-    for prefix, module in network.named_modules(
-        remove_duplicate=False
-    ):  # a state dict has all names of a shared layer
+    # a state dict has all names of a shared layer, so its duplicates are wanted
+    for prefix, module in network.named_modules(remove_duplicate=False):
         if isinstance(module, types):
             names.update(f"{prefix}.{name}" if prefix else name for name in module.state_dict())
     return frozenset(names)

@@ -1,24 +1,51 @@
-"""Site and Host: what the two halves of a method may use. A Site has one site's private data; a Host never does."""
+"""A site and its local training: Site, Host, and `fit`, the one training loop.
+
+A Site has one site's private data; a Host, which the server half of a method uses, never does. A method changes the
+loss or the gradients of `fit`, never the loop.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from medfl.core.errors import InputError, RunError
 from medfl.core.message import Weights
+from medfl.core.seeding import stream
 from medfl.core.task import Task
 from medfl.data.known_labels import AnnotatedClasses
-from medfl.data.prepared import Shard
+from medfl.data.prepared import Shard, moved
 from medfl.data.public import Public
+from medfl.networks.heads import entering_head
+from medfl.storage.files import State
+from medfl.training.accelerate.compiled import NetworkCalls
+from medfl.training.layers import one_sample_safe
+from medfl.training.local_settings import LocalSettings, restore_state, saved_state, set_rates
 from medfl.training.network_pool import Networks
+
+Objective = Callable[..., Tensor]
+"""(model, inputs, targets, *more of the feed) -> scalar loss, mean over the batch."""
+
+GradientHook = Callable[[Sequence[nn.Parameter]], None]
+"""Called after backward and before the step with the trainable parameters, in `model.parameters()` order; edits
+`.grad`."""
+
+Feed = Callable[[Any, Any], tuple[Any, ...]]
+"""(inputs, targets) of a batch, on the device -> what the step trains on in its place: (inputs, targets, *more), on the
+device too. The objective gets it all."""
 
 Penalty = Callable[[Tensor, Any], Tensor]
 """(features (B, d), targets) -> scalar, added to the loss of a step."""
+
+# of the scale of a step's float16 gradients: from 2^16 to below the smallest float16
+_HALVINGS = 40
 
 
 class _WithNetworks:
@@ -39,32 +66,6 @@ class _WithNetworks:
 
 
 @dataclass(frozen=True)
-class LocalSettings:
-    """How a site trains.
-
-    Attributes:
-        epochs: passes over the site's data a round.
-        batch_size: items per step; the last batch may be smaller.
-        optimizer: builds the optimiser of a network's trainable parameters.
-        lr_factor: multiplies every learning rate this round (decay).
-        epoch_factor: multiplies it after each local epoch.
-        amp: automatic mixed precision.
-        lr_decay: factor of one decay; `lr_factor` is its power by the rounds, or local epochs, that are over.
-        rates: (local epoch, from 0) -> the optimiser's learning rates in it before decay, one for each parameter group;
-            None where they stay.
-    """
-
-    epochs: int
-    batch_size: int
-    optimizer: Callable[[nn.Module], Optimizer]
-    lr_factor: float = 1.0
-    amp: bool = False
-    lr_decay: float = 1.0
-    rates: Callable[[int], Sequence[float]] | None = None
-    epoch_factor: float = 1.0
-
-
-@dataclass(frozen=True)
 class Site(_WithNetworks):
     """One participant in one round: its data, loss, settings and networks.
 
@@ -82,7 +83,7 @@ class Site(_WithNetworks):
         penalty: what `fit` adds to any method's loss; set by `replace` where a method shapes the features.
         common: the pool of the bundle's own network, also where this site's network is another.
         public: the run's public data, for the methods that use some.
-        method: the run's, for what is said of it.
+        method: the run's method, named in messages.
         known: the structures that its masks show, over which its loss is; None: all.
     """
 
@@ -135,11 +136,11 @@ class Site(_WithNetworks):
             return first
 
         decay = settings.epoch_factor
-        each = [
+        epoch_rates = [
             (rates(e)[0] * settings.lr_factor if rates else first) * decay**e
             for e in range(settings.epochs)
         ]
-        return sum(each) / settings.epochs
+        return sum(epoch_rates) / settings.epochs
 
     def for_epochs(self, epochs: int) -> Site:
         """Return the same site with another number of local epochs."""
@@ -182,3 +183,319 @@ def zeros_of(network: nn.Module) -> dict[str, Tensor]:
 def merged(shared: Weights, personal: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the complete weights made of the received and the personal tensors; personal ones win."""
     return {**shared, **personal}
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What one call of `fit` did.
+
+    Attributes:
+        steps: optimiser updates.
+        loss: mean training loss over the steps (NaN if there was none).
+        optimizer_state: the optimiser's state, only if it was asked for.
+    """
+
+    steps: int
+    loss: float
+    optimizer_state: State | None = None
+
+
+def fit(
+    model: nn.Module,
+    site: Site,
+    *,
+    objective: Objective | None = None,
+    gradient_hook: GradientHook | None = None,
+    feed: Feed | None = None,
+    purpose: str = "local",
+    optimizer_state: State | None = None,
+) -> FitReport:
+    """Train `model` in place on the site's data for its local epochs.
+
+    Every call opens the random stream (site, purpose): two calls with the same purpose see the same batches, the same
+    dropout and the same random transforms.
+
+    Args:
+        model: network in training mode on the site's device.
+        site: data, loss and settings.
+        objective: the loss; default `site.loss(model(x), y)`.
+        gradient_hook: edits gradients between backward and step (after unscaling with mixed precision).
+        feed: changes each batch before its step, or adds to it.
+        purpose: name of the random stream.
+        optimizer_state: state to continue from; `{}` asks for the state without continuing. Default: a fresh
+            optimiser, not kept; where the site keeps optimisers, the state that the same call left in its last round.
+
+    Raises:
+        InputError: the bundle's trainer takes its steps by itself, and this asks for more than another gradient.
+        RunError: the loss became NaN or infinite, or the network cannot be compiled; names the site and the step.
+    """
+    trainer: Any = vars(model).get("custom_trainer")
+    if trainer is not None:  # the bundle's trainer takes the steps
+        continues = (
+            optimizer_state is not None
+            or site.optimizer_states is not None
+            or site.settings.epoch_factor != 1
+        )
+        if objective or feed or site.penalty:
+            changed = "the loss"
+        elif continues:
+            changed = "the optimiser"
+        else:
+            changed = ""
+
+        report: FitReport = trainer.fit(site, purpose, gradient_hook, changed)
+        return report
+
+    model.zero_grad()  # an optimiser of all parameters would step a frozen one by a gradient left over from before
+    optimizer = site.optimizer(model)
+    visit_name = f"{purpose} {len(site.journal)}"
+    states_of_visits = site.optimizer_states if optimizer_state is None else None
+
+    if states_of_visits is not None:
+        optimizer_state = states_of_visits.get(visit_name, {})
+
+    if optimizer_state:
+        restore_state(optimizer, optimizer_state)
+
+    objective = penalised(objective or (lambda net, x, y: site.loss(net(x), y)), site.penalty)
+    calls = NetworkCalls(model, site.settings.batch_size, site.device)
+    step = training_step(model, site, optimizer, objective, gradient_hook, calls)
+    losses: list[Tensor] = []
+
+    with stream(site.seed, purpose) as generator, calls.visit():
+        for epoch in range(site.settings.epochs):
+            set_rates(optimizer, site.settings, epoch)
+            epoch_start = len(losses)
+
+            for x, y in site.train.batches(site.settings.batch_size, generator):
+                batch: tuple[Any, ...] = moved(x, site.device), moved(y, site.device)
+                if feed is not None:
+                    batch = feed(*batch)
+                losses.append(step(*batch))
+
+            check_finite(losses, epoch_start, site)
+
+    mean_loss = float(torch.stack(losses).mean()) if losses else float("nan")
+    state = None if optimizer_state is None else saved_state(optimizer)
+    if states_of_visits is not None:
+        states_of_visits[visit_name] = state
+
+    report = FitReport(len(losses), mean_loss, state)
+    site.journal.append(report)
+    return report
+
+
+def training_step(
+    model: nn.Module,
+    site: Site,
+    optimizer: Optimizer,
+    objective: Objective,
+    gradient_hook: GradientHook | None,
+    calls: NetworkCalls,
+) -> Callable[..., Tensor]:
+    """Return the function that takes one step on a batch, and returns its loss, detached."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    scaler = gradient_scaler(site)
+
+    def step(x: Any, y: Any, *more: Any) -> Tensor:
+        # also those that the optimiser leaves out, which a hook may read
+        for parameter in parameters:
+            parameter.grad = None
+
+        with calls.step(x):
+            with one_sample_safe(model, x), autocast(site):
+                loss = check_one_number(objective(model, x, y, *more), site)
+            backward(loss, scaler, optimizer, parameters, site)
+
+        if gradient_hook is not None:
+            gradient_hook(parameters)
+
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def summed(reports: Sequence[FitReport]) -> FitReport:
+    """Return all that some calls of `fit` did together: their steps, and the mean loss over these."""
+    steps = sum(report.steps for report in reports)
+    if not steps:
+        return FitReport(0, float("nan"))
+
+    # a call without steps has the loss NaN
+    losses = sum(report.steps * report.loss for report in reports if report.steps)
+    return FitReport(steps, losses / steps)
+
+
+# Gradient hooks
+
+
+def pull(model: nn.Module, anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
+    """Return a gradient hook that adds `strength * (w - anchor)`, the gradient of (strength/2) ||w - anchor||^2.
+
+    Args:
+        model: the network to be trained; only its trainable parameters are pulled.
+        anchor: tensor name -> where to pull; copied, so it may be the model's own parameters.
+        strength: mu of FedProx, lambda of Ditto.
+    """
+    if strength == 0:
+        return lambda parameters: None  # adding 0 would turn a gradient of -0.0 into 0.0
+
+    anchors = [
+        anchor[name].detach().clone() for name, p in model.named_parameters() if p.requires_grad
+    ]
+
+    def hook(parameters: Sequence[nn.Parameter]) -> None:
+        pairs = [(p, a) for p, a in zip(parameters, anchors, strict=True) if p.grad is not None]
+        apart = torch._foreach_sub([p.detach() for p, _ in pairs], [a for _, a in pairs])
+        torch._foreach_add_([p.grad for p, _ in pairs if p.grad is not None], apart, alpha=strength)
+
+    return hook
+
+
+def push(model: nn.Module, terms: Mapping[str, Tensor]) -> GradientHook:
+    """Return a gradient hook that adds constant tensors, the gradient of the linear term <terms, w> of a loss."""
+    added = [terms[name] for name, p in model.named_parameters() if p.requires_grad]
+
+    def hook(parameters: Sequence[nn.Parameter]) -> None:
+        for parameter, term in zip(parameters, added, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(term)
+
+    return hook
+
+
+def clip(max_norm: float) -> GradientHook:
+    """Return a gradient hook that clips the norm of all gradients together; 0 never clips."""
+
+    def hook(parameters: Sequence[nn.Parameter]) -> None:
+        if max_norm:
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    return hook
+
+
+def in_turn(*hooks: GradientHook) -> GradientHook:
+    """Return the gradient hook that calls these one after the other."""
+
+    def hook(parameters: Sequence[nn.Parameter]) -> None:
+        for edit in hooks:
+            edit(parameters)
+
+    return hook
+
+
+# The loss of a step
+
+
+def check_one_number(loss: Any, site: Site) -> Tensor:
+    """Return the loss of a step; raise InputError if a method's objective gave anything but one number."""
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss
+    if isinstance(loss, Tensor):
+        form = f"has the shape {tuple(loss.shape)}"
+    else:
+        form = f"is a {type(loss).__name__}"
+
+    raise InputError(
+        f"the loss of method {site.method!r} {form}",
+        "a loss is one number, the mean over the batch",
+        "take its mean()",
+    )
+
+
+def check_finite(losses: list[Tensor], start: int, site: Site) -> None:
+    """Raise RunError if a loss from `start` on is not finite: an epoch at once, so that no step stops a GPU."""
+    if len(losses) == start:
+        return
+    bad = (~torch.isfinite(torch.stack(losses[start:]))).nonzero()
+    if len(bad):
+        step = start + int(bad[0]) + 1
+        raise RunError(
+            f"site {site.name!r}, round {site.round}: the training loss is {float(losses[step - 1])} at step {step}; "
+            "the last good round is kept; lower the learning rate or look at this site's data"
+        )
+
+
+def penalised(objective: Callable[..., Tensor], penalty: Penalty | None) -> Callable[..., Tensor]:
+    """Return an objective with a penalty on the features added: on what entered the head in its first pass."""
+    if penalty is None:
+        return objective
+
+    def with_penalty(network: nn.Module, x: Any, y: Any, *more: Any) -> Tensor:
+        with entering_head(network) as features:
+            loss = objective(network, x, y, *more)
+        return loss + penalty(features[0], y)
+
+    return with_penalty
+
+
+def mean_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss of (prediction, target) reduced to its mean, as MONAI's trainer reduces it."""
+
+    def loss(prediction: Any, target: Any) -> Tensor:
+        value = function(prediction, target)
+        return value if value.ndim == 0 else value.mean()
+
+    return update_wrapper(loss, function, (), ())  # inspect.unwrap finds the loss itself
+
+
+# Mixed precision
+
+
+def autocast(site: Site) -> AbstractContextManager[Any]:
+    """Return the mixed-precision context of the site's settings (float16 on CUDA, bfloat16 on CPU), or a null one."""
+    if not site.settings.amp:
+        return nullcontext()
+    return torch.autocast(
+        site.device.type, torch.float16 if site.device.type == "cuda" else torch.bfloat16
+    )
+
+
+def gradient_scaler(site: Site) -> torch.amp.GradScaler:
+    """Return what scales float16 gradients; disabled where the site computes with another precision."""
+    return torch.amp.GradScaler("cuda", enabled=site.settings.amp and site.device.type == "cuda")
+
+
+def backward(
+    loss: Tensor,
+    scaler: torch.amp.GradScaler,
+    optimizer: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    site: Site,
+) -> None:
+    """Leave finite gradients of the loss in `.grad`: where its scale is too large, half the scale is tried.
+
+    So a hook never reads an infinite gradient, and every batch is trained on: a scaler alone leaves such batches out,
+    which for a site of few batches are all of them. A disabled scaler scales nothing.
+
+    Raises:
+        RunError: the gradients are not finite at any scale; names the site.
+    """
+    if not scaler.is_enabled():
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    # the scaler leaves these alone, but a hook may read them
+    unscaled = [p for p in parameters if id(p) not in stepped]
+    for _ in range(_HALVINGS):
+        scaler.scale(loss).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        scaler.unscale_(optimizer)
+        for gradient in (p.grad for p in unscaled if p.grad is not None):
+            gradient.div_(scaler.get_scale())
+
+        scaler.update()
+        norms = torch._foreach_norm(
+            [p.grad for p in parameters if p.grad is not None], float("inf")
+        )
+        if torch.stack(norms).isfinite().all():
+            return
+
+        for parameter in parameters:
+            parameter.grad = None
+
+    raise RunError(
+        f"site {site.name!r}, round {site.round}: gradients in float16 are not finite at any scale; "
+        "the last good round is kept; run it without --amp, lower the learning rate or look at this site's data"
+    )

@@ -460,7 +460,8 @@ def test_another_network_is_given_by_its_name_under_either_id_or_as_a_module(
 
 @pytest.mark.parametrize("name", shipped())
 def test_shipped(name: str) -> None:
-    """Task, classes and network of a shipped bundle are known without its data."""
+    """Task, classes and network of a shipped bundle are known without its data, as it declares by itself."""
+    assert {"trial": False, "scores": "medfl"}.items() <= read_protocol(name).items()
     task = datasets.get(name).task
     network = "small_cnn" if task == "classification" else "unet8"
     bundle = Bundle(name, {"network": network, "image_size": 28})
@@ -530,13 +531,22 @@ def test_what_is_read_before_the_gate_is_plain_and_bounded(text: str, tmp_path: 
 
 
 def test_what_a_bundle_declares_is_taken_at_its_word_and_no_step_is_tried(tmp_path: Path) -> None:
-    """Without the words the task of the same folder is found by a step, on images that are not here."""
+    """Without the words the task of the same folder is found by a step, on images that are not here.
+
+    A shipped bundle of an earlier release had no such words: they are taken to be there when it is opened as one.
+    """
     folder = Path(shutil.copytree(Bundle("mednist").root, tmp_path / "mine"))
     config = {"dataset_dir": str(tmp_path / "nowhere")}
-    with pytest.raises(InputError, match="nowhere"):
-        _ = Bundle(str(folder), config).task
-    protocol = folder / "configs" / "federated.yaml"
-    protocol.write_text(protocol.read_text() + "\ntrial: false\nscores: medfl\n")
     bundle = Bundle(str(folder), config)
     assert (bundle.dataset, bundle.task, bundle.channels) == ("", "classification", 1)
     assert bundle.evaluator == ClassEvaluator(), "not with the batch size of its own loader"
+
+    protocol = folder / "configs" / "federated.yaml"
+    text = protocol.read_text().replace("trial: false\nscores: medfl\n", "")
+    assert len(text) < len(protocol.read_text())
+    protocol.write_text(text)
+    with pytest.raises(InputError, match="nowhere"):
+        _ = Bundle(str(folder), config).task
+    former = Bundle(str(folder), config, known_as="mednist")
+    assert (former.task, former.evaluator) == ("classification", ClassEvaluator())
+    assert former.sha256 == bundle.sha256, "a hash of what is trained, not of how it is described"

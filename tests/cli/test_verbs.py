@@ -23,7 +23,7 @@ from medfl.cli import verbs as cli
 from medfl.datasets.readers import download
 from medfl.methods.fedavg import FedAvg
 from medfl.problem import problem
-from medfl.training.loop import fit
+from medfl.training.site import fit
 from tests.support import forked
 
 SMALL = (

@@ -15,6 +15,7 @@ import pytest
 
 import medfl
 from medfl import datasets
+from medfl.bundle.files import shipped_folders
 from medfl.cli import verbs as cli
 from medfl.compare.entry import Entry
 from medfl.core.errors import InputError
@@ -323,3 +324,21 @@ def test_an_entry_reads_options_as_a_shell_does() -> None:
     assert (entry.method, entry.options) == ("fedhelp", {"large": "a, b", "top": "1"})
     with pytest.raises(InputError, match="NAME OPTION=VALUE"):
         Entry.read("fedhelp large='a")
+
+
+@pytest.mark.slow
+def test_a_program_with_threads_compares_a_bundle_that_is_not_shipped(tmp_path: Path) -> None:
+    """Its first step is tried before the runs are forked: with several threads of OpenMP these once hung."""
+    bundle = tmp_path / "foreign"
+    shutil.copytree(shipped_folders()["mednist"], bundle, ignore=shutil.ignore_patterns("models"))
+    data = datasets.write_phantom("mednist", tmp_path / "data", per_class=10, size=16)
+    command = [
+        sys.executable, "-m", "medfl", "compare", str(bundle), f"--data={data}", "--methods=fedavg,local",
+        "--seeds=0", "--sites=2", "--rounds=1", "--config=image_size=16", "--out=grid", "--jobs=2",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "grid" / "tables.md").is_file()

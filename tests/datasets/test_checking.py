@@ -75,7 +75,7 @@ def test_every_problem_is_one_line_naming_the_file(phantoms, tmp_path):
     assert len(report.problems) == 6
     expected = (
         (rows[1][1], "has label 'wart'"),
-        (gone.name, "is missing"),
+        (gone.stem, "is missing"),
         (rows[6][1], "is listed 2 times"),
         (cut.name, "cannot be read"),
         (grey.name, "has 1 channels, ham10000 has 3"),

@@ -159,7 +159,7 @@ def test_bad_rows_and_missing_files_are_told(phantom: Path, tmp_path: Path) -> N
     for line, parts in zip(
         report.problems,
         (
-            ("cxr_000.png", "has site 'rome'"),
+            ("cxr_000.png", "has centre 'rome'"),
             ("cxr_001.png", "mask is missing"),
             ("cxr_002.png", "image is missing"),
             ("masks/cxr_003.png", "has 10 x 32 pixels"),

@@ -34,7 +34,7 @@ def _records(n: int = 1000) -> list[Record]:
 
 def test_groups_stay_together_and_shares_hold_in_each_class_and_centre():
     records = _records()
-    sections = by_group((0.7, 0.1, 0.2), "x")(records)
+    sections = by_group("x")(records)
     assert (
         len({(record.group, section) for record, section in zip(records, sections, strict=True)})
         == 500
@@ -53,15 +53,13 @@ def test_groups_stay_together_and_shares_hold_in_each_class_and_centre():
 
 def test_order_of_records_does_not_matter():
     records = _records()
-    rule = by_group((0.7, 0.1, 0.2), "x")
+    rule = by_group("x")
     forward = dict(zip((r.id for r in records), rule(records), strict=True))
     backward = dict(
         zip((r.id for r in reversed(records)), rule(list(reversed(records))), strict=True)
     )
     assert forward == backward
-    assert forward != dict(
-        zip((r.id for r in records), by_group((0.7, 0.1, 0.2), "y")(records), strict=True)
-    )
+    assert forward != dict(zip((r.id for r in records), by_group("y")(records), strict=True))
 
 
 def test_carved_keeps_the_test_section_and_groups():
@@ -108,8 +106,8 @@ def test_whole_centres() -> None:
 def test_a_class_can_be_cut_as_a_whole() -> None:
     """Ten images of one class at ten centres: cut at each centre all would be for training."""
     records = [Record("", 0, f"i{i}", f"c{i}", f"i{i}") for i in range(10)]
-    assert set(by_group((0.7, 0.1, 0.2), "x")(records)) == {"train"}
-    assert Counter(by_group((0.7, 0.1, 0.2), "x", at_centres=False)(records)) == {
+    assert set(by_group("x")(records)) == {"train"}
+    assert Counter(by_group("x", at_centres=False)(records)) == {
         "train": 7,
         "validate": 1,
         "test": 2,
@@ -127,8 +125,8 @@ def _few(groups: int, images: int = 2, labels: int = 1) -> list[Record]:
 @pytest.mark.parametrize("groups", range(3, 25))
 def test_three_patients_are_enough_for_three_sections(groups: int) -> None:
     records = _few(groups)
-    before = by_group((0.7, 0.1, 0.2), "own", at_centres=False)(records)
-    after = filled(by_group((0.7, 0.1, 0.2), "own", at_centres=False))(records)
+    before = by_group("own", at_centres=False)(records)
+    after = filled(by_group("own", at_centres=False))(records)
     assert set(after) == set(SECTIONS)
     assert len(set(zip((r.group for r in records), after, strict=True))) == groups
     moved = {r.group for r, was, now in zip(records, before, after, strict=True) if was != now}
@@ -138,7 +136,7 @@ def test_three_patients_are_enough_for_three_sections(groups: int) -> None:
 
 
 def test_a_class_keeps_its_last_patient_for_training() -> None:
-    rule = filled(by_group((0.7, 0.1, 0.2), "own", at_centres=False))
+    rule = filled(by_group("own", at_centres=False))
     assert set(rule(_few(1))) == {"train"}
     sections = rule(_few(4, 1, labels=2))
     assert {

@@ -94,7 +94,7 @@ def test_the_order_of_sites_changes_no_bit(classes: Toy) -> None:
 
 
 def test_every_reply_is_the_local_training_of_the_received_model(classes: Toy) -> None:
-    from medfl.training.loop import fit
+    from medfl.training.site import fit
 
     outcome = simulate(METHOD, classes, 2)
     for name in classes.names:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from medfl.methods import load
-from medfl.training.loop import fit
-from medfl.training.site import snapshot
+from medfl.training.site import fit, snapshot
 from tests.support.toy import Toy, adam, bits, half_square, judged, sgd, simulate
 
 METHOD = load("fedbabu")

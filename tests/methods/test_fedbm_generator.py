@@ -20,7 +20,7 @@ from medfl.methods.fedbm import FedBM
 from medfl.networks import build
 from medfl.networks.generator import Augmentation, Generator, diversity_loss, statistics_gap
 from medfl.networks.heads import features_and_output, frozen, head
-from medfl.training.loop import fit
+from medfl.training.site import fit
 from tests.support.grey_squares import EMBEDDINGS, QUICK, federation, quick, run
 from tests.support.toy import Toy, adam, bits, cross_entropy, prompts, sgd, simulate
 

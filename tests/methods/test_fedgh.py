@@ -19,9 +19,8 @@ from medfl.methods._parts.class_heads import logits
 from medfl.methods._parts.prototypes import collect
 from medfl.networks import build
 from medfl.networks.heads import features_and_output
-from medfl.training.loop import fit
 from medfl.training.network_pool import Networks
-from medfl.training.site import Site
+from medfl.training.site import Site, fit
 from tests.support.toy import (
     Toy,
     bits,

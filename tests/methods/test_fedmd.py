@@ -19,7 +19,7 @@ from medfl.methods._parts.public import Scored, on_public
 from medfl.methods._parts.score_exchange import batch_size, reduced
 from medfl.storage.files import State
 from medfl.training import Networks, Site, evaluating
-from medfl.training.loop import fit
+from medfl.training.site import fit
 from tests.support.toy import (
     Toy,
     adam,

@@ -12,8 +12,7 @@ from torch import nn
 from medfl.core.errors import InputError
 from medfl.methods import load
 from medfl.training.layers import train_only
-from medfl.training.loop import fit
-from medfl.training.site import merged, snapshot
+from medfl.training.site import fit, merged, snapshot
 from tests.support.toy import Toy, bits, classifier, half_square, judged, sgd, simulate
 
 HEAD = {"4.weight", "4.bias"}

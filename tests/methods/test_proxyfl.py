@@ -18,9 +18,8 @@ from medfl.methods import load
 from medfl.methods._parts.distillation import divergence
 from medfl.methods._parts.mutual_learning import optimizing_each
 from medfl.methods.proxyfl import stride
-from medfl.training.loop import fit
 from medfl.training.network_pool import Networks
-from medfl.training.site import Site
+from medfl.training.site import Site, fit
 from tests.support.toy import Toy, adam, bits, blobs, classifier, judged, sgd, simulate
 
 METHOD = load("proxyfl")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from medfl import datasets, federate
 from medfl.storage.files import load_weights
-from medfl.training import loop
+from medfl.training import site
 from medfl.training.accelerate.precision import tf32
 from tests.support.toy import CLASSIFYING
 
@@ -162,13 +162,13 @@ def test_a_run_computes_in_float32_unless_it_says_tf32(
     chest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[bool, bool]] = []
-    make = loop.training_step
+    make = site.training_step
 
     def noted(*arguments: Any) -> Any:
         seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
         return make(*arguments)
 
-    monkeypatch.setattr(loop, "training_step", noted)
+    monkeypatch.setattr(site, "training_step", noted)
     run(chest, tmp_path / "plain", "fedavg", "cuda", 1)
     assert set(seen) == {(False, False)}
     seen.clear()

@@ -20,7 +20,7 @@ from medfl.runtimes.registry import Execution
 from medfl.runtimes.rules import check_state
 from medfl.runtimes.simulator import Simulator
 from medfl.storage.run_folder import RunFolder
-from medfl.training.loop import fit
+from medfl.training.site import fit
 from tests.support.toy import ToyBundle, run_record
 
 
@@ -99,7 +99,7 @@ class WritingAndFailing(Method):
     ("method", "said"),
     [
         (Forgetful, "train of method 'mine' returned a NoneType; train returns the FitReport of fit"),
-        (Idle, "local_update of method 'mine' trained nothing; a site is trained by medfl.training.loop.fit"),
+        (Idle, "local_update of method 'mine' trained nothing; a site is trained by medfl.training.site.fit"),
         (Curt, "local_update of method 'mine' returned a Message; it returns the site's next State and the reply"),
         (Hoarding, "a site's State of method 'mine': 'kept/models/0' is a Sequential; a State is a plain dict of"),
         (Hoarder, "the server's State of method 'mine': 'seen' is a set; a State is a plain dict of"),

@@ -21,8 +21,9 @@ from medfl.methods import Method, method_class, names
 from medfl.problem.problem import Problem
 from medfl.problem.sections import Section
 from medfl.storage.files import State
+from medfl.training.local_settings import LocalSettings
 from medfl.training.network_pool import Networks
-from medfl.training.site import Host, LocalSettings, Site
+from medfl.training.site import Host, Site
 
 Data = Mapping[str, tuple[Tensor, Tensor]]
 """Site -> (inputs, targets)."""

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from medfl.core.errors import RunError
 from medfl.core.seeding import stream
 from medfl.storage.files import load_state, save_state
-from medfl.training import loop as training
-from medfl.training.loop import FitReport, fit, pull, summed
-from medfl.training.site import Site, snapshot
+from medfl.training import site as training
+from medfl.training.site import FitReport, Site, fit, pull, snapshot, summed
 from tests.support.toy import (
     Toy,
     adam,

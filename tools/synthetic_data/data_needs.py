@@ -14,9 +14,9 @@ from typing import Any
 
 from medfl.bundle.configuration import Configuration, components, target_name
 from medfl.bundle.engines import find_evaluator
-from medfl.bundle.zoo.failures import missing_names
 from medfl.core.errors import InputError
 from tools.synthetic_data import shapes
+from tools.synthetic_data.missing import missing_names
 from tools.synthetic_data.requested_files import CASE, DrawnLayout, Table
 from tools.synthetic_data.shapes import Need
 

@@ -26,7 +26,6 @@ from medfl.bundle.configuration import Configuration, own_python
 from medfl.bundle.engines import find_trainer, own_trainer_class
 from medfl.bundle.files import config_file, find, read
 from medfl.bundle.sections import BundleSections
-from medfl.bundle.zoo.failures import deepest, missing_path
 from medfl.core.errors import InputError, as_text
 from medfl.core.seeding import stream
 from medfl.core.task import SECTIONS
@@ -40,6 +39,7 @@ from medfl.problem.sections import Section
 from medfl.storage.files import writing
 from tools.synthetic_data import shapes
 from tools.synthetic_data.data_needs import DataNeeds
+from tools.synthetic_data.missing import deepest, missing_path
 from tools.synthetic_data.requested_files import (
     CASE,
     DrawnLayout,

@@ -29,7 +29,7 @@ _SAME = {
     "string_": "bytes_", "bool8": "bool_", "Inf": "inf", "Infinity": "inf", "infty": "inf", "PINF": "inf", "NaN": "nan",
 }  # fmt: skip
 """Names that NumPy 2 took away, and what was and is the same under another."""
-_PYTHON: dict[str, Any] = {"float": float, "int": int, "bool": bool}
+_PYTHON: dict[str, type] = {"float": float, "int": int, "bool": bool}
 """Names that NumPy took away, and Python's own that they were."""
 _GONE = {
     old: vars(np)[new] for old, new in _SAME.items() if old not in vars(np) and new in vars(np)
@@ -45,7 +45,7 @@ _MONAI = {"_target_", "_requires_", "_disabled_", "_desc_", "_mode_"}
 
 def give_numpy_names(texts: Iterable[str]) -> set[str]:
     """Give NumPy the names back that these texts use and it has under another; return what was done."""
-    names = {name for text in texts for name in _USES.findall(text)}
+    names = set[str]().union(*map(_USES.findall, texts))
     for name in names:
         setattr(np, name, _GONE[name])
     return {f"numpy.{name}" for name in names}
@@ -59,14 +59,16 @@ def python_texts(root: Path) -> list[str]:
 
 def arrays_in_pickles() -> AbstractContextManager[None]:
     """Return a context in which `torch.load` reads NumPy's arrays and numbers beside tensors, and still no code."""
-    return torch.serialization.safe_globals([(made, name) for name, made in STAND_INS.items()])
+    return torch.serialization.safe_globals(
+        [(stand_in, name) for name, stand_in in STAND_INS.items()]
+    )
 
 
-def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
+def idle_arguments(target: str, arguments: Iterable[str]) -> set[str]:
     """Return those of a component's arguments that this MONAI does not have, and without which it does the same."""
     if target in _CHECKED_ONLY:
         parameters = inspect.signature(getattr(monai.networks.nets, target)).parameters
-        return set(given) & _CHECKED_ONLY[target] - parameters.keys()
+        return set(arguments) & _CHECKED_ONLY[target] - parameters.keys()
 
     if zooming := re.fullmatch(r"(Rand)?Zoom(Box)?(d|D|Dict)?", target):
         if zooming[2]:
@@ -75,7 +77,7 @@ def idle_arguments(target: str, given: Iterable[str]) -> set[str]:
             home = monai.transforms
 
         parameters = inspect.signature(getattr(home, target)).parameters
-        return set(given) - parameters.keys() - _PADDING - _MONAI
+        return set(arguments) - parameters.keys() - _PADDING - _MONAI
 
     return set()
 
@@ -84,14 +86,18 @@ def with_float_labels(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss that gets labels which are true or false, or a byte for each output, as 1.0 and 0.0."""
 
     def cast_to_float(prediction: Any, target: Any) -> Tensor:
-        bytes_ = target.dtype == torch.uint8 and target.shape == getattr(prediction, "shape", None)
-        return loss(prediction, target.float() if bytes_ or target.dtype == torch.bool else target)
+        # bytes of another shape are class indices
+        is_mask = target.dtype == torch.uint8 and target.shape == getattr(prediction, "shape", None)
+        if is_mask or target.dtype == torch.bool:
+            target = target.float()
+
+        return loss(prediction, target)
 
     return cast_to_float
 
 
 @torch.no_grad()
-def needs_float_labels(loss: Any, device: torch.device) -> bool:
+def needs_float_labels(loss: object, device: torch.device) -> bool:
     """Tell whether a loss of PyTorch's kind fails on labels that are true or false, and not on 1.0 and 0.0."""
     if not isinstance(loss, nn.Module):
         return False
@@ -109,11 +115,11 @@ def needs_float_labels(loss: Any, device: torch.device) -> bool:
 
 def said(name: str) -> str:
     """Return what was done, in words, from its name in `Run.adapted`."""
-    what, _, detail = name.partition(".")
+    subject, _, detail = name.partition(".")
     if name == FLOAT_LABELS:
         return "its loss gets labels that are true or false, or bytes, as 1.0 and 0.0, as this MONAI needs"
 
-    if what == "numpy":
+    if subject == "numpy":
         if detail in _PYTHON:
             now = f"is Python's {detail}"
         else:
@@ -124,6 +130,4 @@ def said(name: str) -> str:
     if ":" in name:
         return "{} of it is made as {}, which does the same in this MONAI".format(*name.split(":"))
 
-    return (
-        f"{what} is made without {detail!r}, which this MONAI does not have and which sets nothing"
-    )
+    return f"{subject} is made without {detail!r}, which this MONAI does not have and which sets nothing"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from medfl.policy.allowed import READERS
+from medfl.problem.described import Config
 
 _LIST = re.compile(
     r"\$.*@bundle_root\b.*['\"]/?([\w./ -]+\.(?:json|csv|tsv|txt|npz|npy|ya?ml))['\"]\s*\)?\s*"
@@ -27,7 +28,7 @@ def folder_like(before: object, folder: object) -> str:
     return str(folder)
 
 
-def data_lists(content: Mapping[str, Any], root: Path, folder: str) -> dict[str, str]:
+def data_lists(content: Config, root: Path, folder: str) -> dict[str, str]:
     """Return id -> file for data lists that are missing in the bundle's folder and lie in the data's.
 
     A list is looked for at the same place below the data folder, then in it by its name alone.
@@ -49,12 +50,13 @@ def without_fetching(node: Any) -> Any:
         return [without_fetching(value) for value in node]
     if not isinstance(node, Mapping):
         return node
-    return {
-        key: False
-        if value is True and re.split("#|::", str(key))[-1] == "pretrained"
-        else without_fetching(value)
-        for key, value in node.items()
-    }
+
+    content = {}
+    for key, value in node.items():
+        fetches = value is True and re.split("#|::", str(key))[-1] == "pretrained"
+        content[key] = False if fetches else without_fetching(value)
+
+    return content
 
 
 def rewritten(key: str, text: str, device: torch.device) -> str:

@@ -8,7 +8,8 @@ networks that the optimisers train: a single one's under their own names, else u
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -28,9 +29,7 @@ from medfl.core.errors import InputError, MedflError, RunError, as_text
 from medfl.core.seeding import derive, stream
 from medfl.data.prepared import Shard
 from medfl.data.samples import random_parts
-from medfl.training.loop import FitReport
-from medfl.training.loss_checks import check_finite
-from medfl.training.site import Site
+from medfl.training.site import FitReport, Site, check_finite
 
 
 class CustomTrainer:
@@ -45,16 +44,20 @@ class CustomTrainer:
 
     def __init__(self, config: Configuration, trainer: str) -> None:
         evaluator = find_evaluator(config)
-        self._trainer, *others = config.engines(trainer, *([evaluator] if evaluator else []))
-        self._evaluator = others[0] if others else None
+        self._evaluator: Any = None
+        if evaluator:
+            self._trainer, self._evaluator = config.engines(trainer, evaluator)
+        else:
+            (self._trainer,) = config.engines(trainer)
+
         attributes = {**vars(self._trainer.state), **vars(self._trainer)}
         optimizers = [value for value in attributes.values() if isinstance(value, Optimizer)]
-        self._optimizers = [
-            (one, _copy(one)) for one in optimizers
-        ]  # and how they start in each visit
-        trained = {
-            id(p) for one in optimizers for group in one.param_groups for p in group["params"]
-        }
+        # the copies are how they start in each visit
+        self._optimizers = [(optimizer, _copy(optimizer)) for optimizer in optimizers]
+        trained = set[int]()
+        for optimizer in optimizers:
+            trained.update(map(id, _parameters(optimizer)))
+
         networks: dict[str, nn.Module] = {}
 
         for key, value in attributes.items():
@@ -74,9 +77,10 @@ class CustomTrainer:
                 "keep them as attributes of the trainer",
             )
 
-        self.model = (
-            next(iter(networks.values())) if len(networks) == 1 else nn.ModuleDict(networks)
-        )
+        self.model: nn.Module = nn.ModuleDict(networks)
+        if len(networks) == 1:
+            (self.model,) = networks.values()
+
         vars(self.model)["custom_trainer"] = self
         loss: Any = attributes.get("loss_function")
         if compatibility.needs_float_labels(loss, self._trainer.state.device):
@@ -89,11 +93,11 @@ class CustomTrainer:
     def optimizer(self, lr: float | None) -> Optimizer:
         """Return a new optimiser as the trainer's, at another rate if one is given; of several, what has all groups."""
         fresh = [_copy(optimizer) for _, optimizer in self._optimizers]
-        together: Any = SimpleNamespace(
-            param_groups=[group for one in fresh for group in one.param_groups]
-        )
-        for group in together.param_groups if lr is not None else ():
-            group["lr"] = lr
+        together: Any = SimpleNamespace(param_groups=_groups(fresh))
+        if lr is not None:
+            for group in together.param_groups:
+                group["lr"] = lr
+
         return fresh[0] if len(fresh) == 1 else together
 
     def fit(
@@ -104,7 +108,10 @@ class CustomTrainer:
         Raises:
             InputError: the method changes the loss or the optimiser, or the gradients of several.
         """
-        if changed := changed or ("the gradients" if hook and len(self._optimizers) > 1 else ""):
+        if not changed and hook and len(self._optimizers) > 1:
+            changed = "the gradients"
+
+        if changed:
             refuse(
                 f"method {site.method!r}, which changes {changed},", type(self._trainer).__name__
             )
@@ -112,7 +119,7 @@ class CustomTrainer:
         for optimizer, first in self._optimizers:
             optimizer.load_state_dict(first.state_dict())
 
-        groups = (group for optimizer, _ in self._optimizers for group in optimizer.param_groups)
+        groups = _groups(optimizer for optimizer, _ in self._optimizers)
         for group, of_site in zip(groups, site.optimizer(self.model).param_groups, strict=True):
             group["lr"] = of_site["lr"]
 
@@ -125,9 +132,10 @@ class CustomTrainer:
             if hook is not None:
                 hook(parameters)
 
-        handles = [
-            optimizer.register_step_pre_hook(before_step) for optimizer, _ in self._optimizers
-        ]
+        handles = []
+        for optimizer, _ in self._optimizers:
+            handles.append(optimizer.register_step_pre_hook(before_step))
+
         self._trainer.amp = site.settings.amp and site.device.type == "cuda"
         try:
             with stream(site.seed, purpose) as generator:
@@ -143,12 +151,8 @@ class CustomTrainer:
                 handle.remove()
 
         check_finite(self._losses, 0, site)
-        if self._losses:
-            mean_loss = float(torch.stack(self._losses).mean())
-        else:
-            mean_loss = float("nan")
-
-        report = FitReport(len(steps), mean_loss)
+        mean_loss = torch.stack(self._losses).mean() if self._losses else math.nan
+        report = FitReport(len(steps), float(mean_loss))
         site.journal.append(report)
         return report
 
@@ -156,12 +160,13 @@ class CustomTrainer:
         """Return the evaluator's key metric of a batch, NaN where there is none."""
         name = self._evaluator and self._evaluator.state.key_metric_name
         if not name:
-            return float("nan")
+            return math.nan
+
         with stream(0, "evaluation"), suppress(NotComputableError):
-            return float(
-                torch.as_tensor(_run(self._evaluator, [batch], 0).metrics[name]).double().mean()
-            )
-        return float("nan")
+            metric = _run(self._evaluator, [batch], 0).metrics[name]
+            return float(torch.as_tensor(metric).double().mean())
+
+        return math.nan
 
     def _keep_loss(self, engine: Any) -> None:
         if isinstance(engine.state.output, list):
@@ -169,10 +174,13 @@ class CustomTrainer:
         else:
             output = engine.state.output
 
-        named = {str(key): value for key, value in output.items() if str(key).endswith("loss")}
-        parts = [named["loss"]] if "loss" in named else named.values()
+        losses_by_name = {
+            str(key): value for key, value in output.items() if str(key).endswith("loss")
+        }
+        parts = [losses_by_name["loss"]] if "loss" in losses_by_name else losses_by_name.values()
         losses = [torch.as_tensor(part).detach().float().mean().cpu() for part in parts]
-        self._losses += [torch.stack(losses).sum()] if losses else []
+        if losses:
+            self._losses.append(torch.stack(losses).sum())
 
 
 class _Batches(DataLoader[Any]):
@@ -188,15 +196,30 @@ class _Batches(DataLoader[Any]):
 
 def _copy(optimizer: Optimizer) -> Optimizer:
     """Copy an optimiser, which stays one of the same parameters."""
-    return copy.deepcopy(
-        optimizer, {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    )
+    return copy.deepcopy(optimizer, {id(p): p for p in _parameters(optimizer)})
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _groups(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
+    groups = []
+    for optimizer in optimizers:
+        groups += optimizer.param_groups
+
+    return groups
 
 
 def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
     """Run an engine from its start on, and return its state; what draws inside it by a state of its own is seeded."""
-    inside = [engine._process_function, *getattr(engine._process_function, "__dict__", {}).values()]
-    for number, part in enumerate(part for value in inside for part in random_parts(value, set())):
+    step = engine._process_function
+    parts: list[Any] = []
+    for value in (step, *getattr(step, "__dict__", {}).values()):
+        parts += random_parts(value, set())
+
+    for number, part in enumerate(parts):
         part.set_random_state(seed=derive(seed, number) % 2**32)
 
     engine.data_loader = data
@@ -213,13 +236,13 @@ def _run(engine: Any, data: Any, seed: int, epochs: int = 1) -> Any:
 
 def of(network: nn.Module) -> CustomTrainer:
     """Return the one that holds a network."""
-    own: CustomTrainer = vars(network)["custom_trainer"]
-    return own
+    trainer: CustomTrainer = vars(network)["custom_trainer"]
+    return trainer
 
 
-def refuse(what: str, trainer: str, *_: object) -> NoReturn:
+def refuse(change: str, trainer: str, *_: object) -> NoReturn:
     """Refuse what changes a step that a trainer takes by itself."""
     allowed = "it takes methods that leave its steps alone, or with one optimiser change its gradients only"
     raise InputError(
-        f"{what} with a {trainer}, which has an iteration of its own", allowed, "use fedavg"
+        f"{change} with a {trainer}, which has an iteration of its own", allowed, "use fedavg"
     )

@@ -17,6 +17,7 @@ from torch import nn
 from medfl.core.errors import InputError, did_you_mean
 from medfl.core.untrusted import Refused
 from medfl.policy.components import check_arguments, component
+from medfl.problem.described import Config, Document
 
 PREFIX = "monai:"
 ARGUMENTS = "network_args"
@@ -28,40 +29,36 @@ _ADAPTERS = ("NetAdapter", "TorchVisionFCModel")
 """What puts a head on another network: their `in_channels` are those of the head."""
 
 
-def replaced(values: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
+def replaced(values: Config, content: Config) -> Document:
     """Return overrides in which a network of MONAI is a component: ids that exist -> value.
 
     Raises:
         InputError: there is no such network, it may not be made, or lacks arguments.
     """
-    asked = values.get("network", values.get("network_name"))
-    if not (isinstance(asked, str) and asked.startswith(PREFIX)):
+    network = values.get("network", values.get("network_name"))
+    if not (isinstance(network, str) and network.startswith(PREFIX)):
         if ARGUMENTS in values and ARGUMENTS not in content:
-            given = f"--config {ARGUMENTS}={values[ARGUMENTS]}"
+            problem = f"--config {ARGUMENTS}={values[ARGUMENTS]}"
             raise InputError(
-                given, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME"
+                problem, "arguments of a network of MONAI", f"add --config network={PREFIX}NAME"
             )
 
         return dict(values)
 
-    rest = {
-        key: value
-        for key, value in values.items()
-        if key not in ("network", "network_name", ARGUMENTS)
-    }
-    id_ = next(
-        (
-            key
-            for key in _IDS
-            if isinstance(content.get(key), Mapping) and "_target_" in content[key]
-        ),
-        None,
-    )
-    if id_ is None:
-        return {**rest, _IDS[0]: asked}  # no such id: told as of any other
+    changed = dict(values)
+    arguments = changed.pop(ARGUMENTS, None) or {}
+    for key in ("network", "network_name"):
+        changed.pop(key, None)
 
-    name = {"network_name": asked} if "network_name" in content else {}
-    return {**rest, **name, id_: _node(asked, values.get(ARGUMENTS) or {}, content[id_])}
+    for key in _IDS:
+        node = content.get(key)
+        if isinstance(node, Mapping) and "_target_" in node:
+            if "network_name" in content:
+                changed["network_name"] = network
+
+            return {**changed, key: _node(network, arguments, node)}
+
+    return {**changed, _IDS[0]: network}  # the bundle has no such id, which its error says
 
 
 def names() -> tuple[str, ...]:
@@ -86,14 +83,14 @@ def _network_class(name: str) -> Callable[..., Any] | None:
     return None
 
 
-def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-    name = asked.removeprefix(PREFIX)
+def _node(network: str, arguments: object, former: Config) -> Document:
+    name = network.removeprefix(PREFIX)
     factory = _network_class(name)
     if factory is None:
         network_names = names()
         advice = did_you_mean(name, network_names, "choose one of these")
         raise InputError(
-            f"--config network={asked}",
+            f"--config network={network}",
             f"the networks of MONAI are {', '.join(network_names)}",
             advice,
         )
@@ -112,41 +109,47 @@ def _node(asked: str, arguments: Any, own: Mapping[str, Any]) -> dict[str, Any]:
             f"{odd[0]!r} in {ARGUMENTS}", f"{name} takes {', '.join(parameters)}", advice
         )
 
-    values = {**_carried_over(own, parameters), **arguments}
+    values = {**_carried_over(former, parameters), **arguments}
     if "pretrained" in parameters:
         values.setdefault("pretrained", False)
 
-    own_parameters = inspect.signature(factory).parameters.values()
-    needed = [
-        one.name for one in own_parameters if one.name in parameters and one.default is one.empty
-    ]
-    if missing := [key for key in needed if key not in values]:
+    missing = []
+    for key, parameter in inspect.signature(factory).parameters.items():
+        is_needed = key in parameters and parameter.default is parameter.empty
+        if is_needed and key not in values:
+            missing.append(key)
+
+    if missing:
         raise InputError(
-            f"--config network={asked} without {', '.join(missing)}",
+            f"--config network={network} without {', '.join(missing)}",
             f"{name} needs them",
             f"add --config {ARGUMENTS}={{{', '.join(f'{key}: ...' for key in missing)}}}",
         )
 
+    checked = dict(values)
+    for key, value in values.items():
+        if isinstance(value, str) and value.startswith(("$", "@", "%")):
+            checked[key] = ...  # an expression of the former network, checked where it is evaluated
+
     try:
-        texts = {key: value for key, value in values.items() if isinstance(value, str)}
-        references = {key: ... for key, text in texts.items() if text.startswith(("$", "@", "%"))}
-        check_arguments(factory, (), {**values, **references})
+        check_arguments(factory, (), checked)
     except Refused as refused:
         raise InputError(
-            f"--config network={asked}: {refused}", "what inspection lists", "leave it out"
+            f"--config network={network}: {refused}", "what inspection lists", "leave it out"
         ) from refused
 
     return {"_target_": f"monai.networks.nets.{name}", **values}
 
 
-def _carried_over(own: Mapping[str, Any], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _carried_over(former: Config, parameters: Mapping[str, object]) -> Document:
     """Return the channels and dimensions of the network that was there, under the names of the new one."""
-    two = {"spatial_dims": 2} if str(own["_target_"]).startswith("medfl.") else {}
-    before = {**two, **own}
-    carried = dict[str, Any]()
-    for same in _SAME:
-        value = next((before[key] for key in same if key in before), None)
-        key = next((key for key in same if key in parameters), None)
+    # medfl's own networks of pictures do not say their dimensions
+    default = {"spatial_dims": 2} if str(former["_target_"]).startswith("medfl.") else {}
+    before = {**default, **former}
+    carried: Document = {}
+    for spellings in _SAME:
+        value = next((before[key] for key in spellings if key in before), None)
+        key = next((key for key in spellings if key in parameters), None)
         if value is not None and key is not None:
             carried[key] = value
 
@@ -164,7 +167,11 @@ def _parameters(factory: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     for maker in makers:
         of_maker = inspect.signature(maker).parameters
         parameters = {**of_maker, **parameters}
-        if not any(one.kind is one.VAR_KEYWORD for one in of_maker.values()):
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in of_maker.values()):
             break
 
-    return {key: one for key, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD}
+    return {
+        key: parameter
+        for key, parameter in parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }

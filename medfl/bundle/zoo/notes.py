@@ -18,8 +18,9 @@ def notes(
     root: Path, policy: Policy, config: Configuration, trainer: str, train: Section, scheduled: bool
 ) -> Iterator[str]:
     """Yield the notes of a bundle."""
-    own = own_trainer_class(config, trainer)
-    inferer, amp = (config.raw(f"{trainer}#{part}")[1] for part in ("inferer", "amp"))
+    trainer_class = own_trainer_class(config, trainer)
+    inferer = config.raw(f"{trainer}#inferer")[1]
+    amp = config.raw(f"{trainer}#amp")[1]
     sampler = getattr(train.loader, "sampler", None)
     modules = sorted(own_modules(root))
 
@@ -31,8 +32,10 @@ def notes(
 
     yield from map(compatibility.said, sorted(config.adapted))
     if (handlers := list(config.nodes("LrScheduleHandler"))) and not scheduled:
-        disabled = not own and all(is_disabled(config, key, node) for key, node in handlers)
-        if own:
+        disabled = not trainer_class and all(
+            is_disabled(config, key, node) for key, node in handlers
+        )
+        if trainer_class:
             why = ""
         elif disabled:
             why = " is disabled, and"
@@ -47,7 +50,7 @@ def notes(
     if amp and config.evaluated(f"{trainer}#amp"):
         yield "its trainer's mixed precision is for a GPU: a run on one has it"
 
-    if inferer and not own and target_name(inferer) != "SimpleInferer":
+    if inferer and not trainer_class and target_name(inferer) != "SimpleInferer":
         yield "its training inferer is not used"
 
     if not isinstance(sampler, RandomSampler | SequentialSampler | None):
@@ -59,11 +62,13 @@ def notes(
     if config.dropped:
         yield f"scored without {', '.join(sorted(config.dropped))}"
 
-    if own:
+    if trainer_class:
         scored = "" if find_evaluator(config) else ", and nothing is scored"
-        yield f"its {own} takes its steps by itself, without its handlers{scored}"
-        starts = (texts for _, texts in map(config.raw, config.ids) if isinstance(texts, list))
-        begun = next((texts for texts in starts if f"$@{trainer}.run()" in texts), [])
+        yield f"its {trainer_class} takes its steps by itself, without its handlers{scored}"
+        run = f"$@{trainer}.run()"
+        for _, texts in map(config.raw, config.ids):
+            if isinstance(texts, list) and run in texts:
+                if left_out := [str(text) for text in texts if text != run]:
+                    yield f"what it does beside running it is left out: {', '.join(left_out)}"
 
-        if others := [str(text) for text in begun if text != f"$@{trainer}.run()"]:
-            yield f"what it does beside running it is left out: {', '.join(others)}"
+                break

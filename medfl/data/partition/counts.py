@@ -7,6 +7,7 @@ image never leaves its section: counts that need other sections than the data se
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,8 @@ from medfl.core.errors import InputError
 from medfl.core.names import listed
 from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
-from medfl.data.partition.draw import Group, Item, Rule, gathered, homeless, images_in
+from medfl.data.partition.draw import Group, Homes, Rule, Sections, gathered, homeless, images_in
 
-_Data = Mapping[str, Sequence[Item]]
-_Homes = dict[str, list[str | None]]
 _Stream = Callable[[str, int], np.random.Generator]
 _KINDS = {"train": "training and validation", "test": "test"}
 
@@ -70,7 +69,7 @@ def read_limits(texts: Sequence[str]) -> tuple[Limit, ...]:
     return tuple(limits)
 
 
-def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
+def by_counts(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
     Where there are too few images, site-1 goes short if a tenth of its own at most is missing; else all sites are
@@ -83,7 +82,7 @@ def by_counts(rule: Rule, data: _Data) -> tuple[_Homes, list[str]]:
     return homes, notes
 
 
-def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[_Homes, list[str]]:
+def limit_centres(limits: Sequence[Limit], data: Sections, homes: Homes) -> tuple[Homes, list[str]]:
     """Return the homes by centre with only so many images of the limited centres, and notes for the user.
 
     Which images are kept depends on the centre and the count alone, not on the seed of a run, as other centres do not.
@@ -94,10 +93,10 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
     result = {name: list(section) for name, section in homes.items()}
     notes = []
     for limit in limits:
-        positions = {
-            name: [i for i, home in enumerate(all_) if home == limit.centre]
-            for name, all_ in homes.items()
-        }
+        positions = {}
+        for name, section in homes.items():
+            positions[name] = [i for i, home in enumerate(section) if home == limit.centre]
+
         if not positions["train"]:
             centres = sorted({home for home in homes["train"] if home})
             raise InputError(
@@ -115,14 +114,13 @@ def limit_centres(limits: Sequence[Limit], data: _Data, homes: _Homes) -> tuple[
             for i, home in zip(indices, limited[name], strict=True):
                 result[name][i] = home
 
-        left_out = [
-            f"{part.count(None)} of {len(part)} {name}"
-            for name, part in limited.items()
-            if None in part
-        ]
-        notes += (
-            [f"images of {limit.centre} that are left out: {listed(left_out)}"] if left_out else []
-        )
+        left_out = []
+        for name, part in limited.items():
+            if None in part:
+                left_out.append(f"{part.count(None)} of {len(part)} {name}")
+
+        if left_out:
+            notes.append(f"images of {limit.centre} that are left out: {listed(left_out)}")
 
     return result, notes
 
@@ -134,8 +132,8 @@ def _fixed(limit: Limit) -> _Stream:
 
 
 def _divide(
-    data: _Data, sites: Sequence[str], counts: Sequence[Count], stream: _Stream
-) -> tuple[_Homes, list[str]]:
+    data: Sections, sites: Sequence[str], counts: Sequence[Count], stream: _Stream
+) -> tuple[Homes, list[str]]:
     """Divide every section by the counts; a group placed in one section keeps its site in the next."""
     available = {"train": len(data["train"]) + len(data["validate"]), "test": len(data["test"])}
     fitted = {}
@@ -146,6 +144,7 @@ def _divide(
         )
         notes += more_notes
 
+    # Validation images come out of TRAIN, in the share that the data have of them.
     validated = round(sum(fitted["train"]) * len(data["validate"]) / available["train"])
     validate = np.minimum(
         apportion(fitted["train"], validated), np.array(fitted["train"]) - 1
@@ -153,8 +152,9 @@ def _divide(
     train = np.subtract(fitted["train"], validate).tolist()
     sizes = {"train": train, "validate": validate, "test": fitted["test"]}
 
-    labelled = all(item.get("label") is not None for items in data.values() for item in items)
-    homes: _Homes = {}
+    items = itertools.chain.from_iterable(data.values())
+    labelled = all(item.get("label") is not None for item in items)
+    homes: Homes = {}
     site_of_group: dict[str, int] = {}
 
     for name in SECTIONS:
@@ -162,8 +162,10 @@ def _divide(
         deal(groups, sizes[name], partial(stream, name), site_of_group)
         homes[name] = [None] * len(data[name])
         for group in groups:
-            for i in group.members if site_of_group[group.key] < len(sites) else ():
-                homes[name][i] = sites[site_of_group[group.key]]
+            site = site_of_group[group.key]
+            # Nobody's groups are numbered after the last site.
+            for i in group.members if site < len(sites) else ():
+                homes[name][i] = sites[site]
 
     return homes, notes + _count_notes(homes, sites, fitted)
 
@@ -189,7 +191,7 @@ def _feasible(
 
 
 def _count_notes(
-    homes: _Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]
+    homes: Homes, sites: Sequence[str], fitted: Mapping[str, Sequence[int]]
 ) -> list[str]:
     """Note the sites whose counts were not reached, as groups are not divided."""
     sizes = {name: Counter(section) for name, section in homes.items()}
@@ -212,6 +214,7 @@ def apportion(weights: Sequence[int], total: int, *, least: int = 0) -> list[int
     """
     weight_sum = max(1, sum(weights))
     parts = [weight * total // weight_sum for weight in weights]
+    # The largest remainder first, of equal ones the first site.
     order = sorted(range(len(weights)), key=lambda i: (-(weights[i] * total % weight_sum), i))
     for i in order[: total - sum(parts)]:
         parts[i] += 1
@@ -252,6 +255,7 @@ def deal(
         order = stream(label).permutation(len(same_class))
         for group in sorted((same_class[i] for i in order), key=lambda group: -len(group.members)):
             done += len(group.members)
+            # To whom most is missing of the part of all images dealt so far.
             owner = max(range(len(shares)), key=lambda i: shares[i] * done - dealt[i] * size)
             dealt[owner] += len(group.members)
             owners[group.key] = owner

@@ -1,12 +1,13 @@
-"""Partitions that are drawn: `iid`, `dirichlet:BETA`, `classes:C` and `shots:N,K,STD`; and `size`, which is cut.
+"""Partitions that are drawn (`iid`, `dirichlet:BETA`, `classes:C`, `shots:N,K,STD`), and `size`, which is not random.
 
-Every draw has its own random stream, named by what it decides, so neither the order of the items nor another draw can
-change it. A patient or lesion (a group) is placed as a whole.
+Each decision has its own random stream, so neither the order of the items nor another decision can change it. A
+patient or lesion (a group) is placed as a whole.
 """
 
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from medfl.core.seeding import derive
 from medfl.core.task import SECTIONS
 
 Item = Mapping[str, Any]
+Sections = Mapping[str, Sequence[Item]]
+"""Section -> its items."""
+Homes = dict[str, list[str | None]]
+"""Section -> the site of each item, None for no site."""
 
 MAX_DRAWS = 100
 
@@ -67,12 +72,11 @@ class Share:
         return np.diff(cuts, prepend=0, append=count)
 
 
-_Homes = dict[str, list[int | None]]
+_Numbers = dict[str, list[int | None]]
+"""The same with the numbers of sites, from 0."""
 
 
-def draw(
-    rule: Rule, data: Mapping[str, Sequence[Item]]
-) -> tuple[dict[str, list[str | None]], list[str]]:
+def draw(rule: Rule, data: Sections) -> tuple[Homes, list[str]]:
     """Return the site of every item (None: no site) in each section, and notes for the user.
 
     Draws until no site is without training images, at most MAX_DRAWS times.
@@ -80,19 +84,17 @@ def draw(
     Raises:
         InputError: the rule cannot be carried out on these items.
     """
-    groups = {
-        name: gathered(section, by_label=rule.kind != "iid") for name, section in data.items()
-    }
+    groups = {}
+    for name, section in data.items():
+        groups[name] = gathered(section, by_label=rule.kind != "iid")
+
     for attempt in range(MAX_DRAWS):
         homes, notes = _draw_once(rule, attempt, data, groups)
         empty = sorted(set(range(rule.sites)) - set(homes["train"]))
         if not empty:
             if attempt:
                 notes.insert(0, f"re-drawn {attempt} time{'s' * (attempt > 1)}: a site was empty")
-            return {
-                name: [None if i is None else f"site-{i + 1}" for i in h]
-                for name, h in homes.items()
-            }, notes
+            return _named(homes), notes
 
     raise InputError(
         f"partition {canonical(rule.kind, rule.values)!r} over {rule.sites} sites left "
@@ -104,7 +106,15 @@ def draw(
     )
 
 
-def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[str | None]]:
+def _named(homes: _Numbers) -> Homes:
+    sites: Homes = {}
+    for name, section in homes.items():
+        sites[name] = [None if home is None else f"site-{home + 1}" for home in section]
+
+    return sites
+
+
+def by_size(count: int, data: Sections) -> Homes:
     """Return the site of every item: site-1 has the smallest images, each site equally many training images.
 
     Training groups are put in the order of their first image's size (then of their keys) and cut where the parts are
@@ -115,22 +125,21 @@ def by_size(count: int, data: Mapping[str, Sequence[Item]]) -> dict[str, list[st
         gathered(data["train"], by_label=False), key=lambda g: (_pixels(data["train"], g), g.key)
     )
     ends = np.cumsum([len(group.members) for group in order])
+    # A group belongs to the part that its middle image falls into.
     middle = ends - np.array([len(group.members) for group in order]) / 2
     parts = np.minimum((middle * count / ends[-1]).astype(int), count - 1)
     placed = {group.key: int(part) for group, part in zip(order, parts, strict=True)}
     sizes = [_pixels(data["train"], group) for group in order]
-    homes: dict[str, list[str | None]] = {
-        name: [None] * len(section) for name, section in data.items()
-    }
+    homes: _Numbers = {name: [None] * len(section) for name, section in data.items()}
 
     for name in SECTIONS:
         for group in gathered(data[name], by_label=False):
             near = min(bisect.bisect_left(sizes, _pixels(data[name], group)), len(sizes) - 1)
             home = placed.setdefault(group.key, int(parts[near]))
             for i in group.members:
-                homes[name][i] = f"site-{home + 1}"
+                homes[name][i] = home
 
-    return homes
+    return _named(homes)
 
 
 def _pixels(items: Sequence[Item], group: Group) -> int:
@@ -140,11 +149,11 @@ def _pixels(items: Sequence[Item], group: Group) -> int:
 def _draw_once(
     rule: Rule,
     attempt: int,
-    data: Mapping[str, Sequence[Item]],
+    data: Sections,
     groups: Mapping[str, Sequence[Group]],
-) -> tuple[_Homes, list[str]]:
+) -> tuple[_Numbers, list[str]]:
     """Draw the shares and divide every section by them; a group placed in one section keeps its site in the next."""
-    homes: _Homes = {name: [None] * len(section) for name, section in data.items()}
+    homes: _Numbers = {name: [None] * len(section) for name, section in data.items()}
     shares, shots = _shares(rule, attempt)
     placed: dict[str, int] = {}
     notes: list[str] = []
@@ -162,13 +171,16 @@ def _draw_once(
             elif name == "train":
                 _take_shots(rule.names[c], by_class[c], shares[c], shots, rng, placed, homes[name])
             else:
-                limit = max(
-                    1, min(images_in(by_class.get(k, ())) // len(shares[k].owners) for k in shares)
-                )
-                for owner, part in zip(
-                    shares[c].owners, divide(by_class[c], shares[c], rng, placed), strict=True
-                ):
-                    for i in [i for group in part for i in group.members][:limit]:
+                # What the scarcest class has for each owner: all classes of a site have as many.
+                per_owner = [
+                    images_in(by_class.get(k, ())) // len(share.owners)
+                    for k, share in shares.items()
+                ]
+                limit = max(1, min(per_owner))
+                divided = divide(by_class[c], shares[c], rng, placed)
+                for owner, part in zip(shares[c].owners, divided, strict=True):
+                    members = itertools.chain.from_iterable(group.members for group in part)
+                    for i in itertools.islice(members, limit):
                         homes[name][i] = owner
 
         if not shots:
@@ -194,10 +206,9 @@ def _shares(rule: Rule, attempt: int) -> tuple[dict[int, Share], tuple[int, ...]
         return {0: Share(everybody)}, ()
 
     if rule.kind == "dirichlet":
-        parts = [
-            rule.stream(attempt, "parts", c).dirichlet([rule.values[0]] * rule.sites)
-            for c in range(num_classes)
-        ]
+        concentration = [rule.values[0]] * rule.sites
+        streams = (rule.stream(attempt, "parts", c) for c in range(num_classes))
+        parts = [rng.dirichlet(concentration) for rng in streams]
         if not np.allclose(np.sum(parts, axis=1), 1):
             raise InputError(
                 f"partition {canonical(rule.kind, rule.values)!r}",
@@ -249,7 +260,8 @@ def _classes_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[i
 
 def _ways_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int, ...]]:
     """pFedPM: n_i from max(2, N-STD) to min(classes-1, N+STD) classes, k_i from K-STD+1 to K+STD images of each."""
-    (ways, shots, spread), num_classes = rule.values, len(rule.names)
+    ways, shots, spread = rule.values
+    num_classes = len(rule.names)
     low = max(2, ways - spread)
     high = min(num_classes - 1, ways + spread)
     if low > high:
@@ -264,11 +276,13 @@ def _ways_of_sites(rule: Rule, attempt: int) -> tuple[list[set[int]], tuple[int,
     for i in range(rule.sites):
         rng = rule.stream(attempt, "site", i)
         size = int(rng.integers(low, high, endpoint=True))
-        quota.append(
-            int(rng.integers(max(1, shots - spread + 1), shots + spread, endpoint=True))
-            if spread
-            else shots
-        )
+        # Without a spread nothing is drawn, so that the classes below come from the same numbers.
+        if spread:
+            least = max(1, shots - spread + 1)
+            quota.append(int(rng.integers(least, shots + spread, endpoint=True)))
+        else:
+            quota.append(shots)
+
         chosen.append({int(c) for c in rng.choice(num_classes, size, replace=False)})
 
     return chosen, tuple(quota)
@@ -279,10 +293,13 @@ def gathered(items: Sequence[Item], *, by_label: bool) -> list[Group]:
     members: dict[str, list[int]] = {}
     for i in sorted(range(len(items)), key=lambda i: str(items[i]["id"])):
         members.setdefault(group_of(items[i]), []).append(i)
-    return [
-        Group(key, tuple(m), int(items[m[0]]["label"]) if by_label else 0)
-        for key, m in members.items()
-    ]
+
+    groups = []
+    for key, positions in members.items():
+        label = int(items[positions[0]]["label"]) if by_label else 0
+        groups.append(Group(key, tuple(positions), label))
+
+    return groups
 
 
 def divide(
@@ -362,11 +379,7 @@ def _class_notes(
         return []
 
     notes = []
-    trained = {
-        (home, int(item["label"]))
-        for home, item in zip(homes, train, strict=True)
-        if home is not None
-    }
+    trained = {(home, int(item["label"])) for home, item in zip(homes, train, strict=True)}
     if unused := [rule.names[c] for c in range(len(rule.names)) if c not in shares]:
         notes.append(f"drawn by no site: {listed(unused)}")
 

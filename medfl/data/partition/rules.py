@@ -14,9 +14,10 @@ images a class, and a site's validation and test images are equally many in each
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,9 +30,17 @@ from medfl.core.names import listed
 from medfl.core.task import SECTIONS
 from medfl.core.untrusted import Refused, read_table
 from medfl.data.partition.counts import by_counts, limit_centres, read_count, read_limits
-from medfl.data.partition.draw import Item, Rule, by_size, canonical, draw, group_of, homeless
-
-Sections = Mapping[str, Sequence[Item]]
+from medfl.data.partition.draw import (
+    Homes,
+    Item,
+    Rule,
+    Sections,
+    by_size,
+    canonical,
+    draw,
+    group_of,
+    homeless,
+)
 
 FORMS = (
     "iid | dirichlet:BETA | classes:C | shots:N,K,STD | centre[:NAME=TRAIN/TEST,...] | counts:TRAIN/TEST,... | size | "
@@ -73,13 +82,13 @@ class Partition:
 
     def to_ids(self, sections: Sections) -> dict[str, dict[str, list[str]]]:
         """Return the item ids per site and section, ready for JSON."""
-        return {
-            site: {
-                name: [str(sections[name][i]["id"]) for i in positions]
-                for name, positions in held.items()
-            }
-            for site, held in self.sites.items()
-        }
+        ids: dict[str, dict[str, list[str]]] = {}
+        for site, held in self.sites.items():
+            ids[site] = {}
+            for name, positions in held.items():
+                ids[site][name] = [str(sections[name][i]["id"]) for i in positions]
+
+        return ids
 
     @classmethod
     def from_ids(
@@ -96,25 +105,39 @@ class Partition:
         Raises:
             InputError: an id is not in its section any more.
         """
-        where = {
-            name: {str(item["id"]): i for i, item in enumerate(sections.get(name, ()))}
-            for name in SECTIONS
-        }
-        sites = {}
+        where = _positions(sections)
+        sites: dict[str, dict[str, tuple[int, ...]]] = {}
         for site in sorted(ids, key=_place(spec)):
-            stored = [(name, i) for name in SECTIONS for i in ids[site].get(name, ())]
-            if gone := [f"{i!r} ({name})" for name, i in stored if str(i) not in where[name]]:
+            gone = []
+            sites[site] = {}
+            for name in SECTIONS:
+                stored = [str(ident) for ident in ids[site].get(name, ())]
+                position_of = where.get(name, {})
+                gone += [f"{ident!r} ({name})" for ident in stored if ident not in position_of]
+                positions = (position_of[ident] for ident in stored if ident in position_of)
+                sites[site][name] = tuple(sorted(positions))
+
+            if gone:
                 raise InputError(
                     f"{len(gone)} image(s) that the stored partition gives to site {site!r} are gone, first {gone[0]}",
                     "every stored id must be in the same section of the data",
                     "give the data folder and split of the stored run, or start a new run",
                 )
 
-            sites[site] = {
-                n: tuple(sorted(where[n][str(i)] for i in ids[site].get(n, ()))) for n in SECTIONS
-            }
-
         return cls(spec, seed, sites, tuple(notes))
+
+
+def _positions(sections: Sections) -> dict[str, dict[str, int]]:
+    """Return section -> id -> position."""
+    where = {}
+    for name, section in sections.items():
+        where[name] = {str(item["id"]): i for i, item in enumerate(section)}
+
+    return where
+
+
+def _all_items(data: Sections) -> list[Item]:
+    return list(itertools.chain.from_iterable(data.values()))
 
 
 def assign(
@@ -139,9 +162,8 @@ def assign(
 
     if kind in ("centre", "file"):
         homes, notes = _by_centre(data) if kind == "centre" else _by_file(values[0], data)
-        order = sorted(
-            {home for section in homes.values() for home in section if home}, key=_place(spec)
-        )
+        places = itertools.chain.from_iterable(homes.values())
+        order = sorted({home for home in places if home}, key=_place(spec))
         if kind == "centre":
             homes, limit_notes = limit_centres(values, data, homes)
             notes += limit_notes
@@ -164,19 +186,15 @@ def assign(
         )
 
     _check_trained(spec, order, homes["train"])
-    held: dict[str, dict[str, list[int]]] = {
-        site: {name: [] for name in SECTIONS} for site in order
-    }
+    held: dict[str, dict[str, tuple[int, ...]]] = {site: {} for site in order}
     for name, section in homes.items():
+        positions = defaultdict[str | None, list[int]](list)
         for i, home in enumerate(section):
-            if home:
-                held[home][name].append(i)
+            positions[home].append(i)
+        for site in order:
+            held[site][name] = tuple(positions[site])
 
-    frozen = {
-        site: {name: tuple(positions) for name, positions in parts.items()}
-        for site, parts in held.items()
-    }
-    return Partition(canonical(kind, values), seed, frozen, tuple(notes))
+    return Partition(canonical(kind, values), seed, held, tuple(notes))
 
 
 def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
@@ -219,6 +237,7 @@ def parse(spec: str) -> tuple[str, tuple[Any, ...]]:
 def natural_key(name: str) -> tuple[Any, ...]:
     """Return a sort key that puts site-2 before site-10."""
     return tuple(
+        # Numbers after texts, so that only like is compared with like.
         (1, int(part), part) if part.isdecimal() else (0, part)
         for part in re.split(r"(\d+)", name)
         if part
@@ -235,7 +254,7 @@ def _place(spec: str) -> Callable[[str], tuple[Any, ...]]:
 # Checks
 
 
-def _check_ids(data: Mapping[str, Sequence[Item]]) -> None:
+def _check_ids(data: Sections) -> None:
     for name, items in data.items():
         if repeated := [
             ident for ident, n in Counter(str(item["id"]) for item in items).items() if n > 1
@@ -248,10 +267,10 @@ def _check_ids(data: Mapping[str, Sequence[Item]]) -> None:
 
 
 def _check_labels(
-    data: Mapping[str, Sequence[Item]], classes: Sequence[str] | None, spec: str, *, required: bool
+    data: Sections, classes: Sequence[str] | None, spec: str, *, required: bool
 ) -> tuple[str, ...]:
     """Check every label and return the class names; () when no item has a label."""
-    items = [item for section in data.values() for item in section]
+    items = _all_items(data)
     labelled = [item for item in items if item.get("label") is not None]
     gaps = [item["id"] for item in items if item.get("label") is None]
     if required and gaps:
@@ -317,8 +336,8 @@ def _check_sites(spec: str, sites: int | None, train: Sequence[Item]) -> int:
     return sites
 
 
-def _check_sizes(data: Mapping[str, Sequence[Item]]) -> None:
-    items = [item for section in data.values() for item in section]
+def _check_sizes(data: Sections) -> None:
+    items = _all_items(data)
     if gaps := [item["id"] for item in items if item.get("size") is None]:
         raise InputError(
             f"partition 'size', but the sizes of {len(gaps)} of {len(items)} images are not known, first {gaps[0]!r}",
@@ -340,8 +359,8 @@ def _check_trained(spec: str, order: Sequence[str], train: Sequence[str | None])
 # Rules that read the answer
 
 
-def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str | None]], list[str]]:
-    items = [item for section in data.values() for item in section]
+def _by_centre(data: Sections) -> tuple[Homes, list[str]]:
+    items = _all_items(data)
     unnamed = [item for item in items if not item.get("centre")]
     if unnamed or not items:
         first = f", first {unnamed[0]['id']!r}" if unnamed else ""
@@ -359,30 +378,24 @@ def _by_centre(data: Mapping[str, Sequence[Item]]) -> tuple[dict[str, list[str |
         )
 
     training = {str(item["centre"]) for item in data["train"]}
-    homes = {
-        name: [home if (home := str(item["centre"])) in training else None for item in section]
-        for name, section in data.items()
-    }
+    homes: Homes = {}
+    for name, section in data.items():
+        centres = [str(item["centre"]) for item in section]
+        homes[name] = [centre if centre in training else None for centre in centres]
+
     idle = sorted({str(item["centre"]) for item in items} - training, key=natural_key)
     note = f"no sites, as they have no training images: {listed(idle)} ({homeless(homes)})"
 
     return homes, [note] if idle else []
 
 
-def _by_file(
-    path: str, data: Mapping[str, Sequence[Item]]
-) -> tuple[dict[str, list[str | None]], list[str]]:
-    where = {
-        name: {str(item["id"]): i for i, item in enumerate(section)}
-        for name, section in data.items()
-    }
-    homes: dict[str, list[str | None]] = {
-        name: [None] * len(section) for name, section in data.items()
-    }
+def _by_file(path: str, data: Sections) -> tuple[Homes, list[str]]:
+    where = _positions(data)
+    homes: Homes = {name: [None] * len(section) for name, section in data.items()}
     for line, row in _rows(path):
-        key, site, section = (
-            (row.get(column) or "").strip() for column in ("id", "site", "section")
-        )
+        key = (row.get("id") or "").strip()
+        site = (row.get("site") or "").strip()
+        section = (row.get("section") or "").strip()
         if not site or not site.isprintable() or set(site) & set("/\\"):
             raise InputError(
                 f"{path}, line {line}: site {site!r}",

@@ -6,7 +6,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from medfl.core.tables import WIDTH, label_row
-from medfl.data.partition.rules import Partition, Sections
+from medfl.data.partition.draw import Sections
+from medfl.data.partition.rules import Partition
 
 TITLES = {"train": "training", "validate": "validation", "test": "test"}
 
@@ -16,13 +17,12 @@ def table(partition: Partition, sections: Sections, classes: Sequence[str] | Non
     names = list(classes or ())
     shown = shown_sections(partition)
     counts = partition.counts(sections, len(names))
-    numbers = [
-        [*(len(held[n]) for n in shown), *counts[site]] for site, held in partition.sites.items()
-    ]
-    rows = [
-        [shorten(site, 24), *map(_cell, row)]
-        for site, row in zip(partition.sites, numbers, strict=True)
-    ]
+    numbers = []
+    rows = []
+    for site, held in partition.sites.items():
+        numbers.append([*(len(held[name]) for name in shown), *counts[site]])
+        rows.append([shorten(site, 24), *map(_cell, numbers[-1])])
+
     rows.append(["all sites", *(_cell(sum(column)) for column in zip(*numbers, strict=True))])
     head = ["site", *(TITLES[name] for name in shown), *names]
     legend = ""
@@ -31,10 +31,11 @@ def table(partition: Partition, sections: Sections, classes: Sequence[str] | Non
         head[1 + len(shown) :] = [str(c) for c in range(len(names))]
         legend = _wrap(f"{c} = {shorten(name, WIDTH - 8)}" for c, name in enumerate(names))
 
-    blocks = [
-        _block([[row[i] for i in columns] for row in [head, *rows]])
-        for columns in _columns([head, *rows])
-    ]
+    lines = [head, *rows]
+    blocks = []
+    for columns in _columns(lines):
+        blocks.append(_block([[row[i] for i in columns] for row in lines]))
+
     content = "images of each section" + (" and training images of each class" if names else "")
     title = f"partition {shorten(partition.spec, 40)}, seed {partition.seed}: {content}"
     notes = "\n".join(
@@ -96,6 +97,5 @@ def _wrap(entries: Iterable[str]) -> str:
 
 def shown_sections(partition: Partition) -> tuple[str, ...]:
     """Return the sections that hold any item; the training section always."""
-    return tuple(
-        n for n in TITLES if n == "train" or any(held[n] for held in partition.sites.values())
-    )
+    sites = partition.sites.values()
+    return tuple(n for n in TITLES if n == "train" or any(held[n] for held in sites))

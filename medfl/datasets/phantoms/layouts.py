@@ -61,6 +61,7 @@ def draw_files(
             else:
                 save(folder / image(case), to_bytes(pixels))
                 if mask:
+                    # Two classes as pictures of masks have them, black and white.
                     save(folder / mask(case), labels * np.uint8(255))
 
         for name, columns in (tables or {}).items():
@@ -89,13 +90,11 @@ def draw_stacks(
         )
         labels = np.array([case.label for case in cases])
         parts = np.array([part(case) for case in cases])
-        write(
-            folder,
-            {
-                str(name): (images[parts == name], labels[parts == name])
-                for name in np.unique(parts)
-            },
-        )
+        stacks = {}
+        for name in np.unique(parts):
+            stacks[str(name)] = (images[parts == name], labels[parts == name])
+
+        write(folder, stacks)
         return len(cases)
 
     return draw

@@ -75,6 +75,7 @@ def write_phantom(
         raise InputError(f"image size {side}", f"from {MINIMUM_SIZE} pixels", "raise --size")
 
     empty_folder(target)
+    # Drawn beside the target and renamed, so that nobody finds half a cohort.
     partial = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
@@ -210,6 +211,7 @@ def cohort(
 
     for index in range(total):
         cell = (int(centres[index]), int(labels[index]))
+        # Images of one centre and class follow each other; the last of each five repeats its group.
         place = place + 1 if cell == before else 0
         before = cell
         if repeats and counts[cell] >= _FEW and place % _REPEAT == _REPEAT - 1:

@@ -1,4 +1,4 @@
-"""The scene of all phantoms: rounded parts on a ground, in a picture or a volume, as the device of a centre shows it.
+"""Scenes of phantoms: rounded parts on a background, in a picture or a volume, as the device of a centre shows them.
 
 Lengths are in half sides of the image, in the order of its axes: down and right in pictures; right, front and top in
 volumes. Shades are 0 to 1: one value in grey images, three in RGB.
@@ -64,6 +64,7 @@ class Scene:
 
     def draw(self, rng: np.random.Generator, shape: Shape) -> tuple[Array, Mask]:
         """Return an image, `shape` in grey and (*shape, 3) in RGB, and its reference mask (shape)."""
+        # The order of the draws decides every bit of a phantom.
         axes = np.meshgrid(*map(_axis, shape), indexing="ij", sparse=True)
         channels = len(self.parts[0].shade)
         image = np.zeros((channels, *shape))
@@ -149,6 +150,7 @@ def photograph(image: Array, centre: int, rng: np.random.Generator) -> Array:
     is_colour = image.ndim == 3 and image.shape[-1] == 3
     shape = image.shape[:-1] if is_colour else image.shape
 
+    # Slowly varying light, as of a lamp or a coil.
     light = 1 + look.shading * noise(rng, shape, 2)
     shown = (image - 0.5) * contrast + 0.5 + look.brightness + rng.normal(0, 0.02)
     shown = shown * light[..., None] * look.cast if is_colour else shown * light

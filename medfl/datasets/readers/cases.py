@@ -21,7 +21,7 @@ Rows = Mapping[str, Mapping[str, str]]
 
 
 def described(root: Path, records: Sequence[Record], rows: Rows) -> list[Record]:
-    """Return records with what rows say of them: `patient` is their group, `centre`, and `section` of split `SPLIT`.
+    """Return the records with group, centre and section (of split `SPLIT`) taken from their rows.
 
     Raises:
         InputError: a section that is none.
@@ -74,6 +74,7 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
             missing += [record.id] if number < len(records) else []
             continue
 
+        # An unlabelled image has no claim to a row that a labelled one has.
         if name in used and number >= len(records):
             continue
         if name in used:
@@ -96,7 +97,7 @@ def read(root: Path, records: Sequence[Record], unlabelled: Sequence[Record] = (
 
 
 def _names(root: Path, record: Record) -> list[str]:
-    """Return what a row may call an image, the most exact first."""
+    """Return the names by which a row may mean an image, the most specific first."""
     path = PurePosixPath(os.path.relpath(record.image.split(JOINED)[0], root).replace(os.sep, "/"))
     below = PurePosixPath(*path.parts[1:])  # below the folder of all images
     paths = [path, path.with_suffix(""), below, *([below.with_suffix("")] if below.name else [])]
@@ -105,5 +106,5 @@ def _names(root: Path, record: Record) -> list[str]:
 
 
 def key(text: str) -> str:
-    """Return a path or name in a table as names of images are compared: with slashes, without NIfTI's ending."""
+    """Return a path or name in a table in the form that is compared: with slashes, without the ending of NIfTI."""
     return bare(text.strip().replace("\\", "/").removeprefix("./"))

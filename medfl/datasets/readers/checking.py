@@ -1,4 +1,4 @@
-"""Verification of a data set's folder: layout, counts, missing and unreadable images, labels, leakage."""
+"""Check a data set's folder: layout, counts, missing and unreadable images, labels, patients in several sections."""
 
 from __future__ import annotations
 
@@ -55,15 +55,10 @@ class CheckReport:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values."""
         source = "phantom" if self.phantom else "real"
-        values = {
-            **asdict(self),
-            "folder": str(self.folder),
-            "source": source,
-            "images": self.images,
-            "ok": self.ok,
-        }
+        values = asdict(self)
         del values["phantom"]
-        return values
+        values |= {"folder": str(self.folder), "source": source}
+        return {**values, "images": self.images, "ok": self.ok}
 
 
 def check(
@@ -112,27 +107,28 @@ def counted(
     assigned: Sequence[str],
     centres_named: Sequence[str] = (),
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return section -> centre -> number of images of each column; one centre named alone stands for all."""
+    """Return section -> centre -> number of images of each column; a single named centre stands for all."""
+    # With one name for all centres (writers) records name places that the data set does not.
     has_centres = len(centres_named) != 1 or any(
         record.centre in centres_named for record in records
     )
-    counts = Counter(
-        (section, record.centre if has_centres else centres_named[0], record.label)
-        for record, section in zip(records, assigned, strict=False)
-    )
+    counts = Counter[tuple[str, str, int]]()
+    for record, section in zip(records, assigned, strict=False):
+        centre = record.centre if has_centres else centres_named[0]
+        counts[section, centre, record.label] += 1
+
     present = {centre for _, centre, _ in counts}
     order = [
         *(c for c in centres_named if c in present),
         *sorted(present.difference(centres_named)),
     ]
 
-    return {
-        section: {
-            centre: tuple(counts[section, centre, label] for label in range(len(columns)))
-            for centre in order
-        }
-        for section in SECTIONS
-    }
+    table: dict[str, dict[str, tuple[int, ...]]] = {section: {} for section in SECTIONS}
+    for section, rows in table.items():
+        for centre in order:
+            rows[centre] = tuple(counts[section, centre, label] for label in range(len(columns)))
+
+    return table
 
 
 def _unreadable(dataset: DataSet, records: Sequence[Record], progress: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""The class of an item in a data list: a number that is also the path of its label image (see `label_images`)."""
+"""The class of an item in a data list: an int that can also be opened as a label image (see `label_images`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Names by which others tell images, masks and classes apart: one folder of both, nnU-Net, BIDS.
+"""Naming conventions for images, masks and classes: images and masks in one folder, nnU-Net, BIDS.
 
-Each function brings masks to the paths of their images, which `medfl.datasets.readers.matching` then compares.
+Each function renames masks to the paths of their images, which `medfl.datasets.readers.matching` then compares.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ _LONGEST = 60
 def apart(files: Named) -> tuple[Named, Named]:
     """Return the images and the masks of one folder: a mask's name is that of an image and `_mask`, `_seg` or so."""
     paths = {path for path, _ in files}
-    masks = [
-        (path, uri) for path, uri in files if matching.MASK_END.sub("", path) in paths - {path}
-    ]
-    mask_paths = {path for path, _ in masks}
-    return [(path, uri) for path, uri in files if path not in mask_paths], masks
+    images = list[tuple[str, str]]()
+    masks = list[tuple[str, str]]()
+    for path, uri in files:
+        is_mask = matching.MASK_END.sub("", path) in paths - {path}
+        (masks if is_mask else images).append((path, uri))
+
+    return images, masks
 
 
 def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
@@ -62,27 +64,25 @@ def channels(images: Named, masks: Named, lacking: bool = False) -> Named:
         if match and (match[1] in of_mask or (lacking and match[1] not in image_paths)):
             parts[match[1]][match[2]] = uri
 
-    channel_numbers = sorted({number for numbers in parts.values() for number in numbers})
+    channel_numbers = sorted(set().union(*parts.values()))
     for path, numbers in parts.items():
-        if (
-            missing := [number for number in channel_numbers if number not in numbers]
-        ) and not lacking:
+        missing = [number for number in channel_numbers if number not in numbers]
+        if missing and not lacking:
             raise InputError(
                 f"image {path} has no channel {missing[0]}, which others have",
                 f"of each image the channels {', '.join(channel_numbers)}, as files {path}_{channel_numbers[0]} ...",
                 "add the file, remove the case, or have the run say by --site-channels which channels its site has",
             )
 
-    single = [
-        (path, uri)
-        for path, uri in images
-        if not ((match := _CHANNEL.fullmatch(path)) and match[1] in parts)
-    ]
-    joined = [
-        (path, JOINED.join(numbers[number] for number in sorted(numbers)))
-        for path, numbers in parts.items()
-    ]
-    return sorted([*single, *joined])
+    complete = []
+    for (match, _), (path, uri) in zip(matches, images, strict=True):
+        if not (match and match[1] in parts):
+            complete.append((path, uri))
+
+    for path, numbers in parts.items():
+        complete.append((path, JOINED.join(numbers[number] for number in sorted(numbers))))
+
+    return sorted(complete)
 
 
 def bids(images: Named, masks: Named) -> tuple[Named, Named]:
@@ -125,11 +125,12 @@ def bids(images: Named, masks: Named) -> tuple[Named, Named]:
         renamed.append((fits[0] if fits else path, uri))
 
     used = {path for path, _ in renamed}
-    return [
-        (path, uri)
-        for path, uri in images
-        if path in used or _BIDS_RE.fullmatch(path.rpartition("/")[2])
-    ], renamed
+    bids_images = []
+    for path, uri in images:
+        if path in used or _BIDS_RE.fullmatch(path.rpartition("/")[2]):
+            bids_images.append((path, uri))
+
+    return bids_images, renamed
 
 
 def subject(path: str) -> str:
@@ -144,11 +145,11 @@ def bids_masks(root: Path) -> str:
         InputError: none has, or several.
     """
     folders = sorted(path for path in (root / "derivatives").glob("*") if path.is_dir())
-    having = [
-        folder
-        for folder in folders
-        if any(_is_mask(name) for name, _ in volumes.volume_files(folder))
-    ]
+    having = []
+    for folder in folders:
+        if any(_is_mask(name) for name, _ in volumes.volume_files(folder)):
+            having.append(folder)
+
     if len(having) == 1:
         return f"derivatives/{having[0].name}"
 
@@ -187,12 +188,11 @@ def class_names(path: Path) -> tuple[str, ...]:
     swapped = [(number, name) if _index(name) is None else (name, number) for number, name in pairs]
     names = {_index(number): name for number, name in swapped}
     texts = [str(names.get(index, "")) for index in range(len(pairs))]
-    plain = all(
-        isinstance(names.get(k), str) and is_plain_text(t) and len(t) <= _LONGEST
-        for k, t in enumerate(texts)
-    )
+    # A number without a name leaves a text empty, a name twice makes the set smaller.
+    distinct = {text for text in texts if is_plain_text(text) and 0 < len(text) <= _LONGEST}
+    are_texts = all(isinstance(name, str) for name in names.values())
 
-    if not pairs or not plain or len(set(texts) - {""}) != len(pairs):
+    if not pairs or not are_texts or len(distinct) != len(pairs):
         raise InputError(f"{path}: labels {printable(labels, 120)}", allowed, advice)
 
     return tuple(texts)

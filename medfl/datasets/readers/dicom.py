@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from medfl.core.errors import InputError
 from medfl.datasets.readers.stacks import check_unpacked
 
+Array = NDArray[Any]
+Sitk = Any
+"""Of SimpleITK, which has no types."""
+
 SUFFIX = ".dcm"
 _FORMAT = "GDCMImageIO"  # others, which SimpleITK takes by a file's ending, read what their header names elsewhere
 _DESCRIPTION = "0008|103e"
@@ -40,7 +44,7 @@ def own_locale() -> Iterator[None]:
 
 
 @own_locale()
-def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
+def read(folder: str) -> tuple[Array, NDArray[np.float64]]:
     """Return the voxels (D1, D2, D3[, colours]) of the series in a folder, and its affine from index to mm, RAS.
 
     Raises:
@@ -56,11 +60,10 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     image = _executed(
         reader, f"series {folder}", "all its files are complete", "copy the series again"
     )
-    voxels: NDArray[Any] = _sitk().GetArrayFromImage(image)
+    voxels: Array = _sitk().GetArrayFromImage(image)
 
-    if (
-        image.GetDimension() != 3
-    ):  # frames may lie anywhere or be points in time, which no affine can say
+    # Frames may lie anywhere or be points in time, which no affine can say.
+    if image.GetDimension() != 3:
         raise InputError(
             f"DICOM file {files[0]} has {image.GetSize()[2]} frames",
             "a file for each slice",
@@ -70,12 +73,11 @@ def read(folder: str) -> tuple[NDArray[Any], NDArray[np.float64]]:
     direction = np.reshape(image.GetDirection(), (3, 3))
     spacing = image.GetSpacing()
     _check_positions(folder, reader, len(files), direction[:, 2], min(spacing[:2]))
+    # SimpleITK's arrays have the slices first, the affine the columns.
     return np.moveaxis(voxels, (0, 2), (2, 0)), _affine(image)
 
 
-def _check_positions(
-    folder: str, reader: Any, slices: int, normal: NDArray[Any], pixel: float
-) -> None:
+def _check_positions(folder: str, reader: Sitk, slices: int, normal: Array, pixel: float) -> None:
     """Refuse a series whose voxels would not lie where the affine has them: slices are missing, or the gantry tilted.
 
     `normal` (3,) is that of the slices, which may be shifted by half the side of a pixel, in mm.
@@ -119,7 +121,7 @@ def read_picture(file: str) -> NDArray[np.uint8]:
         InputError: it cannot be read, or has several frames.
     """
     image = _execute(file)
-    pixels: NDArray[Any] = _sitk().GetArrayFromImage(image)[0]
+    pixels: Array = _sitk().GetArrayFromImage(image)[0]
     if pixels.ndim == 3:
         return pixels.astype(np.uint8)
 
@@ -131,12 +133,10 @@ def read_picture(file: str) -> NDArray[np.uint8]:
     if width > 1:
         low = centre - 0.5 - (width - 1) / 2
         high = centre - 0.5 + (width - 1) / 2
-        if (
-            _text(image, _PHOTOMETRIC) == "MONOCHROME1"
-        ):  # the pixels were turned round, the window not
-            ends = (
-                -1 if _number(image, _SIGNED) else 2 ** _number(image, _BITS) - 1
-            )  # least and largest value together
+        # SimpleITK has inverted the pixels of such a picture, but not its window.
+        if _text(image, _PHOTOMETRIC) == "MONOCHROME1":
+            # Sum of the least and the largest value that can be stored.
+            ends = -1 if _number(image, _SIGNED) else 2 ** _number(image, _BITS) - 1
             turned = _number(image, _SLOPE, 1) * ends + 2 * _number(image, _INTERCEPT)
             low, high = turned - high, turned - low
     elif pixels.dtype == np.uint8:
@@ -146,14 +146,14 @@ def read_picture(file: str) -> NDArray[np.uint8]:
     return np.rint(np.clip((pixels - low) / max(high - low, 1e-9), 0, 1) * 255).astype(np.uint8)
 
 
-def _text(image: Any, tag: str) -> str:
+def _text(image: Sitk, tag: str) -> str:
     if image.HasMetaDataKey(tag):
         return str(image.GetMetaData(tag)).strip()
 
     return ""
 
 
-def _number(image: Any, tag: str, default: float = 0) -> float:
+def _number(image: Sitk, tag: str, default: float = 0) -> float:
     """Return the first number of a tag, the default where there is none."""
     text = _text(image, tag).split("\\")[0]
     try:
@@ -168,7 +168,7 @@ def picture_affine(file: str) -> NDArray[np.float64]:
     return _affine(_execute(file))
 
 
-def _reader(file: str) -> Any:
+def _reader(file: str) -> Sitk:
     reader = _sitk().ImageFileReader()
     reader.SetImageIO(_FORMAT)
     reader.SetFileName(file)
@@ -183,7 +183,7 @@ def _check_size(files: Sequence[str]) -> None:
         check_unpacked(8 * values * len(files), sum(map(os.path.getsize, files)))
 
 
-def _execute(file: str) -> Any:
+def _execute(file: str) -> Sitk:
     _check_size([file])
     image = _executed(_reader(file), f"file {file}", "a complete image", "copy the file again")
     if image.GetDimension() != 3 or image.GetSize()[2] != 1:
@@ -193,7 +193,7 @@ def _execute(file: str) -> Any:
     return image
 
 
-def _executed(reader: Any, source: str, allowed: str, advice: str) -> Any:
+def _executed(reader: Sitk, source: str, allowed: str, advice: str) -> Sitk:
     try:
         return reader.Execute()
     except RuntimeError as error:
@@ -201,7 +201,7 @@ def _executed(reader: Any, source: str, allowed: str, advice: str) -> Any:
         raise InputError(f"DICOM {source} cannot be read ({reason})", allowed, advice) from error
 
 
-def _affine(image: Any) -> NDArray[np.float64]:
+def _affine(image: Sitk) -> NDArray[np.float64]:
     """Return the affine from index to mm, RAS."""
     from monai.data.utils import orientation_ras_lps
 
@@ -223,7 +223,7 @@ def count_voxels(folder: str) -> int:
     return math.prod(map(int, _information(files[0]).GetSize())) * len(files)
 
 
-def _sitk() -> Any:
+def _sitk() -> Sitk:
     """Import SimpleITK, which is slow and not needed for NIfTI."""
     module = importlib.import_module("SimpleITK")
     module.ProcessObject.SetGlobalWarningDisplay(False)  # what it warns of is refused here
@@ -233,9 +233,8 @@ def _sitk() -> Any:
 def _files(folder: str) -> tuple[str, ...]:
     """Return the files of the one series in a folder, in the order of their position."""
     reader = _sitk().ImageSeriesReader
-    series = {
-        uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in reader.GetGDCMSeriesIDs(folder)
-    }
+    uids = reader.GetGDCMSeriesIDs(folder)
+    series = {uid: reader.GetGDCMSeriesFileNames(folder, uid) for uid in uids}
     if len(series) == 1:
         files: tuple[str, ...] = next(iter(series.values()))
         other_names = (
@@ -252,10 +251,11 @@ def _files(folder: str) -> tuple[str, ...]:
         )
 
     if series:
-        names = " and ".join(
-            f"{uid} ({_description(files[0])}{len(files)} files)" for uid, files in series.items()
-        )
-        problem = f"folder {folder} holds {len(series)} DICOM series: {names}"
+        names = []
+        for uid, files in series.items():
+            names.append(f"{uid} ({_description(files[0])}{len(files)} files)")
+
+        problem = f"folder {folder} holds {len(series)} DICOM series: {' and '.join(names)}"
     else:
         problem = f"folder {folder} holds no DICOM series in its {len(os.listdir(folder))} files"
 
@@ -280,7 +280,7 @@ def is_dicom(file: str) -> bool:
         return False
 
 
-def _information(file: str) -> Any:
+def _information(file: str) -> Sitk:
     reader = _reader(file)
     reader.ReadImageInformation()
     return reader

@@ -1,4 +1,4 @@
-"""Fetching a data set: licence shown first, transfers resumed where they stopped, every file verified before it counts.
+"""Fetch a data set: show its licence first, resume broken transfers, and verify each file before it gets its name.
 
 A file under way is `<name>.part`, with the server's version mark in `<name>.part.tag`; one that fails its checksum is
 kept as `<name>.part.bad` and never read. Archives are left packed, but for .tar files, which nothing here reads.
@@ -89,9 +89,8 @@ def unpack(path: Path, folder: Path) -> None:
     """Unpack the files of a .tar file; RunError if it is damaged, names one elsewhere, or there is no space."""
     try:
         with tarfile.open(path) as archive:
-            for member in (
-                archive
-            ):  # not by extractall, whose check of names came with Python 3.10.12 and 3.11.4
+            # Not by extractall, whose check of names came with Python 3.10.12 and 3.11.4.
+            for member in archive:
                 target = (folder / member.name).resolve()
                 if not target.is_relative_to(folder.resolve()):
                     raise tarfile.TarError(f"{member.name!r} lies elsewhere")
@@ -163,6 +162,7 @@ class _Transfer:
                     f"{self.part} cannot be written ({error.strerror}); free some space, or give another --out"
                 ) from error
 
+        # Until its checksum is verified a file keeps the name of a part.
         self.verify()
         self.part.replace(self.target)
         self.tag.unlink(missing_ok=True)
@@ -220,6 +220,7 @@ class _Transfer:
         with self.open(self.resumable()) as response:
             start = self.start_of(response)
             length = response.headers.get("Content-Length")
+            # Content-Length counts the bytes that are still to come.
             total = start + int(length) if length is not None else self.item.bytes
             self.check_space((total or 0) - start)
             self.remember_version(response)
@@ -264,9 +265,8 @@ class _Transfer:
             response: HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             error.close()
-            if (
-                error.code == 416 and start
-            ):  # what is there is not the beginning of the server's file
+            # What is there is not the beginning of the server's file.
+            if error.code == 416 and start:
                 self.part.unlink(missing_ok=True)
                 return self.open(0)
 

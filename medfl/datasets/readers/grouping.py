@@ -1,7 +1,7 @@
-"""Patients by the names of files: an expression says which part of a name they are, or one that would fit is offered.
+"""Patients by file names: a regular expression says which part of a name is the patient; one that fits is suggested.
 
-The expression may come with somebody else's bundle, so it may only do what takes little time on any name: no repeated
-groups, no references back, no looking ahead or behind, and at most three repeats.
+The expression may come with somebody else's bundle, so it is restricted to forms that take little time on any name: no
+repeated groups, no backreferences, no lookaround, and at most three repeats.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from medfl.core.errors import InputError
 
-_LONGEST, _REPEATS = (
-    255,
-    3,
-)  # characters: a file's name has no more; with three repeats a search takes 2 s at most
+_LONGEST = 255  # characters: a file's name has no more
+_REPEATS = 3  # with which a search takes 2 s at most
 _ATOMS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _OFFERED = (r"^([^/]+)/", r"^([^_/]+)_", r"^([^-/]+)-", r"^([^_/]+_[^_/]+)_", r"^([^-/]+-[^-/]+)-")
 _EXAMPLE = r"an expression with the patient in parentheses, as '^([^_]+)_' for p01_3.png"
@@ -55,25 +53,24 @@ def by_names(pattern: str, names: Sequence[str]) -> list[str | None]:
 
 
 def offered(names_of: Mapping[str, Sequence[str]]) -> tuple[str, int] | None:
-    """Return an expression that makes patients of names which share prefixes, and how many; None where none does.
+    """Suggest an expression that takes a common prefix of names as the patient; return it and the number of patients.
 
-    Each fits every name, and makes at least three patients, two of each class that has two images, fewer than images.
+    It matches every name and gives at least three patients, two for each class with several images, and at most four
+    fifths as many patients as images. None if no such expression is known.
 
     Args:
         names_of: class -> paths of its images, as of `by_names`.
     """
     count = sum(map(len, names_of.values()))
     for pattern in _OFFERED:
+        patients: set[str | None] = set()
         try:
-            groupings = {
-                label: by_names(pattern, names)
-                for label, names in names_of.items()
-                if len(names) > 1
-            }
+            for names in names_of.values():
+                # Of a single name an expression tells nothing.
+                patients.update(by_names(pattern, names) if len(names) > 1 else ())
         except InputError:
             continue
 
-        patients = {patient for of_class in groupings.values() for patient in of_class}
         if None not in patients and 3 <= len(patients) <= 0.8 * count:
             return pattern, len(patients)
 
@@ -96,6 +93,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
         )
 
     plain = _ATOMS.sub("x", pattern)
+    # Groups other than (?:...) and (?P<name>...), and references back to one.
     special = re.search(r"\(\?(?!:|P<)", plain) or re.search(r"\\[1-9]|\(\?P=", pattern)
     repeats = re.findall(r"(?:[*+]|(?<!\()\?|\{[^}]*\})\??", plain)
     if (

@@ -1,4 +1,4 @@
-"""Data lists for MONAI's own reader: image URIs, and a class where a label image is asked for.
+"""A reader for MONAI's LoadImage: image URIs, and classes in the place of label images.
 
 MONAI's data statistics (`MonaiAlgoStats`) open images and labels alike with `LoadImage`. A class has no file: its index
 is a path too, of an image with this value in each pixel. Widths come first, as in MONAI's reader of pictures.
@@ -21,9 +21,9 @@ from medfl.datasets.readers.reading import Pixels, read_pixels, split_uri
 
 
 class UriReader(ImageReader):  # type: ignore[misc]
-    """What `LoadImage` takes for classes, image URIs within a container, and TIFF files, for which it has none."""
+    """The reader that `LoadImage` uses for classes, images in a container, and TIFF files, for which it has none."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         """Take no settings: those of `LoadImage` are for readers of files."""
 
     def verify_suffix(self, filename: Sequence[PathLike] | PathLike) -> bool:
@@ -33,7 +33,7 @@ class UriReader(ImageReader):  # type: ignore[misc]
             OF_CLASS in n or split_uri(n)[1] or n.lower().endswith((".tif", ".tiff")) for n in names
         )
 
-    def read(self, data: Sequence[PathLike] | PathLike, **settings: Any) -> str:
+    def read(self, data: Sequence[PathLike] | PathLike, **settings: object) -> str:
         """Return the one URI."""
         (uri,) = map(str, ensure_tuple(data))
         return uri

@@ -1,4 +1,4 @@
-"""A table that names the class of each image: which columns say what, and which row is of which image."""
+"""A table of the images' classes: find the columns that matter, and the row of each image."""
 
 from __future__ import annotations
 
@@ -72,10 +72,12 @@ def read(path: Path, images: Sequence[str]) -> Labels:
         InputError: no such columns, no image in the table, or an image of two classes.
     """
     rows = tables.read_csv(path, ())
-    heads = {str(name).strip().lower(): name for row in rows[:1] for name in row if name}
-    matches = {
-        column: _matched(path, rows, heads[column], images) for column in FILES if column in heads
-    }
+    heads = {str(name).strip().lower(): name for name in (rows[0] if rows else ()) if name}
+    matches = {}
+    for head in FILES:
+        if head in heads:
+            matches[head] = _matched(path, rows, heads[head], images)
+
     column = next((column for column, index in matches.items() if index), None)
 
     if column is None:
@@ -88,19 +90,15 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     index = matches[column]
     label, class_of = _classes(path, rows, heads, heads[column])
     classes = {image: class_of[number] for image, number in index.items() if class_of[number]}
-    case_heads = {
-        name: heads[first]
-        for name, spellings in _CASES.items()
-        if (first := next((spelling for spelling in spellings if spelling in heads), None))
-    }
-    matched_rows = set(index.values())
-    without_image = [
-        str(row[heads[column]]) for number, row in enumerate(rows) if number not in matched_rows
-    ]
+    case_heads = {}
+    for name, spellings in _CASES.items():
+        if spelling := next((text for text in spellings if text in heads), None):
+            case_heads[name] = heads[spelling]
+
+    rows_left = sorted(set(range(len(rows))) - set(index.values()))
+    without_image = [str(rows[number][heads[column]]) for number in rows_left]
     left_out = {
-        "images of the folder are not in the table": [
-            image for image in images if image not in index
-        ],
+        "images of the folder are not in the table": [i for i in images if i not in index],
         "images have no class in the table": [image for image in index if image not in classes],
         "rows of the table have no image": without_image,
     }
@@ -115,19 +113,16 @@ def read(path: Path, images: Sequence[str]) -> Labels:
     for name in names:
         alike[name.casefold()].append(name)
 
-    if twice := "; ".join(
-        " and ".join(map(repr, spellings))
-        for _, spellings in sorted(alike.items())
-        if len(spellings) > 1
-    ):
+    if twice := [" and ".join(map(repr, alike[name])) for name in sorted(alike) if alike[name][1:]]:
         notes.append(
-            f"classes that differ in upper and lower case only: {twice}; they count as different"
+            f"classes that differ in upper and lower case only: {'; '.join(twice)}; they count as different"
         )
 
-    cases_of = {
-        image: {name: str(rows[number][head] or "").strip() for name, head in case_heads.items()}
-        for image, number in index.items()
-    }
+    cases_of: dict[str, dict[str, str]] = {}
+    for image, number in index.items():
+        row = rows[number]
+        cases_of[image] = {name: (row[head] or "").strip() for name, head in case_heads.items()}
+
     by = [f"images by column {heads[column]!r}", f"classes by {label}"]
     by += [f"{name}s by {head!r}" for name, head in case_heads.items()]
 
@@ -144,14 +139,9 @@ def _matched(
     row_numbers: dict[str, int] = {}
 
     for number, row in enumerate(rows):
-        image = next(
-            (image_of[form] for form in _forms(str(row[column] or "")) if form in image_of), None
-        )
-        if (
-            image is not None
-            and row_numbers.setdefault(image, number) != number
-            and rows[row_numbers[image]] != row
-        ):
+        names = [form for form in _forms(row[column] or "") if form in image_of]
+        if names and rows[row_numbers.setdefault(image_of[names[0]], number)] != row:
+            image = image_of[names[0]]
             raise InputError(
                 f"{path} has two rows for {image}", "a row for each image", "remove one of them"
             )
@@ -174,7 +164,7 @@ def _classes(
     if label is not None:
         return f"column {label!r}", [_plain(row[label]) for row in rows]
 
-    known_heads = {*FILES, *(head for names in _CASES.values() for head in names)}
+    known_heads = set(FILES).union(*_CASES.values())
     free = [name for head, name in heads.items() if name != column and head not in known_heads]
     marks = [name for name in free if all((row[name] or "").strip() in _MARKS for row in rows)]
     if len(marks) < 2:
@@ -184,6 +174,7 @@ def _classes(
             "name the column so",
         )
 
+    # One column a class, as in the tables of ISIC: a row has a 1 in that of its own.
     class_of = [[name for name in marks if float(row[name])] for row in rows]
     double = next((number for number, names in enumerate(class_of) if len(names) > 1), None)
     if double is not None:

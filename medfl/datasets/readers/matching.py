@@ -1,4 +1,4 @@
-"""Which mask is of which image: by the path in their folders first, then by the file's name where it is one image's."""
+"""Match masks to images: by their paths below their folders first, then by file name where only one image has it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from medfl.core.errors import InputError
 Named = Sequence[tuple[str, str]]
 """(path below a folder, without the file's ending; URI)."""
 
+Matched = tuple[Mapping[str, str], Mapping[str, str]]
+"""Name -> URI of the images, and of the masks by their images' names."""
+
 MASK_END = re.compile(r"(?<=.)_(?:mask|segmentation|seg|label)$", re.IGNORECASE)
-_ONLY = re.compile(
-    r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE
-)  # a name that says no more than what it is
+# A name that says no more than what it is.
+_ONLY = re.compile(r"(?:mask|segmentation|seg|label)s?", re.IGNORECASE)
 
 
-def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, str]]:
+def match(images: Named, masks: Named) -> Matched:
     """Return name -> URI of the images, and of the masks by their images' names; a mask without one by its path.
 
     A mask is of the image at its own path, its name with or without one of the endings _mask, _segmentation, _seg and
@@ -29,18 +31,20 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
         InputError: a mask that fits several images, or several masks that fit one; names the files.
     """
     uris_at = defaultdict[str, list[str]](list)
-    by_name, by_folder = (defaultdict[str, set[str]](set) for _ in range(2))
+    by_name = defaultdict[str, set[str]](set)
+    by_folder = defaultdict[str, set[str]](set)
     for path, uri in images:
         folder, _, name = path.rpartition("/")
         uris_at[path].append(uri)
         by_name[name].add(path)
         by_folder[folder].add(path)
 
-    by_path = {
-        path: image
-        for path, _ in masks
-        if (image := next((p for p in _forms(path) if p in uris_at), None))
-    }
+    by_path = {}
+    for path, _ in masks:
+        if image := next((form for form in _forms(path) if form in uris_at), None):
+            by_path[path] = image
+
+    # Once masks agree with images in subfolders, these are patients', who do not share masks.
     in_folders = any("/" in path for path in by_path.values())
 
     def fitting(path: str) -> list[str]:
@@ -49,10 +53,11 @@ def match(images: Named, masks: Named) -> tuple[Mapping[str, str], Mapping[str, 
 
         folder, _, name = path.rpartition("/")
         for form in _forms(name):
-            if fits := sorted(
-                p for p in by_name.get(form, ()) if not (in_folders and folder and "/" in p)
-            ):
-                return fits
+            paths = sorted(by_name.get(form, ()))
+            if in_folders and folder:
+                paths = [image for image in paths if "/" not in image]
+            if paths:
+                return paths
 
         if folder and _ONLY.fullmatch(name):
             return sorted(by_folder.get(folder, ()))

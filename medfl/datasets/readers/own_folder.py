@@ -1,4 +1,4 @@
-"""Checks of a user's own folder: what it holds besides the images used, and folders whose names are no classes."""
+"""Checks of a user's own folder: files that are not used, and folders whose names are not those of classes."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def refuse_other_folders(folder: Path, names: Sequence[str]) -> None:
             "put each class's into one folder and say their sections in column 'section' of cases.csv",
         )
 
-    images, masks = (
-        [lower[name] for name in lower if name in words] for words in (_IMAGES, _MASKS)
-    )
+    images = [lower[name] for name in lower if name in _IMAGES]
+    masks = [lower[name] for name in lower if name in _MASKS]
     if images and masks and 2 * len(images + masks) > len(lower):
         raise InputError(
             f"folders {images[0]} and {masks[0]} in {folder} are named as images and their masks, not classes",
@@ -85,14 +84,14 @@ def left_out(
                 image = name.lower().endswith(tuple(endings))
                 (images if image else other_files).append(path.relative_to(folder).as_posix())
 
-    return tuple(
-        f"{len(files)} {kind}: left out, first {files[0]}"
-        for files, kind in (
-            (images, f"images {what}"),
-            (other_files, f"files that do not end in {', '.join(endings)}"),
-        )
-        if files
-    )
+    lines = []
+    if images:
+        lines.append(f"{len(images)} images {what}: left out, first {images[0]}")
+    if other_files:
+        kind = f"files that do not end in {', '.join(endings)}"
+        lines.append(f"{len(other_files)} {kind}: left out, first {other_files[0]}")
+
+    return tuple(lines)
 
 
 def odd(folder: Path) -> tuple[str, ...]:
@@ -101,24 +100,24 @@ def odd(folder: Path) -> tuple[str, ...]:
     for base, folders, files in folders_below(folder):
         paths += [os.path.join(base, name) for name in folders if not is_text(name)]
         folders[:] = [name for name in folders if not is_hidden(name) and is_text(name)]
-        paths += [
-            path
-            for path in (os.path.join(base, name) for name in files if not is_hidden(name))
-            if is_odd(path)
-        ]
+        shown = (os.path.join(base, name) for name in files if not is_hidden(name))
+        paths += filter(is_odd, shown)
+
+    if not paths:
+        return ()
 
     note = f"{len(paths)} pipes, devices, or names that are not in UTF-8 or have {JOINED!r}: left out, first "
-    if paths:
-        return (note + printable(os.path.relpath(min(paths), folder)),)
-
-    return ()
+    return (note + printable(os.path.relpath(min(paths), folder)),)
 
 
 def of_pairs(
     images: Path, masks: Path, records: Sequence[Record], endings: Collection[str]
 ) -> tuple[str, ...]:
     """Return lines about files of two folders, or of one, that are no pair."""
-    shown = [uri for record in records for uri in record.image.split(JOINED)]
+    shown = list[str]()
+    for record in records:
+        shown += record.image.split(JOINED)
+
     if images == masks or masks.is_relative_to(images):
         return left_out(
             images, [*shown, *(record.mask for record in records)], endings, "without a mask"

@@ -17,9 +17,16 @@ from PIL import Image
 from medfl.core.errors import InputError
 from medfl.core.names import listed
 from medfl.datasets.readers import matching
-from medfl.datasets.readers.reading import JOINED, Pixels, read_pixels, resize
+from medfl.datasets.readers.reading import JOINED, Files, Pixels, read_pixels, resize
 from medfl.datasets.readers.splitting import Record
-from medfl.datasets.readers.tables import Table, first, image_files, image_index
+from medfl.datasets.readers.tables import (
+    Table,
+    check_row,
+    first,
+    image_files,
+    image_index,
+    read_csv,
+)
 
 Mask = NDArray[np.uint8]
 Shape = tuple[int, int]
@@ -46,7 +53,7 @@ def mask_index(roots: Iterable[Path]) -> dict[str, str]:
     return index
 
 
-def picture_paths(root: Path) -> list[tuple[str, str]]:
+def picture_paths(root: Path) -> Files:
     """Return (path without suffix, URI) of all pictures below a folder or in a zip archive.
 
     The folder that an archive has around all of it, by its own name, is no part of the paths.
@@ -59,7 +66,7 @@ def picture_paths(root: Path) -> list[tuple[str, str]]:
     return [(name.removeprefix(around).rpartition(".")[0], uri) for name, uri in files]
 
 
-def matched(images: Path, masks: Path) -> tuple[Mapping[str, str], Mapping[str, str]]:
+def matched(images: Path, masks: Path) -> matching.Matched:
     """Return name -> URI of the pictures in a folder or zip, and of the masks in another by their images' names.
 
     Raises:
@@ -96,14 +103,51 @@ def paired(
             Record(images[key], 0, key, centre(key), key, sections or {}, mask=masks[key])
         )
 
-    table.problems += [
-        f"mask {masks[key]} has no image" for key in sorted(masks.keys() - images.keys())
-    ]
+    for key in sorted(masks.keys() - images.keys()):
+        table.problems.append(f"mask {masks[key]} has no image")
+
     if lone := sorted(images.keys() - masks.keys()):
         table.unlabelled = {key: images[key] for key in lone}
         table.notes.append(
             f"{len(lone)} of {len(images)} images have no mask and are left out, first {lone[0]}"
         )
+
+    return table
+
+
+def read_case_table(
+    path: Path,
+    columns: tuple[str, str, str],
+    centres: Iterable[str],
+    image_roots: Iterable[Path],
+    mask_roots: Iterable[Path],
+) -> Table:
+    """Return the records of a table of images with masks, each by its file's name without ending.
+
+    Args:
+        path: of the table; where it has columns width and height, they are the image's.
+        columns: of the file (with or without its ending), the centre, and the patient or lesion.
+        centres: those of the data set.
+        image_roots: folders and archives of the images.
+        mask_roots: folders and archives of the masks.
+
+    Raises:
+        InputError: a column is missing, or two masks of one name.
+    """
+    images = image_index(image_roots)
+    masks = mask_index(mask_roots)
+    table = Table()
+    for row in read_csv(path, columns):
+        file, centre, group = (row[column] for column in columns)
+        key = Path(file).stem
+        if not check_row(table, f"{file} in {path}", key, centre, centres, images, masks):
+            continue
+
+        width = row.get("width") or ""
+        height = row.get("height") or ""
+        sides_are_known = width.isdecimal() and height.isdecimal()
+        size = int(width) * int(height) if sides_are_known else None
+        table.records.append(Record(images[key], 0, key, centre, group, mask=masks[key], size=size))
 
     return table
 
@@ -143,14 +187,11 @@ def _resized(mask: Mask, size: Shape, classes: int) -> Mask:
 
     Nearest-neighbour resizing by an even factor would move masks by half a pixel of the file.
     """
-    shares = [
-        np.asarray(
-            Image.fromarray((mask == index).astype(np.float32)).resize(
-                size[::-1], Image.Resampling.BILINEAR
-            )
-        )
-        for index in range(classes)
-    ]
+    shares = []
+    for index in range(classes):
+        plane = Image.fromarray((mask == index).astype(np.float32))
+        shares.append(np.asarray(plane.resize(size[::-1], Image.Resampling.BILINEAR)))
+
     largest: Mask = np.argmax(shares, axis=0).astype(np.uint8)
     return largest
 
@@ -193,9 +234,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
         )
 
     plane = pixels[..., 0]
-    if pixels.shape[-1] not in (1, 3) or any(
-        (pixels[..., c] != plane).any() for c in range(1, pixels.shape[-1])
-    ):
+    if pixels.shape[-1] not in (1, 3) or (pixels[..., 1:] != plane[..., None]).any():
         raise InputError(
             f"mask {uri} of image {image} has {pixels.shape[-1]} channels that differ or transparency",
             "one channel, or three equal ones",
@@ -207,6 +246,7 @@ def _read_mask(uri: str, image: str, shape: Shape, classes: int) -> Mask:
     else:
         values = np.unique(plane)
 
+    # White is the foreground of two classes, whichever file format wrote it.
     if classes == 2 and set(values.tolist()) <= {0, 255}:
         return (plane > 0).astype(np.uint8)
     if wrong := [value for value in values.tolist() if value not in range(classes)]:

@@ -36,6 +36,8 @@ from medfl.datasets.readers.stacks import check_unpacked
 EpsImagePlugin.gs_binary = False
 
 Pixels = NDArray[Any]
+Files = list[tuple[str, str]]
+"""Path or name, and URI, of each image or file."""
 
 UNREADABLE = (
     ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError,
@@ -60,10 +62,8 @@ _TURNS = {
 }
 """What makes a picture upright, by EXIF orientation; from 5 on its sides are exchanged."""
 _MOST_PAGES = 100  # that are looked at: a chain of more is no picture either
-_SUBFILE_TYPE, _NO_PAGE = (
-    254,
-    0b101,
-)  # a TIFF's tag, and its bits of a smaller copy and of a transparency mask
+_SUBFILE_TYPE = 254  # a TIFF's tag
+_NO_PAGE = 0b101  # its bits of a smaller copy and of a transparency mask
 _INSIDE = re.compile(
     r"(.*?(?:\.zip|\.json|(?P<stack>\.npz|\.mat|-ubyte(?:\.gz)?|cifar-10-batches-py|cifar-100?-python(?:\.tar\.gz)?)))!(.*)",
     re.DOTALL,
@@ -76,12 +76,12 @@ def _version(path: str | Path) -> tuple[int, int]:
 
 
 def is_text(name: str) -> bool:
-    """Tell whether a file's name is text, and would not be read as those of several files."""
+    """Tell whether a file's name is valid text, and does not contain what joins the URIs of several files."""
     return JOINED not in name and not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def is_odd(path: str) -> bool:
-    """Tell whether what was found in a folder is passed over, and told: a pipe, a device, or what no text names."""
+    """Tell whether a path is to be skipped with a note: a pipe, a device, or a name that is not text."""
     return not is_text(os.path.basename(path)) or (
         not os.path.isfile(path) and os.path.exists(path)
     )
@@ -141,7 +141,7 @@ def shown_files(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def files_below(root: Path, endings: tuple[str, ...]) -> list[tuple[str, str]]:
+def files_below(root: Path, endings: tuple[str, ...]) -> Files:
     """Return (relative path, URI) of the files with these endings, in any case, below a folder or in a zip, sorted."""
     if root.is_file():
         members = (name for name in archive(root).namelist() if not is_hidden(name))
@@ -179,18 +179,14 @@ def array_shape(path: str | Path, name: str) -> tuple[int, ...]:
         return array(path, name).shape  # or raises, naming the arrays that are there
     try:
         with _member(path, f"{name}.npy") as file:
-            version = np.lib.format.read_magic(file)
-            if version == (1, 0):
-                header = np.lib.format.read_array_header_1_0
+            if np.lib.format.read_magic(file) == (1, 0):
+                shape, _, kind = np.lib.format.read_array_header_1_0(file)
             else:
-                header = np.lib.format.read_array_header_2_0
+                shape, _, kind = np.lib.format.read_array_header_2_0(file)
 
-            shape, _, kind = header(file)
-            if (
-                not kind.hasobject
-                and math.prod(shape) * kind.itemsize
-                > archive(path).getinfo(f"{name}.npy").file_size
-            ):
+            # A header may lie: whoever trusts it would count rows that are not there.
+            stated = math.prod(shape) * kind.itemsize
+            if not kind.hasobject and stated > archive(path).getinfo(f"{name}.npy").file_size:
                 raise ValueError(f"its shape {shape} is more than it holds")
 
             return tuple(shape)
@@ -227,7 +223,7 @@ def files_of(uris: Iterable[str]) -> set[str]:
 
 
 def container_uri(uri: str) -> str:
-    """Return the URI whose content changes when an image's does: of an array's rows that of the first."""
+    """Return the URI that stands for an image's content: for the rows of an array that of the first."""
     match = _INSIDE.fullmatch(uri)
     return f"{match[1]}!{match[3].rpartition('#')[0]}#0" if match and match["stack"] else uri
 
@@ -269,7 +265,7 @@ def content_key(uri: str) -> str:
         with open(path, "rb") as file:
             while block := file.read(1 << 20):
                 crc = zlib.crc32(block, crc)
-                size = size + len(block)
+                size += len(block)
 
         return f"{size}:{crc:08x}"
     except (OSError, KeyError) as error:
@@ -281,9 +277,9 @@ def content_key(uri: str) -> str:
 
 
 def stored_key(uri: str | Path) -> str:
-    """Return what is the same for URIs that hold the same image: `content_key`, of an array's row with its number.
+    """Return a key that is equal for URIs of the same image: `content_key`, and the row in an array.
 
-    It is "" where there is no such file.
+    It is "" if there is no such file.
     """
     match = _INSIDE.fullmatch(str(uri))
     row = match[3].rpartition("#")[2] if match and match["stack"] else ""
@@ -320,34 +316,28 @@ def read_pixels(
             pixels = dicom.read_picture(path)
         elif part and not path.endswith(".zip"):
             name, _, row = part.rpartition("#")
-            pixels = array(path, name)[
-                int(row)
-            ].copy()  # what is loaded stays as it is, whatever is done to the image
+            # A copy: the loaded array stays as it is, whatever is done to the image.
+            pixels = array(path, name)[int(row)].copy()
         else:
             content = read_member(path, part) if part else b""
             with Image.open(io.BytesIO(content) if part else path) as image:
-                pages = _pages(image)
+                if (pages := _pages(image)) > 1:
+                    raise InputError(
+                        f"image {uri} has {pages} pages",
+                        "one picture in each file",
+                        "save each page as a file of its own",
+                    )
+
                 if image.format == "PNG" and png16.is_png16(
                     content if part else png16.head_of(path)
                 ):
-                    as_float64 = (
-                        8 * math.prod(image.size) * len(image.getbands())
-                    )  # as where it is resized
+                    # Eight bytes a value, which is what resizing takes.
+                    as_float64 = 8 * math.prod(image.size) * len(image.getbands())
                     check_unpacked(as_float64, len(content) or os.path.getsize(path))
                     image.load()  # which refuses a file that is damaged
                     pixels = _upright(png16.read(content or path), orientation(image))
                 else:
-                    if pages == 1:
-                        pixels = _decode(image, size, channels if convert else None)
-                    else:
-                        pixels = np.empty(0)
-
-            if pages > 1:
-                raise InputError(
-                    f"image {uri} has {pages} pages",
-                    "one picture in each file",
-                    "save each page as a file of its own",
-                )
+                    pixels = _decode(image, size, channels if convert else None)
 
         if pixels.dtype.kind not in "biuf" or pixels.itemsize > 8:
             raise ValueError(f"it holds {pixels.dtype} values")
@@ -386,7 +376,7 @@ def _text(path: str, part: str) -> bytes:
         return file.read(stop - start)
 
 
-def _square(numbers: Any) -> Pixels:
+def _square(numbers: object) -> Pixels:
     """Return the 8-bit (S, S) image of S * S numbers in 0..1, row by row."""
     values = np.asarray(numbers, dtype=np.float64)
     side = math.isqrt(values.size)
@@ -416,10 +406,10 @@ def _upright(pixels: Pixels, turn: int) -> Pixels:
     """Turn pixels (H, W, C) by an EXIF orientation, channel by channel, as Pillow has no colours of 16 bits."""
     if turn == 1:
         return pixels
-    channels = [
-        np.array(Image.fromarray(channel).transpose(_TURNS[turn]))
-        for channel in np.moveaxis(pixels, -1, 0).copy()
-    ]
+    channels = []
+    for channel in np.moveaxis(pixels, -1, 0).copy():
+        channels.append(np.array(Image.fromarray(channel).transpose(_TURNS[turn])))
+
     return np.stack(channels, axis=-1)
 
 
@@ -462,6 +452,7 @@ def _decode(image: Image.Image, size: tuple[int, int] | None, channels: int | No
         image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
 
     decoded: Pixels = np.array(image)
+    # Pillow opens grey pictures of 16 bits as 32-bit integers.
     if decoded.dtype == np.int32 and decoded.min() >= 0 and decoded.max() < 65536:
         return decoded.astype(np.uint16)
 
@@ -489,6 +480,7 @@ def _convert(pixels: Pixels, channels: int) -> Pixels:
 
 def resize(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     """Antialiased bilinear resize of a (H, W, C) array, keeping its type."""
+    # Bytes as where a JPEG is decoded to a size, by Pillow, which has no other types.
     if pixels.dtype == np.uint8 and pixels.shape[-1] in (1, 3):
         image = Image.fromarray(
             np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)

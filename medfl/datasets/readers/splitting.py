@@ -1,6 +1,6 @@
-"""Rules that put the images of a data set into train, validate and test; groups (patients, lesions) stay together.
+"""Rules that divide images into train, validate and test and keep groups (patients, lesions) together.
 
-A rule may leave images out: their section is `LEFT_OUT`.
+Images that a rule leaves out are in section `LEFT_OUT`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from medfl.core.errors import InputError
 from medfl.core.task import SECTIONS
 
 LEFT_OUT = ""
+USUAL = (0.7, 0.1, 0.2)  # of the images, for train, validate and test
 _MOST_FOLDS = 100
 
 
@@ -39,16 +42,17 @@ class Record:
 Rule = Callable[[Sequence[Record]], list[str]]
 
 
-def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> Rule:
+def by_group(salt: str, shares: Sequence[float] = USUAL, *, at_centres: bool = True) -> Rule:
     """Return the rule that cuts the groups of each class and centre by `shares` of their images.
 
-    Groups are ordered by a hash, so the result depends on the records alone. Where a class has few groups at a centre,
-    a section may get none of them; `at_centres=False` cuts each class as a whole.
+    Groups are ordered by a hash of `salt` and their name, so the result depends on the records alone. Where a class has
+    few groups at a centre, a section may get none of them; `at_centres=False` cuts each class as a whole.
     """
 
     def rule(records: Sequence[Record]) -> list[str]:
         sizes = Counter(record.group for record in records)
         strata: dict[tuple[int, str], list[str]] = defaultdict(list)
+        # Reversed, so that a group's first record says its class and centre.
         for group, record in {record.group: record for record in reversed(records)}.items():
             strata[record.label, record.centre if at_centres else ""].append(group)
 
@@ -57,6 +61,7 @@ def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> 
             total = sum(sizes[group] for group in groups)
             done = 0
             for group in sorted(groups, key=lambda group: hash_order(salt, group)):
+                # A group goes where its middle falls, so that large ones are in no section's favour.
                 middle = (done + sizes[group] / 2) / total
                 section[group] = SECTIONS[
                     sum(middle >= sum(shares[:last]) for last in range(1, len(shares)))
@@ -69,25 +74,26 @@ def by_group(shares: Sequence[float], salt: str, *, at_centres: bool = True) -> 
 
 
 def hash_order(salt: str, group: str) -> bytes:
-    """Return the key by which groups are in a random order that is always the same."""
+    """Return a sort key that gives groups a random but fixed order."""
     return hashlib.sha256(f"{salt}/{group}".encode()).digest()
 
 
 def filled(rule: Rule, needed: Sequence[str] = ("test", "validate")) -> Rule:
-    """Return a rule that gives sections that would be empty a group of the training data each.
+    """Return a rule that moves a training group into each section that would be empty.
 
-    It is one of the class that has most groups there, the first of these with the fewest images; one stays.
+    The group has the fewest images of the class with the most training groups, which keeps at least one.
     """
 
     def with_each(records: Sequence[Record]) -> list[str]:
         sections = rule(records)
         for empty in needed:
             group = None if empty in sections else _spare(records, sections)
-            if group is not None:
-                pairs = zip(records, sections, strict=True)
-                sections = [
-                    empty if record.group == group else section for record, section in pairs
-                ]
+            if group is None:
+                continue
+
+            for position, record in enumerate(records):
+                if record.group == group:
+                    sections[position] = empty
 
         return sections
 
@@ -150,14 +156,12 @@ def fold(number: int, count: int, salt: str) -> Rule:
             first,
             key=lambda group: (first[group].label, first[group].centre, hash_order(salt, group)),
         )
-        per_class = Counter(
-            label for _, label in {(record.group, record.label) for record in records}
-        )
+        labels_of_groups = {(record.group, record.label) for record in records}
+        per_class = Counter(label for _, label in labels_of_groups)
         if len(order) < count or min(per_class.values(), default=0) < 2:
+            few = ""
             if per_class and len(order) >= count:
                 few = f", one class has {min(per_class.values())}"
-            else:
-                few = ""
 
             raise InputError(
                 f"{count} folds of {len(order)} patients or images of unknown ones{few}",
@@ -165,15 +169,14 @@ def fold(number: int, count: int, salt: str) -> Rule:
                 "lower --folds, or add images",
             )
 
+        # Every COUNT-th group, so that each fold has its part of each class and centre.
         tested = set(order[number - 1 :: count])
         training = [record for record in records if record.group not in tested]
         divided = filled(
-            by_group((0.875, 0.125), f"{salt}-{number}/{count}", at_centres=False), ("validate",)
+            by_group(f"{salt}-{number}/{count}", (0.875, 0.125), at_centres=False), ("validate",)
         )(training)
-        section_of = {
-            record.group: section for record, section in zip(training, divided, strict=True)
-        }
-
+        groups = (record.group for record in training)
+        section_of = dict(zip(groups, divided, strict=True))
         return [section_of.get(record.group, "test") for record in records]
 
     return rule
@@ -214,7 +217,7 @@ def _cut(
     def rule(records: Sequence[Record]) -> list[str]:
         sections = published(split)(records)
         indices = [index for index, section in enumerate(sections) if section == part]
-        cut = by_group(shares, salt)([records[index] for index in indices])
+        cut = by_group(salt, shares)([records[index] for index in indices])
         for index, section in zip(indices, cut, strict=True):
             sections[index] = names[SECTIONS.index(section)]
 
@@ -257,10 +260,6 @@ class WholeCentres:
             )
 
         small.sort(key=lambda centre: hash_order(f"{self.salt}/{self.trial}", centre))
-        sections = [
-            section
-            for section, number in zip(SECTIONS, self.numbers, strict=True)
-            for _ in range(number)
-        ]
+        sections = np.repeat(SECTIONS, self.numbers).tolist()
         drawn = dict(zip(small, sections, strict=False))
         return [drawn.get(record.centre, LEFT_OUT) for record in records]

@@ -33,10 +33,9 @@ _FILES: Mapping[str, Mapping[str, Sequence[str]]] = {
 }
 _LABELS = {CIFAR10: "labels", CIFAR100: "fine_labels"}
 ARCHIVES = {CIFAR10: "cifar-10-python.tar.gz", CIFAR100: "cifar-100-python.tar.gz"}
-_UNPACKED, _RATIO = (
-    2**31,
-    100,
-)  # bytes of one image or stack, and times its packed size: more is no image
+# More than both, in bytes and as a multiple of the packed size, is no image or stack.
+_UNPACKED = 2**31
+_RATIO = 100
 _ALLOWED: Mapping[str, Any] = {**STAND_INS, "_codecs.encode": latin1}
 """What the pickle of an array may ask for, and what it gets: nothing that runs code or is NumPy's own."""
 
@@ -124,6 +123,7 @@ def _cifar(path: Path, name: str) -> Array:
         return np.array([label for batch in batches for label in batch[_LABELS[kind]]])
 
     values = np.concatenate([np.asarray(batch["data"]) for batch in batches])
+    # A row is the red, the green and the blue plane of an image, one after the other.
     side = math.isqrt(values.shape[1] // 3)
     return np.ascontiguousarray(values.reshape(-1, 3, side, side).transpose(0, 2, 3, 1))
 

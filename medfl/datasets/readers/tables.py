@@ -1,7 +1,8 @@
-"""What data sets share in reading their folders: tables, image indices, class folders, MedMNIST arrays."""
+"""Readers that data sets share: tables, image indices, class folders, stacked arrays such as MedMNIST's."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +11,14 @@ from pathlib import Path
 from medfl.core.errors import InputError
 from medfl.core.untrusted import Refused, read_table
 from medfl.datasets.readers.reading import IMAGE_SUFFIXES as IMAGE_SUFFIXES
-from medfl.datasets.readers.reading import array, array_shape, files_below, split_uri
+from medfl.datasets.readers.reading import Files, array, array_shape, files_below, split_uri
 from medfl.datasets.readers.splitting import Record
 
 SECTION_NAMES = {"train": "train", "val": "validate", "test": "test"}
+
+
+ArrayUris = dict[str, tuple[str, str]]
+"""Section as the source names it -> the arrays of its images and of its labels, URIs without a row."""
 
 
 @dataclass
@@ -87,7 +92,7 @@ def first(folder: Path, *names: str) -> Path | None:
     return next((folder / name for name in names if (folder / name).exists()), None)
 
 
-def image_files(root: Path) -> list[tuple[str, str]]:
+def image_files(root: Path) -> Files:
     """Return (relative path, URI) of all images below a folder or in a zip archive, in sorted order."""
     return files_below(root, IMAGE_SUFFIXES)
 
@@ -104,7 +109,7 @@ def image_index(roots: Iterable[Path]) -> dict[str, str]:
 def class_folders(
     text: str,
     splits: tuple[str, ...],
-    roots: Sequence[str],
+    root: str,
     zips: Sequence[str],
     classes: Sequence[str],
     *,
@@ -113,12 +118,12 @@ def class_folders(
     group: Callable[[str, str], str] | None = None,
     notes: tuple[str, ...] = (),
 ) -> Layout:
-    """Return the layout `[root/][train|val|test/]<class>/<image>`, as a folder or in a zip archive named like `zips`.
+    """Return the layout `[<root>/][train|val|test/]<class>/<image>`, as a folder or in a zip archive named like `zips`.
 
     Args:
         text: the layout in words.
         splits: names of the splits it offers; `sections=True` gives each image its section under the name "official".
-        roots: folder names that may lie between the data set's folder and the section or class folders.
+        root: name of a folder that may lie, also twice, between the data set's folder and the section or class folders.
         zips: glob patterns of archives that may hold the same tree.
         classes: folder names in label order.
         sections: the tree has a level train, val, test above the classes.
@@ -131,26 +136,18 @@ def class_folders(
     label = {name: number for number, name in enumerate(classes)}
 
     def roots_in(folder: Path) -> list[Path]:
-        nested = [
-            folder,
-            *(folder / root for root in roots),
-            *(folder / root / root for root in roots),
-        ]
+        # More than half of the classes must be there: a subset counts, another data set does not.
         above = "train" if sections else "."
-        plain = [
-            path
-            for path in nested
-            if sum((path / above / name).is_dir() for name in classes) * 2 > len(classes)
-        ]
-        if plain:
-            return plain[:1]
+        for path in (folder, folder / root, folder / root / root):
+            if 2 * sum((path / above / name).is_dir() for name in classes) > len(classes):
+                return [path]
 
-        packed = sorted(path for glob in zips for path in folder.glob(glob) if path.is_file())
-        return [
-            path
-            for path in packed
-            if len({match[3] for match in _matches(path, pattern)}) * 2 > len(classes)
-        ][:1]
+        packed = itertools.chain.from_iterable(folder.glob(glob) for glob in zips)
+        for path in sorted(filter(Path.is_file, packed)):
+            if 2 * len({match[3] for match in _matches(path, pattern)}) > len(classes):
+                return [path]
+
+        return []
 
     def read(folder: Path) -> Table:
         records: dict[str, Record] = {}
@@ -189,22 +186,24 @@ def medmnist(
     """
     name = re.compile(rf"{re.escape(stem)}(?:_(\d+))?\.npz$")
 
-    def find(folder: Path) -> dict[str, tuple[str, str]]:
-        files = [
-            (path, match)
-            for path in folder.glob(f"{stem}*.npz")
-            if (match := name.match(path.name))
-        ]
-        largest = sorted(((int(match[1] or 28), path) for path, match in files), reverse=True)[:1]
-        parts = [(path, part) for _, path in largest for part in SECTION_NAMES]
-        return {part: (f"{path}!{part}_images", f"{path}!{part}_labels") for path, part in parts}
+    def find(folder: Path) -> ArrayUris:
+        sizes = {}
+        for path in folder.glob(f"{stem}*.npz"):
+            if match := name.match(path.name):
+                sizes[path] = int(match[1] or 28)
+
+        if not sizes:
+            return {}
+
+        file = max(sizes, key=lambda path: (sizes[path], path))
+        return {part: (f"{file}!{part}_images", f"{file}!{part}_labels") for part in SECTION_NAMES}
 
     return stacked(text, find, classes, split, more_splits=more_splits, centre=centre, notes=notes)
 
 
 def stacked(
     text: str,
-    find: Callable[[Path], Mapping[str, tuple[str, str]]],
+    find: Callable[[Path], ArrayUris],
     classes: int,
     split: str,
     *,
@@ -229,6 +228,7 @@ def stacked(
         table = Table()
         for part, (images, label_uri) in find(folder).items():
             path, name = split_uri(label_uri)
+            # MedMNIST's labels have a second axis of length 1.
             labels = array(path, name).reshape(-1)
             rows = array_shape(*split_uri(images))[0]
             if len(labels) != rows:
@@ -253,6 +253,40 @@ def stacked(
         return table
 
     return Layout(text, (split, *more_splits), find, read, notes)
+
+
+def check_row(
+    table: Table,
+    where: str,
+    key: str,
+    centre: str,
+    centres: Iterable[str],
+    images: Mapping[str, str],
+    masks: Mapping[str, str] | None = None,
+) -> bool:
+    """Tell whether a row names a centre of the data set and an image that is there; else add the problem.
+
+    Args:
+        table: takes the problem.
+        where: the row in words.
+        key: name of the image without suffix.
+        centre: of the image.
+        centres: those of the data set.
+        images: name -> URI.
+        masks: the same of the reference masks, which every image of a segmentation has.
+    """
+    if centre not in centres:
+        table.problems.append(
+            f"{where} has centre {centre!r}, the centres are {', '.join(centres)}"
+        )
+    elif key not in images:
+        table.problems.append(f"{where}: its image is missing")
+    elif masks is not None and key not in masks:
+        table.problems.append(f"{where}: its mask is missing")
+    else:
+        return True
+
+    return False
 
 
 def label_of(value: str, labels: Mapping[str, int], what: str, table: Table) -> int | None:

@@ -1,6 +1,6 @@
-"""The readers as MONAI's transforms, by the names that bundles give them.
+"""The readers as MONAI transforms, by the names that bundles use.
 
-They lie apart so that what only looks at folders and tables needs neither PyTorch nor MONAI.
+They have a module of their own, so that code that only looks at folders and tables imports neither PyTorch nor MONAI.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ from medfl.datasets.readers.pairs import Shape, read_image, read_pair
 from medfl.datasets.readers.reading import Pixels, files_of, read_pixels, split_uri
 from medfl.datasets.readers.volumes import read_volume
 
+Entry = Mapping[Hashable, Any]
+NewEntry = dict[Hashable, Any]
+"""An entry of a data list, and the copy of it that a transform changed."""
+
 
 def as_tensor(pixels: Pixels) -> torch.Tensor:
     """Return pixels (H, W, C) as a tensor (C, H, W) of their type, but signed where that is unsigned of over 8 bits.
@@ -46,11 +50,14 @@ def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
     Args:
         pixels: as read.
         uri: of the picture.
-        depth: largest value of pictures of 16 bits, which may be stored ones of 12; those of 8 have 255.
+        depth: largest value of pictures of 16 bits, which may be stored ones of 12; those of 8 have 255. 0 returns
+            the pixels as they are.
 
     Raises:
         InputError: they have another type, or larger values.
     """
+    if not depth:
+        return pixels
     if pixels.dtype not in (np.uint8, np.uint16):
         raise InputError(
             f"{uri} holds {pixels.dtype} values",
@@ -70,11 +77,11 @@ def of_own_depth(pixels: Pixels, uri: str, depth: int) -> Pixels:
 
 
 class FileReader(MapTransform):
-    """What replaces URIs by the content of their files; `check_path` is called with each file's path before that."""
+    """Base of transforms that replace URIs by their files' content; `check_path` is called with each path first."""
 
     check_path: Callable[[str], object] = staticmethod(str)
 
-    def uri(self, item: Mapping[Hashable, Any], key: Hashable) -> str:
+    def uri(self, item: Entry, key: Hashable) -> str:
         """Return the URI of an item's file, whose paths are checked."""
         uri = str(item[key])
         for path in files_of([uri]):
@@ -115,13 +122,10 @@ class ReadPixelsd(FileReader):
                 "give channels=1 or channels=3",
             )
 
-        if isinstance(size, int):
-            sides = (size, size)
-        elif size is None:
-            sides = None
-        else:
-            sides = (int(size[0]), int(size[1]))
-
+        sides = None
+        if size is not None:
+            height, width = (size, size) if isinstance(size, int) else size
+            sides = (int(height), int(width))
         if sides is not None and min(sides) < 1:
             raise InputError(
                 f"image size {size}",
@@ -134,16 +138,14 @@ class ReadPixelsd(FileReader):
         self.size = sides
         self.own_depth = 65535 if own_depth is True else int(own_depth)
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Return a copy of `data` with a tensor at each key."""
         item = dict(data)
         for key in self.key_iterator(item):
             uri = self.uri(item, key)
             pixels = read_pixels(uri, self.size, self.channels, self.convert)
             item.setdefault("id", uri)
-            item[key] = as_tensor(
-                of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels
-            )
+            item[key] = as_tensor(of_own_depth(pixels, uri, self.own_depth))
 
         return item
 
@@ -152,7 +154,8 @@ def _affine(shape: Shape, size: Shape) -> NDArray[np.float64]:
     """Return (4, 4) from index in an image resized to `size` to index in the file's; pixel centres aligned."""
     scale = np.array(shape) / np.array(size)
     affine = np.eye(4)
-    affine[(0, 1), (0, 1)], affine[:2, 3] = scale, (scale - 1) / 2
+    affine[(0, 1), (0, 1)] = scale
+    affine[:2, 3] = (scale - 1) / 2
     return affine
 
 
@@ -198,7 +201,7 @@ class ReadPaird(ReadPixelsd):
 
         self.classes = classes
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Return a copy of `data` with a tensor at each key."""
         item = dict(data)
         image, mask = self.keys
@@ -217,7 +220,7 @@ class ReadPaird(ReadPixelsd):
         else:
             pixels, shape = read_image(uri, self.channels, self.size, self.convert)
 
-        pixels = of_own_depth(pixels, uri, self.own_depth) if self.own_depth else pixels
+        pixels = of_own_depth(pixels, uri, self.own_depth)
         meta = {
             "original_affine": np.eye(4),
             "spatial_shape": np.array(shape),
@@ -261,7 +264,7 @@ class WriteMaskd(MapTransform):
         self._resample = SpatialResample(mode="bilinear", padding_mode="border")
         self._written: dict[Path, str] = {}
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Write the predictions of one image; the data stay as they are."""
         image = data[self.image]
         meta = image.meta if isinstance(image, MetaTensor) else {}
@@ -295,6 +298,7 @@ class WriteMaskd(MapTransform):
         if self.root and not part and parent.is_relative_to(self.root):
             below = parent.relative_to(self.root)
 
+        # What lies in an archive has no folder, only its own name.
         target = self.output_dir / below / f"{Path(part or path).stem}.png"
         if self._written.setdefault(target, file) != file:
             raise InputError(
@@ -339,7 +343,7 @@ class WriteClassesd(MapTransform):
         self.classes = [str(name) for name in classes]
         self._begun = False
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Write the row of one image; the data stay as they are."""
         for key in self.key_iterator(data):
             numbers = torch.as_tensor(data[key]).flatten().tolist()
@@ -360,8 +364,12 @@ class WriteClassesd(MapTransform):
     def _write(self, row: list[str]) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with self.file.open("a" if self._begun else "w", newline="", encoding="utf-8") as file:
-            rows = [row] if self._begun else [["id", "prediction", *self.classes], row]
-            csv.writer(file, lineterminator="\n").writerows(rows)
+            table = csv.writer(file, lineterminator="\n")
+            if not self._begun:
+                table.writerow(["id", "prediction", *self.classes])
+
+            table.writerow(row)
+
         self._begun = True
 
 
@@ -393,7 +401,7 @@ class ReadVolumed(FileReader):
 
         self.classes = classes
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Return a copy of `data` with the volumes."""
         item = dict(data)
         image, *masks = self.keys
@@ -422,7 +430,7 @@ class CheckPatchd(MapTransform):
         super().__init__(keys)
         self.patch_size = patch_size
 
-    def __call__(self, data: Mapping[Hashable, Any]) -> dict[Hashable, Any]:
+    def __call__(self, data: Entry) -> NewEntry:
         """Return `data`."""
         item = dict(data)
         for key in self.key_iterator(item):

@@ -1,4 +1,4 @@
-"""Images without labels, as somebody gives them for a prediction: files, folders, archives, DICOM series."""
+"""Images without labels, given for prediction: files, folders, archives, DICOM series."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import (
     IMAGE_SUFFIXES,
     JOINED,
+    Files,
     archive,
     array_shape,
     files_below,
@@ -35,10 +36,8 @@ def unlabelled(folder: str | Path, series: bool = True, channels: int = 1) -> li
     Raises:
         InputError: there is no such folder, or no image in it.
     """
-    return [
-        {"id": ident, "image": uri}
-        for ident, uri in joined(named([folder], series), channels).items()
-    ]
+    images = joined(named([folder], series), channels)
+    return [{"id": ident, "image": uri} for ident, uri in images.items()]
 
 
 def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
@@ -63,6 +62,7 @@ def named(sources: Iterable[str | Path], series: bool = True) -> dict[str, str]:
                 forms.append((name, f"{above.absolute().name}/{name}", uri))
             volumes |= {uri} if os.path.isdir(uri) else set()
 
+    # An image has the shortest of its forms that no other image shares.
     times = [Counter(form[level] for form in forms) for level in range(3)]
     names: dict[str, str] = {}
     for form in forms:
@@ -79,22 +79,18 @@ def joined(files: Mapping[str, str], channels: int) -> dict[str, str]:
         if channels > 1 and (match := _CHANNEL.fullmatch(ident)):
             parts[match[1] + match[2]].append(ident)
 
-    name_of = {
-        idents[0]: name
-        for name, idents in parts.items()
-        if len(idents) == channels and name not in files
-    }
-    later_channels = {
-        ident for idents in parts.values() if idents[0] in name_of for ident in idents[1:]
-    }
+    # An image stands where its first file did.
+    name_of: dict[str, str] = {}
+    for name, idents in parts.items():
+        if len(idents) == channels and name not in files:
+            name_of |= dict.fromkeys(idents, name)
+
     images = {}
     for ident, uri in files.items():
-        if ident in name_of:
-            images[name_of[ident]] = JOINED.join(
-                files[channel] for channel in sorted(parts[name_of[ident]])
-            )
-        elif ident not in later_channels:
+        if ident not in name_of:
             images[ident] = uri
+        elif (name := name_of[ident]) not in images:
+            images[name] = JOINED.join(files[channel] for channel in sorted(parts[name]))
 
     return images
 
@@ -104,7 +100,7 @@ def is_channel(ident: str) -> bool:
     return _CHANNEL.fullmatch(ident) is not None
 
 
-def images_at(source: Path, series: bool) -> list[tuple[str, str]]:
+def images_at(source: Path, series: bool) -> Files:
     """Return (name, URI) of the images at one source, sorted; a file of another kind is for its reader to refuse.
 
     Raises:
@@ -132,7 +128,7 @@ def without_ending(name: str) -> str:
 
 
 def other_kinds(folder: Path, used: Path | None = None) -> tuple[str, ...]:
-    """Return a line about the files below a folder that are not read for their kind, but for one used otherwise."""
+    """Return a line about files below a folder that are of no readable kind; `used` is one that has another purpose."""
     names = sorted(
         path.relative_to(folder).as_posix()
         for path in shown_files(folder)
@@ -146,7 +142,7 @@ def other_kinds(folder: Path, used: Path | None = None) -> tuple[str, ...]:
     return (note + printable(names[0]),) if names else ()
 
 
-def _below(root: Path, series: bool) -> list[tuple[str, str]]:
+def _below(root: Path, series: bool) -> Files:
     images = []
     for path in shown_files(root):
         name = path.relative_to(root).as_posix()
@@ -162,7 +158,7 @@ def _below(root: Path, series: bool) -> list[tuple[str, str]]:
     return sorted(set(images))
 
 
-def _packed(name: str, file: Path) -> list[tuple[str, str]]:
+def _packed(name: str, file: Path) -> Files:
     """Return the images in an archive of a folder; itself where it cannot be opened, for its reader to refuse."""
     try:
         return [(f"{name}/{member}", uri) for member, uri in _inside(file)]
@@ -170,14 +166,14 @@ def _packed(name: str, file: Path) -> list[tuple[str, str]]:
         return [(name, str(file))]
 
 
-def _inside(file: Path) -> list[tuple[str, str]]:
+def _inside(file: Path) -> Files:
     if file.suffix == ".npz":
         return _rows(file)
 
     return files_below(file, ENDINGS)
 
 
-def _rows(file: Path) -> list[tuple[str, str]]:
+def _rows(file: Path) -> Files:
     """Return the rows (H, W) or (H, W, C) of the stacked images in an .npz file; labels have fewer axes."""
     arrays = [name.removesuffix(".npy") for name in sorted(archive(file).namelist())]
     shapes = {name: array_shape(file, name) for name in arrays}
@@ -186,12 +182,12 @@ def _rows(file: Path) -> list[tuple[str, str]]:
             f"{file} with more than {_MOST_ROWS} images", "fewer in an archive", "divide it"
         )
 
-    return [
-        (f"{name}_{row:06d}", f"{file}!{name}#{row}")
-        for name, shape in shapes.items()
-        if len(shape) in (3, 4)
-        for row in range(shape[0])
-    ]
+    images = []
+    for name, shape in shapes.items():
+        for row in range(shape[0] if len(shape) in (3, 4) else 0):
+            images.append((f"{name}_{row:06d}", f"{file}!{name}#{row}"))
+
+    return images
 
 
 def _is_dicom(path: Path) -> bool:

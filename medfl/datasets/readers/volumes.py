@@ -24,6 +24,7 @@ from medfl.datasets.readers import dicom
 from medfl.datasets.readers.reading import (
     JOINED,
     UNREADABLE,
+    Files,
     archive,
     files_below,
     read_member,
@@ -109,7 +110,7 @@ def count_voxels(uri: str) -> int | None:
         return None
 
 
-def volume_files(root: Path) -> list[tuple[str, str]]:
+def volume_files(root: Path) -> Files:
     """Return (relative path, URI) of all NIfTI files below a folder or in a zip archive, sorted, but no hidden ones."""
     return files_below(root, SUFFIXES)
 
@@ -125,6 +126,7 @@ def volume_index(folder: Path) -> dict[str, str]:
             continue
         if path.is_dir():
             if _is_series(path):
+                # A NIfTI file goes before a series of the same name.
                 index.setdefault(path.name, str(path))
         elif is_nifti(path.name):
             index[bare(path.name)] = str(path)
@@ -132,15 +134,15 @@ def volume_index(folder: Path) -> dict[str, str]:
     return index
 
 
-def volume_paths(root: Path) -> list[tuple[str, str]]:
+def volume_paths(root: Path) -> Files:
     """Return (path without suffix, URI) of all NIfTI files below a folder, and of the DICOM series directly in it."""
     series = {name: uri for name, uri in volume_index(root).items() if os.path.isdir(uri)}
-    files = [
-        (bare(name), uri)
-        for name, uri in volume_files(root)
-        if name.partition("/")[0] not in series
-    ]
-    return sorted([*series.items(), *files])
+    paths = list(series.items())
+    for name, uri in volume_files(root):
+        if name.partition("/")[0] not in series:
+            paths.append((bare(name), uri))
+
+    return sorted(paths)
 
 
 def is_nifti(name: str) -> bool:
@@ -198,11 +200,8 @@ def _series(uri: str) -> tuple[Array, NDArray[np.float64]]:
 
 def _nifti(uri: str) -> tuple[Array, NDArray[np.float64]]:
     if not is_nifti(uri):
-        if not os.path.exists(split_uri(uri)[0]):
-            reason = "no such file or folder"
-        else:
-            reason = "not a NIfTI file by its name"
-
+        is_there = os.path.exists(split_uri(uri)[0])
+        reason = "not a NIfTI file by its name" if is_there else "no such file or folder"
         raise InputError(
             f"volume {uri} cannot be read ({reason})", _READABLE, "check the path, or convert it"
         )
@@ -270,10 +269,9 @@ def _header(uri: str) -> Any:
 
 def _sides(uri: str, shape: Sequence[int]) -> tuple[int, ...]:
     """Return the three sides of a volume, without trailing axes of length 1."""
-    if len(shape) > 3 and all(side == 1 for side in shape[3:]):
-        sides = tuple(shape[:3])
-    else:
-        sides = tuple(shape)
+    sides = tuple(shape)
+    if len(shape) > 3 and math.prod(shape[3:]) == 1:
+        sides = sides[:3]
 
     if len(sides) != 3 or min(sides) < 2:
         raise InputError(

@@ -18,8 +18,7 @@ from medfl.core.terminal import Print
 from medfl.data.disk_cache import free_ram
 from medfl.data.prepared import Shard
 from medfl.runtimes.federation import Federation
-from medfl.training.loop import fit
-from medfl.training.site import snapshot
+from medfl.training.site import fit, snapshot
 
 _SHARE = 0.8  # of the free memory that workers may take together
 _NETWORKS = 4  # copies of the weights that methods hold beside the network in training

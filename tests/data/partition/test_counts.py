@@ -302,7 +302,7 @@ def cut_anew(shares, salt, classes, centres=("one",)):
         for i in range(number)
     ]
     sections: dict[str, list[dict]] = {"train": [], "validate": [], "test": []}
-    for record, section in zip(records, by_group(shares, salt)(records), strict=True):
+    for record, section in zip(records, by_group(salt, shares)(records), strict=True):
         sections[section].append({"id": record.id, "label": record.label, "centre": record.centre})
     return sections
 

@@ -15,8 +15,7 @@ from medfl.core.errors import RunError
 from medfl.runs.launch import federate
 from medfl.storage.files import load_weights
 from medfl.training.accelerate.compiled import compile_steps
-from medfl.training.loop import FitReport, fit
-from medfl.training.site import snapshot
+from medfl.training.site import FitReport, fit, snapshot
 from tests.support.toy import Toy, bits, blobs, classifier, cross_entropy, sgd
 
 SITES = {"a": 22, "b": 17}
