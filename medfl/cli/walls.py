@@ -44,7 +44,7 @@ class Use:
         bundles: names or folders of bundles, or folders with weights in a bundle's layout.
         runs: run folders or run.json files, whose records name bundles.
         folder: folder that is written, made where it is not there.
-        file: name of the verb's argument with a file to be written: the keeper takes it over from the worker;
+        file: name of the verb's argument with a new file or folder: the keeper takes it over from the worker;
             `args.shown_file` stays the one that was given.
         connects: why the verb needs connections or programs, "" where it needs none.
         compiles: whether compilers may be executed.
@@ -154,6 +154,7 @@ def _divide(args: Any, use: Use, readable: Sequence[Path]) -> None:
         os.setpgid(0, 0)  # what the terminal sends, the keeper passes on: once
         ctypes.CDLL(None).prctl(_PARENT_DIED, signal.SIGTERM, 0, 0, 0)
         os.environ.update(variables)
+        tempfile.tempdir = None  # which the keeper's own may have set
         sandbox.enter()
         if not getattr(args, "quiet", False):
             log(f"sandbox: {sandbox.line(folder)}")
@@ -192,7 +193,13 @@ def _kept(worker: int) -> int:
 
 
 def _take_over(inside: Path, target: Path) -> None:
-    """Put a file that the worker wrote where the user wants it; never a link, a folder or one that is too large."""
+    """Put a file or folder that the worker wrote where the user wants it, of links and special files nothing."""
+    if inside.is_dir() and not inside.is_symlink():
+        target.mkdir(parents=True, exist_ok=True)
+        for entry in os.scandir(inside):
+            _take_over(Path(entry.path), target / entry.name)
+        return
+
     handle = os.open(inside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         content = file.read(_LARGEST + 1)
@@ -200,6 +207,7 @@ def _take_over(inside: Path, target: Path) -> None:
     if len(content) > _LARGEST:
         raise InputError(f"a file of more than {_LARGEST} bytes", "at most so many", "ask for less")
 
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(content)
 
 
