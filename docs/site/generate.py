@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import argparse
 import html
+import importlib.util
 import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -124,68 +126,143 @@ def _paragraph(text: str) -> str:
 
 
 def bundle_table() -> str:
-    """Return the table of bundles with links to their sections."""
+    """Return the table of bundles with links to their pages."""
     head = ["Bundle", "Images", "Classes", "Centres", "Network", "Licence of the images"]
     rows = [
-        [f"[`{e['name']}`](#{e['name']})", e["title"], bundle_pages.classes_text(e), str(e["centres"]),
+        [f"[`{e['name']}`](bundles/{e['name']}.md)", e["title"], bundle_pages.classes_text(e), str(e["centres"]),
          f"`{e['network']}`", e["licence"]]
         for e in bundle_pages.bundles()["bundles"]
     ]  # fmt: skip
     return tables.markdown_table(head, rows)
 
 
-def bundle_sections() -> str:
-    """Return a section for each shipped bundle: its task, classes, centres, licence, layouts, protocol and counts."""
-    return "\n\n".join(map(_bundle_section, shipped()))
-
-
-def _bundle_section(name: str) -> str:
+def bundle_page(name: str) -> str:
+    """Return all of a bundle's page but its title: what it is, how it is used, its protocol, counts and figures."""
     entry, bundle = bundle_pages.bundles(name), Bundle(name)
     metadata = json.loads((bundle.root / "configs" / "metadata.json").read_text(encoding="utf-8"))
-    facts = {
+    parts = [
+        _escaped(metadata["description"]),
+        _facts_table(_about(entry, metadata)),
+        "## Use",
+        _bundle_commands(entry),
+        "## Protocol",
+        "What a run takes where nothing else is asked for.",
+        _facts_table(_protocol(entry)),
+    ]
+    if counts := _counts(bundle.root / "docs" / "README.md"):
+        parts += ["## Images", counts]
+    if entry["notes"]:
+        parts += ["## Notes", "\n".join(f"- {_escaped(note)}" for note in entry["notes"])]
+    if figures := _figures(name):
+        parts += [
+            "## Figures reached",
+            "On real images, in small settings of our own; the links say which.",
+            tables.markdown_table(["Setting", "Figure", "By method"], figures),
+        ]
+    return "\n\n".join(parts)
+
+
+def _about(entry: bundle_pages.Document, metadata: Mapping[str, Any]) -> dict[str, str]:
+    fetched = f"`medfl data fetch {entry['name']} --out DIR`"
+    return {
         "Task": metadata["task"],
         "Classes": ", ".join(entry["class_names"]),
         "Centres": ", ".join(entry["centre_names"]) or "not known",
         "Network": f"`{entry['network']}`",
-        "Protocol": entry["protocol"],
-        "Defaults": ", ".join(
-            f"{key} `{_plain(value)}`" for key, value in entry["defaults"].items()
-        ),
-        "Presets": "; ".join(f"`{preset}`: {about}" for preset, about in entry["presets"].items())
-        or "none",
-        "Splits": ", ".join(f"`{split}`" for split in entry["splits"]),
-        "Layouts": "<br>".join(map(_code, entry["layouts"])),
-        "Real images": f"`medfl data fetch {name} --out DIR`"
-        if entry["can_fetch"]
-        else "by hand, from the source",
+        "Layouts on disk": "<br>".join(map(_code, entry["layouts"])),
+        "Real images": fetched if entry["can_fetch"] else "by hand, from the source",
         "Licence": entry["licence"],
         "Source": entry["source"],
         "Cite": entry["citation"],
     }
-    facts = {
-        fact: text if re.search("`|<code>", text) else _escaped(text)
-        for fact, text in facts.items()
+
+
+def _protocol(entry: bundle_pages.Document) -> dict[str, str]:
+    defaults = (f"{key} `{_plain(value)}`" for key, value in entry["defaults"].items())
+    presets = (f"`{name}`: {about}" for name, about in entry["presets"].items())
+    return {
+        "Protocol": entry["protocol"],
+        "Defaults": ", ".join(defaults),
+        "Presets (`--preset NAME`)": "; ".join(presets) or "none",
+        "Splits": ", ".join(f"`{split}`" for split in entry["splits"]),
     }
-    notes = [f"- {_escaped(note)}" for note in entry["notes"]]
-    return "\n\n".join(
-        [
-            f"### {name}",
-            f"{_escaped(metadata['description'])}",
-            tables.markdown_table(["", ""], [[fact, text] for fact, text in facts.items()]),
-            *_counts(bundle.root / "docs" / "README.md"),
-            *(["\n".join(notes)] if notes else []),
-        ]
-    )
 
 
-def _counts(readme: Path) -> list[str]:
+def _facts_table(facts: Mapping[str, str]) -> str:
+    rows = [
+        [fact, text if re.search("`|<code>", text) else _escaped(text)]
+        for fact, text in facts.items()
+    ]
+    return tables.markdown_table(["", ""], rows)
+
+
+def _bundle_commands(entry: bundle_pages.Document) -> str:
+    """Return the commands that draw, check, train on and report a bundle's images."""
+    name = entry["name"]
+    partition = " --partition centre" if entry["centres"] > 1 else ""
+    commands = [
+        f"medfl data make {name} --out data/{name}",
+        f"medfl data check {name} --data data/{name}",
+        f"medfl run {name} --data data/{name}{partition} --rounds 2 --out runs/{name}",
+        f"medfl report runs/{name}",
+    ]
+    text = "The first line draws a phantom; leave it out where `data/{}` has the real images."
+    return "\n".join(["```sh", *commands, "```"]) + "\n\n" + text.format(name)
+
+
+def _counts(readme: Path) -> str:
     """Return the table of counts of a bundle's README and what is said of it."""
     found = re.search(
         r"^## Counts\n+(.*?)(?=^## |\Z)",
         readme.read_text(encoding="utf-8"),
         re.MULTILINE | re.DOTALL,
     )
-    return [found[1].strip()] if found else []
+    return found[1].strip() if found else ""
+
+
+@cache
+def _results() -> ModuleType:
+    """Return docs/results/make.py, which knows the recorded runs."""
+    spec = importlib.util.spec_from_file_location("medfl_results", DOCS / "results" / "make.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["medfl_results"] = module  # dataclasses look there for their module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _figures(name: str) -> list[list[str]]:
+    """Return a row for each recorded table of runs of a bundle: where it stands, and one column of it."""
+    make = _results()
+    results = make.Results.read()
+    rows = []
+    for page in make.PAGES:
+        heading = ""
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith("#"):
+                heading = line.lstrip("# ")
+            elif found := re.fullmatch(r"<!-- table: (\S+) -->", line):
+                table = results.asked["tables"][found[1]]
+                runs = [make._named(entry) for entry in table["rows"].values()]
+                if {results.run(run).record["bundle"] for row in runs for run in row} == {name}:
+                    titles = list(table["columns"])
+                    title = "mean" if "mean" in titles else titles[0]
+                    link = f"[{heading}](../results/{page.name}#{_anchor(heading)})"
+                    figures = _column(results.table(found[1]), 1 + titles.index(title))
+                    rows.append([link, "mean of the sites" if title == "mean" else title, figures])
+    return rows
+
+
+def _column(table: str, index: int) -> str:
+    """Return the label and one cell of each row of a Markdown table as text."""
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return "; ".join(f"{cells[0]}: {cells[index]}" for cells in rows)
+
+
+def _anchor(heading: str) -> str:
+    """Return a heading's anchor as the site makes it."""
+    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
 
 
 # Command line
@@ -322,10 +399,11 @@ def _argument(action: argparse.Action) -> Row:
 
 PARTS: Mapping[str, Parts] = {
     "methods.md": {"methods": method_table},
-    "bundles.md": {"bundles": bundle_table, "sections": bundle_sections},
+    "bundles.md": {"bundles": bundle_table},
     "cli.md": {"verbs": command_line},
     "security.md": {"border": border_table},
     **{f"methods/{name}.md": method_parts(name) for name in methods.names()},
+    **{f"bundles/{name}.md": {"page": partial(bundle_page, name)} for name in shipped()},
 }
 
 

@@ -23,6 +23,7 @@ from medfl.cli import verbs as cli
 from tests.support.docs_pages import DOCS, FLARE, NOT_RUN, PAGES, README, blocks, commands, inline
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
+BUNDLE_PAGES = [page for page in PAGES if page.startswith("bundles/")]
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +83,7 @@ def test_plain_text_stays_plain_in_markdown(generate: ModuleType) -> None:
 
 def test_every_method_and_bundle_and_verb_has_its_place() -> None:
     assert sorted(f"methods/{name}.md" for name in methods.names()) == METHOD_PAGES
-    sections = re.findall(r"^### (\w+)$", (DOCS / "bundles.md").read_text(), re.M)
-    assert sections == list(shipped())
+    assert [f"bundles/{name}.md" for name in sorted(shipped())] == BUNDLE_PAGES
     verbs = re.findall(r"^## medfl (\w+)", (DOCS / "cli.md").read_text(), re.M)
     assert list(dict.fromkeys(verbs)) == list(cli.parser()._subparsers._group_actions[0].choices)
 
@@ -263,7 +263,13 @@ def test_every_page_is_in_the_menu_once() -> None:
 @pytest.mark.xdist_group("site")
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_phone_shows_a_page_without_scrolling_sideways(site: Path, tmp_path: Path) -> None:
-    for page in ("index.html", "methods/fedbm.html", "bundles.html", "cli.html"):
+    for page in (
+        "index.html",
+        "methods/fedbm.html",
+        "bundles.html",
+        "bundles/mednist.html",
+        "cli.html",
+    ):
         probe = "<script>document.title='w'+document.documentElement.scrollWidth</script></body>"
         copy = site / page.replace(".html", ".probe.html")
         copy.write_text((site / page).read_text().replace("</body>", probe))

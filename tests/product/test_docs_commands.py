@@ -14,6 +14,7 @@ from PIL import Image
 
 import medfl
 from medfl import datasets
+from medfl.bundle.files import find, read
 from medfl.cli import verbs as cli
 from medfl.storage.files import load_weights, save_weights
 from tests.support.docs_pages import (
@@ -37,6 +38,7 @@ from tests.support.figures import leave_blank
 from tests.zoo.build import ZOO
 
 METHOD_PAGES = [page for page in PAGES if page.startswith("methods/")]
+BUNDLE_PAGES = [page for page in PAGES if page.startswith("bundles/")]
 ELSEWHERE = {
     "deploy.md": "test_deploy.py, with what a hospital has",
     "deploy-operator.md": "test_deploy.py, with a kit",
@@ -66,12 +68,34 @@ def test_a_methods_command_runs(
         assert out.splitlines()[-1].startswith("PHANTOM data")
 
 
+@pytest.mark.parametrize("page", BUNDLE_PAGES)
+def test_a_bundles_commands_run(
+    page: str, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On few drawn images; pictures at 32 pixels by a small network, masks by the bundle's own, volumes small."""
+    name = Path(page).stem
+    drawn = [] if name == "femnist" else ["--per-class", "12"]
+    short = ["--rounds", "1", "--local-epochs", "1", "--jobs", "1"]
+    if datasets.get(name).task == "classification":
+        short += ["--config", "network=small_cnn", "--config", "image_size=32"]
+    training = read(find(name) / "configs" / "train.yaml")
+    if "patch_size" in training:
+        short += ["--config", "image_size=[16,24,16]", "--config", "patch_size=null"]
+    if name == "femnist":
+        short += ["--cohort", "0.03", "--eval-every", "0"]
+    more = {"make": drawn, "run": short}
+    for command in commands(page):
+        words = command.split()
+        execute(command, capsys, *more.get(words[2] if words[1] == "data" else words[1], []))
+    assert Path("runs", name, "report.html").is_file()
+
+
 @pytest.mark.parametrize(
     "page",
     [
         page
         for page in PAGES
-        if page not in (*ELSEWHERE, *OWN, *METHOD_PAGES) and blocks(page, "sh", "")
+        if page not in (*ELSEWHERE, *OWN, *METHOD_PAGES, *BUNDLE_PAGES) and blocks(page, "sh", "")
     ],
 )
 def test_a_pages_commands_and_python_run_in_their_order(

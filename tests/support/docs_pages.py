@@ -20,7 +20,7 @@ from tests.support.programs import python_path
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 README = "../README.md"
-FOLDERS = (DOCS, DOCS / "methods", DOCS / "results")
+FOLDERS = (DOCS, DOCS / "methods", DOCS / "bundles", DOCS / "results")
 PAGES = sorted(
     path.relative_to(DOCS).as_posix() for folder in FOLDERS for path in folder.glob("*.md")
 )
