@@ -166,7 +166,8 @@ ATTACKS: Mapping[str, str] = {
     "permissions": "__import__('os').chmod({others!r} + '/home', 0o777)",
     "link": "__import__('os').link({others!r} + '/home/.ssh/id', 'id')",
     "read": (
-        "__import__('pathlib').Path('read').write_text(__import__('pathlib').Path({others!r} + '/home/.ssh/id').read_text())"
+        "__import__('pathlib').Path('read').write_text("
+        "__import__('pathlib').Path({others!r} + '/home/.ssh/id').read_text())"
     ),
     "list": "__import__('pathlib').Path('list').write_text(str(__import__('os').listdir({others!r})))",
     "connect": "__import__('socket').create_connection(('127.0.0.1', {port}), 2)",
